@@ -1,0 +1,353 @@
+"""RoLoRA, FFA-LoRA and LoRA on a two-layer network with label-skewed clients.
+
+Chen et al., "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA" (RoLoRA), section 4.2, eq. 10 and
+Figure 2:
+
+    f(x) = ReLU(x A B) W_out,    A (d, r), B (r, d), W_out (d, c) fixed.
+
+Five clients with two labels each, or ten with one each; five local epochs, batch 64, plain SGD on cross-entropy. A round
+trains the halves below from the server's copy, then averages each with weights n_k / sum n_k:
+
+    lora      A and B
+    ffa_lora  B
+    rolora    B in rounds 1, 3, 5, ..., A in rounds 2, 4, 6, ...
+
+Here A is (d, r): PEFT's lora_A transposed.
+
+The paper leaves open: the start, the learning rates, the number of rounds. Here all three matrices start uniform within
+1/sqrt(fan_in). B cannot start at zero, as LoRA's does: ReLU'(0) = 0 would stop both gradients. Each method gets its own
+learning rate, chosen from one grid by the accuracy on held-out training samples. `--clients 1` is the control: what a
+method reaches with no skew and no averaging.
+
+All clients advance together in batched products; one that has run out of samples in an epoch takes no step.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+METHODS = ("lora", "ffa_lora", "rolora")
+LABELS = {"lora": "LoRA (FedAvg of both)", "ffa_lora": "FFA-LoRA (A frozen)", "rolora": "RoLoRA (alternates)"}
+GRID = (0.03, 0.1, 0.3, 1.0, 3.0)
+DATA = {"mnist": "MNIST", "fashion": "Fashion-MNIST", "digits": "scikit-learn digits (8 x 8)"}
+IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """x (n, d) float32 in [0, 1], y (n,) int64, and the same for the test set."""
+    x: torch.Tensor
+    y: torch.Tensor
+    x_test: torch.Tensor
+    y_test: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Clients:
+    """Padded to the largest client: x (N, n_max, d), y (N, n_max); `counts` (N,) real samples per client."""
+    x: torch.Tensor
+    y: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """a (d, r), b (r, d), w_out (d, c). On clients, a trained half has one more, leading, axis N."""
+    a: torch.Tensor
+    b: torch.Tensor
+    w_out: torch.Tensor
+
+
+def load(name: str, root: Path | None = None) -> Data:
+    """Read data set `name`; `root` is a folder of the four IDX files, plain or gzipped.
+
+    Raises ValueError for an unknown name and FileNotFoundError, with the way out, where files are missing.
+    """
+    if name not in DATA:
+        raise ValueError(f"unknown data {name!r}, expected one of {', '.join(DATA)}")
+    if name == "digits":
+        from sklearn.datasets import load_digits
+        raw = load_digits()
+        x, y = torch.tensor(raw.data / 16.0, dtype=torch.float32), torch.tensor(raw.target)
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+        test, train = order[:360], order[360:]
+        return Data(x[train], y[train], x[test], y[test])
+
+    from fs_lowrank.data.fetch import resolve
+    from fs_lowrank.data.idx import read_idx
+    root = root or resolve(name)
+    if root is None:
+        way = "fetch it with fs_lowrank.data.fetch.fetch('mnist')" if name == "mnist" else \
+            "install the Debian package dataset-fashion-mnist"
+        raise FileNotFoundError(f"no files for {name!r}: {way}, or name a folder of IDX files with --root")
+
+    def read(stem: str) -> torch.Tensor:
+        for candidate in (Path(root) / stem, Path(root) / f"{stem}.gz"):
+            if candidate.exists():
+                return torch.as_tensor(read_idx(candidate))
+        raise FileNotFoundError(f"{root} has neither {stem} nor {stem}.gz")
+
+    x, y, x_test, y_test = map(read, IDX_FILES)
+    return Data(x.flatten(1).float() / 255, y.long(), x_test.flatten(1).float() / 255, y_test.long())
+
+
+def subsample(data: Data, samples: int | None, seed: int) -> Data:
+    """A random subset of `samples` training samples; the test set stays whole."""
+    if samples is None or samples >= len(data.y):
+        return data
+    keep = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(seed))[:samples]
+    return dataclasses.replace(data, x=data.x[keep], y=data.y[keep])
+
+
+def hold_out(data: Data, share: float, seed: int) -> Data:
+    """Training data split in two: the second part, a random `share`, takes the test set's place."""
+    order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(seed))
+    kept, held = order[int(share * len(order)):], order[:int(share * len(order))]
+    return Data(data.x[kept], data.y[kept], data.x[held], data.y[held])
+
+
+def split_by_label(data: Data, num_clients: int) -> Clients:
+    """Client k gets the k-th run of consecutive labels, all its samples, no label twice."""
+    classes = int(data.y.max()) + 1
+    if classes % num_clients:
+        raise ValueError(f"{classes} labels cannot be dealt evenly to {num_clients} clients")
+    owner = data.y // (classes // num_clients)
+    counts = torch.bincount(owner, minlength=num_clients)
+    if not counts.all():
+        raise ValueError(f"client {int((counts == 0).nonzero()[0])} has no sample: use more samples")
+    x = data.x.new_zeros(num_clients, int(counts.max()), data.x.shape[1])
+    y = data.y.new_zeros(num_clients, int(counts.max()))
+    for k in range(num_clients):
+        x[k, :counts[k]], y[k, :counts[k]] = data.x[owner == k], data.y[owner == k]
+    return Clients(x, y, counts)
+
+
+def start(dim: int, rank: int, classes: int, generator: torch.Generator) -> Model:
+    """Uniform within 1/sqrt(fan_in), each matrix."""
+    def uniform(rows: int, columns: int) -> torch.Tensor:
+        return (2 * torch.rand(rows, columns, generator=generator) - 1) / math.sqrt(rows)
+    return Model(uniform(dim, rank), uniform(rank, dim), uniform(dim, classes))
+
+
+def halves_of(method: str, round_number: int) -> tuple[str, ...]:
+    """Which of "a", "b" the clients train in this round; rounds count from 1."""
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
+    if method == "lora":
+        return ("a", "b")
+    return ("b",) if method == "ffa_lora" or round_number % 2 else ("a",)
+
+
+def gradients(x: torch.Tensor, projected: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, model: Model,
+              halves: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Gradients of each client's mean cross-entropy over its valid samples, for the halves asked for.
+
+    x (N, m, d), projected = x A (N, m, r), labels and valid (N, m); a (N, d, r), b (N, r, d): each may lack its N.
+    """
+    hidden = projected @ model.b
+    active = hidden > 0
+    d_logits = torch.softmax(torch.relu(hidden) @ model.w_out, dim=-1)
+    d_logits.scatter_add_(-1, labels.unsqueeze(-1), d_logits.new_full((*labels.shape, 1), -1.0))
+    d_logits *= (valid / valid.sum(1, keepdim=True).clamp_min(1)).unsqueeze(-1)
+    d_hidden = (d_logits @ model.w_out.T) * active
+    result = {}
+    if "b" in halves:
+        result["b"] = projected.transpose(1, 2) @ d_hidden
+    if "a" in halves:
+        result["a"] = x.transpose(1, 2) @ (d_hidden @ model.b.transpose(-1, -2))
+    return result
+
+
+def train_locally(model: Model, clients: Clients, halves: tuple[str, ...], *, lr: float, epochs: int, batch: int,
+                  generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Every client's trained halves after `epochs` of SGD from the server's `model`: a (N, d, r) and/or b (N, r, d)."""
+    num_clients, longest, _ = clients.x.shape
+    local = {name: getattr(model, name).expand(num_clients, -1, -1).clone() for name in halves}
+    model = dataclasses.replace(model, **local)
+    rows = torch.arange(num_clients).unsqueeze(1)
+    padding = torch.arange(longest) >= clients.counts.unsqueeze(1)
+    frozen_a = "a" not in halves
+    source = clients.x @ model.a if frozen_a else clients.x
+    for _ in range(epochs):
+        order = torch.rand(num_clients, longest, generator=generator).masked_fill(padding, 2.0).argsort(1)
+        for first in range(0, longest, batch):
+            index = order[:, first:first + batch]
+            valid = (torch.arange(first, first + index.shape[1]) < clients.counts.unsqueeze(1)).float()
+            x = source[rows, index]
+            projected = x if frozen_a else x @ model.a
+            for name, gradient in gradients(x, projected, clients.y[rows, index], valid, model, halves).items():
+                local[name].sub_(gradient, alpha=lr)
+    return local
+
+
+def aggregate(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """sum_k n_k V_k / sum_k n_k over the leading axis."""
+    weights = counts.to(values.dtype) / counts.sum()
+    return torch.tensordot(weights, values, dims=1)
+
+
+def accuracy(model: Model, x: torch.Tensor, y: torch.Tensor) -> float:
+    logits = torch.relu(x @ model.a @ model.b) @ model.w_out
+    return (logits.argmax(1) == y).float().mean().item()
+
+
+def train(data: Data, clients: Clients, method: str, *, rounds: int, lr: float, seed: int, rank: int = 16,
+          epochs: int = 5, batch: int = 64, after_round=None) -> list[float]:
+    """Test accuracy before round 1 and after every round. One seed gives every method the same start.
+
+    `after_round(round_number, before, local, after)`, if given, sees both server models and the clients' halves.
+    """
+    model = start(data.x.shape[1], rank, int(data.y.max()) + 1, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed + 1_000_003)
+    curve = [accuracy(model, data.x_test, data.y_test)]
+    for t in range(1, rounds + 1):
+        local = train_locally(model, clients, halves_of(method, t), lr=lr, epochs=epochs, batch=batch,
+                              generator=generator)
+        after = dataclasses.replace(model, **{n: aggregate(v, clients.counts) for n, v in local.items()})
+        if after_round:
+            after_round(t, model, local, after)
+        model = after
+        curve.append(accuracy(model, data.x_test, data.y_test))
+    return curve
+
+
+def tail(curve: list[float]) -> float:
+    """Mean over the last quarter of the rounds: one round's accuracy jumps under label skew."""
+    return statistics.fmean(curve[-max(1, len(curve) // 4):])
+
+
+def choose_rate(data: Data, method: str, num_clients: int, *, grid: tuple[float, ...], share: float = 0.1, seed: int = 0,
+                **options) -> tuple[float, dict[str, float]]:
+    """The grid's rate with the best `tail` accuracy on held-out training samples, and every score."""
+    part = hold_out(data, share, seed)
+    clients = split_by_label(part, num_clients)
+    scores = {f"{lr:g}": tail(train(part, clients, method, lr=lr, seed=seed, **options)) for lr in grid}
+    return float(max(scores, key=scores.get)), scores
+
+
+def study(data: Data, *, clients: tuple[int, ...], seeds: int, samples: int | None, lr: float | None,
+          grid: tuple[float, ...] = GRID, say=print, **options) -> list[dict]:
+    """One entry per number of clients and method: rate, scores of the grid, curves, and their summary over seeds."""
+    entries = []
+    for num_clients in clients:
+        for method in METHODS:
+            rate, scores = (lr, None) if lr is not None else \
+                choose_rate(subsample(data, samples, seed=0), method, num_clients, grid=grid, **options)
+            curves = []
+            for seed in range(seeds):
+                part = subsample(data, samples, seed)
+                curves.append(train(part, split_by_label(part, num_clients), method, lr=rate, seed=seed, **options))
+            tails = [tail(c) for c in curves]
+            entry = {
+                "num_clients": num_clients, "method": method, "lr": rate, "held_out_accuracy_by_lr": scores,
+                "accuracy_last_quarter": {"mean": statistics.fmean(tails),
+                                          "std": statistics.stdev(tails) if seeds > 1 else None},
+                "accuracy_last_round": [c[-1] for c in curves],
+                "accuracy_best_round": [max(c) for c in curves],
+                "curves": curves,
+            }
+            entries.append(entry)
+            spread = f" ± {100 * statistics.stdev(tails):.1f}" if seeds > 1 else ""
+            say(f"{num_clients:>2} clients  {method:<9} lr {rate:<6g} accuracy {100 * statistics.fmean(tails):.1f}{spread} %"
+                " (last quarter of the rounds)", flush=True)
+    return entries
+
+
+def plot(result: dict, path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    settings = result["settings"]
+    sizes = sorted({e["num_clients"] for e in result["runs"]})
+    labels = {1: "one label", 2: "two labels", 5: "five labels"}
+    figure, axes = plt.subplots(1, len(sizes), figsize=(6.5 * len(sizes), 5.2), layout="constrained", sharey=True,
+                                squeeze=False)
+    colours = {"lora": "tab:blue", "ffa_lora": "tab:red", "rolora": "tab:green"}
+    for axis, size in zip(axes[0], sizes):
+        for entry in (e for e in result["runs"] if e["num_clients"] == size):
+            curves = 100 * torch.tensor(entry["curves"])
+            method, rounds = entry["method"], range(curves.shape[1])
+            axis.plot(rounds, curves.mean(0), color=colours[method], lw=2,
+                      label=f"{LABELS[method]}, lr {entry['lr']:g}")
+            axis.fill_between(rounds, curves.amin(0), curves.amax(0), color=colours[method], alpha=0.15)
+        if settings["data"] == "mnist" and size > 1:
+            axis.axhline(55, color="grey", ls=":", label="FFA-LoRA in the paper, about 55 %")
+        title = "one client, all labels" if size == 1 else f"{size} clients, {labels[10 // size]} each"
+        axis.set(xlabel="round", title=title, ylim=(0, 100))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right", fontsize=9)
+    axes[0][0].set_ylabel("test accuracy, %")
+    figure.suptitle(f"{DATA[settings['data']]}, {settings['train_samples']} training samples, rank {settings['rank']},\n"
+                    f"{len(settings['seeds'])} seeds (mean; band: smallest to largest)")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.rolora_two_layer",
+                                     description=__doc__.split("\n")[0])
+    parser.add_argument("--data", choices=tuple(DATA), default="mnist")
+    parser.add_argument("--root", type=Path, help="folder of IDX files, instead of the fetched ones")
+    parser.add_argument("--samples", type=int, default=5000, help="training samples in all; 0 for every one")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, 0 to seeds - 1")
+    parser.add_argument("--lr", type=float, help="one rate for every method, instead of the grid")
+    parser.add_argument("--clients", type=int, nargs="+", default=[5, 10])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1, help="the tensors are small: more threads seldom help")
+    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
+    args = parser.parse_args(argv)
+
+    torch.set_num_threads(args.threads)
+    began = time.perf_counter()
+    data = load(args.data, args.root)
+    samples = args.samples or None
+    options = dict(rounds=args.rounds, rank=args.rank, epochs=args.epochs, batch=args.batch)
+    runs = study(data, clients=tuple(args.clients), seeds=args.seeds, samples=samples, lr=args.lr, **options)
+    command = (f"python -m benchmark.analysis.rolora_two_layer --data {args.data}"
+               + (" --root DIR" if args.root else "")
+               + f" --samples {args.samples} --rounds {args.rounds} --seeds {args.seeds}"
+               + (f" --lr {args.lr:g}" if args.lr is not None else "")
+               + f" --clients {' '.join(map(str, args.clients))} --rank {args.rank} --epochs {args.epochs}"
+               f" --batch {args.batch}")
+    result = {
+        "command": command,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "settings": {"data": args.data, "train_samples": min(samples or len(data.y), len(data.y)),
+                     "test_samples": len(data.y_test), "dim": data.x.shape[1], **options,
+                     "seeds": list(range(args.seeds)), "lr_grid": list(GRID) if args.lr is None else None},
+        "paper": {"figure": 2, "ffa_lora_accuracy": 0.55},
+        "seconds": round(time.perf_counter() - began, 1),
+        "runs": _short(runs),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"rolora_two_layer_{args.data}"
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, stem.with_suffix(".png"))
+    print(f"{result['seconds']} s")
+    return result
+
+
+def _short(value):
+    """Floats to five significant digits, all the way down."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
+    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Federated low-rank methods: one YAML, on FederatedScope or on the embedded engine.
+
+>>> import fs_lowrank
+>>> config = fs_lowrank.load_config("demo.yaml", **{"federate.method": "rolora"})
+>>> result = fs_lowrank.run(config)
+>>> result.final["test_acc"], result.save_adapter("adapter")
+
+Everything heavy is imported on first use, so that ``import fs_lowrank`` is fast.
+"""
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "load_config": "config", "Config": "config", "UserError": "errors", "run": "api", "compare": "api",
+    "create_method": "methods", "list_methods": "methods", "register_method": "methods", "Method": "methods",
+    "Phase": "methods", "Update": "methods", "RunResult": "runs",
+}
+__all__ = sorted(_LAZY)
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fs_lowrank' has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,53 @@
+"""Named tensors kept in one flat buffer, so that a server step reads memory once, in order."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+
+def nbytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the tensors' values: the sum of ``numel × itemsize``; works on meta tensors too."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+class FlatTensors(Mapping[str, Tensor]):
+    """Read-only mapping of names to tensors that are views of one 1-D buffer ``flat``.
+
+    All tensors share one dtype; mixed dtypes raise ``TypeError`` (keep such tensors in a plain dict).
+    """
+
+    def __init__(self, flat: Tensor, layout: tuple[tuple[str, tuple[int, ...]], ...]):
+        self.flat = flat
+        self.layout = layout
+        offset, views = 0, {}
+        for name, shape in layout:
+            size = math.prod(shape)
+            views[name] = flat[offset:offset + size].view(shape)
+            offset += size
+        if offset != flat.numel():
+            raise ValueError(f"the layout describes {offset} values, the buffer holds {flat.numel()}")
+        self._views = views
+
+    @classmethod
+    def pack(cls, tensors: Mapping[str, Tensor]) -> FlatTensors:
+        """Copy ``tensors`` into one buffer, in name order."""
+        names = sorted(tensors)
+        if not names:
+            return cls(torch.empty(0), ())
+        dtypes = {tensors[n].dtype for n in names}
+        if len(dtypes) > 1:
+            raise TypeError(f"one flat buffer holds one dtype, got {sorted(map(str, dtypes))}")
+        flat = torch.cat([tensors[n].detach().reshape(-1) for n in names])
+        return cls(flat, tuple((n, tuple(tensors[n].shape)) for n in names))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)

@@ -1,0 +1,55 @@
+"""The weighted mean of named tensors."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .flat import FlatTensors
+
+# A block of the running sum stays in cache while every client's block streams past it.
+_BLOCK = 1 << 18
+
+
+def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    first = rows[0]
+    out = torch.empty(first.shape, dtype=_accumulator_dtype(first.dtype), device=first.device)
+    for start in range(0, out.numel(), _BLOCK):
+        block = out[start:start + _BLOCK]
+        torch.mul(first[start:start + _BLOCK], weights[0], out=block)
+        for row, weight in zip(rows[1:], weights[1:]):
+            block.add_(row[start:start + _BLOCK], alpha=weight)
+    return out.to(first.dtype)
+
+
+def weighted_mean(tensors: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+    """``Σ_k weights[k] · tensors[k]``, name by name.
+
+    Args:
+        tensors: one mapping per client, with equal names, shapes and dtypes. ``FlatTensors`` of one
+            layout are read at about memory bandwidth; anything else is packed first.
+        weights: one number per client, used as they are (the caller normalises).
+    Returns:
+        New tensors of the same names, shapes and dtypes, summed in float32 (float64 for float64),
+        in the order given.
+    Raises:
+        ValueError: nothing to average, or names or shapes differ.
+    """
+    if not tensors or len(tensors) != len(weights):
+        raise ValueError(f"need one weight per client, got {len(tensors)} clients and {len(weights)} weights")
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors[0].items():
+        by_dtype.setdefault(tensor.dtype, []).append(name)
+    result: dict[str, Tensor] = {}
+    for names in by_dtype.values():
+        packed = [t if isinstance(t, FlatTensors) else FlatTensors.pack({n: t[n] for n in names}) for t in tensors]
+        if any(p.layout != packed[0].layout for p in packed):
+            raise ValueError("clients disagree on the names or shapes of the tensors to average")
+        flat = _mean([p.flat for p in packed], weights)
+        result.update(FlatTensors(flat, packed[0].layout))
+    return {name: result[name] for name in tensors[0]}

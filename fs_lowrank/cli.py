@@ -1,0 +1,234 @@
+"""The command line: ``fs-lowrank run | compare | methods | doctor | fetch``."""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+from . import __version__
+from .errors import UserError
+
+console = Console(highlight=False)
+OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fs-lowrank", description="Federated low-rank fine-tuning.")
+    parser.add_argument("--version", action="version", version=f"fs-lowrank {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def run_options(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--cfg", required=True, metavar="FILE", help="configuration (YAML, FederatedScope's keys)")
+        command.add_argument("--engine", default="local", metavar="NAME", help="what runs it (default: local)")
+        command.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
+        command.add_argument("overrides", nargs="*", metavar="KEY VALUE",
+                             help="override the file, e.g.: federate.total_round_num 20 train.optimizer.lr 0.05")
+
+    run = commands.add_parser("run", help="one run", description="One run: a line per round, then what it wrote.")
+    run_options(run)
+    run.set_defaults(do=_run)
+    compare = commands.add_parser("compare", help="the same run under several methods, a table and a plot")
+    run_options(compare)
+    compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods, separated by commas")
+    compare.set_defaults(do=_compare)
+    methods = commands.add_parser("methods", help="the methods, or one in full")
+    methods.add_argument("name", nargs="?", metavar="NAME")
+    methods.set_defaults(do=_methods)
+    doctor = commands.add_parser("doctor", help="what is installed and usable, and what to do about the rest")
+    doctor.set_defaults(do=_doctor)
+    fetch = commands.add_parser("fetch", help="get the small models and data sets of the quick start")
+    fetch.add_argument("names", nargs="*", metavar="NAME", help="what to get; without any, the list")
+    fetch.set_defaults(do=_fetch)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 success, 1 failure, 2 wrong use, 130 interrupted)."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s",
+                        handlers=[RichHandler(console=console, show_path=False, show_time=False)])
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognised: {' '.join(unknown)} (overrides are plain `key value` pairs, without dashes)")
+    try:
+        return args.do(args) or OK
+    except UserError as error:
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        return WRONG_USE
+    except KeyboardInterrupt:
+        how = f"; continue with: fs-lowrank {args.command} --cfg {args.cfg} … --resume" if hasattr(args, "cfg") else ""
+        console.print(f"\ninterrupted{how}")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); what is left to print has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+    return escape(text)
+
+
+def _load(args: argparse.Namespace):
+    from .config import load_config, parse_overrides
+    return load_config(args.cfg, **parse_overrides(args.overrides))
+
+
+class _Live:
+    """A line a round, and on a terminal a bar within the round."""
+
+    def __init__(self, rounds: int):
+        self.rounds = rounds
+        self.status = console.status("starting") if console.is_terminal else None
+        if self.status:
+            self.status.start()
+
+    def on_client(self, round: int, done: int, of: int) -> None:
+        if self.status:
+            self.status.update(f"round {round}/{self.rounds}: client {done + 1} of {of}")
+
+    def on_round(self, record: dict) -> None:
+        from .runs.summary import human_bytes
+        held_out = "  ".join(f"{split} " + " ".join(f"{n} {v:.3f}" for n, v in sorted(m.items()))
+                             for split, m in record["metrics"].items())
+        clients = max(len(record["clients"]), 1)
+        failed = f"  [yellow]{len(record['failed'])} failed[/]" if record["failed"] else ""
+        console.print(
+            f"round {record['round']:>3}/{self.rounds}  clients {len(record['clients'])}{failed}  "
+            f"train loss {record['loss']:.3f}  {held_out}  up {human_bytes(record['uplink_bytes'] / clients)} "
+            f"down {human_bytes(record['downlink_bytes'] / max(len(record['selected']), 1))} a client  "
+            f"{sum(record['seconds'].values()):.1f} s", soft_wrap=True)
+
+    def stop(self) -> None:
+        if self.status:
+            self.status.stop()
+
+
+def _announce(config, name: str) -> None:
+    console.print(f"[bold]{name}[/]: {config.federate.client_num} clients, {config.sampled_per_round} a round, "
+                  f"{config.federate.total_round_num} rounds, lr {config.train.optimizer.lr}, seed {config.seed}")
+
+
+def _results_table(results: dict) -> Table:
+    from .runs.summary import human_bytes, per_client_and_round, seconds
+    table = Table(title="held-out results; bytes per client and round, with (without) the head")
+    first = next(iter(results.values()))
+    metrics = [k for k in first.final if k != "best_round"]
+    for column in ("method", *(m.replace("_", " ") for m in metrics), "majority class", "uplink", "downlink",
+                   "training", "aggregation"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for name, result in results.items():
+        sent, spent = per_client_and_round(result.history), seconds(result.history)
+        majority = result.facts["majority"]
+        table.add_row(
+            name, *(f"{result.final[m]:.3f}" for m in metrics), "-" if majority is None else f"{majority:.3f}",
+            *(f"{human_bytes(sent[d])} ({human_bytes(sent[d + '_without_head'])})" for d in ("uplink", "downlink")),
+            f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms a round")
+    return table
+
+
+def _print_saved(result) -> None:
+    meanings = {"adapter": "the global adapter, for plain PEFT", "model": "the whole model, for plain transformers",
+                "curves": "learning curves"}
+    for name, path in result.saved.items():
+        if name in meanings:
+            console.print(f"  {meanings[name]}: {path}", soft_wrap=True)
+    console.print(f"  records, configuration, checkpoints: {result.outdir}", soft_wrap=True)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from .api import run
+    config = _load(args)
+    _announce(config, config.federate.method)
+    live = _Live(config.federate.total_round_num)
+    try:
+        result = run(config, args.engine, resume=args.resume, on_round=live.on_round, on_client=live.on_client)
+    finally:
+        live.stop()
+    console.print(_results_table({result.facts["method"]: result}))
+    _print_saved(result)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from .api import compare
+    config = _load(args)
+    live = _Live(config.federate.total_round_num)
+    try:
+        results = compare(config, [m.strip() for m in args.methods.split(",") if m.strip()], args.engine,
+                          resume=args.resume, on_method=lambda name: _announce(config, name),
+                          on_round=live.on_round, on_client=live.on_client)
+    finally:
+        live.stop()
+    first = next(iter(results.values()))
+    sizes = sorted(first.facts["clients"])
+    console.print(f"\ndata: {first.facts['source']}; {len(sizes)} clients of {sizes[0]} to {sizes[-1]} samples",
+                  soft_wrap=True)
+    console.print(_results_table(results))
+    for name, result in results.items():
+        console.print(f"[bold]{name}[/]")
+        _print_saved(result)
+    console.print(f"all curves: {first.saved['comparison']}", soft_wrap=True)
+
+
+def _methods(args: argparse.Namespace) -> None:
+    import inspect
+
+    from .methods import get_method_class, list_methods
+    if args.name is None:
+        table = Table()
+        for column in ("method", "source", "a client sends", "server step"):
+            table.add_column(column)
+        for name in list_methods():
+            cls = get_method_class(name)
+            table.add_row(name, cls.source, cls.sends, "weighted mean" if cls.averages else "its own")
+        console.print(table)
+        return
+    cls = get_method_class(args.name)
+    console.print(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""), markup=False, soft_wrap=True)
+    fields = dataclasses.fields(cls.Params)
+    console.print("\nhyperparameters (config section lowrank):" if fields else "\nno hyperparameters of its own")
+    for field in fields:
+        limits = [f"{k} {field.metadata[k]}" for k in ("min", "max", "choices") if k in field.metadata]
+        console.print(f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')} "
+                      f"({', '.join(limits)})", markup=False, soft_wrap=True)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor import examine
+    table = Table()
+    for column in ("", "what", "found", "what to do"):
+        table.add_column(column)
+    checks = examine()
+    for check in checks:
+        mark = "[green]ok[/]" if check.ok else ("[red]missing[/]" if check.required else "[yellow]absent[/]")
+        table.add_row(mark, check.what, check.found, "" if check.ok else check.remedy)
+    console.print(table)
+    return OK if all(c.ok or not c.required for c in checks) else FAILED
+
+
+def _fetch(args: argparse.Namespace) -> None:
+    from .data.fetch import FETCHABLE, fetch, resolve
+    if not args.names:
+        table = Table()
+        for column in ("name", "what", "size", "licence", "here"):
+            table.add_column(column)
+        for name, item in FETCHABLE.items():
+            table.add_row(name, item.description, str(item.size), item.licence, "yes" if resolve(name) else "")
+        console.print(table)
+        return
+    for name in args.names:
+        console.print(f"{name}: {fetch(name, progress=lambda text: console.print(text, soft_wrap=True))}",
+                      soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

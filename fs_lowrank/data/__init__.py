@@ -1,0 +1,200 @@
+"""Data of a federated run: a set by name or from the user's file, tokenized and divided among clients."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fs_lowrank.data.examples import Examples
+from fs_lowrank.data.fetch import FETCHABLE, fetch, home, resolve
+from fs_lowrank.data.partition import PARTITIONERS, Partition, Rows, partition, register_partitioner
+from fs_lowrank.data.sources import CAUSAL_LM, CLASSIFICATION, RawData, data_args, load_raw
+from fs_lowrank.data.tokenize import tokenize_causal, tokenize_classification
+from fs_lowrank.errors import UserError
+
+__all__ = [
+    "CAUSAL_LM",
+    "CLASSIFICATION",
+    "FETCHABLE",
+    "PARTITIONERS",
+    "Examples",
+    "FederatedData",
+    "Partition",
+    "RawData",
+    "Rows",
+    "build_data",
+    "fetch",
+    "home",
+    "load_raw",
+    "partition",
+    "register_partitioner",
+    "resolve",
+]
+
+
+@dataclass
+class FederatedData:
+    """Everything a run trains and evaluates on.
+
+    Attributes:
+        clients: training examples of each client.
+        validation, test: None where their split is empty.
+        task: ``"classification"`` or ``"causal_lm"``.
+        num_labels: 0 for a causal language model.
+        source: where the data truly come from, in words.
+        fingerprint: SHA-256 in hex over all tokens, labels and the partition.
+        partition: its indices count the training rows that were kept, in the order of the source.
+        majority: share of the most frequent class in ``test``, what a constant answer would score; None without one.
+        skipped: rows left out, by reason.
+    """
+
+    clients: list[Examples]
+    validation: Examples | None
+    test: Examples | None
+    task: str
+    label_names: list[str]
+    num_labels: int
+    source: str
+    fingerprint: str
+    partition: Partition
+    majority: float | None
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+def build_data(cfg: Any, tokenizer: Any, raw: RawData | None = None) -> FederatedData:
+    """Load (unless ``raw`` is given), split, tokenize and partition the data that ``cfg`` asks for.
+
+    ``data.splits`` [train, validation, test] stand for what the source does not split itself: a missing test set is
+    that share of the rows, a missing validation set that share of them (of the training rows where the test set is
+    official). Shares are kept class by class. A share of 0 gives None. ``data.subsample`` thins the training rows
+    only, so that scores stay comparable.
+
+    Args:
+        cfg: ``data.{type,root,args,splits,splitter,splitter_args,subsample}``, ``federate.client_num``,
+            ``llm.tok_len`` (tokens; ``data.args`` may override it by ``max_len``), ``seed``.
+        tokenizer: a transformers tokenizer.
+
+    Raises:
+        UserError: see ``load_raw`` and ``partition``; or splits that leave nothing to train on.
+    """
+    if raw is None:
+        raw = load_raw(cfg.data)
+    seed = int(cfg.seed)
+    args = data_args(cfg.data)
+    train, validation, test = _split(raw, getattr(cfg.data, "splits", None), seed)
+    train = _subsample(train, getattr(cfg.data, "subsample", 1.0), seed)
+    skipped = dict(raw.skipped)
+    max_len = args.get("max_len", None) or cfg.llm.tok_len
+
+    def tokens(frame: pd.DataFrame | None) -> tuple[Examples | None, pd.DataFrame | None]:
+        if frame is None:
+            return None, None
+        if raw.task == CLASSIFICATION:
+            return tokenize_classification(frame, tokenizer, max_len), frame
+        options = {key: args[key] for key in ("template", "loss_on") if key in args}
+        examples, kept = tokenize_causal(frame, tokenizer, max_len, **options)
+        if not kept.all():
+            skipped["prompt too long"] = skipped.get("prompt too long", 0) + int((~kept).sum())
+        return examples, frame[kept].reset_index(drop=True)
+
+    train_examples, train = tokens(train)
+    validation_examples, _ = tokens(validation)
+    test_examples, _ = tokens(test)
+
+    fields = {name: train[name].to_numpy() for name in raw.fields if name in train}
+    rows = Rows(len(train_examples), train_examples.labels, fields)
+    name = getattr(cfg.data, "splitter", None) or "iid"
+    parts = partition(name, rows, cfg.federate.client_num, _rng(seed, "partition"), _splitter_args(cfg.data))
+    parts.label_names = raw.label_names or None
+
+    digest = hashlib.sha256()
+    for part in (train_examples, validation_examples, test_examples):
+        digest.update((part.fingerprint() if part is not None else "none").encode())
+    for indices in parts.indices:
+        digest.update(len(indices).to_bytes(8, "little") + indices.astype("<i8").tobytes())
+    majority = None
+    if test_examples is not None and test_examples.labels is not None and len(test_examples):
+        majority = float(np.bincount(test_examples.labels).max() / len(test_examples))
+    return FederatedData(
+        clients=[train_examples.select(indices) for indices in parts.indices],
+        validation=validation_examples,
+        test=test_examples,
+        task=raw.task,
+        label_names=raw.label_names,
+        num_labels=raw.num_labels,
+        source=raw.source,
+        fingerprint=digest.hexdigest(),
+        partition=parts,
+        majority=majority,
+        skipped=skipped,
+    )
+
+
+def _rng(seed: int, purpose: str) -> np.random.Generator:
+    """A stream of its own for each purpose, so that the order of use changes nothing."""
+    return np.random.default_rng([seed, zlib.crc32(purpose.encode())])
+
+
+def _splitter_args(data_cfg: Any) -> dict[str, Any]:
+    given = getattr(data_cfg, "splitter_args", None) or []
+    entries = [given] if isinstance(given, Mapping) else list(given)
+    if len(entries) > 1 or not all(isinstance(entry, Mapping) for entry in entries):
+        raise UserError(f"data.splitter_args must be a list of at most one mapping, got {given!r}")
+    return dict(entries[0]) if entries else {}
+
+
+def _split(raw: RawData, splits: Any, seed: int) -> tuple[pd.DataFrame, pd.DataFrame | None, pd.DataFrame | None]:
+    shares = [0.8, 0.1, 0.1] if splits is None else list(splits)
+    numbers = len(shares) == 3 and all(isinstance(s, (int, float)) and 0 <= s <= 1 for s in shares)
+    if not numbers or abs(sum(shares) - 1) > 1e-6:
+        raise UserError(f"data.splits must be three shares [train, validation, test] that add up to 1, got {splits!r}")
+    train, validation, test = raw.train, raw.validation, raw.test
+    validation_share = shares[1]
+    if test is None:
+        train, test = _divide(train, shares[2], _rng(seed, "split/test"))
+        validation_share = shares[1] / (1 - shares[2]) if shares[2] < 1 else 0.0
+    if validation is None:
+        train, validation = _divide(train, validation_share, _rng(seed, "split/validation"))
+    if not len(train):
+        raise UserError(f"data.splits {shares} leave no row to train on")
+    return train, validation, test
+
+
+def _divide(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> tuple[pd.DataFrame, pd.DataFrame | None]:
+    """``(rest, taken)``: ``share`` of the rows is taken, class by class; both keep the order of ``frame``."""
+    taken = _stratified(frame, share, rng)
+    if not taken.any():
+        return frame.reset_index(drop=True), None
+    return frame[~taken].reset_index(drop=True), frame[taken].reset_index(drop=True)
+
+
+def _stratified(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> np.ndarray:
+    """A bool array that picks ``share`` of the rows, in every class as nearly as whole rows allow."""
+    labels = frame["label"].to_numpy() if "label" in frame else np.zeros(len(frame), dtype=np.int64)
+    kinds, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    quota = share * counts
+    take = np.floor(quota + 1e-9).astype(np.int64)
+    missing = int(round(share * len(frame))) - int(take.sum())
+    take[np.argsort(take - quota, kind="stable")[: max(missing, 0)]] += 1
+    chosen = np.zeros(len(frame), dtype=bool)
+    for kind in range(len(kinds)):
+        members = rng.permutation(np.flatnonzero(inverse == kind))
+        chosen[members[: take[kind]]] = True
+    return chosen
+
+
+def _subsample(train: pd.DataFrame, share: Any, seed: int) -> pd.DataFrame:
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise UserError(f"data.subsample must be a number above 0 and at most 1, got {share!r}")
+    if share == 1:
+        return train
+    chosen = _stratified(train, float(share), _rng(seed, "subsample"))
+    if not chosen.any():
+        raise UserError(f"data.subsample {share} of {len(train)} training rows leaves none")
+    return train[chosen].reset_index(drop=True)

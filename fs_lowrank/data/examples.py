@@ -1,0 +1,102 @@
+"""Tokenized examples, kept in columns of unequal length and padded only when a batch is made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+__all__ = ["Examples", "IGNORED_LABEL"]
+
+IGNORED_LABEL = -100
+"""The label of a token on which no loss is taken, as PyTorch's cross entropy knows it."""
+
+
+@dataclass
+class Examples:
+    """``n`` examples.
+
+    Attributes:
+        columns: name to ``n`` int64 arrays of shape ``(length_i,)``: ``input_ids``, perhaps ``token_type_ids``, and for
+            a causal language model ``labels`` (``-100`` where no loss is taken).
+        labels: int64 ``(n,)``, the classes; None for a causal language model.
+        pad_id: the token that fills a batch's shorter rows.
+        pad_token_type_id: the same for ``token_type_ids``.
+    """
+
+    columns: dict[str, list[np.ndarray]]
+    labels: np.ndarray | None = None
+    pad_id: int = 0
+    pad_token_type_id: int = 0
+    _lengths: np.ndarray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if "input_ids" not in self.columns:
+            raise ValueError(f"examples need a column 'input_ids'; there are: {sorted(self.columns)}")
+        self.columns = {name: [np.asarray(row, dtype=np.int64) for row in rows] for name, rows in self.columns.items()}
+        self._lengths = np.array([len(row) for row in self.columns["input_ids"]], dtype=np.int64)
+        for name, rows in self.columns.items():
+            if [len(row) for row in rows] != self._lengths.tolist():
+                raise ValueError(f"column {name!r} does not have the shape of 'input_ids'")
+        if self.labels is not None:
+            self.labels = np.asarray(self.labels, dtype=np.int64)
+            if self.labels.shape != self._lengths.shape:
+                raise ValueError(f"{len(self._lengths)} examples came with labels of shape {self.labels.shape}")
+            if "labels" in self.columns:
+                raise ValueError("examples have either one label each or one label a token, not both")
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens in each example, int64 ``(n,)``."""
+        return self._lengths
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> Examples:
+        """The examples at ``indices``, in that order; the token arrays are shared, not copied."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        return Examples(
+            {name: [rows[i] for i in chosen] for name, rows in self.columns.items()},
+            None if self.labels is None else self.labels[chosen],
+            self.pad_id,
+            self.pad_token_type_id,
+        )
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
+        """One batch, padded on the right to its longest example.
+
+        Returns:
+            int64 tensors: ``input_ids``, ``attention_mask`` and, when there are such, ``token_type_ids``, each
+            ``(batch, longest)``; ``labels`` is ``(batch,)`` for classes and ``(batch, longest)`` for a causal
+            language model.
+        """
+        chosen = np.asarray(indices, dtype=np.int64)
+        if not chosen.size:
+            raise ValueError("a batch needs at least one example")
+        lengths = self._lengths[chosen]
+        # The mask comes from the lengths: where padding and end of sequence are one token, the id cannot tell.
+        mask = np.arange(lengths.max())[None, :] < lengths[:, None]
+        fill = {"input_ids": self.pad_id, "labels": IGNORED_LABEL, "token_type_ids": self.pad_token_type_id}
+        out = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        for name, rows in self.columns.items():
+            padded = np.full(mask.shape, fill.get(name, 0), dtype=np.int64)
+            padded[mask] = np.concatenate([rows[i] for i in chosen])
+            out[name] = torch.from_numpy(padded)
+        if self.labels is not None:
+            out["labels"] = torch.from_numpy(self.labels[chosen])
+        return out
+
+    def fingerprint(self) -> str:
+        """SHA-256 in hex over tokens and labels; equal contents give equal fingerprints on every machine."""
+        digest = hashlib.sha256(self._lengths.astype("<i8").tobytes())
+        for name in sorted(self.columns):
+            digest.update(name.encode() + b"\0")
+            for row in self.columns[name]:
+                digest.update(row.astype("<i8").tobytes())
+        if self.labels is not None:
+            digest.update(b"classes\0" + self.labels.astype("<i8").tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,156 @@
+"""Reads the user's tables (CSV, TSV, JSON, JSON Lines) strictly: what is wrong, in which file, at which line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fs_lowrank.errors import UserError, nearest
+
+__all__ = ["SUFFIXES", "read_table", "read_text", "read_tsv"]
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, without a byte order mark.
+
+    Raises:
+        UserError: no such file, an empty one, or a byte that is not UTF-8 (its offset and line are named).
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        folder = path.parent
+        try:
+            names = [entry.name for entry in folder.iterdir()]
+        except OSError:
+            raise UserError(f"no file {path}: there is no folder {folder}; check data.root and data.type") from error
+        raise UserError(f"no file {path}{nearest(path.name, names)}; check data.root and data.type") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # The decoder counts from behind a byte order mark.
+        start = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
+        line = raw.count(b"\n", 0, start) + 1
+        raise UserError(
+            f"{path}: not UTF-8: byte 0x{raw[start]:02x} at offset {start}, line {line}; save the file as UTF-8"
+        ) from error
+    if not text.strip():
+        raise UserError(f"{path}: the file is empty")
+    return text
+
+
+def read_tsv(path: Path, header: list[str] | None = None) -> tuple[pd.DataFrame, int]:
+    """A tab-separated file in which quotes are ordinary characters, as in GLUE.
+
+    Args:
+        header: the column names, where the file does not begin with them.
+
+    Returns:
+        the rows as text, and how many lines were left out because they have too few columns (QQP has some).
+    """
+    # Not splitlines(): it would also break at the Unicode separators that occur inside sentences.
+    lines = [line.removesuffix("\r").split("\t") for line in read_text(path).split("\n") if line.strip()]
+    if header is None:
+        header, *lines = lines
+    whole = [line[: len(header)] for line in lines if len(line) >= len(header)]
+    if not whole:
+        raise UserError(f"{path}: the file holds no row of {len(header)} tab-separated columns ({', '.join(header)})")
+    return pd.DataFrame(whole, columns=header, dtype=object), len(lines) - len(whole)
+
+
+def read_table(path: Path, quoting: bool | None = None) -> pd.DataFrame:
+    """A user's file, by its suffix; text columns come as ``str``, a missing value of a JSON row as None.
+
+    Args:
+        quoting: whether a double quote encloses a field; by default it does in ``.csv`` and does not in ``.tsv``.
+
+    Raises:
+        UserError: unreadable, truncated or invalid, with the line; or without a row.
+    """
+    text = read_text(path)
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        rows = _delimited(
+            path, text, "\t" if suffix == ".tsv" else ",", suffix == ".csv" if quoting is None else quoting
+        )
+    elif suffix == ".jsonl":
+        rows = _json_lines(path, text)
+    elif suffix == ".json":
+        # Many files named .json hold one object a line.
+        rows = _json_lines(path, text) if text.lstrip().startswith("{") else _json(path, text)
+    else:
+        raise UserError(f"{path}: unknown kind of file {suffix!r}; known are {', '.join(SUFFIXES)}")
+    if not rows:
+        raise UserError(f"{path}: the file holds no row")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    # object: otherwise a column of numbers with one missing value turns into floats
+    return pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=object) for name in columns})
+
+
+def _delimited(path: Path, text: str, delimiter: str, quoting: bool) -> list[dict[str, Any]]:
+    mode = csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=mode, strict=quoting)
+    rows: list[dict[str, Any]] = []
+    header: list[str] | None = None
+    start = 1
+    try:
+        for cells in reader:
+            if header is None:
+                header = [cell.strip() for cell in cells]
+                if len(set(header)) < len(header):
+                    raise UserError(f"{path}: the header names a column twice: {', '.join(header)}")
+            elif cells:
+                if len(cells) != len(header):
+                    raise UserError(f"{path}, line {start}: {len(cells)} columns came, the header has {len(header)}")
+                rows.append(dict(zip(header, cells, strict=True)))
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, line {start}: {error}; a quotation may not be closed, or the file is truncated"
+        ) from error
+    return rows
+
+
+def _json(path: Path, text: str) -> list[dict[str, Any]]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _broken(path, error.lineno, error, at_end=error.pos >= len(text.rstrip())) from error
+    if not isinstance(data, list):
+        raise UserError(f"{path}: expected a list of objects, got {type(data).__name__}")
+    return [_object(path, f"entry {number}", row) for number, row in enumerate(data, start=1)]
+
+
+def _json_lines(path: Path, text: str) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise _broken(path, number, error, at_end=error.pos >= len(line.rstrip())) from error
+        rows.append(_object(path, f"line {number}", row))
+    return rows
+
+
+def _broken(path: Path, line: int, error: json.JSONDecodeError, at_end: bool) -> UserError:
+    truncated = at_end or error.msg.startswith("Unterminated")
+    return UserError(
+        f"{path}, line {line}: invalid JSON: {error.msg}{'; the file may be truncated' if truncated else ''}"
+    )
+
+
+def _object(path: Path, where: str, row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UserError(f"{path}, {where}: expected an object, got {type(row).__name__}")
+    return row

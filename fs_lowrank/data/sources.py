@@ -1,0 +1,570 @@
+"""Raw data sets by name, or from the user's files, in one shape: data frames of text before any tokenizer.
+
+``data.type`` is one of
+
+- ``sentiment``, ``alpaca_demo``: fetched at set-up (``fs-lowrank fetch``);
+- ``NAME@glue``: GLUE's own TSV files under ``data.root``;
+- ``NAME@huggingface_datasets``: through the ``datasets`` library;
+- a ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, absolute or under ``data.root``; ``FILE@llm`` says that it holds
+  instructions.
+
+``data.args`` is a list of at most one mapping; a key that the data set does not know is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fs_lowrank.data.fetch import resolve
+from fs_lowrank.data.files import SUFFIXES, read_table, read_tsv
+from fs_lowrank.errors import UserError, nearest
+
+__all__ = ["CAUSAL_LM", "CLASSIFICATION", "RawData", "data_args", "load_raw"]
+
+CLASSIFICATION = "classification"
+CAUSAL_LM = "causal_lm"
+
+# What tokenization takes from data.args, whatever the data set.
+COMMON_ARGS = ("max_len",)
+LANGUAGE_ARGS = (*COMMON_ARGS, "template", "loss_on")
+
+
+@dataclass
+class RawData:
+    """A data set as text.
+
+    Attributes:
+        task: ``"classification"`` or ``"causal_lm"``.
+        train, validation, test: for classification the columns ``text``, perhaps ``text_pair``, and ``label`` (int64,
+            an index into ``label_names``); for a causal language model ``instruction``, ``input``, ``output``, or
+            ``messages``; and those in ``fields``. ``validation`` and ``test`` are None without an official split.
+        label_names: empty for a causal language model.
+        fields: further columns that a partitioner may divide by, such as ``domain``.
+        source: where the data truly come from, in words.
+        skipped: rows left out, by reason.
+    """
+
+    task: str
+    train: pd.DataFrame
+    validation: pd.DataFrame | None
+    test: pd.DataFrame | None
+    label_names: list[str]
+    fields: list[str]
+    source: str
+    skipped: dict[str, int] = field(default_factory=dict)
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        self.fingerprint = self.fingerprint or _fingerprint(self)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of classes; 0 for a causal language model."""
+        return len(self.label_names)
+
+
+def data_args(data_cfg: Any) -> dict[str, Any]:
+    """The mapping in ``data.args``, ``{}`` if there is none.
+
+    Raises:
+        UserError: ``data.args`` is not a list of at most one mapping.
+    """
+    given = getattr(data_cfg, "args", None) or []
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise UserError(f"data.args must be a list of one mapping, got {given!r}")
+    given = list(given)
+    if len(given) > 1 or not all(isinstance(entry, Mapping) for entry in given):
+        raise UserError(f"data.args must be a list of at most one mapping, got {given!r}")
+    return dict(given[0]) if given else {}
+
+
+def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
+    """The data set that ``data_cfg.type`` names.
+
+    Args:
+        data_cfg: has ``type``, ``root`` and ``args``.
+        home: folder of fetched data; see ``fs_lowrank.data.fetch.home``.
+
+    Raises:
+        UserError: unknown name, missing or malformed file, missing column or label, or a single class.
+    """
+    name = str(data_cfg.type or "").strip()
+    args = data_args(data_cfg)
+    root = Path(str(getattr(data_cfg, "root", "") or "")).expanduser()
+    stem, _, provider = name.rpartition("@") if "@" in name else (name, "", "")
+    if provider == "glue":
+        return _glue(stem.lower(), root, args)
+    if provider == "huggingface_datasets":
+        return _hub(stem, args)
+    if provider == "llm":
+        return _own_file(_language_file(stem, root), args, language=True)
+    if provider:
+        raise UserError(
+            f"unknown provider {provider!r} in data.type {name!r}{nearest(provider, PROVIDERS)}; "
+            f"there are: {', '.join(PROVIDERS)}"
+        )
+    if stem.lower().endswith(SUFFIXES):
+        return _own_file(_under(root, stem), args, language=None)
+    if stem in FETCHED:
+        return FETCHED[stem](args, home)
+    known = [*FETCHED, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
+    raise UserError(
+        f"unknown data.type {name!r}{nearest(name, known)}; there are: {', '.join(FETCHED)}, "
+        f"NAME@glue and NAME@huggingface_datasets ({', '.join(GLUE)}), or a file ending with {', '.join(SUFFIXES)}"
+    )
+
+
+PROVIDERS = ("glue", "huggingface_datasets", "llm")
+
+
+# Fetched sets
+
+
+def _fetched(name: str, home: str | Path | None) -> Path:
+    folder = resolve(name, home)
+    if folder is None:
+        raise UserError(f"data set {name!r} has not been fetched: run `fs-lowrank fetch {name}` first")
+    return folder
+
+
+def _sentiment(args: Mapping[str, Any], home: str | Path | None) -> RawData:
+    _known(args, COMMON_ARGS, "sentiment")
+    frame = read_table(_fetched("sentiment", home) / "sentiment.csv")
+    rating = frame["rating"].astype(float).to_numpy()
+    frame = frame.assign(label=(rating > 0).astype(np.int64))
+    rated = frame[rating != 0]
+    # The same sentence twice could stand in training and in test.
+    kept = rated.drop_duplicates("text")
+    skipped = {"rating zero": len(frame) - len(rated), "repeated text": len(rated) - len(kept)}
+    source = (
+        "vaderSentiment 3.3.2, human ratings of movie review, Amazon review, New York Times and Twitter sentences "
+        "(Hutto and Gilbert, ICWSM 2014); class: the sign of the mean rating; no official split"
+    )
+    kept = kept[["text", "label", "domain"]].reset_index(drop=True)
+    return RawData(CLASSIFICATION, kept, None, None, ["negative", "positive"], ["domain"], source, skipped)
+
+
+def _alpaca_demo(args: Mapping[str, Any], home: str | Path | None) -> RawData:
+    _known(args, LANGUAGE_ARGS, "alpaca_demo")
+    path = _fetched("alpaca_demo", home) / "alpaca_en_demo.json"
+    frame, fields, skipped = _instructions(read_table(path), path, {})
+    source = "LLaMA-Factory 0.9.5, alpaca_en_demo.json: 999 instructions with answers; no official split"
+    return RawData(CAUSAL_LM, frame, None, None, [], fields, source, skipped)
+
+
+FETCHED = {"sentiment": _sentiment, "alpaca_demo": _alpaca_demo}
+
+
+# GLUE
+
+
+@dataclass(frozen=True)
+class _Glue:
+    folder: str
+    text: str
+    text_pair: str | None
+    label: str
+    names: tuple[str, ...]  # in the order of the class indices
+    raw: tuple[str, ...] = ()  # how the file writes them, where not by name
+    dev: str = "dev.tsv"
+    dev_hub: str = "validation"
+    header: tuple[str, ...] | None = None
+    fields: tuple[str, ...] = ()
+    hub: tuple[str, ...] = ("sentence",)
+
+
+_TWO = ("0", "1")
+_ENTAILMENT = ("entailment", "not_entailment")
+GLUE = {
+    "sst2": _Glue("SST-2", "sentence", None, "label", ("negative", "positive"), _TWO),
+    "rte": _Glue("RTE", "sentence1", "sentence2", "label", _ENTAILMENT, hub=("sentence1", "sentence2")),
+    "qnli": _Glue("QNLI", "question", "sentence", "label", _ENTAILMENT, hub=("question", "sentence")),
+    "mnli": _Glue(
+        "MNLI",
+        "sentence1",
+        "sentence2",
+        "gold_label",
+        ("entailment", "neutral", "contradiction"),
+        dev="dev_matched.tsv",
+        dev_hub="validation_matched",
+        fields=("genre",),
+        hub=("premise", "hypothesis"),
+    ),
+    "qqp": _Glue(
+        "QQP",
+        "question1",
+        "question2",
+        "is_duplicate",
+        ("not_duplicate", "duplicate"),
+        _TWO,
+        hub=("question1", "question2"),
+    ),
+    "cola": _Glue(
+        "CoLA",
+        "sentence",
+        None,
+        "label",
+        ("unacceptable", "acceptable"),
+        _TWO,
+        header=("source", "label", "star", "sentence"),
+    ),
+    "mrpc": _Glue(
+        "MRPC",
+        "#1 String",
+        "#2 String",
+        "Quality",
+        ("not_equivalent", "equivalent"),
+        _TWO,
+        hub=("sentence1", "sentence2"),
+    ),
+}
+
+
+def _glue_task(name: str) -> _Glue:
+    if name.replace("-", "").replace("_", "") == "stsb":
+        raise UserError("STS-B is a regression task, and only classification is supported; choose another GLUE task")
+    if name not in GLUE:
+        raise UserError(f"unknown GLUE task {name!r}{nearest(name, GLUE)}; there are: {', '.join(GLUE)}")
+    return GLUE[name]
+
+
+def _glue(name: str, root: Path, args: Mapping[str, Any]) -> RawData:
+    task = _glue_task(name)
+    _known(args, COMMON_ARGS, f"{name}@glue")
+    skipped: dict[str, int] = {}
+    frames = []
+    for file in ("train.tsv", task.dev):
+        path = root / task.folder / file
+        table, short = read_tsv(path, list(task.header) if task.header else None)
+        _count(skipped, "too few columns", short)
+        wanted = [column for column in (task.text, task.text_pair, task.label) if column]
+        _columns(path, table, wanted)
+        written = task.raw or task.names
+        label = table[task.label].map({value: i for i, value in enumerate(written)})
+        odd = table[task.label][label.isna()]
+        # "-" marks pairs on which the annotators did not agree; GLUE leaves them out.
+        if len(odd) and not (odd == "-").all():
+            bad = odd[odd != "-"]
+            raise UserError(
+                f"{path}, row {bad.index[0] + 1}: label {bad.iloc[0]!r} is none of {', '.join(map(repr, written))}"
+            )
+        frame = pd.DataFrame({"text": table[task.text]})
+        if task.text_pair:
+            frame["text_pair"] = table[task.text_pair]
+        frame["label"] = label
+        for column in task.fields:
+            if column in table:
+                frame[column] = table[column]
+        _count(skipped, "no agreed label", len(odd))
+        frame = frame[label.notna()]
+        frame = _drop_empty(frame, ("text", "text_pair"), skipped).reset_index(drop=True)
+        if not len(frame):
+            raise UserError(f"{path}: every row has an empty text or no label")
+        frames.append(frame.astype({"label": np.int64}))
+    train, dev = frames
+    fields = [column for column in task.fields if column in train and column in dev]
+    source = f"GLUE {task.folder}, official files; its {task.dev} is the test set, since GLUE's test labels are hidden"
+    _several_classes(train["label"], str(root / task.folder / "train.tsv"))
+    return RawData(CLASSIFICATION, train, None, dev, list(task.names), fields, source, skipped)
+
+
+# Hugging Face hub
+
+
+def _hub(name: str, args: Mapping[str, Any]) -> RawData:
+    plain = name.lower().removeprefix("glue/")
+    is_glue = plain in GLUE or plain.replace("-", "").replace("_", "") == "stsb"
+    if is_glue:
+        task = _glue_task(plain)
+        _known(args, COMMON_ARGS, f"{name}@huggingface_datasets")
+        splits = _load_dataset(name, "nyu-mll/glue", plain)
+        pair = task.hub[1] if len(task.hub) > 1 else None
+        columns = {"text": task.hub[0], "text_pair": pair, "label": "label"}
+        # The hub's test splits carry -1 for every label.
+        chosen = {"train": "train", "test": task.dev_hub}
+        source = f"GLUE {task.folder} from the Hugging Face hub; its {task.dev_hub} split is the test set"
+    else:
+        _known(args, (*COMMON_ARGS, "text", "text_pair", "label", "config"), f"{name}@huggingface_datasets")
+        splits = _load_dataset(name, name, args.get("config"))
+        columns = {
+            "text": args.get("text", "text"),
+            "text_pair": args.get("text_pair"),
+            "label": args.get("label", "label"),
+        }
+        chosen = {"train": "train", "validation": "validation", "test": "test"}
+        source = f"{name} from the Hugging Face hub, its own splits"
+    if "train" not in splits:
+        raise UserError(f"data set {name!r} has no split 'train'; there are: {', '.join(splits)}")
+    tables = {}
+    for role, split in chosen.items():
+        if split in splits:
+            table = splits[split].to_pandas()
+            _columns(f"{name}, split {split}", table, [c for c in columns.values() if c])
+            if role == "train" or not (table[columns["label"]] == -1).all():
+                tables[role] = (f"{name}, split {split}", table)
+    names = getattr(splits["train"].features[columns["label"]], "names", None)
+    return _classified(tables, columns, source, list(names) if names else None)
+
+
+def _load_dataset(name: str, path: str, config: str | None):
+    import datasets
+
+    try:
+        return datasets.load_dataset(path, config) if config else datasets.load_dataset(path)
+    except (OSError, ValueError, RuntimeError) as error:
+        # ConnectionError and datasets' own "not found" are OSErrors; an unknown config is a ValueError.
+        raise UserError(
+            f"cannot load data set {name!r} through the datasets library: {_first_line(error)}; if the hub cannot be "
+            "reached from here, load the set once where it can and copy the cache (HF_HOME), "
+            "or use NAME@glue or a file of your own"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# The user's files
+
+
+def _under(root: Path, name: str) -> Path:
+    path = Path(name).expanduser()
+    return path if path.is_absolute() else root / path
+
+
+def _language_file(stem: str, root: Path) -> Path:
+    if stem.lower().endswith(SUFFIXES):
+        return _under(root, stem)
+    # FederatedScope's names, such as dolly-15k@llm: the file is expected where its own download would lie.
+    for suffix in (".jsonl", ".json"):
+        if (path := _under(root, stem + suffix)).exists():
+            return path
+    raise UserError(f"no file {stem}.jsonl or {stem}.json under {root}; nothing is downloaded for {stem}@llm")
+
+
+OWN_ARGS = (*COMMON_ARGS, "text", "text_pair", "label", "quoting", "test", "validation")
+OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category", "quoting", "test", "validation")
+
+
+def _own_file(path: Path, args: Mapping[str, Any], language: bool | None) -> RawData:
+    quoting = args.get("quoting")
+    paths = {"train": path}
+    for role in ("validation", "test"):
+        if args.get(role):
+            paths[role] = _under(path.parent, str(args[role]))
+    tables = {role: (str(file), read_table(file, quoting)) for role, file in paths.items()}
+    if language is None:
+        present = set(tables["train"][1])
+        asked = {"text", "label"} & set(args)
+        language = not asked and (
+            "messages" in present or {"instruction"} < present and not {"text", "label"} <= present
+        )
+    if not language:
+        _known(args, OWN_ARGS, path.name)
+        columns = {
+            "text": args.get("text", "text"),
+            "text_pair": args.get("text_pair"),
+            "label": args.get("label", "label"),
+        }
+        if columns["text_pair"] is None and "text_pair" in tables["train"][1]:
+            columns["text_pair"] = "text_pair"
+        return _classified(tables, columns, f"the user's file {path.name}", None)
+    _known(args, OWN_LANGUAGE_ARGS, path.name)
+    frames: dict[str, pd.DataFrame] = {}
+    fields: list[str] = []
+    skipped: dict[str, int] = {}
+    for role, (where, table) in tables.items():
+        frames[role], found, left_out = _instructions(table, where, args)
+        fields = found if role == "train" else fields
+        for reason, count in left_out.items():
+            _count(skipped, reason, count)
+    source = f"the user's file {path.name}"
+    return RawData(
+        CAUSAL_LM, frames["train"], frames.get("validation"), frames.get("test"), [], fields, source, skipped
+    )
+
+
+def _classified(
+    tables: Mapping[str, tuple[str, pd.DataFrame]],
+    columns: Mapping[str, str | None],
+    source: str,
+    names: list[str] | None,
+) -> RawData:
+    """Tables with named columns, as classification data; classes are sorted unless ``names`` gives their order."""
+    skipped: dict[str, int] = {}
+    frames: dict[str, pd.DataFrame] = {}
+    used = [column for column in columns.values() if column]
+    for role, (where, table) in tables.items():
+        _columns(where, table, used)
+        missing = table[columns["label"]].map(lambda value: value is None or value != value or str(value).strip() == "")
+        if missing.any():
+            raise UserError(
+                f"{where}, row {int(np.argmax(missing.to_numpy())) + 1}: no label in column {columns['label']!r} "
+                f"({int(missing.sum())} rows have none)"
+            )
+        frame = pd.DataFrame({"text": table[columns["text"]]})
+        if columns.get("text_pair"):
+            frame["text_pair"] = table[columns["text_pair"]]
+        frame["label"] = table[columns["label"]]
+        for column in table:
+            if column not in used and column not in frame and _is_field(table[column]):
+                frame[column] = table[column]
+        frames[role] = _drop_empty(frame, ("text", "text_pair"), skipped).reset_index(drop=True)
+        if not len(frames[role]):
+            raise UserError(f"{where}: every row has an empty text")
+    train_where = tables["train"][0]
+    if names is None:
+        kinds = _kinds(frames["train"]["label"])
+        names = [str(kind) for kind in kinds]
+        index = {str(kind): i for i, kind in enumerate(kinds)}
+    else:
+        index = {str(i): i for i in range(len(names))}
+    for role, frame in frames.items():
+        label = frame["label"].map(lambda value: index.get(_plain(value)))
+        if label.isna().any():
+            odd = frame["label"][label.isna()].iloc[0]
+            raise UserError(
+                f"{tables[role][0]}: label {odd!r} does not occur in training{nearest(str(odd), names)}; "
+                f"its labels are {', '.join(names[:10])}"
+            )
+        frames[role] = frame.assign(label=label.astype(np.int64))
+    _several_classes(frames["train"]["label"], train_where)
+    fixed = {"text", "text_pair", "label"}
+    fields = [c for c in frames["train"] if c not in fixed and all(c in frame for frame in frames.values())]
+    return RawData(
+        CLASSIFICATION, frames["train"], frames.get("validation"), frames.get("test"), names, fields, source, skipped
+    )
+
+
+def _plain(value: Any) -> str:
+    """A label as text: 1, "1" and 1.0 are one label, since pandas and JSON turn one into the other."""
+    if isinstance(value, (float, np.floating)) and float(value).is_integer():
+        value = int(value)
+    return str(value).strip()
+
+
+def _kinds(labels: pd.Series) -> list[Any]:
+    kinds = sorted({_plain(value) for value in labels})
+    try:
+        return sorted(kinds, key=int)
+    except ValueError:
+        return kinds
+
+
+def _is_field(column: pd.Series) -> bool:
+    return all(value is None or isinstance(value, (str, int, float, bool, np.generic)) for value in column)
+
+
+SYNONYMS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response")}
+
+
+def _instructions(
+    table: pd.DataFrame, where: str | Path, args: Mapping[str, Any]
+) -> tuple[pd.DataFrame, list[str], dict[str, int]]:
+    """``(frame, fields, skipped)`` of instruction data, or of conversations in a column ``messages``."""
+    skipped: dict[str, int] = {}
+    if "messages" in table and "instruction" not in args:
+        frame = pd.DataFrame({"messages": table["messages"]})
+        for row, messages in enumerate(frame["messages"], start=1):
+            _conversation(f"{where}, row {row}", messages)
+        used = {"messages"}
+    else:
+        chosen = {}
+        for role, names in SYNONYMS.items():
+            wanted = args.get(role)
+            found = wanted if wanted else next((name for name in names if name in table), None)
+            if wanted or found is None and role != "input":
+                _columns(where, table, [wanted or names[0]])
+            chosen[role] = found
+        frame = pd.DataFrame(
+            {role: "" if name is None else table[name].map(_text) for role, name in chosen.items()}, index=table.index
+        )
+        frame = _drop_empty(frame, ("instruction", "output"), skipped)
+        used = set(chosen.values())
+        if not len(frame):
+            raise UserError(f"{where}: every row has an empty instruction or answer")
+    category = args.get("category")
+    if category:
+        _columns(where, table, [category])
+        frame["category"] = table[category].reindex(frame.index)
+        used.add(category)
+    for column in table:
+        if column not in used and column not in frame and _is_field(table[column]):
+            frame[column] = table[column].reindex(frame.index)
+    roles = {"instruction", "input", "output", "messages"}
+    return frame.reset_index(drop=True), [c for c in frame if c not in roles], skipped
+
+
+def _conversation(where: str, messages: Any) -> None:
+    turns = messages if isinstance(messages, list) else []
+    good = [isinstance(t, dict) and isinstance(t.get("role"), str) and isinstance(t.get("content"), str) for t in turns]
+    if len(turns) < 2 or not all(good) or turns[-1]["role"] != "assistant":
+        raise UserError(
+            f"{where}: 'messages' must be a list of objects with role and content that ends with 'assistant'"
+        )
+
+
+# Shared
+
+
+def _text(value: Any) -> str:
+    return "" if value is None or value != value else str(value)
+
+
+def _drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str, int]) -> pd.DataFrame:
+    """``frame`` without the rows that have nothing in one of ``columns``; they are counted. Keeps the index."""
+    frame = frame.copy()
+    keep = np.ones(len(frame), dtype=bool)
+    for column in columns:
+        if column in frame:
+            frame[column] = pd.Series([_text(value) for value in frame[column]], index=frame.index, dtype=object)
+            keep &= np.array([bool(value.strip()) for value in frame[column]], dtype=bool)
+    _count(skipped, f"empty {' or '.join(c for c in columns if c in frame)}", int((~keep).sum()))
+    return frame[keep]
+
+
+def _count(skipped: dict[str, int], reason: str, count: int) -> None:
+    if count:
+        skipped[reason] = skipped.get(reason, 0) + count
+
+
+def _known(args: Mapping[str, Any], known: Iterable[str], name: str) -> None:
+    known = list(known)
+    for key in args:
+        if key not in known:
+            raise UserError(
+                f"data.args of {name!r} has no key {key!r}{nearest(key, known)}; it takes: {', '.join(known)}"
+            )
+
+
+def _columns(where: str | Path, table: pd.DataFrame, wanted: list[str]) -> None:
+    for column in wanted:
+        if column not in table:
+            present = [str(name) for name in table]
+            raise UserError(f"{where}: no column {column!r}{nearest(column, present)}; there are: {', '.join(present)}")
+
+
+def _several_classes(labels: pd.Series, where: str) -> None:
+    if labels.nunique() < 2:
+        raise UserError(f"{where}: all {len(labels)} rows have one class; a classifier needs at least two")
+
+
+def _fingerprint(raw: RawData) -> str:
+    digest = hashlib.sha256(json.dumps([raw.task, raw.label_names]).encode())
+    for part in (raw.train, raw.validation, raw.test):
+        if part is None:
+            digest.update(b"none")
+            continue
+        for column in part:
+            digest.update(json.dumps([str(column), part[column].tolist()], default=str).encode())
+    return digest.hexdigest()

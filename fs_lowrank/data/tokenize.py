@@ -1,0 +1,170 @@
+"""Text to tokens, for classification and for causal language models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fs_lowrank.data.examples import IGNORED_LABEL, Examples
+from fs_lowrank.errors import UserError, nearest
+
+__all__ = ["ALPACA", "ALPACA_NO_INPUT", "tokenize_causal", "tokenize_classification"]
+
+BATCH = 1000
+
+# Taori et al., 2023: Stanford Alpaca
+ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+ALPACA_NO_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
+TEMPLATES = ("auto", "chat", "alpaca")
+LOSSES = ("answer", "all")
+
+
+def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -> Examples:
+    """One or two sentences a row, cut to ``max_len`` tokens in all; of a pair, the longer sentence is cut first.
+
+    Args:
+        frame: columns ``text``, perhaps ``text_pair``, and ``label``.
+        max_len: in tokens, special ones included; lowered to what the tokenizer states as the model's limit.
+
+    Raises:
+        UserError: ``max_len`` leaves no room for text.
+    """
+    pair = "text_pair" in frame
+    max_len = _limit(tokenizer, max_len)
+    special = tokenizer.num_special_tokens_to_add(pair=pair)
+    if max_len < special + 1 + pair:
+        raise UserError(f"llm.tok_len {max_len} leaves no room for text beside {special} special tokens")
+    columns: dict[str, list[np.ndarray]] = {}
+    for rows in _slices(len(frame)):
+        texts = [frame["text"].iloc[rows].tolist()]
+        if pair:
+            texts.append(frame["text_pair"].iloc[rows].tolist())
+        encoded = tokenizer(*texts, truncation=True, max_length=max_len, padding=False)
+        for name in ("input_ids", "token_type_ids"):
+            if name in encoded:
+                columns.setdefault(name, []).extend(np.asarray(row, dtype=np.int64) for row in encoded[name])
+    columns.setdefault("input_ids", [])
+    types = getattr(tokenizer, "pad_token_type_id", 0) or 0
+    return Examples(columns, frame["label"].to_numpy(np.int64), _pad_id(tokenizer), types)
+
+
+def tokenize_causal(
+    frame: pd.DataFrame, tokenizer: Any, max_len: int, template: str = "auto", loss_on: str = "answer"
+) -> tuple[Examples, np.ndarray]:
+    """Prompt, answer and end-of-sequence token a row, cut on the right to ``max_len`` tokens.
+
+    Prompt and answer are tokenized apart, so that training sees the boundary that generation will meet.
+
+    Args:
+        frame: columns ``instruction``, ``input``, ``output``; or ``messages``, whose last turn is the answer.
+        template: ``chat`` for the tokenizer's own, ``alpaca``, or ``auto``: the tokenizer's own if it has one.
+        loss_on: ``answer`` (and its end-of-sequence token) or ``all`` tokens.
+
+    Returns:
+        the examples, and a bool array over the rows of ``frame``: False where the prompt alone fills ``max_len``, and
+        the row is left out.
+
+    Raises:
+        UserError: unknown template or loss, no chat template, or no row left.
+    """
+    max_len = _limit(tokenizer, max_len)
+    for key, value, choices in (("template", template, TEMPLATES), ("loss_on", loss_on, LOSSES)):
+        if value not in choices:
+            raise UserError(f"data.args: {key} {value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}")
+    has_chat = bool(getattr(tokenizer, "chat_template", None))
+    if template == "chat" and not has_chat:
+        raise UserError("data.args: template 'chat' needs a tokenizer with a chat template; this one has none")
+    chat = has_chat and template != "alpaca"
+    if "messages" in frame and not chat:
+        raise UserError("conversations ('messages') need the tokenizer's chat template; use one that has it")
+    start = [] if chat else _start(tokenizer)  # a chat template writes its own first token
+    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
+    kept = np.zeros(len(frame), dtype=bool)
+    for rows in _slices(len(frame)):
+        part = frame.iloc[rows]
+        texts = [_chat(tokenizer, turns) for turns in _turns(part)] if chat else list(_alpaca(part))
+        prompts = _ids(tokenizer, [prompt for prompt, _ in texts])
+        answers = _ids(tokenizer, [answer for _, answer in texts])
+        for row, prompt, answer in zip(range(rows.start, rows.stop), prompts, answers, strict=True):
+            prompt = start + prompt
+            if end and answer[-1:] != end:
+                answer = answer + end
+            ids = (prompt + answer)[:max_len]
+            if len(ids) <= len(prompt):
+                continue
+            kept[row] = True
+            ids = np.asarray(ids, dtype=np.int64)
+            labels = ids.copy()
+            if loss_on == "answer":
+                labels[: len(prompt)] = IGNORED_LABEL
+            columns["input_ids"].append(ids)
+            columns["labels"].append(labels)
+    if len(frame) and not kept.any():
+        raise UserError(
+            f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise llm.tok_len"
+        )
+    return Examples(columns, None, _pad_id(tokenizer)), kept
+
+
+def _slices(count: int) -> Iterator[slice]:
+    for start in range(0, count, BATCH):
+        yield slice(start, min(start + BATCH, count))
+
+
+def _limit(tokenizer: Any, max_len: Any) -> int:
+    if isinstance(max_len, bool) or not isinstance(max_len, (int, np.integer)) or max_len < 1:
+        raise UserError(f"llm.tok_len must be a positive integer, got {max_len!r}")
+    return int(min(max_len, getattr(tokenizer, "model_max_length", max_len) or max_len))
+
+
+def _pad_id(tokenizer: Any) -> int:
+    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return int(candidate)
+    return 0  # padding is masked, so any id serves
+
+
+def _start(tokenizer: Any) -> list[int]:
+    """The token with which this tokenizer begins a sequence, if it does."""
+    bos = tokenizer.bos_token_id
+    probe = tokenizer("a")["input_ids"]
+    return [int(bos)] if bos is not None and probe[:1] == [bos] else []
+
+
+def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=False, padding=False)["input_ids"]]
+
+
+def _alpaca(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    for instruction, given, output in zip(frame["instruction"], frame["input"], frame["output"], strict=True):
+        prompt = ALPACA if given.strip() else ALPACA_NO_INPUT
+        yield prompt.format(instruction=instruction, input=given), output
+
+
+def _turns(frame: pd.DataFrame) -> Iterator[list[dict[str, str]]]:
+    if "messages" in frame:
+        yield from frame["messages"]
+        return
+    for instruction, given, output in zip(frame["instruction"], frame["input"], frame["output"], strict=True):
+        question = f"{instruction}\n\n{given}" if given.strip() else instruction
+        yield [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+
+
+def _chat(tokenizer: Any, turns: list[dict[str, str]]) -> tuple[str, str]:
+    prompt = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    # What follows the answer in the template (its end-of-turn token) belongs to the answer; a final newline does not.
+    answer = whole[len(prompt) :].rstrip() if whole.startswith(prompt) else turns[-1]["content"]
+    return prompt, answer

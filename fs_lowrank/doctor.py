@@ -1,0 +1,54 @@
+"""What is installed, which engines and extras are usable, what to do about the rest."""
+from __future__ import annotations
+
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: ``found`` in words, and the ``remedy`` where it is not ``ok``."""
+
+    what: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    required: bool = False
+
+
+_CORE = ("torch", "transformers", "peft", "datasets", "safetensors", "rich", "matplotlib", "pyyaml")
+_EXTRAS = {"optuna": "hpo", "lm_eval": "eval"}
+
+
+def _package(name: str, remedy: str, required: bool = False) -> Check:
+    try:
+        return Check(name, True, version(name), required=required)
+    except PackageNotFoundError:
+        return Check(name, False, "not installed", remedy, required)
+
+
+def examine() -> list[Check]:
+    """All checks, the required ones first."""
+    from .data.fetch import FETCHABLE, home, resolve
+    here = (3, 11) <= tuple(map(int, platform.python_version_tuple()[:2]))
+    checks = [Check("Python", here, platform.python_version(), "install Python 3.11 or later", required=True)]
+    checks += [_package(n, "pip install fs-lowrank with constraints.txt", required=True) for n in _CORE]
+    if find_spec("torchvision"):
+        checks.append(Check("torchvision", False, "installed", "nothing here needs it, and a build that does not match "
+                            "torch breaks transformers and peft: pip uninstall torchvision"))
+    if find_spec("torch"):
+        import torch
+        gpu = torch.cuda.is_available()
+        checks.append(Check("GPU", gpu, torch.cuda.get_device_name() if gpu else "none",
+                            "none needed; with one, set use_gpu True"))
+    checks.append(Check("engine local", True, "built in"))
+    checks += [_package(n, f"pip install 'fs-lowrank[{extra}]'") for n, extra in _EXTRAS.items()]
+    checks += [Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")
+               for n in FETCHABLE]
+    free = shutil.disk_usage(next(p for p in (home(), *home().parents) if p.exists())).free
+    checks.append(Check("disk", free > 2e9, f"{free / 1e9:.0f} GB free in {home()}",
+                        "make room, or set FS_LOWRANK_HOME to another disk"))
+    return checks

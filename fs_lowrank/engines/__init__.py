@@ -1,0 +1,1 @@
+"""What runs a method: the embedded engine, and the plug-in for FederatedScope."""

@@ -1,0 +1,92 @@
+"""The server's side of a run, the same for every engine: who takes part, what travels, what is refused."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..algebra import nbytes
+from ..methods import Method, RefusedUpdate, State, Update, check_update
+from ..models.names import tags
+from ..seeds import derive
+
+
+class TooFewClients(RuntimeError):
+    """A round ended with fewer usable updates than ``lowrank.min_clients``."""
+
+
+def without_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t for n, t in tensors.items() if "head" not in tags(n)}
+
+
+class Server:
+    """State, participation and messages of one run.
+
+    Args:
+        method: the federated method.
+        state: its state before round 1.
+        num_clients: clients 1 … ``num_clients``.
+        per_round: how many take part in a round.
+        min_clients: usable updates a round needs.
+        seed: decides who takes part.
+        keep_messages: keep the messages' values, to bring late clients up to date. An engine whose clients
+            share one model needs only their sizes.
+    """
+
+    def __init__(self, method: Method, state: State, num_clients: int, per_round: int, min_clients: int,
+                 seed: int, keep_messages: bool = False):
+        self.method, self.state = method, state
+        self.num_clients, self.per_round, self.min_clients = num_clients, per_round, min_clients
+        self.seed, self.keep_messages = seed, keep_messages
+        #: name -> (the round it came from, its value or a meta tensor of its shape)
+        self.outbox: dict[str, tuple[int, Tensor]] = {}
+        #: client -> the round its copy of the shared tensors stands at; absent means 0
+        self.synced: dict[int, int] = {}
+        self.updates: list[Update] = []
+
+    def select(self, round: int) -> list[int]:
+        """The clients of ``round``, sorted; without replacement, decided by the seed and the round alone."""
+        if self.per_round >= self.num_clients:
+            return list(range(1, self.num_clients + 1))
+        generator = np.random.default_rng(derive(self.seed, "participation", round))
+        return sorted(int(i) + 1 for i in generator.choice(self.num_clients, self.per_round, replace=False))
+
+    def downlink(self, client: int, round: int) -> Mapping[str, Tensor]:
+        """What ``client`` lacks at the start of ``round``; from here on it counts as sent."""
+        since = self.synced.get(client, 0)
+        self.synced[client] = round - 1
+        return self.method.tailor({n: t for n, (came, t) in self.outbox.items() if came > since}, client)
+
+    def receive(self, update: Update, round: int) -> Update:
+        """Check an update and keep it for the end of the round.
+
+        Raises:
+            RefusedUpdate: it is not what the method expects of this client, or came twice.
+        """
+        if not 1 <= update.client <= self.num_clients or any(u.client == update.client for u in self.updates):
+            raise RefusedUpdate(f"client {update.client}: not expected, or heard already in round {round}")
+        update = check_update(update, self.method.expected(self.state, round, update.client))
+        self.updates.append(update)
+        return update
+
+    def finish(self, round: int) -> dict[str, Tensor]:
+        """Aggregate what was received, in the order of client ids, and return the message.
+
+        Raises:
+            TooFewClients: the state is left as it was.
+        """
+        updates, self.updates = sorted(self.updates, key=lambda u: u.client), []
+        if len(updates) < self.min_clients:
+            raise TooFewClients(f"round {round}: {len(updates)} usable updates, lowrank.min_clients is "
+                                f"{self.min_clients}")
+        with torch.no_grad():
+            self.state, message = self.method.aggregate(updates, self.state, round)
+        for name, tensor in message.items():
+            self.outbox[name] = (round, tensor if self.keep_messages else tensor.to("meta"))
+        return message
+
+    def sizes(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Bytes of ``tensors`` with and without the head."""
+        return nbytes(tensors), nbytes(without_head(tensors))

@@ -1,0 +1,259 @@
+"""The contract between a federated method and the engines that run it.
+
+A method answers five questions; an engine asks them and does everything else.
+
+=================================== ================================================================
+``adapt(model)``                    what does it put on the model?
+``phases(round)``                   what trains in this round?
+``upload(model, round, client)``    what does a client send?
+``aggregate(updates, state, round)`` how does the server combine it?
+``apply(model, message, round)``    what does every copy of the model do with the server's answer?
+=================================== ================================================================
+
+*State* is a flat mapping of names to tensors and numbers; together with the base weights that ``apply``
+changes it is all there is to save. *Message* is the part of the new state that travels: the engine keeps
+the latest value of every name and brings a client that missed rounds up to date with what it lacks, so no
+method handles absence itself. What a message holds for ever (a merge) gets a name of its own per round.
+Rounds count from 1; round 0 is the start, which every copy draws from the seed.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..algebra import FlatTensors, weighted_mean
+from ..config import AdapterSpec
+from ..errors import nearest
+from ..models.adapters import add_adapter, load_tensors
+from ..models.names import named_tensors, select
+from ..seeds import derive
+
+Tensors = Mapping[str, Tensor]
+State = dict[str, "Tensor | float | int"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of local training.
+
+    Attributes:
+        train: tags (``models.names``) of the parameters that train; all others are frozen.
+        steps: how long, in units of ``train.batch_or_epoch``; None means ``train.local_update_steps``.
+    """
+
+    train: tuple[str, ...]
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Client:
+    """What a method may know of a client.
+
+    Attributes:
+        id: from 1 to the number of clients.
+        num_samples: size of its training set.
+        batches: draws the client's own data once, in order, as model inputs (for Fisher or Gram passes).
+    """
+
+    id: int
+    num_samples: int
+    batches: Callable[[], Iterable[dict[str, Tensor]]] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one client sent: its id, the size of its training set, and named tensors."""
+
+    client: int
+    num_samples: int
+    tensors: Tensors
+
+
+class RefusedUpdate(ValueError):
+    """An update that cannot be used; the message names the client and the tensor."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method is told once about the run it takes part in."""
+
+    adapter: AdapterSpec = field(default_factory=AdapterSpec)
+    rounds: int | None = None
+    seed: int = 0
+    uniform: bool = False
+
+
+class Method:
+    """Base of all methods: federated averaging of everything that trains.
+
+    A subclass states what differs. Hyperparameters are the dataclass ``Params`` (field metadata ``help``,
+    ``min``, ``max``, ``choices`` are checked when the method is made).
+    """
+
+    name: ClassVar[str]
+    #: where it was published, one line
+    source: ClassVar[str] = ""
+    #: what a client sends each round, one line
+    sends: ClassVar[str] = "everything it trains"
+    #: True if the server's step is a weighted mean: server optimizers and secret sharing then apply
+    averages: ClassVar[bool] = True
+
+    @dataclass(frozen=True)
+    class Params:
+        pass
+
+    def __init__(self, params: object, setting: Setting):
+        self.params = params
+        self.setting = setting
+        #: set by ``methods.server_optimizer``; the plain mean otherwise
+        self.combine: Callable[[Mapping[str, Tensor], State], tuple[dict[str, Tensor], State]] | None = None
+
+    # -- what it puts on the model ----------------------------------------------------------------
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """Put the trainable parts on ``model`` (changed in place) and return the model to train."""
+        return add_adapter(model, self.adapter, self.setting.seed)
+
+    @property
+    def plans_ahead(self) -> bool:
+        """True if what happens in a round depends on how many rounds the run has."""
+        return False
+
+    @property
+    def adapter(self) -> AdapterSpec:
+        """The adapter as this method wants it on the model."""
+        return self.setting.adapter
+
+    #: tags of the tensors that all copies share; anything else that trains is personal
+    shared: ClassVar[tuple[str, ...]] = ("adapter", "head")
+
+    def initial_state(self, model: nn.Module) -> State:
+        """The state before round 1, read off the adapted model."""
+        return {name: p.detach().clone() for name, p in named_tensors(model, self.shared).items()}
+
+    # -- what trains -------------------------------------------------------------------------------
+
+    def phases(self, round: int) -> list[Phase]:
+        """The ordered phases of local training in ``round``."""
+        return [Phase(train=self.shared)]
+
+    def tailor(self, tensors: Tensors, client: int) -> Tensors:
+        """The part of the shared tensors (or of a message) meant for ``client``; all of it by default.
+
+        Works on meta tensors, so that bytes are counted without data.
+        """
+        return tensors
+
+    # -- what is sent ------------------------------------------------------------------------------
+
+    def sent(self, round: int) -> tuple[str, ...]:
+        """Tags of the tensors a client sends in ``round``: the shared ones among those that trained."""
+        trained = {tag for phase in self.phases(round) for tag in phase.train}
+        return tuple(sorted(trained - {"personal"}))
+
+    def upload(self, model: nn.Module, round: int, client: Client) -> dict[str, Tensor]:
+        """What ``client`` sends after its local training: names and the model's own tensors."""
+        return named_tensors(model, self.sent(round))
+
+    def expected(self, state: State, round: int, client: int) -> dict[str, Tensor]:
+        """Names, shapes and dtypes that ``client`` must send, as tensors whose values do not count."""
+        return {n: state_part for n, state_part in self.view(state, client).items()
+                if n in set(select(state, self.sent(round)))}
+
+    def view(self, state: State, client: int | None = None) -> dict[str, Tensor]:
+        """The shared tensors as they stand, for the global model or as ``client`` holds them."""
+        tensors = {n: state[n] for n in select(state, self.shared)}
+        return tensors if client is None else dict(self.tailor(tensors, client))
+
+    # -- what the server does ----------------------------------------------------------------------
+
+    def weights(self, updates: Sequence[Update]) -> list[float]:
+        """``p_k = n_k / Σ n_j`` over the updates at hand, or ``1/K`` where weights are ignored."""
+        sizes = [1 if self.setting.uniform else u.num_samples for u in updates]
+        return [n / sum(sizes) for n in sizes]
+
+    def average(self, updates: Sequence[Update], state: State, tagged: Sequence[str] = ()) -> tuple[State, State]:
+        """The weighted mean of the updates, passed through the server optimizer if there is one.
+
+        Args:
+            tagged: average only the tensors with these tags; empty means all that was sent.
+        Returns:
+            The new tensors, and what the server optimizer remembers (empty without one).
+        """
+        parts = [u.tensors for u in updates]
+        if tagged:
+            names = select(parts[0], tagged)
+            parts = [{n: part[n] for n in names} for part in parts]
+        if not parts[0]:
+            return {}, {}
+        mean = weighted_mean(parts, self.weights(updates))
+        return self.combine(mean, state) if self.combine else (mean, {})
+
+    def aggregate(self, updates: Sequence[Update], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
+        """Combine the updates of ``round``.
+
+        Args:
+            updates: checked, sorted by client; at least one.
+            state: not changed.
+        Returns:
+            The new state, and the message for the clients.
+        """
+        mean, memory = self.average(updates, state)
+        return {**state, **mean, **memory}, mean
+
+    # -- what everyone does with it ----------------------------------------------------------------
+
+    def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
+        """Bring a copy of the model that stands at the previous round to this one; deterministic.
+
+        ``message`` is as the copy received it: already tailored, on a client.
+        """
+        load_tensors(model, message)
+
+    def changed_base(self, model: nn.Module) -> list[str]:
+        """Names of the base weights that ``apply`` has changed; they belong to a checkpoint."""
+        return []
+
+    # -- shared by methods that draw fresh tensors ---------------------------------------------------
+
+    def draw_down(self, name: str, shape: Sequence[int], round: int) -> Tensor:
+        """A fresh ``lora_A`` for after ``round``: Kaiming-uniform as PEFT draws it, from the seed.
+
+        Every copy draws the same, and the first rows do not depend on how many follow.
+        """
+        generator = torch.Generator().manual_seed(derive(self.setting.seed, "redraw", name, round))
+        bound = 1 / (torch.Size(shape[1:]).numel() ** 0.5)
+        return (torch.rand(*shape, generator=generator) * 2 - 1) * bound
+
+
+def check_update(update: Update, expected: Tensors) -> Update:
+    """The update as a flat buffer if it is what was asked for.
+
+    Raises:
+        RefusedUpdate: a missing, unknown, misshapen or wrongly typed tensor, or one that is not finite;
+            the message names client and tensor. Nothing has been touched by then.
+    """
+    who, got = f"client {update.client}", update.tensors
+    for name in sorted(got.keys() - expected.keys()):
+        raise RefusedUpdate(f"{who}: unknown tensor {name!r}{nearest(name, expected)}")
+    for name in sorted(expected.keys() - got.keys()):
+        raise RefusedUpdate(f"{who}: tensor {name!r} is missing")
+    for name, want in expected.items():
+        tensor = got[name]
+        if tensor.shape != want.shape:
+            raise RefusedUpdate(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(want.shape)}")
+        if tensor.dtype != want.dtype:
+            raise RefusedUpdate(f"{who}: {name} has dtype {tensor.dtype}, expected {want.dtype}")
+        if not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
+    if update.num_samples < 1:
+        raise RefusedUpdate(f"{who}: says it has {update.num_samples} samples")
+    if len({t.dtype for t in got.values()}) == 1 and not isinstance(got, FlatTensors):
+        return dataclasses.replace(update, tensors=FlatTensors.pack(got))
+    return update

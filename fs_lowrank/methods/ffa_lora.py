@@ -1,0 +1,17 @@
+"""FFA-LoRA: A stays at the random start that all clients share, only B trains.
+
+Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024.
+
+    B ← Σ_k p_k B_k, exact because B A is linear in B
+"""
+from .base import Method, Phase
+from .registry import register_method
+
+
+@register_method("ffa_lora")
+class FFALoRA(Method):
+    source = "Sun et al., ICLR 2024"
+    sends = "B"
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(train=("lora_B", "head"))]

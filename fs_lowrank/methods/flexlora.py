@@ -1,0 +1,43 @@
+"""FlexLoRA: clients of different ranks; the server averages the products and splits them again by SVD.
+
+Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources",
+NeurIPS 2024.
+
+    ΔW = Σ_k p_k s_k B_k A_k = U Σ Vᵀ          (s_k = alpha / r_k)
+    client k gets A = V_rᵀ, B = U_r Σ_r / s_k, its r_k largest components
+
+``split: sqrt`` shares Σ between the halves instead of giving it all to B, which is what the authors' code
+does. Differs from the authors' code in cost only: ΔW is never formed (``algebra.low_rank_sum_svd``).
+"""
+from dataclasses import dataclass, field
+
+from ..algebra import low_rank_sum_svd, top_components
+from ..models.names import pairs
+from .ranks import RankedMethod, RankedParams
+from .registry import register_method
+
+
+@register_method("flexlora")
+class FlexLoRA(RankedMethod):
+    source = "Bai et al., NeurIPS 2024"
+    sends = "A and B, at the client's rank"
+    averages = False
+
+    @dataclass(frozen=True)
+    class Params(RankedParams):
+        split: str = field(default="b", metadata={
+            "choices": ("b", "sqrt"), "help": "b: all singular values in B; sqrt: shared with A"})
+
+    def aggregate(self, updates, state, round):
+        message, _ = self.average(updates, state, tagged=("head",))
+        weights = self.weights(updates)
+        scale = self.adapter.scale(self.rank())
+        for b, a in pairs(updates[0].tensors):
+            u, s, vh = low_rank_sum_svd(
+                [u.tensors[b].flatten(1) for u in updates], [u.tensors[a].flatten(1) for u in updates],
+                [p * self.adapter.scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)], self.rank())
+            u, s, vh = top_components(u, s / scale, vh, self.rank(), fill=state[a].flatten(1))
+            root = s.sqrt() if self.params.split == "sqrt" else None
+            message[b] = (u * (s if root is None else root)).reshape(state[b].shape)
+            message[a] = (vh if root is None else root[:, None] * vh).reshape(state[a].shape)
+        return {**state, **message}, message

@@ -1,0 +1,56 @@
+"""FLoRA: the server stacks the clients' pairs, everyone merges the product and starts a fresh pair.
+
+Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations",
+NeurIPS 2024.
+
+    A = [A_1; …; A_K]    B = [p_1 s_1 B_1, …, p_K s_K B_K]
+    W ← W + B A, then A is drawn anew and B = 0
+
+Exact for any ranks and any subset of clients, but the downlink grows with ``Σ r_k``.
+"""
+import torch
+from torch import nn
+
+from ..algebra import stack_pairs
+from ..models.adapters import base_weight_name, load_tensors, merge_pair
+from ..models.names import named_tensors, pairs
+from .base import Tensors
+from .ranks import RankedMethod, RankedParams
+from .registry import register_method
+
+
+@register_method("flora")
+class FLoRA(RankedMethod):
+    source = "Wang et al., NeurIPS 2024"
+    sends = "A and B, at the client's rank; receives everyone's"
+    averages = False
+    Params = RankedParams
+
+    def aggregate(self, updates, state, round):
+        message, _ = self.average(updates, state, tagged=("head",))
+        fresh = dict(message)
+        weights = self.weights(updates)
+        for b, a in pairs(updates[0].tensors):
+            up, down = stack_pairs(
+                [u.tensors[b].flatten(1) for u in updates], [u.tensors[a].flatten(1) for u in updates],
+                [p * self.adapter.scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)])
+            message[f"merge:{round}:{b}"], message[f"merge:{round}:{a}"] = up, down
+            fresh[a] = self.draw_down(a, state[a].shape, round).to(state[a])
+            fresh[b] = torch.zeros_like(state[b])
+        return {**state, **fresh}, message
+
+    def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
+        merges = sorted((int(n.split(":")[1]), n.split(":", 2)[2]) for n in message if n.startswith("merge:"))
+        for merged_in, a in merges:
+            if ".lora_A." in a:
+                b = a.replace(".lora_A.", ".lora_B.")
+                merge_pair(model, a, message[f"merge:{merged_in}:{b}"], message[f"merge:{merged_in}:{a}"])
+        load_tensors(model, {n: t for n, t in message.items() if not n.startswith("merge:")})
+        pair = named_tensors(model, ("adapter",))
+        for b, a in pairs(pair):
+            rank = pair[a].shape[0]
+            drawn = self.draw_down(a, (self.rank(), *pair[a].shape[1:]), round)[:rank]
+            load_tensors(model, {a: drawn.to(pair[a]), b: torch.zeros_like(pair[b])})
+
+    def changed_base(self, model: nn.Module) -> list[str]:
+        return [base_weight_name(a) for _, a in pairs(named_tensors(model, ("adapter",)))]

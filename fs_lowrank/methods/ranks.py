@@ -1,0 +1,33 @@
+"""What methods with a rank per client share: the list of ranks, and cutting a pair to its first rows."""
+import dataclasses
+from dataclasses import dataclass, field
+
+from ..config import AdapterSpec
+from ..models.names import tags
+from .base import Method, Tensors
+
+
+@dataclass(frozen=True)
+class RankedParams:
+    ranks: tuple[int, ...] = field(default=(), metadata={
+        "min": 1, "help": "rank of every client, repeated in turn if shorter; empty: the adapter's r for all"})
+
+
+class RankedMethod(Method):
+    """A method whose clients may hold different ranks of one pair."""
+
+    def rank(self, client: int | None = None) -> int:
+        """The rank of ``client`` (from 1), or the server's: the largest of all."""
+        ranks = self.params.ranks or (self.setting.adapter.r,)
+        return max(*ranks, self.setting.adapter.r) if client is None else ranks[(client - 1) % len(ranks)]
+
+    @property
+    def adapter(self) -> AdapterSpec:
+        return dataclasses.replace(self.setting.adapter, r=self.rank())
+
+    def tailor(self, tensors: Tensors, client: int) -> Tensors:
+        """The client's first ``r_k`` rows of A and columns of B, rescaled so that ``s_k B_k A_k`` stays ``s B A``."""
+        rank = self.rank(client)
+        rescale = self.adapter.scale(self.rank()) / self.adapter.scale(rank)
+        cuts = {"lora_A": lambda a: a[:rank], "lora_B": lambda b: b[:, :rank] * rescale}
+        return {n: next((cut(t) for tag, cut in cuts.items() if tag in tags(n)), t) for n, t in tensors.items()}

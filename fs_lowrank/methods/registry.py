@@ -1,0 +1,90 @@
+"""The methods by name. Nothing else in the package asks for a method by name."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from ..config import AdapterSpec, check_method_params
+from ..errors import UserError, nearest
+from .base import Method, Setting
+
+ENTRY_POINTS = "fs_lowrank.methods"
+_BUILT_IN = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora")
+_ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
+_METHODS: dict[str, type[Method]] = {}
+
+
+def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
+    """Class decorator: make the method known as ``name`` (lower case).
+
+    Raises:
+        UserError: the name is taken by another class.
+    """
+    def register(cls: type[Method]) -> type[Method]:
+        taken = _METHODS.get(name)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise UserError(f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}")
+        cls.name = name
+        _METHODS[name] = cls
+        return cls
+    return register
+
+
+def _load() -> None:
+    for module in _BUILT_IN:
+        import_module(f"{__package__}.{module}")
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            point.load()
+        except Exception as error:
+            raise UserError(f"the package that adds method {point.name!r} ({point.value}) failed to import: "
+                            f"{type(error).__name__}: {error}") from error
+
+
+def list_methods() -> list[str]:
+    """Names of all methods, built in and registered by other packages, sorted."""
+    _load()
+    return sorted(_METHODS)
+
+
+def get_method_class(name: str) -> type[Method]:
+    """The method's class; names are case-insensitive, ``fedit`` and ``lora`` mean ``fedlora``.
+
+    Raises:
+        UserError: no such method; names the nearest.
+    """
+    _load()
+    key = str(name).lower()
+    key = _ALIASES.get(key, key)
+    if key not in _METHODS:
+        raise UserError(f"federate.method: no method {name!r}{nearest(key, _METHODS)}; "
+                        f"there are: {', '.join(sorted(_METHODS))}")
+    return _METHODS[key]
+
+
+def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int | None = None, seed: int = 0,
+                  uniform: bool = False, server_optimizer: dict | None = None, **params: object) -> Method:
+    """A method ready to be asked.
+
+    Args:
+        adapter: the adapter to put on the model; PEFT's defaults if None.
+        rounds: rounds of the whole run, for methods whose plan depends on it.
+        seed: the run's seed; fresh draws come from it.
+        uniform: weigh clients equally instead of by samples.
+        server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
+        params: the method's hyperparameters.
+    Raises:
+        UserError: unknown method or hyperparameter, a value out of range, or a server optimizer on a
+            method whose server step is not a mean.
+    """
+    cls = get_method_class(name)
+    method = cls(cls.Params(**check_method_params(cls, params)), Setting(adapter or AdapterSpec(), rounds, seed, uniform))
+    if server_optimizer is not None:
+        from .server_optimizer import ServerOptimizer
+        if not cls.averages:
+            averaging = ", ".join(n for n in list_methods() if _METHODS[n].averages)
+            raise UserError(f"fedopt.use: {cls.name}'s server step is not a weighted mean, so a server optimizer "
+                            f"has no pseudo-gradient to work on; it applies to: {averaging}")
+        method.combine = ServerOptimizer.from_config(server_optimizer)
+    return method

@@ -1,0 +1,45 @@
+"""RoLoRA: alternating optimisation of the two halves of every LoRA pair.
+
+Chen et al., "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA", Algorithm 1.
+
+    odd round:   A frozen,  B ← Σ_k p_k B_k
+    even round:  B frozen,  A ← Σ_k p_k A_k
+
+Either mean is exact, since ``B A`` is linear in the half that moves, and a round sends half of FedLoRA's
+bytes. The first round trains B: with ``B = 0`` the gradient of A is exactly zero. With ``mix: q`` the first
+``⌈q·T⌉`` rounds alternate and the rest keep A frozen, as FFA-LoRA does (section 5.3).
+"""
+import math
+from dataclasses import dataclass, field
+
+from ..errors import UserError
+from .base import Method, Phase
+from .registry import register_method
+
+
+@register_method("rolora")
+class RoLoRA(Method):
+    source = "Chen et al., 2025, Algorithm 1"
+    sends = "B in odd rounds, A in even rounds"
+
+    @dataclass(frozen=True)
+    class Params:
+        mix: float = field(default=1.0, metadata={
+            "min": 0.0, "max": 1.0, "help": "share of the rounds that alternate; A stays frozen after them"})
+
+    def __init__(self, params, setting):
+        super().__init__(params, setting)
+        if params.mix < 1 and setting.rounds is None:
+            raise UserError("lowrank.mix below 1 needs the number of rounds: pass rounds=…")
+
+    @property
+    def plans_ahead(self) -> bool:
+        return self.params.mix < 1
+
+    def half(self, round: int) -> str:
+        """The half that trains in ``round``: ``lora_A`` or ``lora_B``."""
+        alternates = self.params.mix >= 1 or round <= math.ceil(self.params.mix * self.setting.rounds)
+        return "lora_A" if round % 2 == 0 and alternates else "lora_B"
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(train=(self.half(round), "head"))]

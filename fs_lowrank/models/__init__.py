@@ -1,0 +1,1 @@
+"""Models by name or path, the adapters on them, and the names of their tensors."""

@@ -1,0 +1,84 @@
+"""A model and its tokenizer, by name or path."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..data.fetch import FETCHABLE, resolve
+from ..errors import UserError, nearest
+from ..seeds import derive
+
+
+def locate(name: str) -> str:
+    """Where the model ``name`` is: a folder of the user's, a fetched one, else a hub name as it stands.
+
+    Raises:
+        UserError: a fetchable model that has not been fetched, or a path that does not exist.
+    """
+    if Path(name).expanduser().is_dir():
+        return str(Path(name).expanduser())
+    fetched = resolve(name) if name in FETCHABLE else None
+    if fetched is not None:
+        return str(fetched)
+    if name in FETCHABLE:
+        raise UserError(f"model.type: {name!r} is not on this machine yet; run: fs-lowrank fetch {name}")
+    if name.startswith((".", "/", "~")):
+        raise UserError(f"model.type: there is no folder {name!r}")
+    return name
+
+
+def model_name(model_type: str) -> str:
+    """``model.type`` without FederatedScope's ``@huggingface_llm`` or ``@transformers``."""
+    return model_type.rsplit("@", 1)[0] if "@" in model_type else model_type
+
+
+def _load(what: str, loader, place: str, **options):
+    try:
+        return loader.from_pretrained(place, **options)
+    except (OSError, ValueError, KeyError) as error:
+        hint = "" if Path(place).is_dir() else (
+            f"; it is neither a folder nor one of the models to fetch ({', '.join(FETCHABLE)}"
+            f"){nearest(place, FETCHABLE)}, and no hub answered")
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"model.type: cannot load the {what} of {place!r}{hint} ({first})") from error
+
+
+def build_tokenizer(config):
+    """The model's tokenizer, with a padding token (the end-of-text token where it has none)."""
+    from transformers import AutoTokenizer
+    tokenizer = _load("tokenizer", AutoTokenizer, locate(model_name(config.model.type)))
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def build_model(config, num_labels: int | None, pad_token_id: int | None = None) -> nn.Module:
+    """The model in evaluation mode, in ``lowrank.dtype``, its new head drawn from the run's seed.
+
+    Args:
+        num_labels: classes, for ``model.task: SequenceClassification``; ignored for ``CausalLM``.
+    Raises:
+        UserError: the model cannot be found or loaded.
+    """
+    import transformers
+    place = locate(model_name(config.model.type))
+    options = {"dtype": getattr(torch, config.dtype)}
+    if config.model.task == "SequenceClassification":
+        loader = transformers.AutoModelForSequenceClassification
+        options.update(num_labels=num_labels, problem_type="single_label_classification")
+    else:
+        loader = transformers.AutoModelForCausalLM
+    torch.manual_seed(derive(config.seed, "model"))
+    verbosity = transformers.logging.get_verbosity()
+    # The loader's report lists the classifier as newly initialised; that is what a new task means.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        model = _load("weights", loader, place, **options)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = pad_token_id
+    return model.eval()

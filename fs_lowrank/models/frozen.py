@@ -1,0 +1,178 @@
+"""Nothing frozen is computed twice.
+
+Below the first layer with a trainable parameter no gradient flows, and with dropout off there the hidden
+states of a sample are the same in every epoch and round. They are computed once a sample and kept; while a
+batch runs, the layers below pass their input through and the first layer above is given the kept states.
+Any transformers model whose blocks stand in one ``ModuleList`` works unchanged.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .adapters import layer_stack
+from .names import tags
+
+_BATCH = 32
+
+
+class FrozenPrefix:
+    """The blocks below the first trainable one, and the hidden states that leave them.
+
+    Args:
+        model: the adapted model.
+        trainable: tags of all parameters that any phase trains.
+        limit: bytes of hidden states to keep, at most; the rest is computed anew each time.
+        folder: keep the states in memory-mapped files there instead of in memory.
+    """
+
+    def __init__(self, model: nn.Module, trainable: set[str], limit: float, folder: str | Path | None = None):
+        self.model = model
+        stack = layer_stack(model)
+        self.layers = list(stack[1]) if stack else []
+        name = stack[0] + "." if stack else ""
+        learns = [n for n, _ in model.named_parameters() if tags(n) & trainable]
+        in_stack = [int(n.removeprefix(name).split(".")[0]) for n in learns if stack and n.startswith(name)]
+        # A trainable tensor outside the blocks is a head above them, or an embedding below, which forbids it.
+        below = [n for n in learns if not n.startswith(name) and "head" not in tags(n)]
+        self.depth = min(in_stack, default=len(self.layers)) if not below else 0
+        if self.depth >= len(self.layers):
+            self.depth = 0 if not self.layers else min(self.depth, len(self.layers) - 1)
+        self.limit, self.folder = limit, Path(folder) if folder else None
+        self.below: list[nn.Module] = []
+        self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
+        self.budget: dict[str, bool] = {}
+
+    def __bool__(self) -> bool:
+        return self.depth > 0
+
+    def eval_below(self) -> None:
+        """Dropout off in everything that runs before the first trainable block; call after ``model.train()``."""
+        for module in self.below:
+            module.training = False
+
+    def plan(self, owners: dict[str, tuple[object, float]]) -> None:
+        """Decide once, by use and size and in the order given, whose states are kept.
+
+        The decision must not depend on who trained first: a run that resumes has to make the same one.
+
+        Args:
+            owners: name -> (examples, how often the run will go through them). Keeping costs one pass, so
+                what is seen less than twice is not kept.
+        """
+        if not self:
+            return
+        self._probe(next(iter(owners.values()))[0])
+        width = self.model.config.hidden_size
+        itemsize = next(self.model.parameters()).element_size()
+        left = self.limit
+        for owner, (examples, passes) in owners.items():
+            size = int(examples.lengths.sum()) * width * itemsize
+            self.budget[owner] = passes >= 2 and size <= left
+            left -= size if self.budget[owner] else 0
+
+    @contextlib.contextmanager
+    def states(self, owner: str, examples, indices: np.ndarray) -> Iterator[None]:
+        """While open, a forward pass of the batch ``indices`` starts from the kept states of ``owner``."""
+        if not self or not self.budget.get(owner):
+            yield
+            return
+        if owner not in self.kept:
+            self.kept[owner] = self._compute(owner, examples)
+        buffer, starts = self.kept[owner]
+        device = next(self.model.parameters()).device
+        rows = [buffer[starts[i]:starts[i + 1]] for i in indices]
+        states = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+        with self._bypass(states):
+            yield
+
+    @contextlib.contextmanager
+    def _bypass(self, states: Tensor) -> Iterator[None]:
+        def give(module, args, kwargs):
+            if args:
+                return (states, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": states}
+
+        wraps = self._output_is_tuple
+        below = self.layers[:self.depth]
+        handle = self.layers[self.depth].register_forward_pre_hook(give, with_kwargs=True)
+        try:
+            for layer in below:
+                layer.forward = (lambda hidden_states, *a, **k: (hidden_states,)) if wraps else \
+                    (lambda hidden_states, *a, **k: hidden_states)
+            yield
+        finally:
+            handle.remove()
+            for layer in below:
+                layer.__dict__.pop("forward", None)
+
+    @torch.no_grad()
+    def _probe(self, examples) -> None:
+        """Run one sample up to the first trainable block, to see what runs below it."""
+        seen: dict[nn.Module, None] = {}
+
+        def note(module, args, output):
+            seen[module] = None
+            if module is self.layers[0]:
+                self._output_is_tuple = isinstance(output, tuple)
+
+        hooks = [m.register_forward_hook(note) for m in self.model.modules()]
+        try:
+            self._hidden(examples, np.arange(1))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.below = list(seen)
+
+    @torch.no_grad()
+    def _hidden(self, examples, indices: np.ndarray) -> Tensor:
+        """What enters the first trainable block for a batch, ``(len(indices), longest, width)``; dropout off."""
+        seen: list[Tensor] = []
+
+        def catch(module, args, kwargs):
+            seen.append(args[0] if args else kwargs["hidden_states"])
+            raise _Enough
+
+        device = next(self.model.parameters()).device
+        batch = {k: v.to(device) for k, v in examples.batch(indices).items() if k != "labels"}
+        training = {m: m.training for m in self.model.modules()}
+        self.model.eval()
+        hook = self.layers[self.depth].register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            with contextlib.suppress(_Enough):
+                self.model(**batch)
+        finally:
+            hook.remove()
+            for module, was in training.items():
+                module.training = was
+        return seen[0]
+
+    def _compute(self, owner: str, examples) -> tuple[Tensor, np.ndarray]:
+        """Hidden states of every sample, in fixed batches, so that they never depend on what ran before."""
+        lengths = examples.lengths
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        shape = (int(starts[-1]), self.model.config.hidden_size)
+        dtype = next(self.model.parameters()).dtype
+        if self.folder is None:
+            buffer = torch.empty(shape, dtype=dtype)
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"{owner}-{os.getpid()}.states"
+            buffer = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=dtype).view(shape)
+            path.unlink()  # the mapping lives on, and nothing is left behind however the process ends
+        order = np.argsort(-lengths, kind="stable")
+        for first in range(0, len(order), _BATCH):
+            indices = order[first:first + _BATCH]
+            for row, i in zip(self._hidden(examples, indices).cpu(), indices):
+                buffer[starts[i]:starts[i + 1]] = row[:lengths[i]]
+        return buffer, starts
+
+
+class _Enough(Exception):
+    """Ends a forward pass once the states are there."""

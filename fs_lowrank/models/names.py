@@ -1,0 +1,57 @@
+"""What a tensor is, read off its name.
+
+A tag is a word that a method uses to say what trains and what is sent:
+
+========== ==============================================================================
+``lora_A``   the down-projection of the shared adapter, ``(r, d_in)``, random at start
+``lora_B``   the up-projection of the shared adapter, ``(d_out, r)``, zero at start
+``adapter``  any tensor of the shared adapter (also LoHa's and LoKr's)
+``personal`` any tensor of an adapter called ``personal``, which never leaves its client
+``head``     a classifier that is new for the task
+``x``        a name ``x:…`` is no tensor of the model but what a method keeps or sends beside them
+``base``     everything else: the weights the model came with
+========== ==============================================================================
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+HEAD_MODULES = ("classifier", "score", "fc")
+_ADAPTER_PARTS = ("lora_A", "lora_B", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b",
+                  "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+
+
+def tags(name: str) -> frozenset[str]:
+    """The tags of the tensor called ``name`` in ``model.named_parameters()``."""
+    if ":" in name:
+        return frozenset({name.split(":", 1)[0]})
+    parts = name.split(".")
+    for part in _ADAPTER_PARTS:
+        if part in parts:
+            owner = "personal" if "personal" in parts else "adapter"
+            return frozenset({owner, part} if owner == "adapter" else {owner})
+    if "original_module" in parts:
+        return frozenset()  # PEFT's untouched copy of a head: never trained, never sent
+    if "modules_to_save" in parts or any(part in parts for part in HEAD_MODULES):
+        return frozenset({"head"})
+    return frozenset({"base"})
+
+
+def select(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """The names that carry one of the ``wanted`` tags, sorted."""
+    wanted = frozenset(wanted)
+    return sorted(n for n in names if tags(n) & wanted)
+
+
+def pairs(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """The names ``(B, A)`` of every LoRA pair of the shared adapter in ``tensors``, sorted by layer."""
+    downs = select(tensors, {"lora_A"})
+    return [(a.replace(".lora_A.", ".lora_B."), a) for a in downs]
+
+
+def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
+    """The model's own parameters (not copies) that carry one of the ``wanted`` tags, sorted by name."""
+    parameters = dict(model.named_parameters())
+    return {n: parameters[n] for n in select(parameters, wanted)}

@@ -1,0 +1,43 @@
+"""Evaluation of one model on one set of examples."""
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..models.frozen import FrozenPrefix
+from .local import to_device
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, examples, batch_size: int, *, owner: str = "",
+             prefix: FrozenPrefix | None = None) -> dict[str, float]:
+    """Mean loss and accuracy over ``examples``.
+
+    Batches go by falling length, so that little is padding; the result does not depend on it beyond rounding.
+
+    Returns:
+        ``loss`` and ``acc``. For a classifier both are per sample; for a causal LM per predicted token
+        (positions whose label is -100 do not count).
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    order = np.argsort(-examples.lengths, kind="stable")
+    loss, correct, count = 0.0, 0, 0
+    for start in range(0, len(order), batch_size):
+        indices = order[start:start + batch_size]
+        batch = to_device(examples.batch(indices), device)
+        labels = batch.pop("labels")
+        if prefix is None:
+            logits = model(**batch).logits
+        else:
+            with prefix.states(owner, examples, indices):
+                logits = model(**batch).logits
+        if labels.ndim == 2:
+            logits, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
+        kept = labels != -100
+        logits, labels = logits[kept].float(), labels[kept]
+        loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        correct += int((logits.argmax(-1) == labels).sum())
+        count += len(labels)
+    return {"loss": loss / count, "acc": correct / count}

@@ -1,0 +1,39 @@
+"""The client learning rate as a function of the round."""
+from __future__ import annotations
+
+import math
+
+from ..config import Scheduler
+from ..errors import UserError, nearest
+
+_TYPES = ("", "constant", "linear", "cosine")
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Raise ``UserError`` if ``train.scheduler`` holds an unknown type or key."""
+    kind = scheduler.type.lower()
+    if kind not in _TYPES:
+        raise UserError(f"train.scheduler.type = {scheduler.type!r}: expected one of constant, linear, cosine"
+                        f"{nearest(kind, _TYPES[1:])}")
+    known = ("type", "warmup_ratio", "min_lr", "cycle")
+    for key in scheduler.extra:
+        if key not in known:
+            raise UserError(f"train.scheduler.{key}: no such key{nearest(key, known)}; known: {', '.join(known)}")
+
+
+def lr_at(round: int, rounds: int, lr: float, scheduler: Scheduler) -> float:
+    """The learning rate of ``round`` (from 1): ``train.optimizer.lr`` under ``train.scheduler``.
+
+    ``linear`` and ``cosine`` fall from ``lr`` to ``min_lr`` over the run, or over every ``cycle`` rounds;
+    the first ``warmup_ratio`` of the rounds rise linearly. A server that schedules sends a number a round.
+    """
+    kind, floor = scheduler.type.lower(), float(scheduler.extra.get("min_lr", 0.0))
+    warmup = math.ceil(scheduler.warmup_ratio * rounds)
+    if round <= warmup:
+        return lr * round / warmup
+    if kind in ("", "constant"):
+        return lr
+    length = int(scheduler.extra.get("cycle", 0)) or rounds - warmup
+    done = ((round - warmup - 1) % length) / max(length - 1, 1)
+    fall = (1 - done) if kind == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return floor + (lr - floor) * fall

@@ -1,0 +1,30 @@
+"""Package metadata of fs-lowrank."""
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="fs-lowrank",
+    version="0.1.0",
+    description="Federated low-rank fine-tuning: RoLoRA, FFA-LoRA, FlexLoRA, FLoRA and more, from one YAML",
+    long_description=Path("README.md").read_text(encoding="utf-8") if Path("README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
+    install_requires=[
+        "torch>=2.8", "transformers>=5.0", "peft>=0.18", "datasets>=4.0", "accelerate>=1.0", "safetensors>=0.5",
+        "numpy>=2.0", "pandas>=2.2", "pyyaml>=6.0", "rich>=13", "matplotlib>=3.8",
+    ],
+    extras_require={
+        # The framework itself is on no package index; README says how to put a checkout of it on the path.
+        "federatedscope": ["grpcio", "protobuf", "pympler", "scipy", "scikit-learn"],
+        "eval": ["lm-eval>=0.4.13"],
+        "hpo": ["optuna>=5.0"],
+        "oneshot": ["scipy", "einops", "einconv"],
+        "gguf": ["gguf"],
+        "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "scikit-learn"],
+    },
+    entry_points={"console_scripts": ["fs-lowrank = fs_lowrank.cli:main"]},
+)

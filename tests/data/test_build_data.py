@@ -1,0 +1,124 @@
+import json
+
+import numpy as np
+import pytest
+
+from fs_lowrank.data import build_data, load_raw
+from fs_lowrank.errors import UserError
+
+
+@pytest.fixture
+def reviews(tmp_path):
+    """100 rows: 30 of class 0, 70 of class 1, in two shops."""
+    path = tmp_path / "reviews.csv"
+    words = "a b c d e f".split()
+    lines = [
+        f"{words[i % 6]} {words[i // 6 % 6]} {words[i // 36]},{int(i % 10 > 2)},{'xy'[i % 4 > 2]}" for i in range(100)
+    ]
+    path.write_text("text,label,shop\n" + "\n".join(lines) + "\n")
+    return path
+
+
+def rows_of(examples):
+    return sorted(zip([tuple(row) for row in examples.columns["input_ids"]], examples.labels.tolist(), strict=True))
+
+
+def test_splits_cover_every_row_once_and_keep_the_classes(reviews, config, encoder_tokenizer):
+    built = build_data(config(reviews, clients=4), encoder_tokenizer)
+    assert [len(client) for client in built.clients] == [20] * 4
+    assert len(built.validation) == len(built.test) == 10
+    for part in (built.validation, built.test):
+        assert np.bincount(part.labels).tolist() == [3, 7]
+    parts = [*built.clients, built.validation, built.test]
+    everything = sorted(row for part in parts for row in rows_of(part))
+    whole = build_data(config(reviews, splits=(1, 0, 0), clients=1), encoder_tokenizer).clients[0]
+    assert everything == rows_of(whole)
+    assert built.majority == 0.7 and built.num_labels == 2 and built.task == "classification"
+
+
+def test_an_empty_share_gives_none(reviews, config, encoder_tokenizer):
+    built = build_data(config(reviews, splits=(0.9, 0, 0.1)), encoder_tokenizer)
+    assert built.validation is None and len(built.test) == 10
+    built = build_data(config(reviews, splits=(0.9, 0.1, 0)), encoder_tokenizer)
+    assert built.test is None and built.majority is None and len(built.validation) == 10
+
+
+def test_one_seed_decides_everything(reviews, config, encoder_tokenizer):
+    first, again, other = (build_data(config(reviews, seed=s), encoder_tokenizer) for s in (1, 1, 2))
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert first.partition.to_json() == again.partition.to_json()
+    raw = load_raw(config(reviews).data)
+    assert build_data(config(reviews, seed=1), encoder_tokenizer, raw).fingerprint == first.fingerprint
+
+
+def test_the_test_set_does_not_depend_on_what_training_does(reviews, config, encoder_tokenizer):
+    plain = build_data(config(reviews), encoder_tokenizer)
+    other = build_data(
+        config(reviews, clients=5, splitter="lda", splitter_args=[{"alpha": 0.1}], subsample=0.5), encoder_tokenizer
+    )
+    assert plain.test.fingerprint() == other.test.fingerprint()
+    assert plain.validation.fingerprint() == other.validation.fingerprint()
+    assert sum(map(len, other.clients)) == 40
+    assert np.bincount(np.concatenate([c.labels for c in other.clients])).tolist() == [12, 28]
+    assert plain.fingerprint != other.fingerprint
+
+
+def test_an_official_test_set_is_left_whole(reviews, config, encoder_tokenizer):
+    (reviews.parent / "held.csv").write_text("text,label\ngood,1\nbad,0\nfine,1\n")
+    built = build_data(config(reviews, args=[{"test": "held.csv"}], splits=(0.8, 0.2, 0)), encoder_tokenizer)
+    assert len(built.test) == 3 and len(built.validation) == 20 and sum(map(len, built.clients)) == 80
+
+
+def test_partition_by_a_field(reviews, config, encoder_tokenizer):
+    built = build_data(
+        config(reviews, splitter="meta", splitter_args=[{"field": "shop"}], clients=4), encoder_tokenizer
+    )
+    assert [len(client) for client in built.clients] == built.partition.sizes().tolist()
+    assert built.partition.summary()[0]["labels"].keys() == {"0", "1"}
+
+
+def test_clients_hold_what_the_partition_says(reviews, config, encoder_tokenizer):
+    cfg = config(reviews, splitter="lda", splitter_args=[{"alpha": 0.3}], clients=3)
+    built = build_data(cfg, encoder_tokenizer)
+    counts = [np.bincount(client.labels, minlength=2).tolist() for client in built.clients]
+    assert counts == [list(record["labels"].values()) for record in built.partition.summary()]
+
+
+def test_tiny_clients_are_allowed(tmp_path, config, encoder_tokenizer):
+    (tmp_path / "t.csv").write_text("text,label\na,0\nb,1\n")
+    built = build_data(config("t.csv", tmp_path, splits=(1, 0, 0), clients=2), encoder_tokenizer)
+    assert [len(client) for client in built.clients] == [1, 1]
+    with pytest.raises(UserError, match="3 clients cannot share 2"):
+        build_data(config("t.csv", tmp_path, splits=(1, 0, 0), clients=3), encoder_tokenizer)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"splits": (0.5, 0.1, 0.1)}, "add up to 1"),
+        ({"splits": (0.5, 0.5)}, "three shares"),
+        ({"splits": (0, 0.5, 0.5)}, "no row to train on"),
+        ({"subsample": 0}, "subsample must be a number above 0"),
+        ({"subsample": 0.001}, "leaves none"),
+        ({"splitter_args": [{}, {}]}, "splitter_args must be"),
+        ({"splitter": "idd"}, "did you mean 'iid'"),
+    ],
+)
+def test_config_errors(reviews, config, encoder_tokenizer, changes, message):
+    with pytest.raises(UserError, match=message):
+        build_data(config(reviews, **changes), encoder_tokenizer)
+
+
+def test_causal_language_model(tmp_path, config, chat_tokenizer):
+    rows = [{"instruction": "a " * (1 + i % 3), "output": "b", "category": "pq"[i % 2]} for i in range(40)]
+    rows.append({"instruction": "a " * 50, "output": "b", "category": "p"})
+    (tmp_path / "i.json").write_text(json.dumps(rows))
+    cfg = config("i.json", tmp_path, splits=(1, 0, 0), splitter="lda", splitter_args=[{"alpha": 0.5}], clients=3)
+    built = build_data(cfg, chat_tokenizer)
+    assert built.task == "causal_lm" and built.num_labels == 0 and built.majority is None
+    assert sum(map(len, built.clients)) == 40 and built.skipped == {"prompt too long": 1}
+    batch = built.clients[0].batch([0])
+    assert batch["labels"].shape == batch["input_ids"].shape
+    by_field = config("i.json", tmp_path, args=[{"max_len": 64}], splits=(1, 0, 0), splitter="field", clients=2)
+    built = build_data(by_field, chat_tokenizer)
+    assert [len(client) for client in built.clients] == [21, 20] and built.skipped == {}

@@ -1,0 +1,66 @@
+import numpy as np
+import pytest
+import torch
+
+from fs_lowrank.data.examples import Examples
+
+
+def classes():
+    return Examples({"input_ids": [[5, 6], [7], [8, 9, 10]], "token_type_ids": [[0, 1], [0], [0, 1, 1]]}, [1, 0, 1], 99)
+
+
+def test_batch_is_padded_to_its_own_longest():
+    batch = classes().batch([1, 0])
+    assert batch["input_ids"].tolist() == [[7, 99], [5, 6]]
+    assert batch["attention_mask"].tolist() == [[1, 0], [1, 1]]
+    assert batch["token_type_ids"].tolist() == [[0, 0], [0, 1]]
+    assert batch["labels"].tolist() == [0, 1]
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_causal_labels_are_padded_with_the_ignored_label():
+    examples = Examples({"input_ids": [[1, 2, 3], [4]], "labels": [[-100, 2, 3], [4]]}, None, 0)
+    assert examples.batch([0, 1])["labels"].tolist() == [[-100, 2, 3], [4, -100, -100]]
+
+
+def test_padding_token_inside_a_text_stays_visible():
+    examples = Examples({"input_ids": [[1, 0], [2, 3, 4]]}, [0, 1], pad_id=0)
+    assert examples.batch([0, 1])["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
+def test_select_length_and_lengths():
+    chosen = classes().select(np.array([2, 0]))
+    assert len(chosen) == 2 and chosen.lengths.tolist() == [3, 2]
+    assert chosen.labels.tolist() == [1, 1] and chosen.pad_id == 99
+    assert len(classes().select([])) == 0
+
+
+def test_fingerprint_follows_the_contents_alone():
+    assert classes().fingerprint() == classes().select([0, 1, 2]).fingerprint()
+    different = {
+        classes().fingerprint(),
+        classes().select([1, 0, 2]).fingerprint(),
+        Examples({"input_ids": [[5], [6, 7], [8, 9, 10]]}, [1, 0, 1]).fingerprint(),
+        Examples({"input_ids": [[5, 6], [7], [8, 9, 10]]}, [1, 0, 1]).fingerprint(),
+        Examples({"input_ids": [[5, 6], [7], [8, 9, 10]]}, [1, 1, 1]).fingerprint(),
+    }
+    assert len(different) == 5
+
+
+@pytest.mark.parametrize(
+    "columns, labels",
+    [
+        ({"labels": [[1]]}, None),
+        ({"input_ids": [[1, 2]], "token_type_ids": [[0]]}, None),
+        ({"input_ids": [[1, 2]]}, [0, 1]),
+        ({"input_ids": [[1]], "labels": [[1]]}, [0]),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(columns, labels):
+    with pytest.raises(ValueError):
+        Examples(columns, labels)
+
+
+def test_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        classes().batch([])

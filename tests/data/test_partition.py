@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fs_lowrank.data.partition import PARTITIONERS, Partition, Rows, partition, register_partitioner
+from fs_lowrank.errors import UserError
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def rows(size=200, classes=4, seed=0):
+    labels = rng(seed).integers(classes, size=size)
+    domain = rng(seed + 1).choice(["x", "y", "z"], size=size, p=[0.6, 0.3, 0.1])
+    return Rows(size, labels, {"domain": domain})
+
+
+CASES = [
+    ("iid", {}),
+    ("lda", {"alpha": 0.1}),
+    ("dirichlet", {"alpha": 100.0, "min_size": 5}),
+    ("lda", {"field": "domain"}),
+    ("shards", {"shards_per_client": 3}),
+    ("field", {"field": "domain"}),
+    ("meta", {"size_alpha": 0.3, "min_size": 2}),
+    ("quantity", {"alpha": 0.2, "min_size": 3}),
+]
+
+
+@pytest.mark.parametrize("name, args", CASES)
+def test_every_row_goes_to_one_client_and_a_seed_decides_which(name, args):
+    first = partition(name, rows(), 8, rng(3), args)
+    assert np.sort(np.concatenate(first.indices)).tolist() == list(range(200))
+    assert len(first) == 8 and first.sizes().min() >= args.get("min_size", 1)
+    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in first.indices)
+    again, other = partition(name, rows(), 8, rng(3), args), partition(name, rows(), 8, rng(4), args)
+    assert first.to_json() == again.to_json() != other.to_json()
+
+
+def test_every_registered_partitioner_is_covered():
+    assert {name for name, _ in CASES} == set(PARTITIONERS)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_floor_holds_for_any_sizes(data, seed):
+    clients = data.draw(st.integers(1, 12))
+    floor = data.draw(st.integers(1, 5))
+    size = clients * floor + data.draw(st.integers(0, 60))
+    alpha = data.draw(st.sampled_from([1e-300, 1e-6, 0.01, 0.5, 1e6, 1e308]))
+    name = data.draw(st.sampled_from(["lda", "quantity"]))
+    made = partition(name, rows(size, 3, seed % 1000), clients, rng(seed), {"alpha": alpha, "min_size": floor})
+    assert made.sizes().min() >= floor and made.sizes().sum() == size
+
+
+def share_of_main_class(made, labels):
+    return np.mean([np.bincount(labels[part]).max() / len(part) for part in made.indices])
+
+
+def test_small_alpha_skews_the_classes_and_large_does_not():
+    data = rows(2000)
+    skewed = share_of_main_class(partition("lda", data, 10, rng(), {"alpha": 0.05, "min_size": 10}), data.labels)
+    even = share_of_main_class(partition("lda", data, 10, rng(), {"alpha": 1000.0}), data.labels)
+    assert skewed > 0.7 and even < 0.4
+
+
+def test_the_largest_alpha_is_even():
+    assert set(partition("quantity", Rows(100), 4, rng(), {"alpha": 1e308}).sizes()) == {25}
+
+
+def test_iid_sizes_are_equal_within_one():
+    sizes = partition("iid", rows(203), 8, rng()).sizes()
+    assert sizes.max() - sizes.min() == 1
+
+
+def test_shards_limit_the_classes_of_a_client():
+    data = Rows(400, np.repeat(np.arange(10), 40))
+    made = partition("shards", data, 20, rng(), {"shards_per_client": 2})
+    assert set(made.sizes()) == {20}
+    assert max(len(set(data.labels[part])) for part in made.indices) <= 2
+
+
+def test_field_gives_one_value_a_client_in_proportion():
+    domain = np.repeat(["movies", "nyt", "tweets"], [600, 300, 100])
+    data = Rows(1000, None, {"domain": domain})
+    made = partition("field", data, 10, rng(), {"field": "domain"})
+    held = [set(domain[part]) for part in made.indices]
+    assert all(len(values) == 1 for values in held)
+    assert [value for values in held for value in values] == ["movies"] * 6 + ["nyt"] * 3 + ["tweets"]
+    assert set(made.sizes()) == {100}
+    assert partition("meta", data, 10, rng()).to_json() != ""  # the only column needs no name
+    unequal = partition("field", data, 10, rng(), {"field": "domain", "size_alpha": 0.5}).sizes()
+    assert unequal[:6].sum() == 600 and len(set(unequal[:6])) > 1
+
+
+def test_field_never_splits_a_value_into_more_clients_than_rows():
+    data = Rows(12, None, {"f": np.array(["a"] * 10 + ["b", "c"])})
+    assert sorted(partition("field", data, 12, rng()).sizes()) == [1] * 12
+
+
+def test_quantity_skews_sizes_not_classes():
+    data = rows(5000)
+    made = partition("quantity", data, 5, rng(1), {"alpha": 0.5, "min_size": 50})
+    assert made.sizes().max() > 3 * made.sizes().min()
+    big = np.bincount(data.labels[max(made.indices, key=len)]) / made.sizes().max()
+    assert np.abs(big - np.bincount(data.labels) / 5000).max() < 0.05
+
+
+def test_without_classes_lda_takes_the_category():
+    data = Rows(90, None, {"category": np.repeat(["qa", "chat", "code"], 30)})
+    made = partition("lda", data, 3, rng(), {"alpha": 0.01})
+    assert made.sizes().sum() == 90
+
+
+def test_summary_and_json():
+    made = partition("iid", Rows(4, np.array([0, 1, 1, 1])), 1, rng())
+    made.label_names = ["neg", "pos"]
+    assert made.summary() == [{"client": 0, "size": 4, "labels": {"neg": 1, "pos": 3}}]
+    assert partition("iid", Rows(3), 1, rng()).summary() == [{"client": 0, "size": 3}]
+    back = Partition.from_json(made.to_json())
+    assert back.name == "iid" and back.indices[0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "name, clients, args, message",
+    [
+        ("iid", 0, {}, "positive integer, got 0"),
+        ("iid", 201, {}, "201 clients cannot share 200"),
+        ("ldaa", 2, {}, "'ldaa'; did you mean 'lda'"),
+        ("lda", 2, {"alfa": 1}, "no argument 'alfa'; did you mean 'alpha'"),
+        ("iid", 2, {"alpha": 1}, "no argument 'alpha'; it takes none"),
+        ("lda", 2, {"alpha": 0}, "alpha must be a number above 0, got 0"),
+        ("lda", 2, {"alpha": float("nan")}, "alpha must be"),
+        ("lda", 2, {"alpha": "0.5"}, "alpha must be a number above 0, got '0.5'"),
+        ("quantity", 2, {"alpha": -1.0}, "alpha must be"),
+        ("field", 3, {"field": "domain", "size_alpha": 0}, "size_alpha must be"),
+        ("lda", 30, {"min_size": 10}, "needs 300 rows; there are 200"),
+        ("lda", 3, {"min_size": 0}, "min_size must be a positive integer"),
+        ("lda", 3, {"field": "domian"}, "no column 'domian'.*did you mean 'domain'"),
+        ("field", 3, {"field": "topic"}, "no column 'topic'.*there are: domain"),
+        ("field", 2, {"field": "domain"}, "3 values, more than the 2 clients"),
+        ("field", 3, {"field": "domain", "min_size": 60}, "fewer than min_size 60"),
+        ("field", 11, {"field": "domain", "min_size": 18}, "no more than .* clients"),
+        ("shards", 60, {"shards_per_client": 4}, "need 240 rows; there are 200"),
+        ("shards", 6, {"shards_per_client": 0}, "shards_per_client must be"),
+    ],
+)
+def test_errors(name, clients, args, message):
+    with pytest.raises(UserError, match=message):
+        partition(name, rows(), clients, rng(), args)
+
+
+def test_a_partitioner_that_loses_rows_is_caught():
+    @register_partitioner("lossy")
+    def lossy(rows, num_clients, rng):
+        return [np.arange(1)] * num_clients
+
+    try:
+        with pytest.raises(RuntimeError, match="lossy"):
+            partition("lossy", rows(), 2, rng())
+    finally:
+        del PARTITIONERS["lossy"]

@@ -1,0 +1,315 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from fs_lowrank.data.sources import load_raw
+from fs_lowrank.errors import UserError
+
+
+def load(type, root="", args=(), home=None):
+    return load_raw(SimpleNamespace(type=str(type), root=str(root), args=list(args)), home)
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+# GLUE
+
+HEADERS = {
+    "MNLI": "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\t"
+    "sentence2_parse\tsentence1\tsentence2",
+}
+
+
+def mnli(votes, *rows):
+    labels = "\t".join(f"label{i + 1}" for i in range(votes))
+    lines = [f"{HEADERS['MNLI']}\t{labels}\tgold_label"]
+    for genre, first, second, gold in rows:
+        lines.append("\t".join(["0", "1", "1e", genre, "p", "p", "P", "P", first, second, *[gold] * votes, gold]))
+    return "\n".join(lines) + "\n"
+
+
+def test_sst2_keeps_quotes_and_odd_separators_inside_a_sentence(tmp_path):
+    write(tmp_path / "SST-2/train.tsv", 'sentence\tlabel\n"a fine film , \t1\nit "is\u2028bad" \t0\n\'good\t1\n')
+    write(tmp_path / "SST-2/dev.tsv", 'sentence\tlabel\r\nso " so\t0\r\nfine\t1\r\n')
+    raw = load("sst2@glue", tmp_path)
+    assert raw.train["text"].tolist() == ['"a fine film , ', 'it "is\u2028bad" ', "'good"]
+    assert raw.train["label"].tolist() == [1, 0, 1] and raw.train["label"].dtype == "int64"
+    assert raw.test["text"].tolist() == ['so " so', "fine"] and raw.test["label"].tolist() == [0, 1]
+    assert raw.validation is None and raw.label_names == ["negative", "positive"]
+    assert "GLUE SST-2" in raw.source and "dev.tsv" in raw.source
+
+
+@pytest.mark.parametrize(
+    "name, folder, header, rows, texts, pairs, labels",
+    [
+        ("rte", "RTE", "index\tsentence1\tsentence2\tlabel", ["0\ta\tb\tnot_entailment", "1\tc\td\tentailment"],
+         ["a", "c"], ["b", "d"], [1, 0]),
+        ("qnli", "QNLI", "index\tquestion\tsentence\tlabel", ["0\tq\ts\tentailment", "1\tr\tt\tnot_entailment"],
+         ["q", "r"], ["s", "t"], [0, 1]),
+        ("qqp", "QQP", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", ["0\t1\t2\tp\tq\t0", "3\t4\t5\tr\ts\t1"],
+         ["p", "r"], ["q", "s"], [0, 1]),
+        ("mrpc", "MRPC", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String", ["1\t9\t8\tx\ty", "0\t7\t6\tu\tv"],
+         ["x", "u"], ["y", "v"], [1, 0]),
+        ("cola", "CoLA", None, ["gj04\t1\t\tgood", "gj04\t0\t*\tbad is"], ["good", "bad is"], None, [1, 0]),
+    ],
+)  # fmt: skip
+def test_glue_columns(tmp_path, name, folder, header, rows, texts, pairs, labels):
+    text = "\n".join(([header] if header else []) + rows)
+    for file in ("train.tsv", "dev.tsv"):
+        write(tmp_path / folder / file, text)
+    raw = load(f"{name}@glue", tmp_path)
+    for frame in (raw.train, raw.test):
+        assert frame["text"].tolist() == texts and frame["label"].tolist() == labels
+        assert (frame["text_pair"].tolist() if pairs else None) == pairs
+
+
+def test_mnli_has_three_classes_genres_and_rows_without_agreement(tmp_path):
+    rows = [("slate", "a", "b", "neutral"), ("fiction", "c", "d", "contradiction"), ("slate", "e", "f", "entailment")]
+    write(tmp_path / "MNLI/train.tsv", mnli(1, *rows))
+    write(tmp_path / "MNLI/dev_matched.tsv", mnli(5, *rows, ("slate", "g", "h", "-")))
+    raw = load("mnli@glue", tmp_path)
+    assert raw.label_names == ["entailment", "neutral", "contradiction"] and raw.num_labels == 3
+    assert raw.train["label"].tolist() == raw.test["label"].tolist() == [1, 2, 0]
+    assert raw.fields == ["genre"] and raw.skipped == {"no agreed label": 1}
+    assert "dev_matched.tsv" in raw.source
+
+
+def test_short_rows_are_counted(tmp_path):
+    header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+    for file in ("train.tsv", "dev.tsv"):
+        write(tmp_path / "QQP" / file, header + "0\t1\t2\tp\tq\t0\n1\t2\n3\t4\t5\tr\ts\t1\n")
+    assert load("qqp@glue", tmp_path).skipped == {"too few columns": 2}
+
+
+def test_glue_errors(tmp_path):
+    with pytest.raises(UserError, match="STS-B is a regression"):
+        load("stsb@glue", tmp_path)
+    with pytest.raises(UserError, match="unknown GLUE task 'sst3'; did you mean 'sst2'"):
+        load("sst3@glue", tmp_path)
+    with pytest.raises(UserError, match="train.tsv.*check data.root"):
+        load("sst2@glue", tmp_path)
+    write(tmp_path / "SST-2/train.tsv", "sentence\tlabel\na\t1\nb\tpositive\n")
+    with pytest.raises(UserError, match="row 2: label 'positive' is none of '0', '1'"):
+        load("sst2@glue", tmp_path)
+    write(tmp_path / "SST-2/train.tsv", "sentence\tlable\na\t1\n")
+    with pytest.raises(UserError, match="no column 'label'; did you mean 'lable'.*there are: sentence, lable"):
+        load("sst2@glue", tmp_path)
+    for file in ("train.tsv", "dev.tsv"):
+        write(tmp_path / "SST-2" / file, "sentence\tlabel\na\t1\n")
+    with pytest.raises(UserError, match="all 1 rows have one class"):
+        load("sst2@glue", tmp_path)
+    with pytest.raises(UserError, match="no key 'text'"):
+        load("sst2@glue", tmp_path, [{"text": "x"}])
+
+
+# The user's files
+
+
+def test_csv_with_own_columns_text_labels_and_a_test_file(tmp_path):
+    write(tmp_path / "my.csv", 'review,stars,shop\n"good, ""really""\nfine",pos,x\nbad,neg,y\n')
+    write(tmp_path / "held.csv", "review,stars,shop\nfine,neg,x\n")
+    raw = load("my.csv", tmp_path, [{"text": "review", "label": "stars", "test": "held.csv"}])
+    assert raw.train["text"].tolist() == ['good, "really"\nfine', "bad"]
+    assert raw.train["label"].tolist() == [1, 0] and raw.label_names == ["neg", "pos"]
+    assert raw.test["label"].tolist() == [0] and raw.validation is None
+    assert raw.fields == ["shop"] and raw.task == "classification"
+    assert load(tmp_path / "my.csv", args=[{"text": "review", "label": "stars"}]).fingerprint != raw.fingerprint
+
+
+def test_integer_labels_are_sorted_as_numbers(tmp_path):
+    write(tmp_path / "a.tsv", 'text\tlabel\na "quote\t10\nb\t2\nc\t-1\n')
+    raw = load("a.tsv", tmp_path)
+    assert raw.label_names == ["-1", "2", "10"] and raw.train["label"].tolist() == [2, 1, 0]
+    write(
+        tmp_path / "b.jsonl",
+        '{"text": "a", "text_pair": "b", "label": 1}\n\n{"text": "c", "text_pair": "d", "label": 0}\n',
+    )
+    raw = load("b.jsonl", tmp_path)
+    assert raw.train["text_pair"].tolist() == ["b", "d"] and raw.label_names == ["0", "1"]
+
+
+def test_empty_texts_are_dropped_and_counted(tmp_path):
+    write(tmp_path / "a.csv", "text,label\na,1\n ,0\nb,0\n")
+    raw = load("a.csv", tmp_path)
+    assert raw.train["text"].tolist() == ["a", "b"] and raw.skipped == {"empty text": 1}
+    write(tmp_path / "a.csv", "text,label\n,1\n ,0\n")
+    with pytest.raises(UserError, match="every row has an empty text"):
+        load("a.csv", tmp_path)
+
+
+BROKEN = [
+    ("a.csv", "", "the file is empty"),
+    ("a.csv", "text,label\n", "holds no row"),
+    ("a.csv", "text,label\na,1\nb\n", "line 3: 1 columns came, the header has 2"),
+    ("a.csv", 'text,label\na,1\n"b,0\n', "line 3: .*truncated"),
+    ("a.csv", "text,text\na,1\n", "names a column twice"),
+    ("a.csv", "text,lable\na,1\n", "no column 'label'; did you mean 'lable'.*there are: text, lable"),
+    ("a.csv", "text,label\na,1\nb,\nc,0\n", r"row 2: no label in column 'label' \(1 rows"),
+    ("a.csv", "text,label\na,1\nb,1\n", "all 2 rows have one class"),
+    ("a.csv", b"text,label\na,1\nb\xff,0\n", "byte 0xff at offset 16, line 3"),
+    ("a.csv", b"\xef\xbb\xbftext,label\na,1\nb\xff,0\n", "byte 0xff at offset 19, line 3"),
+    ("a.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "la\n', "line 2: invalid JSON.*truncated"),
+    ("a.jsonl", '{"text": "a", "label": 1}\n[1]\n', "line 2: expected an object, got list"),
+    ("a.json", '[{"text": "a",\n "label": 1},\n {"text"', "line 3: invalid JSON.*truncated"),
+    ("a.json", '[{"text": "a"},\n {"text": x}, {"text": "b"}]', "line 2: invalid JSON: Expecting value$"),
+    ("a.json", '"text"', "expected a list of objects, got str"),
+    ("a.json", "[]", "holds no row"),
+    ("a.json", '[{"text": "a", "label": 1}, {"text": "b"}]', "row 2: no label"),
+    ("a.jsonl@llm", '{"instruction": "a", "answer": "b"}\n', "no column 'output'.*there are: instruction, answer"),
+    ("a.jsonl@llm", '{"instruction": "a", "output": ""}\n', "every row has an empty instruction or answer"),
+    ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "row 1: 'messages' must be"),
+]
+
+
+@pytest.mark.parametrize("name, content, message", BROKEN)
+def test_broken_files(tmp_path, name, content, message):
+    write(tmp_path / name.split("@")[0], content)
+    with pytest.raises(UserError, match=message):
+        load(name, tmp_path)
+
+
+def test_a_test_label_that_training_lacks(tmp_path):
+    write(tmp_path / "a.csv", "text,label\na,good\nb,bad\n")
+    write(tmp_path / "t.csv", "text,label\na,goood\n")
+    with pytest.raises(UserError, match="t.csv: label 'goood' does not occur in training; did you mean 'good'"):
+        load("a.csv", tmp_path, [{"test": "t.csv"}])
+
+
+def test_instructions(tmp_path):
+    rows = [
+        {"instruction": "a", "input": "i", "output": "o", "category": "qa"},
+        {"instruction": "b", "output": "p", "category": "chat"},
+        {"instruction": "c", "output": " ", "category": "chat"},
+        {"instruction": "d", "input": None, "output": "q", "category": "code"},
+    ]
+    write(tmp_path / "a.json", json.dumps(rows))
+    for name in ("a.json", "a.json@llm", "a@llm"):
+        raw = load(name, tmp_path)
+        assert raw.task == "causal_lm" and raw.label_names == [] and raw.num_labels == 0
+        assert raw.train["input"].tolist() == ["i", "", ""] and raw.train["output"].tolist() == ["o", "p", "q"]
+        assert raw.train["category"].tolist() == ["qa", "chat", "code"] and raw.fields == ["category"]
+        assert raw.skipped == {"empty instruction or output": 1}
+
+
+def test_dolly_columns_and_own_columns(tmp_path):
+    write(tmp_path / "d.jsonl", '{"instruction": "a", "context": "c", "response": "r", "category": "x"}\n')
+    raw = load("d@llm", tmp_path)
+    assert raw.train.iloc[0].to_dict() == {"instruction": "a", "input": "c", "output": "r", "category": "x"}
+    write(tmp_path / "o.jsonl", '{"q": "a", "a": "r", "kind": "x"}\n')
+    raw = load("o.jsonl@llm", tmp_path, [{"instruction": "q", "output": "a", "category": "kind"}])
+    assert raw.train.iloc[0].to_dict() == {"instruction": "a", "input": "", "output": "r", "category": "x"}
+
+
+def test_conversations(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write(tmp_path / "m.jsonl", json.dumps({"messages": talk, "category": "x"}))
+    raw = load("m.jsonl", tmp_path)
+    assert raw.train["messages"].tolist() == [talk] and raw.fields == ["category"]
+
+
+# Names
+
+
+def test_unknown_names_and_missing_files(tmp_path):
+    with pytest.raises(UserError, match="unknown data.type 'sentimant'; did you mean 'sentiment'"):
+        load("sentimant", home=tmp_path)
+    with pytest.raises(UserError, match="unknown provider 'huggingface_dataset'.*did you mean 'huggingface_datasets'"):
+        load("sst2@huggingface_dataset")
+    with pytest.raises(UserError, match="'sentiment' has not been fetched: run `fs-lowrank fetch sentiment`"):
+        load("sentiment", home=tmp_path)
+    write(tmp_path / "reviews.csv", "x")
+    with pytest.raises(UserError, match="no file .*review.csv; did you mean 'reviews.csv'"):
+        load("review.csv", tmp_path)
+    with pytest.raises(UserError, match="there is no folder"):
+        load("a.csv", tmp_path / "nowhere")
+    with pytest.raises(UserError, match="nothing is downloaded for alpaca@llm"):
+        load("alpaca@llm", tmp_path)
+
+
+@pytest.mark.parametrize("args", [["x"], [{}, {}], "text"])
+def test_args_must_be_one_mapping(tmp_path, args):
+    with pytest.raises(UserError, match="data.args must be"):
+        load_raw(SimpleNamespace(type="a.csv", root=str(tmp_path), args=args))
+
+
+def test_unknown_arg(tmp_path):
+    write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
+    with pytest.raises(UserError, match="no key 'lable'; did you mean 'label'"):
+        load("a.csv", tmp_path, [{"lable": "x"}])
+
+
+# Fetched sets
+
+
+def fetched(monkeypatch, folder):
+    monkeypatch.setattr("fs_lowrank.data.sources.resolve", lambda name, home=None: folder)
+
+
+def test_sentiment_takes_the_sign_and_drops_zeros_and_repeats(monkeypatch, tmp_path):
+    write(tmp_path / "sentiment.csv", "text,rating,domain\na,-0.1,nyt\nb,0.0,nyt\nc,2.5,tweets\na,0.2,nyt\n")
+    fetched(monkeypatch, tmp_path)
+    raw = load("sentiment")
+    assert raw.train["text"].tolist() == ["a", "c"] and raw.train["label"].tolist() == [0, 1]
+    assert raw.fields == ["domain"] and raw.skipped == {"rating zero": 1, "repeated text": 1}
+    assert raw.test is None and "Hutto" in raw.source
+
+
+def test_alpaca_demo(monkeypatch, tmp_path):
+    write(tmp_path / "alpaca_en_demo.json", json.dumps([{"instruction": "a", "input": "", "output": "b"}]))
+    fetched(monkeypatch, tmp_path)
+    assert load("alpaca_demo", args=[{"loss_on": "all"}]).task == "causal_lm"
+
+
+# Hugging Face hub
+
+
+def hub(monkeypatch, result):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*args):
+        asked.append(args)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_hub_glue(monkeypatch):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"sentence": Value("string"), "label": ClassLabel(names=["negative", "positive"])})
+    part = Dataset.from_dict({"sentence": ["a", "b"], "label": [1, 0]}, features=features)
+    hidden = Dataset.from_dict({"sentence": ["c"], "label": [-1]}, features=features)
+    asked = hub(monkeypatch, {"train": part, "validation": part, "test": hidden})
+    raw = load("sst2@huggingface_datasets", args=[{"max_len": 512}])
+    assert asked == [("nyu-mll/glue", "sst2")]
+    assert raw.label_names == ["negative", "positive"] and raw.test["label"].tolist() == [1, 0]
+    assert raw.validation is None
+
+
+def test_hub_other_names(monkeypatch):
+    from datasets import Dataset
+
+    part = Dataset.from_dict({"body": ["a", "b"], "topic": ["x", "y"]})
+    asked = hub(monkeypatch, {"train": part, "test": part})
+    raw = load("me/mine@huggingface_datasets", args=[{"text": "body", "label": "topic"}])
+    assert asked == [("me/mine",)] and raw.label_names == ["x", "y"] and len(raw.test) == 2
+    with pytest.raises(UserError, match="no column 'text'.*there are: body, topic"):
+        load("me/mine@huggingface_datasets")
+
+
+def test_hub_out_of_reach(monkeypatch):
+    hub(monkeypatch, ConnectionError("Couldn't reach 'nyu-mll/glue' on the Hub\nmore"))
+    with pytest.raises(UserError, match="cannot load data set 'sst2'.*Couldn't reach.*HF_HOME"):
+        load("sst2@huggingface_datasets")
+    with pytest.raises(UserError, match="regression"):
+        load("stsb@huggingface_datasets")

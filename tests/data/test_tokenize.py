@@ -1,0 +1,92 @@
+import pandas as pd
+import pytest
+
+from fs_lowrank.data.tokenize import ALPACA_NO_INPUT, tokenize_causal, tokenize_classification
+from fs_lowrank.errors import UserError
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] <s> </s> a b c d e f good bad it is fine question answer <|user|> <|bot|>".split()
+ID = {word: i for i, word in enumerate(WORDS)}  # as the tokenizers of conftest.py number them
+
+
+def ids(text):
+    return [ID.get(word, 1) for word in text.split()]
+
+
+def instructions(*rows):
+    return pd.DataFrame(rows, columns=["instruction", "input", "output"])
+
+
+def test_one_sentence_is_cut_to_length(encoder_tokenizer):
+    frame = pd.DataFrame({"text": ["a b c d e f", "good"], "label": [1, 0]})
+    examples = tokenize_classification(frame, encoder_tokenizer, 5)
+    assert [row.tolist() for row in examples.columns["input_ids"]] == [
+        ids("[CLS] a b c [SEP]"),
+        ids("[CLS] good [SEP]"),
+    ]
+    assert examples.labels.tolist() == [1, 0] and examples.pad_id == 0
+
+
+def test_two_sentences_have_token_types(encoder_tokenizer):
+    frame = pd.DataFrame({"text": ["a b c d e"], "text_pair": ["good"], "label": [0]})
+    examples = tokenize_classification(frame, encoder_tokenizer, 7)
+    assert examples.columns["input_ids"][0].tolist() == ids("[CLS] a b c [SEP] good [SEP]")
+    assert examples.columns["token_type_ids"][0].tolist() == [0, 0, 0, 0, 0, 1, 1]
+
+
+def test_no_room_for_text(encoder_tokenizer):
+    frame = pd.DataFrame({"text": ["a"], "label": [0]})
+    with pytest.raises(UserError, match="no room"):
+        tokenize_classification(frame, encoder_tokenizer, 2)
+    with pytest.raises(UserError, match="tok_len must be a positive integer, got 0"):
+        tokenize_classification(frame, encoder_tokenizer, 0)
+
+
+def test_alpaca_prompt_and_answer_only_labels(causal_tokenizer):
+    examples, kept = tokenize_causal(instructions(("is it", "", "it is fine")), causal_tokenizer, 64)
+    prompt = [ID["<s>"], *ids(ALPACA_NO_INPUT.format(instruction="is it"))]
+    answer = ids("it is fine </s>")
+    assert kept.tolist() == [True]
+    assert examples.columns["input_ids"][0].tolist() == prompt + answer
+    assert examples.columns["labels"][0].tolist() == [-100] * len(prompt) + answer
+
+
+def test_chat_template_by_hand(chat_tokenizer):
+    examples, _ = tokenize_causal(instructions(("a b", "c", "good")), chat_tokenizer, 64)
+    assert examples.columns["input_ids"][0].tolist() == ids("<|user|> a b c <|bot|> good </s>")
+    assert examples.columns["labels"][0].tolist() == [-100] * 5 + ids("good </s>")
+    alpaca, _ = tokenize_causal(instructions(("a b", "c", "good")), chat_tokenizer, 64, template="alpaca")
+    assert alpaca.lengths[0] > 20
+
+
+def test_loss_on_all(chat_tokenizer):
+    examples, _ = tokenize_causal(instructions(("a", "", "b")), chat_tokenizer, 64, loss_on="all")
+    assert examples.columns["labels"][0].tolist() == examples.columns["input_ids"][0].tolist()
+
+
+def test_conversation_takes_the_last_answer(chat_tokenizer):
+    talk = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    frame = pd.DataFrame({"messages": [[{"role": role, "content": content} for role, content in talk]]})
+    examples, _ = tokenize_causal(frame, chat_tokenizer, 64)
+    labels = examples.columns["labels"][0]
+    assert labels[labels >= 0].tolist() == ids("d </s>")
+
+
+def test_truncation_keeps_an_answer_token_or_drops_the_row(chat_tokenizer):
+    frame = instructions(("a", "", "b c d"), ("a b c d e", "", "f"))
+    examples, kept = tokenize_causal(frame, chat_tokenizer, 4)
+    assert kept.tolist() == [True, False]
+    assert examples.columns["input_ids"][0].tolist() == ids("<|user|> a <|bot|> b")
+    with pytest.raises(UserError, match="all 2 prompts fill llm.tok_len 3"):
+        tokenize_causal(frame, chat_tokenizer, 3)
+
+
+def test_unknown_choices(causal_tokenizer):
+    frame = instructions(("a", "", "b"))
+    with pytest.raises(UserError, match="loss_on 'answers'.*did you mean 'answer'"):
+        tokenize_causal(frame, causal_tokenizer, 64, loss_on="answers")
+    with pytest.raises(UserError, match="template 'chatt'"):
+        tokenize_causal(frame, causal_tokenizer, 64, template="chatt")
+    with pytest.raises(UserError, match="this one has none"):
+        tokenize_causal(frame, causal_tokenizer, 64, template="chat")
+    with pytest.raises(UserError, match="chat template"):
+        tokenize_causal(pd.DataFrame({"messages": [[]]}), causal_tokenizer, 64)

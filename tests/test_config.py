@@ -1,0 +1,536 @@
+import math
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import types
+from dataclasses import dataclass, field
+
+import pytest
+import yaml
+
+from fs_lowrank.config import AdapterSpec, Config, check_local, known_keys, load_config, parse_overrides
+from fs_lowrank.errors import UserError, nearest
+
+
+class FedAvg:
+    name, shared = "fedavg", ("base", "head")
+
+    @dataclass(frozen=True)
+    class Params:
+        pass
+
+
+class FedLoRA:
+    name, shared = "fedlora", ("adapter", "head")
+    Params = FedAvg.Params
+
+
+class RoLoRA:
+    name, shared = "rolora", ("adapter", "head")
+
+    @dataclass(frozen=True)
+    class Params:
+        mix: float = field(default=1.0, metadata={"min": 0.0, "max": 1.0})
+        tau: int = 5
+
+
+class Ranked:
+    name, shared = "ranked", ("adapter",)
+
+    @dataclass(frozen=True)
+    class Params:
+        ranks: tuple[int, ...] = field(default=(), metadata={"min": 1})
+        split: "str" = field(default="b", metadata={"choices": ("b", "sqrt")})
+        tau: int = 7
+
+        def __post_init__(self):
+            if len(self.ranks) > 3:
+                raise ValueError("ranks: at most three")
+
+
+class Needy:
+    name = "needy"
+
+    @dataclass(frozen=True)
+    class Params:
+        size: int
+
+
+METHODS = {cls.name: cls for cls in (FedAvg, FedLoRA, RoLoRA, Ranked, Needy)}
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """A registry that needs no torch."""
+    def get_method_class(name):
+        name = {"fedit": "fedlora"}.get(name, name)
+        if name not in METHODS:
+            raise UserError(f"federate.method: no method {name!r}{nearest(name, METHODS)}")
+        return METHODS[name]
+    module = types.ModuleType("fs_lowrank.methods")
+    module.get_method_class = get_method_class
+    monkeypatch.setitem(sys.modules, "fs_lowrank.methods", module)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return path
+    return write
+
+
+def make(overrides=None, **keys):
+    return load_config({"federate.client_num": 10, "federate.method": "fedlora"}, overrides, **keys)
+
+
+def refused(*parts):
+    """The message must hold every part."""
+    return pytest.raises(UserError, match="(?s)" + "".join(f"(?=.*{re.escape(p)})" for p in parts))
+
+
+FILE = """\
+use_gpu: False
+seed: 3
+federate:
+  client_num: 3
+  method: rolora
+data: {root: data/, type: 'tiny.jsonl@llm'}
+llm:
+  adapter:
+    args: [ { adapter_package: peft, adapter_method: lora, r: 4, lora_alpha: 8, modules: [q_proj, v_proj] } ]
+model:
+  type: 'some/llama@huggingface_llm'
+train:
+  optimizer:
+    type: adamw
+    lr: 5e-3
+    weight_decay: 0.0
+    betas: [0.9, 0.99]
+lowrank:
+  mix: 0.5
+"""
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+def test_file(write):
+    config = load_config(write(FILE))
+    assert config.federate.method == "rolora" and config.federate.total_round_num == 50
+    assert config.train.optimizer.type == "AdamW" and config.train.optimizer.lr == 0.005
+    assert config.train.optimizer.extra == {"weight_decay": 0.0, "betas": [0.9, 0.99]}
+    assert config.adapter == AdapterSpec(r=4, lora_alpha=8, target_modules=("q_proj", "v_proj"))
+    assert config.model.task == "CausalLM" and config.llm.adapter.use is True
+    assert config.method_params == {"mix": 0.5, "tau": 5} and config.lowrank.min_clients == 1
+
+
+def test_overrides_go_first_in_every_spelling(write):
+    path = write(FILE)
+    for config in (load_config(path, **{"train.optimizer.lr": 1, "seed": 4}),
+                   load_config(path, train__optimizer__lr=1, seed=4),
+                   load_config(path, train={"optimizer": {"lr": 1.0}}, seed=4),
+                   load_config(path, {"train.optimizer.lr": 1.0, "seed": 4}),
+                   load_config(path, ["train.optimizer.lr", "1", "seed", "4"]),
+                   load_config(path, ["seed", "9"], train__optimizer__lr=1, seed=4)):
+        assert (config.train.optimizer.lr, config.seed) == (1.0, 4)
+        assert isinstance(config.train.optimizer.lr, float)
+        assert config.train.optimizer.extra["betas"] == [0.9, 0.99]
+
+
+def test_a_mapping_in_place_of_a_file():
+    config = load_config({"federate": {"client_num": 2}, "federate.method": "fedlora", "train.optimizer.lr": "1e-3"})
+    assert config.train.optimizer.lr == 1e-3
+    assert load_config(config, seed=1).seed == 1 and load_config(config) == config
+    assert load_config(federate__client_num=2).federate.client_num == 2
+
+
+def test_parse_overrides():
+    parsed = parse_overrides(["a", "5e-3", "b", "[q, v]", "c", "True", "d", "", "e", "x@y: z @", "f", "@odd", "g", "8",
+                              "h", "1.5E+2", "i", "-2e6", "j", "2026-01-01", "k", "null", "l", "{alpha: 0.5}"])
+    assert parsed == {"a": 0.005, "b": ["q", "v"], "c": True, "d": "", "e": {"x@y": "z @"}, "f": "@odd", "g": 8,
+                      "h": 150.0, "i": -2e6, "j": "2026-01-01", "k": None, "l": {"alpha": 0.5}}
+    with refused("'seed'", "no value"):
+        parse_overrides(["train.optimizer.lr", "1", "seed"])
+    with refused("--seed=1", "`seed VALUE`"):
+        parse_overrides(["--seed=1"])
+    with refused("data.splits", "not valid YAML"):
+        parse_overrides(["data.splits", "[1, 2"])
+    with refused("overrides = 'seed 1'"):
+        make("seed 1")
+
+
+def test_an_index_in_a_key(write):
+    path = write(FILE)
+    assert load_config(path, ["llm.adapter.args.0.r", "16"]).adapter.r == 16
+    assert make(llm__adapter__args__0__r=2).adapter.r == 2
+    assert make(["data.splitter_args.0.alpha", "0.5"]).data.splitter_args == [{"alpha": 0.5}]
+    with refused("llm.adapter.args is a list of 1", "not '2'"):
+        load_config(path, ["llm.adapter.args.2.r", "16"])
+    with refused("unknown key 'seed.x'", "is a value"):
+        make({"seed": 1, "seed.x": 2})
+
+
+@pytest.mark.parametrize("text, parts", [
+    ("a: [1,\nb: 2\n", ("line", "column", "invalid YAML")),
+    ("- 1\n- 2\n", ("holds a list",)),
+    ("hello", ("holds a single value",)),
+    ("seed: 1\nfederate:\n  client_num: 3\n  client_num: 4\n", ("line 4", "federate.client_num", "twice", "line 3")),
+    ("seed: 1\n---\nseed: 2\n", ("invalid YAML",)),
+    ("a: !!python/object:os.system {}\n", ("line 1", "invalid YAML")),
+    ("on: 1\n", ("unknown key True",)),
+    ("a: &a {b: *a}\n", ("an alias that contains itself",)),
+    ("", ("federate.client_num", "set it to the number of clients")),
+])
+def test_bad_files(write, text, parts):
+    with refused("run.yaml" if text[:2] != "on" else "", *parts):
+        load_config(write(text))
+
+
+def test_no_file(tmp_path, write):
+    write(FILE)
+    with refused("runs.yaml: no such file; did you mean 'run.yaml'?"):
+        load_config(tmp_path / "runs.yaml")
+    with refused("is a folder"):
+        load_config(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with refused("not UTF-8"):
+        load_config(tmp_path / "binary.yaml")
+
+
+def test_lines_are_named(write):
+    for text, parts in {
+        FILE.replace("lr: 5e-3", "lr: fast"): ("run.yaml, line 15: ", "train.optimizer.lr = 'fast'", "a number"),
+        FILE.replace("  mix: 0.5", "  mixx: 0.5"): ("line 19: ", "'lowrank.mixx'", "did you mean 'mix'"),
+        FILE.replace("client_num", "client_nun"): ("line 4: ", "'federate.client_nun'", "'federate.client_num'"),
+        FILE.replace("r: 4", "r: 0"): ("line 9: ", "llm.adapter.args.0.r = 0", "at least 1"),
+        FILE.replace("rolora", "rollora"): ("line 5: ", "federate.method", "did you mean 'rolora'"),
+    }.items():
+        with refused(*parts):
+            load_config(write(text))
+    with refused("override: unknown key 'train.optimiser'"):
+        load_config(write(FILE), train__optimiser__lr=1)
+    with refused("override: train.optimizer.lr = -1", "above 0"):
+        load_config(write(FILE), train__optimizer__lr=-1)
+
+
+# -- checking ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("key, meant", [
+    ("federat", "federate"), ("federate.metod", "federate.method"), ("train.optimiser", "train.optimizer"),
+    ("train.optimiser.lr", "train.optimizer"), ("Seed", "seed"), ("fedprox.muu", "fedprox.mu"),
+    ("llm.tok_length", "llm.tok_len"), ("eval.metric", "eval.metrics"), ("train.optimizer.LR", "train.optimizer.lr"),
+    ("dataloader.batchsize", "dataloader.batch_size"), ("client_num", "federate.client_num"),
+])
+def test_an_unknown_key_names_the_nearest(key, meant):
+    with refused("unknown key", f"did you mean '{meant}'?"):
+        make({key: 1})
+
+
+def test_keys_that_are_not_the_users():
+    for key in ("framework", "source", "lowrank.params"):
+        with refused("unknown key"):
+            make({key: {"a": 1}})
+
+
+@pytest.mark.parametrize("key, value, parts", [
+    ("use_gpu", "True", ("True or False",)),
+    ("use_gpu", 1, ("True or False",)),
+    ("seed", 1.5, ("a whole number",)),
+    ("seed", True, ("a whole number",)),
+    ("outdir", 3, ("text",)),
+    ("train.optimizer.lr", True, ("a number",)),
+    ("train.optimizer.lr", math.nan, ("a number",)),
+    ("train.optimizer.lr", 0, ("above 0",)),
+    ("train.optimizer.type", "AdamX", ("did you mean 'Adam",)),
+    ("train.local_update_steps", 0, ("at least 1",)),
+    ("train.batch_or_epoch", "epochs", ("did you mean 'epoch'",)),
+    ("federate", 3, ("a section",)),
+    ("federate.client_num", 0, ("number of clients",)),
+    ("federate.total_round_num", 0, ("at least 1",)),
+    ("federate.sample_client_num", 11, ("federate.client_num, which is 10",)),
+    ("federate.sample_client_num", 0, ("-1 for all",)),
+    ("federate.sample_client_rate", 1.1, ("at most 1",)),
+    ("federate.sample_client_rate", 0.0, ("above 0",)),
+    ("federate.mode", "standalon", ("did you mean 'standalone'",)),
+    ("federate.method", None, ("text",)),
+    ("dataloader.batch_size", 0, ("at least 1",)),
+    ("data.splits", [0.8, 0.2, 0.1], ("sum to 1",)),
+    ("data.splits", [0.8, 0.2], ("three shares",)),
+    ("data.splits", [1.1, -0.1, 0.0], ("at least 0",)),
+    ("data.splits", "0.8", ("a list of numbers",)),
+    ("data.subsample", 0, ("above 0 and at most 1",)),
+    ("eval.split", ["tset"], ("did you mean 'test'",)),
+    ("eval.metrics", ["accc"], ("did you mean 'acc'",)),
+    ("eval.metrics", "acc", ("a list of texts",)),
+    ("eval.best_res_update_round_wise_key", "loss", ("val_loss",)),
+    ("fedopt.optimizer.type", "adamm", ("did you mean 'Adam'",)),
+    ("device", "gpu", ("cpu",)),
+    ("device", -2, ("-1 for any",)),
+    ("lowrank.min_clients", 11, ("clients of a round, 10",)),
+    ("lowrank.dtype", "float16", ("bfloat16",)),
+    ("model.task", "CausalLLM", ("did you mean 'CausalLM'",)),
+    ("fedprox.mu", "big", ("a number",)),
+    ("wandb", 3, ("a section",)),
+])
+def test_bad_values(key, value, parts):
+    with refused(key, *parts):
+        make({key: value})
+
+
+def test_values_that_mean_the_same(write):
+    config = make(fedopt__optimizer__type="yogi", train__optimizer__type="sgd", train__optimizer__lr=1)
+    assert config.fedopt.optimizer.type == "Yogi" and config.train.optimizer.type == "SGD"
+    text = "federate: {client_num: 2, method: FedLoRA}\ntrain:\n  cache_frozen: off\n  cache_frozen_bytes: 4e9\n"
+    config = load_config(write(text + "data:\ngrad: {}\nmodel: {task: node}\n"))
+    assert config.train.cache_frozen == "off" and config.train.cache_frozen_bytes == 4e9
+    assert config.federate.method == "fedlora" and config.grad.grad_clip == -1.0 and config.model.task == ""
+
+
+@pytest.mark.parametrize("keys, asked", [
+    ({}, 10), ({"sample_client_num": 4}, 4), ({"sample_client_rate": 0.25}, 2), ({"sample_client_rate": 0.01}, 1),
+    ({"sample_client_num": 4, "sample_client_rate": 0.5}, 5)])
+def test_clients_a_round(keys, asked):
+    assert make(federate=keys).sampled_per_round == asked
+
+
+@pytest.mark.parametrize("keys, device", [
+    ({}, "cpu"), ({"device": 1}, "cpu"), ({"use_gpu": True}, "cuda"), ({"use_gpu": True, "device": 1}, "cuda:1"),
+    ({"use_gpu": True, "device": "cpu"}, "cpu")])
+def test_device(keys, device):
+    assert make(keys).torch_device == device
+
+
+def test_dtype():
+    assert make().dtype == "float32" and make(train__is_enable_half=True).dtype == "bfloat16"
+    assert make(lowrank__dtype="bfloat16").dtype == "bfloat16"
+
+
+# -- the adapter ---------------------------------------------------------------------------------------
+
+def test_adapter_spellings():
+    short = {"rank": 2, "alpha": 3.0, "dropout": 0.1, "modules": "q", "layers": [0, 2], "bias": "none"}
+    long = {"r": 2, "lora_alpha": 3, "lora_dropout": 0.1, "target_modules": ["q"], "layers_to_transform": (0, 2),
+            "bias": "none", "adapter_method": "LoRA", "adapter_package": "peft"}
+    a, b = make(llm__adapter__args=[short]), make(llm__adapter__args=[long])
+    assert a == b and a.adapter == AdapterSpec("lora", 2, 3, 0.1, ("q",), (0, 2), False, {"bias": "none"})
+    assert a.llm.adapter.args == [{**long, "layers_to_transform": [0, 2], "adapter_method": "lora",
+                                   "use_rslora": False}]
+    assert make().adapter == make(llm__adapter__args=[]).adapter == AdapterSpec()
+    assert make(llm__adapter__args=[{"layers": 3}]).adapter.layers == (3,)
+    assert make(llm__adapter__args=[{"some_new_argument": 3}]).adapter.extra == {"some_new_argument": 3}
+
+
+def test_scale():
+    spec = AdapterSpec(r=4, lora_alpha=8)
+    assert spec.scale() == 2 and spec.scale(2) == 4
+    assert AdapterSpec(r=4, lora_alpha=8, use_rslora=True).scale() == 4
+
+
+@pytest.mark.parametrize("args, parts", [
+    ({"r": 0}, ("args.0.r = 0", "at least 1")), ({"r": 2.0}, ("a whole number",)), ({"r": True}, ("a whole number",)),
+    ({"alpha": 0}, ("args.0.alpha = 0", "above 0")), ({"dropout": 1}, ("below 1",)),
+    ({"dropout": -0.1}, ("at least 0",)),
+    ({"modules": ["q"], "target_modules": ["v"]}, ("two spellings",)), ({"rank": 1, "r": 1}, ("two spellings",)),
+    ({"modules": []}, ("empty list",)), ({"layers": [-1]}, ("at least 0",)), ({"layers": ["a"]}, ("whole numbers",)),
+    ({"adapter_method": "lorra"}, ("did you mean 'lora'",)), ({"adapter_package": "other"}, ("one of peft",)),
+    ({"lora_aplha": 8}, ("args.0.lora_aplha", "did you mean 'lora_alpha'")),
+    ({"use_rslora": "yes"}, ("True or False",)),
+])
+def test_bad_adapters(args, parts):
+    with refused(*parts):
+        make(llm__adapter__args=[args])
+    with refused("a list of one mapping"):
+        make(llm__adapter__args=[{}, {}])
+
+
+# -- the method ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("method, use, args, resolved, used", [
+    (None, None, [{}], "fedavg", False), (None, True, [{"r": 2}], "fedlora", True),
+    (None, False, [{"r": 2}], "fedavg", False), ("FedAvg", True, [{}], "fedlora", True),
+    ("FedAvg", None, [{"r": 2}], "fedavg", False), ("fedlora", None, [{}], "fedlora", True),
+    ("FedIT", True, [{}], "fedlora", True), ("RoLoRA", None, [{}], "rolora", True)])
+def test_the_frameworks_method_names(method, use, args, resolved, used):
+    tree = {"federate": {"client_num": 2}, "llm": {"adapter": {"args": args}}}
+    if method:
+        tree["federate"]["method"] = method
+    if use is not None:
+        tree["llm"]["adapter"]["use"] = use
+    config = load_config(tree)
+    assert (config.federate.method, config.llm.adapter.use) == (resolved, used)
+    assert load_config(config.to_dict()) == config
+
+
+def test_methods_that_contradict_the_adapter():
+    with refused("federate.method is missing", "fedlora"):
+        load_config({"federate.client_num": 2, "llm.adapter.args.0.r": 2})
+    with refused("llm.adapter.use", "rolora trains adapters", "fedavg"):
+        make(federate__method="rolora", llm__adapter__use=False)
+
+
+def test_method_params():
+    config = make(federate__method="ranked", lowrank={"ranks": [2, 4], "min_clients": 2})
+    assert config.method_params == {"ranks": (2, 4), "split": "b", "tau": 7} and config.lowrank.min_clients == 2
+    config.method_params["tau"] = 0
+    assert config.method_params["tau"] == 7
+    for keys, parts in {
+        "ranks [2,0]": ("lowrank.ranks = [2, 0]", "at least 1"), "ranks 3": ("a list of whole numbers",),
+        "split c": ("lowrank.split", "one of b, sqrt"), "mix 0.5": ("lowrank.mix", "ranked has the keys ranks"),
+        "ranks [1,1,1,1]": ("lowrank (ranked): ranks: at most three",), "min_client 1": ("'min_clients'",),
+    }.items():
+        key, value = keys.split()
+        with refused(*parts):
+            make(["federate.method", "ranked", f"lowrank.{key}", value])
+    with refused("lowrank.size is missing", "needy"):
+        make(federate__method="needy")
+    with refused("fedlora has no keys of its own"):
+        make(lowrank__tau=1)
+
+
+def test_real_methods(monkeypatch):
+    monkeypatch.undo()
+    methods = pytest.importorskip("fs_lowrank.methods")
+    for name in methods.list_methods():
+        config = make(federate__method=name)
+        assert config.federate.method == name and load_config(config.to_dict()) == config
+        methods.create_method(name, adapter=config.adapter, rounds=2, **config.method_params)
+    with refused("did you mean 'rolora'"):
+        make(federate__method="rolorra")
+
+
+# -- the framework's keys --------------------------------------------------------------------------------
+
+def test_the_frameworks_other_keys(write):
+    config = load_config(write(FILE + "fedprox: {use: False, mu: 0.3}\nwandb: {use: True}\n"
+                                      "trainer: {type: llmtrainer}\ncriterion: {type: CrossEntropyLoss}\n"
+                                      "federate.save_to: x.ckpt\n"
+                                      "finetune: {optimizer: {momentum: 0.9}}\nasyn:\nhpo: {sha: {budgets: [1]}}\n"))
+    assert config.framework["fedprox.mu"] == 0.3 and "fedprox.use" not in config.framework
+    check_local(config)
+    assert config.fingerprint() == load_config(write(FILE)).fingerprint()
+    assert config.get("fedprox.mu") == 0.3 and config.get("fedprox.use") is False
+
+
+def test_what_only_the_framework_honours(write):
+    config = load_config(write(FILE + "fedprox:\n  use: True\n  mu: 0.3\nasyn.use: True\nfederate.use_ss: True\n"
+                                      "llm.offsite_tuning: {emu_align: {use: True, restore_from: x}}\n"),
+                         federate__mode="distributed", model__hidden=64)
+    with pytest.raises(UserError) as caught:
+        check_local(config)
+    for part in ("--engine federatedscope", "fedprox.use = True (line 21)", "fedprox.mu = 0.3 (line 22)",
+                 "asyn.use = True", "federate.mode = 'distributed'", "model.hidden = 64", "federate.use_ss = True"):
+        assert part in str(caught.value)
+    assert "emu_align" not in str(caught.value)
+    with refused("--engine federatedscope", "adapter_method = 'prefix'"):
+        check_local(make(llm__adapter__args=[{"adapter_method": "prefix", "num_virtual_tokens": 4}]))
+
+
+def test_known_keys():
+    keys = known_keys()
+    assert {"seed", "federate.method", "train.optimizer.lr", "lowrank.dtype", "fedprox.mu"} <= set(keys)
+    assert not any("extra" in key or "params" in key for key in keys)
+
+
+ROOT = os.environ.get("FEDERATEDSCOPE_ROOT")
+
+
+@pytest.mark.skipif(not ROOT, reason="FEDERATEDSCOPE_ROOT names no checkout of FederatedScope's branch llm")
+def test_the_frameworks_own_files():
+    files = sorted(pathlib.Path(ROOT, "federatedscope/llm/baseline").rglob("*.yaml"))
+    assert files
+    local = 0
+    for path in files:
+        raw, config = yaml.safe_load(path.read_text()), load_config(path)
+        adapter = raw["llm"].get("adapter", {}).get("use", False)
+        assert config.federate.method == ("fedlora" if adapter else "fedavg"), path
+        assert config.model.task == "CausalLM"
+        assert load_config(config.to_dict()) == config, path
+        only_there = (raw["federate"]["mode"] == "distributed" or "client_idx_for_local_train" in raw["federate"]
+                      or raw["llm"].get("offsite_tuning") or raw["llm"].get("deepspeed"))
+        if only_there:
+            with pytest.raises(UserError):
+                check_local(config)
+        else:
+            check_local(config)
+            local += 1
+    assert local > 5
+
+
+# -- writing and changing ------------------------------------------------------------------------------
+
+def test_round_trip(write, tmp_path):
+    config = load_config(write(FILE + "fedprox: {use: True, mu: 1e-7}\n"),
+                         train__scheduler={"type": "step", "gamma": 1}, train__cache_frozen="off",
+                         outdir=pathlib.Path("out"), expname="5e-3")
+    config.dump(tmp_path / "out.yaml")
+    again = load_config(tmp_path / "out.yaml")
+    assert again == config and again.to_dict() == config.to_dict() and again.fingerprint() == config.fingerprint()
+    assert again.train.cache_frozen == "off" and again.framework["fedprox.mu"] == 1e-7 and again.expname == "5e-3"
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_numpy_values():
+    numpy = pytest.importorskip("numpy")
+    config = make({"seed": numpy.int64(3), "train.optimizer.lr": numpy.float64(0.5), "train.optimizer.momentum":
+                   numpy.float32(0.5)})
+    assert type(config.seed) is int and yaml.safe_load(yaml.safe_dump(config.to_dict()))["seed"] == 3
+
+
+def test_fingerprint():
+    config = make()
+    assert len(config.fingerprint()) == 12 and int(config.fingerprint(), 16) >= 0
+    for key, value in {"outdir": "x", "expname": "x", "verbose": 0, "device": 3, "train.cache_frozen_dir": "x",
+                       "federate.save_to": "x", "dataloader.num_workers": 2, "fedprox.mu": 0.5,
+                       "lowrank.keep_checkpoints": 5}.items():
+        assert config.replace({key: value}).fingerprint() == config.fingerprint(), key
+    changed = {"seed": 1, "train.optimizer.lr": 0.2, "train.optimizer.momentum": 0.9, "llm.adapter.args.0.r": 2,
+               "federate.method": "rolora", "fedprox.use": True, "federate.ignore_weight": True}
+    prints = {config.replace({key: value}).fingerprint() for key, value in changed.items()}
+    assert len(prints | {config.fingerprint()}) == len(changed) + 1
+    assert (make(train__optimizer__weight_decay=0).fingerprint()
+            == make(train__optimizer__weight_decay=0.0).fingerprint())
+
+
+def test_replace(write):
+    config = load_config(write(FILE))
+    changed = config.replace(train__optimizer__lr=1.0, **{"federate.client_num": 4})
+    assert changed.train.optimizer.lr == 1.0 and changed.federate.client_num == 4
+    assert config.train.optimizer.lr == 0.005 and changed.replace(
+        {"train.optimizer.lr": 0.005, "federate.client_num": 3}) == config
+    assert config.replace() == config
+    assert config.replace(["seed", "5"]).seed == 5
+    assert config.replace(model__type="x@transformers").model.task == "SequenceClassification"
+    with refused("override: seed = 'x'"):
+        config.replace(seed="x")
+
+
+def test_replace_the_method(write):
+    config = load_config(write(FILE), lowrank__tau=3)
+    assert config.replace(federate__method="ranked").method_params == {"ranks": (), "split": "b", "tau": 3}
+    # rolora's default for tau is not a choice of the user's
+    assert load_config(write(FILE)).replace(federate__method="ranked").method_params["tau"] == 7
+    assert config.replace(federate__method="fedlora").method_params == {}
+    full = config.replace(federate__method="fedavg")
+    assert (full.federate.method, full.llm.adapter.use) == ("fedavg", False)
+    assert full.replace(federate__method="rolora").llm.adapter.use is True
+    assert config.replace(federate__method="fedavg", llm__adapter__use=True).federate.method == "fedlora"
+
+
+def test_get():
+    config = make(train__optimizer__momentum=0.9)
+    assert config.get("train.optimizer.momentum") == 0.9 and config.get("llm.adapter.args.0.r") == 8
+    with refused("did you mean 'train.optimizer.lr'"):
+        config.get("train.optimizer.lrr")
+
+
+def test_import_is_light():
+    code = "import fs_lowrank.config, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_default_config_is_a_schema():
+    assert Config().to_dict()["federate"]["client_num"] == 0
