@@ -50,7 +50,8 @@ def compare(config: Config, methods: Sequence[str], engine: str = "local", *, re
     if not names or len(set(names)) < len(names):
         raise UserError(f"compare needs distinct methods, got {', '.join(methods) or 'none'}")
     outdir = Path(config.outdir) / config.expname
-    configs = {name: config.replace(**{"federate.method": name, "outdir": str(outdir / name), "expname": ""}) for name in names}
+    configs = {name: config.replace(**{"federate.method": name, "outdir": str(outdir / name), "expname": ""})
+               for name in names}
     results = {}
     for name, one in configs.items():
         if on_method:
@@ -62,6 +63,7 @@ def compare(config: Config, methods: Sequence[str], engine: str = "local", *, re
         result.saved["comparison"] = curves
     (outdir / "comparison.json").write_text(json.dumps(
         {n: {"final": r.final, "bytes_per_client_and_round": per_client_and_round(r.history),
-             "seconds": seconds(r.history), "majority": majority, **{k: r.facts[k] for k in ("source", "data", "config")}}
+             "seconds": seconds(r.history), "majority": majority,
+             **{k: r.facts[k] for k in ("source", "data", "config")}}
          for n, r in results.items()}, indent=1))
     return results

@@ -230,6 +230,8 @@ class Lowrank:
 
     #: a round stops when fewer clients than this have sent a usable update
     min_clients: int = _key(1, min=1)
+    #: chance that a client drops out of a round it was chosen for, drawn from the seed: to try what a method stands
+    drop_rate: float = _key(0.0, min=0.0, max=1.0)
     #: of the frozen weights and the arithmetic; trained tensors are the method's business
     dtype: str = _key("float32", choices=("float32", "bfloat16"))
     #: also write the model with the adapter merged in
@@ -296,7 +298,7 @@ class AdapterSpec:
         return {**args, **copy.deepcopy(self.extra)}
 
     @classmethod
-    def from_args(cls, args: Mapping[str, Any], origin: "_Origin | None" = None) -> "AdapterSpec":
+    def from_args(cls, args: Mapping[str, Any], origin: _Origin | None = None) -> AdapterSpec:
         """Read ``llm.adapter.args[0]``, in PEFT's names or the short ones.
 
         Raises:
@@ -367,7 +369,7 @@ class Config:
     #: the framework's other keys, by dotted name, where they differ from its default
     framework: dict = field(default_factory=dict, metadata={"hidden": True})
     #: the file it came from, for messages
-    source: "_Origin" = field(default_factory=lambda: _Origin(), compare=False, repr=False,
+    source: _Origin = field(default_factory=lambda: _Origin(), compare=False, repr=False,
                               metadata={"hidden": True})
 
     @property
@@ -438,7 +440,7 @@ class Config:
         text = json.dumps(_canonical(decisive), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def replace(self, overrides: Mapping[str, Any] | Sequence[str] | None = None, /, **keys: Any) -> "Config":
+    def replace(self, overrides: Mapping[str, Any] | Sequence[str] | None = None, /, **keys: Any) -> Config:
         """A changed copy, checked anew. Keys as in ``load_config``.
 
         A new ``federate.method`` is taken as our name (``fedavg`` then trains all weights). It keeps the

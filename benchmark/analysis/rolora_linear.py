@@ -15,7 +15,7 @@ Two remarks on the paper.
   which needs 1 - 2 eta ||b||^2 >= 0. With unlimited data the lemma's factor holds for every angle up to delta_0 exactly
   when eta ||b*||^2 <= 1 - (1 - delta_0^2) / 4 (`largest_step`), and at eta = 1/||b*||^2 the contraction factor tends to
   one as the angle falls. eta <= 1/(2 L_max^2), which Lemma A3.16 asks for, is safe.
-* The proof takes each iterate to be independent of the data. As in Algorithm 2, the data stay the same in every iteration.
+* The proof takes each iterate to be independent of the data. As in Algorithm 2, the data stay the same throughout.
 """
 from __future__ import annotations
 
@@ -269,7 +269,8 @@ def plot(result: dict, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.rolora_linear", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.rolora_linear",
+                                     description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=10, help="number of seeds, 0 to seeds - 1")
     parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--draws", type=int, default=2000, help="draws for the constant of Proposition 4.6")
@@ -288,8 +289,8 @@ def main(argv: list[str] | None = None) -> dict:
     plot(result, args.out / "rolora_linear.png")
     for entry in result["rolora"]:
         final = entry["final_sin_angle"]
-        print(f"eta L^2 = {entry['eta_times_L_squared']:<5g} within Lemma 4.3: {entry['seeds_within_lemma']}/{args.seeds}"
-              f"   final angle {final['min']:.1e} to {final['max']:.1e}")
+        print(f"eta L^2 = {entry['eta_times_L_squared']:<5g} within Lemma 4.3: "
+              f"{entry['seeds_within_lemma']}/{args.seeds}   final angle {final['min']:.1e} to {final['max']:.1e}")
     ffa = result["ffa_lora"]
     print(f"FFA-LoRA loss {ffa['mean_final_loss']:.4f} ± {ffa['std_final_loss']:.4f}, Prop. 4.6: {ffa['floor']:.4f}")
     for e in result["c_tilde"]:

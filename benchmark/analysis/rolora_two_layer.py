@@ -1,12 +1,12 @@
 """RoLoRA, FFA-LoRA and LoRA on a two-layer network with label-skewed clients.
 
-Chen et al., "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA" (RoLoRA), section 4.2, eq. 10 and
-Figure 2:
+Chen et al., "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA" (RoLoRA), section 4.2, eq. 10
+and Figure 2:
 
     f(x) = ReLU(x A B) W_out,    A (d, r), B (r, d), W_out (d, c) fixed.
 
-Five clients with two labels each, or ten with one each; five local epochs, batch 64, plain SGD on cross-entropy. A round
-trains the halves below from the server's copy, then averages each with weights n_k / sum n_k:
+Five clients with two labels each, or ten with one each; five local epochs, batch 64, plain SGD on cross-entropy. A
+round trains the halves below from the server's copy, then averages each with weights n_k / sum n_k:
 
     lora      A and B
     ffa_lora  B
@@ -224,8 +224,8 @@ def tail(curve: list[float]) -> float:
     return statistics.fmean(curve[-max(1, len(curve) // 4):])
 
 
-def choose_rate(data: Data, method: str, num_clients: int, *, grid: tuple[float, ...], share: float = 0.1, seed: int = 0,
-                **options) -> tuple[float, dict[str, float]]:
+def choose_rate(data: Data, method: str, num_clients: int, *, grid: tuple[float, ...], share: float = 0.1,
+                seed: int = 0, **options) -> tuple[float, dict[str, float]]:
     """The grid's rate with the best `tail` accuracy on held-out training samples, and every score."""
     part = hold_out(data, share, seed)
     clients = split_by_label(part, num_clients)
@@ -256,8 +256,8 @@ def study(data: Data, *, clients: tuple[int, ...], seeds: int, samples: int | No
             }
             entries.append(entry)
             spread = f" ± {100 * statistics.stdev(tails):.1f}" if seeds > 1 else ""
-            say(f"{num_clients:>2} clients  {method:<9} lr {rate:<6g} accuracy {100 * statistics.fmean(tails):.1f}{spread} %"
-                " (last quarter of the rounds)", flush=True)
+            say(f"{num_clients:>2} clients  {method:<9} lr {rate:<6g} accuracy "
+                f"{100 * statistics.fmean(tails):.1f}{spread} % (last quarter of the rounds)", flush=True)
     return entries
 
 
@@ -287,8 +287,8 @@ def plot(result: dict, path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend(loc="lower right", fontsize=9)
     axes[0][0].set_ylabel("test accuracy, %")
-    figure.suptitle(f"{DATA[settings['data']]}, {settings['train_samples']} training samples, rank {settings['rank']},\n"
-                    f"{len(settings['seeds'])} seeds (mean; band: smallest to largest)")
+    figure.suptitle(f"{DATA[settings['data']]}, {settings['train_samples']} training samples, "
+                    f"rank {settings['rank']},\n{len(settings['seeds'])} seeds (mean; band: smallest to largest)")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

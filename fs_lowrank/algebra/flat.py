@@ -20,16 +20,12 @@ class FlatTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, flat: Tensor, layout: tuple[tuple[str, tuple[int, ...]], ...]):
+        sizes = [math.prod(shape) for _, shape in layout]
+        if sum(sizes) != flat.numel():
+            raise ValueError(f"the layout describes {sum(sizes)} values, the buffer holds {flat.numel()}")
         self.flat = flat
         self.layout = layout
-        offset, views = 0, {}
-        for name, shape in layout:
-            size = math.prod(shape)
-            views[name] = flat[offset:offset + size].view(shape)
-            offset += size
-        if offset != flat.numel():
-            raise ValueError(f"the layout describes {offset} values, the buffer holds {flat.numel()}")
-        self._views = views
+        self._views = {name: part.view(shape) for (name, shape), part in zip(layout, flat.split(sizes))}
 
     @classmethod
     def pack(cls, tensors: Mapping[str, Tensor]) -> FlatTensors:

@@ -57,18 +57,16 @@ def top_components(u: Tensor, s: Tensor, vh: Tensor, rank: int, fill: Tensor) ->
     Args:
         u, s, vh: ``(d_out, q)``, ``(q,)``, ``(q, d_in)``.
         rank: components wanted, at most ``d_in``.
-        fill: ``(≥ rank - q, d_in)`` directions to continue with, made orthonormal to ``vh``'s rows.
+        fill: ``(≥ rank - q, d_in)`` directions to continue with, made orthonormal to ``vh``'s rows; any others
+            take the place of those that lie in their span.
     """
     missing = rank - s.numel()
     if missing <= 0:
         return u[:, :rank], s[:rank], vh[:rank]
-    extra = fill[:missing].to(vh)
-    # Twice is enough (Kahan): one projection leaves rounding that a second one removes.
-    for _ in range(2):
-        extra = extra - (extra @ vh.T) @ vh
-        extra = torch.linalg.qr(extra.T)[0].T
+    # Householder's Q is orthonormal even where a direction adds nothing, which projecting it out is not.
+    basis = torch.linalg.qr(torch.cat([vh, fill[:missing].to(vh)]).T)[0].T
     return (
         torch.cat([u, u.new_zeros(u.shape[0], missing)], dim=1),
         torch.cat([s, s.new_zeros(missing)]),
-        torch.cat([vh, extra]),
+        torch.cat([vh, basis[s.numel():]]),
     )

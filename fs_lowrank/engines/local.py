@@ -89,8 +89,10 @@ class LocalEngine:
         self.tokenizer = tokenizer
         self.clients = [Client(i + 1, len(e), batches=self._passes(e)) for i, e in enumerate(self.data.clients)]
         self.server = Server(self.method, self.method.initial_state(self.model), len(self.clients),
-                             config.sampled_per_round, config.lowrank.min_clients, config.seed)
+                             config.sampled_per_round, config.lowrank.min_clients, config.seed,
+                             drop_rate=config.lowrank.drop_rate)
         self.personal: dict[int, dict[str, Tensor]] = {}
+        self.untrained_personal = self._personal_now()
         self.prefix = self._frozen_prefix()
 
     def _passes(self, examples):
@@ -112,7 +114,7 @@ class LocalEngine:
         train = self.config.train
         if train.frozen_dropout:
             return None
-        prefix = FrozenPrefix(self.model, {*self.method.shared, "personal"},
+        prefix = FrozenPrefix(self.model, {*self.method.shared, *self.method.personal},
                               limit=train.cache_frozen_bytes if train.cache_frozen == "auto" else 0,
                               folder=train.cache_frozen_dir or None)
         rounds = range(1, self.config.federate.total_round_num + 1)
@@ -135,8 +137,10 @@ class LocalEngine:
 
     def _load_client(self, client: int) -> None:
         load_tensors(self.model, self.method.view(self.server.state, client))
-        if client in self.personal:
-            load_tensors(self.model, self.personal[client])
+        load_tensors(self.model, self.personal.get(client, self.untrained_personal))
+
+    def _personal_now(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in named_tensors(self.model, self.method.personal).items()}
 
     def _train(self, client: Client, round: int) -> tuple[Update, float]:
         config = self.config
@@ -156,6 +160,9 @@ class LocalEngine:
         for done, client in enumerate(selected):
             self.on_client(round, done, len(selected))
             downlink[client], downlink_bare[client] = server.sizes(server.downlink(client, round))
+            if server.drops_out(client, round):
+                failed.append({"client": client, "kind": "dropped", "reason": "drawn by lowrank.drop_rate"})
+                continue
             try:
                 update, loss = self._train(self.clients[client - 1], round)
                 server.receive(update, round)
@@ -172,9 +179,8 @@ class LocalEngine:
                 continue
             uplink[client], uplink_bare[client] = server.sizes(update.tensors)
             losses[client] = loss
-            own = named_tensors(self.model, ("personal",))
-            if own:
-                self.personal[client] = {n: p.detach().clone() for n, p in own.items()}
+            if self.untrained_personal:
+                self.personal[client] = self._personal_now()
         trained = time.perf_counter()
         # The one model becomes a copy that stands at the last round, as every other copy would.
         load_tensors(self.model, self.method.view(server.state))

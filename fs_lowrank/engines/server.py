@@ -31,15 +31,16 @@ class Server:
         per_round: how many take part in a round.
         min_clients: usable updates a round needs.
         seed: decides who takes part.
+        drop_rate: chance that a client which was chosen never reports.
         keep_messages: keep the messages' values, to bring late clients up to date. An engine whose clients
             share one model needs only their sizes.
     """
 
     def __init__(self, method: Method, state: State, num_clients: int, per_round: int, min_clients: int,
-                 seed: int, keep_messages: bool = False):
+                 seed: int, drop_rate: float = 0.0, keep_messages: bool = False):
         self.method, self.state = method, state
         self.num_clients, self.per_round, self.min_clients = num_clients, per_round, min_clients
-        self.seed, self.keep_messages = seed, keep_messages
+        self.seed, self.drop_rate, self.keep_messages = seed, drop_rate, keep_messages
         #: name -> (the round it came from, its value or a meta tensor of its shape)
         self.outbox: dict[str, tuple[int, Tensor]] = {}
         #: client -> the round its copy of the shared tensors stands at; absent means 0
@@ -52,6 +53,10 @@ class Server:
             return list(range(1, self.num_clients + 1))
         generator = np.random.default_rng(derive(self.seed, "participation", round))
         return sorted(int(i) + 1 for i in generator.choice(self.num_clients, self.per_round, replace=False))
+
+    def drops_out(self, client: int, round: int) -> bool:
+        """Whether ``client`` is lost in ``round``, after it was sent the message."""
+        return np.random.default_rng(derive(self.seed, "dropout", round, client)).random() < self.drop_rate
 
     def downlink(self, client: int, round: int) -> Mapping[str, Tensor]:
         """What ``client`` lacks at the start of ``round``; from here on it counts as sent."""

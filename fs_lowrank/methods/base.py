@@ -129,8 +129,10 @@ class Method:
         """The adapter as this method wants it on the model."""
         return self.setting.adapter
 
-    #: tags of the tensors that all copies share; anything else that trains is personal
+    #: tags of the tensors that all copies share
     shared: ClassVar[tuple[str, ...]] = ("adapter", "head")
+    #: tags of the tensors that stay with their client from round to round and never leave it
+    personal: ClassVar[tuple[str, ...]] = ("personal",)
 
     def initial_state(self, model: nn.Module) -> State:
         """The state before round 1, read off the adapted model."""
@@ -151,19 +153,20 @@ class Method:
 
     # -- what is sent ------------------------------------------------------------------------------
 
-    def sent(self, round: int) -> tuple[str, ...]:
-        """Tags of the tensors a client sends in ``round``: the shared ones among those that trained."""
-        trained = {tag for phase in self.phases(round) for tag in phase.train}
-        return tuple(sorted(trained - {"personal"}))
+    def sent(self, names: Iterable[str], round: int) -> list[str]:
+        """Those of ``names`` that a client sends in ``round``: the shared ones that trained, and are not personal."""
+        trained = select(names, {tag for phase in self.phases(round) for tag in phase.train})
+        return sorted(set(select(trained, self.shared)) - set(select(trained, self.personal)))
 
     def upload(self, model: nn.Module, round: int, client: Client) -> dict[str, Tensor]:
         """What ``client`` sends after its local training: names and the model's own tensors."""
-        return named_tensors(model, self.sent(round))
+        parameters = dict(model.named_parameters())
+        return {n: parameters[n] for n in self.sent(parameters, round)}
 
     def expected(self, state: State, round: int, client: int) -> dict[str, Tensor]:
         """Names, shapes and dtypes that ``client`` must send, as tensors whose values do not count."""
-        return {n: state_part for n, state_part in self.view(state, client).items()
-                if n in set(select(state, self.sent(round)))}
+        view = self.view(state, client)
+        return {n: view[n] for n in self.sent(view, round)}
 
     def view(self, state: State, client: int | None = None) -> dict[str, Tensor]:
         """The shared tensors as they stand, for the global model or as ``client`` holds them."""

@@ -79,7 +79,8 @@ def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int 
             method whose server step is not a mean.
     """
     cls = get_method_class(name)
-    method = cls(cls.Params(**check_method_params(cls, params)), Setting(adapter or AdapterSpec(), rounds, seed, uniform))
+    setting = Setting(adapter or AdapterSpec(), rounds, seed, uniform)
+    method = cls(cls.Params(**check_method_params(cls, params)), setting)
     if server_optimizer is not None:
         from .server_optimizer import ServerOptimizer
         if not cls.averages:

@@ -1,4 +1,4 @@
-"""The two-layer study on scikit-learn's digits: what is frozen stays, what is averaged is the mean, RoLoRA beats FFA-LoRA."""
+"""The two-layer study on scikit-learn's digits: what is frozen stays, averages are means, RoLoRA beats FFA-LoRA."""
 import json
 import struct
 

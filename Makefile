@@ -1,0 +1,40 @@
+# make demo and make test need nothing but Python 3.11 (or later) and make: they set up .venv themselves.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
+
+.PHONY: demo test lint clean help
+help:
+	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
+	@echo "make test   run the whole test suite"
+	@echo "make lint   run ruff"
+	@echo "make clean  remove the environment and the demo's results"
+
+# torch goes first and pinned, so that nothing else can pull another build of it.
+$(VENV)/.installed: setup.py constraints.txt
+	@echo "== setting up $(VENV): about two minutes and 2 GB, once"
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	@echo "== installing torch (CPU build where the package index offers one)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@echo "== installing fs-lowrank and the libraries it stands on"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	@echo "== fetching MiniLM and the four-domain sentiment data (87 MB, once)"
+	$(BIN)/fs-lowrank fetch minilm sentiment
+	@echo "== comparing $(DEMO_METHODS) over 24 clients; results go to runs/demo"
+	$(BIN)/fs-lowrank compare --cfg examples/demo.yaml --methods $(DEMO_METHODS) --resume
+
+test: $(VENV)/.installed
+	@echo "== running the test suite"
+	$(BIN)/python -m pytest -q -n 2
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV) runs/demo

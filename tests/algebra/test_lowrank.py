@@ -1,0 +1,171 @@
+"""Sums of low-rank products against dense float64 matrices."""
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fs_lowrank.algebra import low_rank_sum_svd, stack_pairs, top_components
+
+
+def draw(d_out, d_in, ranks, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    ups = [torch.randn(d_out, r, generator=generator).to(dtype) for r in ranks]
+    downs = [torch.randn(r, d_in, generator=generator).to(dtype) for r in ranks]
+    weights = [0.3 + 0.7 * i / len(ranks) for i in range(len(ranks))]
+    return ups, downs, weights
+
+
+def dense(ups, downs, weights):
+    """``Σ_k w_k B_k A_k`` in float64."""
+    total = np.zeros((ups[0].shape[0], downs[0].shape[1]))
+    for up, down, weight in zip(ups, downs, weights):
+        total += weight * (up.double().numpy() @ down.double().numpy())
+    return total
+
+
+def best(matrix, rank):
+    """The best approximation of that rank (Eckart and Young), and all singular values."""
+    u, s, vh = np.linalg.svd(matrix, full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ vh[:rank], s
+
+
+def check(ups, downs, weights, rank):
+    target = dense(ups, downs, weights)
+    wanted, singular = best(target, rank)
+    u, s, vh = low_rank_sum_svd(ups, downs, weights, rank)
+    count = min(rank, sum(b.shape[1] for b in ups), *target.shape)
+    assert (u.shape, s.shape, vh.shape) == ((target.shape[0], count), (count,), (count, target.shape[1]))
+    size = max(singular[0], 1e-30)
+    np.testing.assert_allclose(s.double().numpy(), singular[:count], atol=2e-6 * size)
+    assert (s.diff() <= 0).all() and (s >= 0).all()
+    for side in (u.T, vh):
+        np.testing.assert_allclose((side @ side.T).numpy(), np.eye(count), atol=2e-6)
+    product = (u * s) @ vh
+    # Where two singular values nearly meet, the best matrix is not unique, but its distance is.
+    distance = np.linalg.norm(product.double().numpy() - target)
+    assert distance <= np.linalg.norm(wanted - target) + 2e-6 * size
+    return product.double().numpy(), wanted
+
+
+@pytest.mark.parametrize("d_out, d_in", [(13, 29), (29, 13), (40, 7), (7, 40)])
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 3, 2), (4,), (6, 5, 8, 9)])
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_equals_the_dense_svd(d_out, d_in, ranks, rank):
+    product, wanted = check(*draw(d_out, d_in, ranks), rank)
+    np.testing.assert_allclose(product, wanted, atol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 24), st.integers(1, 24), st.lists(st.integers(1, 5), min_size=1, max_size=5),
+       st.integers(1, 8), st.integers(0, 10 ** 6))
+def test_any_shapes_and_ranks(d_out, d_in, ranks, rank, seed):
+    check(*draw(d_out, d_in, ranks, seed), rank)
+
+
+@pytest.mark.parametrize("d_out, d_in", [(12, 20), (20, 12)])
+def test_both_sides_of_the_dense_fallback(d_out, d_in):
+    # Σr just below the smaller side takes the thin form, at it and above it the dense one.
+    for ranks in ((5, 6), (6, 6), (6, 7), (12, 12, 12)):
+        product, wanted = check(*draw(d_out, d_in, ranks), 5)
+        np.testing.assert_allclose(product, wanted, atol=1e-4)
+
+
+def test_rank_at_least_the_sum_loses_nothing():
+    ups, downs, weights = draw(17, 31, (2, 3, 1))
+    for rank in (6, 9):
+        u, s, vh = low_rank_sum_svd(ups, downs, weights, rank)
+        np.testing.assert_allclose(((u * s) @ vh).double().numpy(), dense(ups, downs, weights), atol=2e-5)
+
+
+def test_a_sum_returned_transposed_would_be_seen():
+    ups, downs, weights = draw(9, 21, (2, 3))
+    u, s, vh = low_rank_sum_svd(ups, downs, weights, 5)
+    assert u.shape[0] == 9 and vh.shape[1] == 21
+    up, down = stack_pairs(ups, downs, weights)
+    assert up.shape == (9, 5) and down.shape == (5, 21)
+    # Square shapes hide a transposition from the shapes, not from the values.
+    ups, downs, weights = draw(15, 15, (2, 3))
+    u, s, vh = low_rank_sum_svd(ups, downs, weights, 5)
+    np.testing.assert_allclose(((u * s) @ vh).double().numpy(), dense(ups, downs, weights), atol=2e-5)
+
+
+@pytest.mark.parametrize("d_out, d_in", [(11, 26), (26, 11)])
+def test_rank_deficient_sums(d_out, d_in):
+    ups, downs, weights = draw(d_out, d_in, (2, 2, 2))
+    same = [ups[0]] * 3, [downs[0]] * 3, weights
+    check(*same, 4)
+    zero = [torch.zeros_like(b) for b in ups]
+    u, s, vh = low_rank_sum_svd(zero, downs, weights, 3)
+    assert not s.any() and all(t.isfinite().all() for t in (u, s, vh))
+    np.testing.assert_allclose((vh @ vh.T).numpy(), np.eye(3), atol=2e-6)
+    check([zero[0], *ups[1:]], downs, weights, 3)
+    check(ups, [torch.zeros_like(downs[0]), *downs[1:]], weights, 3)
+
+
+def test_opposite_clients_cancel():
+    ups, downs, _ = draw(8, 14, (3,))
+    _, s, _ = low_rank_sum_svd([ups[0], -ups[0]], [downs[0], downs[0]], [0.5, 0.5], 3)
+    assert float(s.max()) < 1e-5
+
+
+def test_float64_goes_through():
+    ups, downs, weights = draw(13, 29, (2, 3), dtype=torch.float64)
+    u, s, vh = low_rank_sum_svd(ups, downs, weights, 5)
+    assert u.dtype == torch.float64
+    np.testing.assert_allclose(((u * s) @ vh).numpy(), dense(ups, downs, weights), atol=1e-13)
+
+
+# -- stacks --------------------------------------------------------------------------------------------
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 20), st.lists(st.integers(1, 6), min_size=1, max_size=6),
+       st.integers(0, 10 ** 6))
+def test_the_stacks_product_is_the_sum(d_out, d_in, ranks, seed):
+    ups, downs, weights = draw(d_out, d_in, ranks, seed)
+    up, down = stack_pairs(ups, downs, weights)
+    assert up.shape == (d_out, sum(ranks)) and down.shape == (sum(ranks), d_in)
+    np.testing.assert_allclose((up @ down).double().numpy(), dense(ups, downs, weights), atol=1e-4)
+
+
+def test_the_stacks_keep_every_client_in_order():
+    ups, downs, _ = draw(4, 6, (1, 3))
+    up, down = stack_pairs(ups, downs, [2.0, 0.5])
+    assert torch.equal(up, torch.cat([2 * ups[0], 0.5 * ups[1]], dim=1))
+    assert torch.equal(down, torch.cat(downs))
+    with pytest.raises(ValueError):
+        stack_pairs(ups, downs, [1.0])
+
+
+# -- exactly so many components ------------------------------------------------------------------------
+
+def orthonormal(rows):
+    np.testing.assert_allclose((rows @ rows.T).numpy(), np.eye(rows.shape[0]), atol=3e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 16), st.integers(2, 16), st.integers(1, 6), st.integers(1, 10), st.integers(0, 10 ** 6))
+def test_too_few_components_are_continued(d_out, d_in, have, rank, seed):
+    assume(have <= min(d_out, d_in) and rank <= d_in)
+    ups, downs, weights = draw(d_out, d_in, (have,), seed)
+    u, s, vh = low_rank_sum_svd(ups, downs, weights, have)
+    fill = torch.randn(rank, d_in, generator=torch.Generator().manual_seed(seed))
+    u2, s2, vh2 = top_components(u, s, vh, rank, fill)
+    assert (u2.shape, s2.shape, vh2.shape) == ((d_out, rank), (rank,), (rank, d_in))
+    kept = min(have, rank)
+    assert torch.equal(u2[:, :kept], u[:, :kept]) and torch.equal(s2[:kept], s[:kept])
+    assert torch.equal(vh2[:kept], vh[:kept])
+    assert not s2[kept:].any() and not u2[:, kept:].any()
+    orthonormal(vh2)
+
+
+def test_directions_that_bring_nothing_new():
+    # The rows to continue with may lie in the span already: a client that hardly moved sends what it was given.
+    u, vh = torch.eye(5)[:, :2], torch.eye(7)[:2]
+    s = torch.tensor([2.0, 1.0])
+    for fill in (torch.eye(7)[:4], torch.zeros(4, 7), torch.eye(7)[:1].repeat(4, 1), 1e-12 * torch.eye(7)[2:6]):
+        orthonormal(top_components(u, s, vh, 6, fill)[2])
+    generator = torch.Generator().manual_seed(1)
+    fill = torch.randn(6, 7, generator=generator)
+    vh = torch.linalg.svd(fill[:3], full_matrices=False)[2]
+    orthonormal(top_components(torch.zeros(5, 3), torch.zeros(3), vh, 6, fill)[2])

@@ -1,0 +1,154 @@
+"""The weighted mean against a float64 loop."""
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fs_lowrank.algebra.mean as mean_module
+from fs_lowrank.algebra import FlatTensors, nbytes, weighted_mean
+
+SHAPES = {"b": (3, 5), "a": (2, 7), "scalar": (), "conv": (4, 3, 2, 2)}
+
+
+def clients(count, dtype=torch.float32, shapes=SHAPES, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [{n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()} for _ in range(count)]
+
+
+def oracle(tensors, weights):
+    """name -> float64 array, summed in a plain loop."""
+    out = {}
+    for name in tensors[0]:
+        total = np.zeros(tuple(tensors[0][name].shape))
+        for part, weight in zip(tensors, weights):
+            total = total + weight * part[name].double().numpy()
+        out[name] = total
+    return out
+
+
+def same(result, expected, tolerance):
+    assert result.keys() == expected.keys()
+    for name, want in expected.items():
+        np.testing.assert_allclose(result[name].double().numpy(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-15), (torch.bfloat16, 2 ** -8)])
+@pytest.mark.parametrize("flat", [False, True])
+def test_equals_the_loop(dtype, tolerance, flat):
+    parts, weights = clients(4, dtype), [0.1, 0.4, 0.3, 0.2]
+    given = [FlatTensors.pack(p) for p in parts] if flat else parts
+    result = weighted_mean(given, weights)
+    same(result, oracle(parts, weights), tolerance)
+    assert all(result[n].dtype == dtype and result[n].shape == parts[0][n].shape for n in SHAPES)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 10 ** 6), min_size=1, max_size=9), st.integers(0, 2 ** 31))
+def test_any_number_of_clients_and_sizes(sizes, seed):
+    parts = clients(len(sizes), seed=seed)
+    weights = [n / sum(sizes) for n in sizes]
+    same(weighted_mean(parts, weights), oracle(parts, weights), 2e-6)
+
+
+def test_three_unequal_clients_by_hand():
+    # One number a client; anything but 1/8 · 8 + 2/8 · 16 + 5/8 · 32 = 25 is a bug, client 1's own 8 first of all.
+    parts = [{"x": torch.tensor([v])} for v in (8.0, 16.0, 32.0)]
+    assert weighted_mean(parts, [1 / 8, 2 / 8, 5 / 8])["x"].item() == 25
+
+
+def test_mixed_dtypes_keep_their_own():
+    parts = [{**p, "half": p["a"].bfloat16(), "long": p["b"].double()} for p in clients(3)]
+    weights = [0.5, 0.2, 0.3]
+    result = weighted_mean(parts, weights)
+    assert (result["half"].dtype, result["long"].dtype, result["a"].dtype) == (
+        torch.bfloat16, torch.float64, torch.float32)
+    assert list(result) == list(parts[0])
+    expected = oracle(parts, weights)
+    same({"long": result["long"]}, {"long": expected["long"]}, 1e-15)
+    same({"half": result["half"]}, {"half": expected["half"]}, 2 ** -8)
+
+
+def test_half_precision_is_summed_in_float32():
+    # 256 terms of 1/256: a bfloat16 running sum stalls long before 1.
+    parts = [{"x": torch.full((5,), 1.0, dtype=torch.bfloat16)} for _ in range(256)]
+    assert torch.equal(weighted_mean(parts, [1 / 256] * 256)["x"], torch.ones(5, dtype=torch.bfloat16))
+    # Rounded once, at the end: the error is at most half a step of bfloat16.
+    parts, weights = clients(3, torch.bfloat16, {"x": (4000,)}), [0.2, 0.3, 0.5]
+    exact = torch.from_numpy(oracle(parts, weights)["x"])
+    assert torch.equal(weighted_mean(parts, weights)["x"], exact.float().bfloat16())
+
+
+@pytest.mark.parametrize("size", [mean_module._BLOCK - 1, mean_module._BLOCK, 2 * mean_module._BLOCK + 17])
+def test_longer_than_a_block(size):
+    parts, weights = clients(3, shapes={"x": (size,)}), [0.2, 0.5, 0.3]
+    same(weighted_mean(parts, weights), oracle(parts, weights), 1e-6)
+
+
+def test_blocks_need_not_meet_tensor_borders(monkeypatch):
+    monkeypatch.setattr(mean_module, "_BLOCK", 4)
+    parts, weights = clients(3), [0.2, 0.5, 0.3]
+    same(weighted_mean(parts, weights), oracle(parts, weights), 1e-6)
+
+
+def test_the_inputs_are_left_alone():
+    parts = [FlatTensors.pack(p) for p in clients(3)]
+    before = [p.flat.clone() for p in parts]
+    result = weighted_mean(parts, [0.2, 0.5, 0.3])
+    for name in result:
+        result[name].zero_()
+    assert all(torch.equal(p.flat, b) for p, b in zip(parts, before))
+
+
+def test_flat_and_dict_clients_give_the_same_bits():
+    parts, weights = clients(3), [0.2, 0.5, 0.3]
+    plain = weighted_mean(parts, weights)
+    mixed = weighted_mean([FlatTensors.pack(parts[0]), parts[1], dict(reversed(parts[2].items()))], weights)
+    assert all(torch.equal(plain[n], mixed[n]) for n in plain)
+
+
+def test_what_cannot_be_averaged_is_refused():
+    one, two = clients(2)
+    for wrong in (([], []), ([one, two], [1.0])):
+        with pytest.raises(ValueError, match="one weight per client"):
+            weighted_mean(*wrong)
+    others = [{**two, "a": two["a"].T}, {n: t for n, t in two.items() if n != "a"}, {**two, "more": two["a"]},
+              {**two, "a": two["a"].double()}]
+    for other in others:
+        with pytest.raises(ValueError, match="disagree"):
+            weighted_mean([one, other], [0.5, 0.5])
+        with pytest.raises(ValueError, match="disagree"):
+            weighted_mean([other, one], [0.5, 0.5])
+    with pytest.raises(ValueError, match="disagree"):
+        weighted_mean([FlatTensors.pack(one), FlatTensors.pack({n: t.double() for n, t in one.items()})], [0.5, 0.5])
+
+
+# -- the flat buffer -----------------------------------------------------------------------------------
+
+def test_flat_tensors_are_views_in_name_order():
+    part = clients(1)[0]
+    flat = FlatTensors.pack(part)
+    assert list(flat) == sorted(part) and len(flat) == len(part) and flat.flat.numel() == 3 * 5 + 2 * 7 + 1 + 48
+    assert all(torch.equal(flat[n], part[n]) and flat[n].shape == part[n].shape for n in part)
+    flat.flat.zero_()
+    assert not any(t.any() for t in flat.values()) and part["a"].any()
+    assert len(FlatTensors.pack({})) == 0
+
+
+def test_flat_tensors_refuse_what_they_cannot_hold():
+    with pytest.raises(TypeError, match="one dtype"):
+        FlatTensors.pack({"x": torch.zeros(2), "y": torch.zeros(2).double()})
+    with pytest.raises(ValueError, match="holds 3"):
+        FlatTensors(torch.zeros(3), (("x", (2, 2)),))
+
+
+def test_packing_a_transposed_tensor_keeps_its_values():
+    part = {"x": torch.arange(6.0).reshape(2, 3).T}
+    assert torch.equal(FlatTensors.pack(part)["x"], part["x"])
+
+
+def test_bytes_of_tensors():
+    tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16), "c": torch.empty(4, 4, device="meta")}
+    assert nbytes(tensors) == 3 * 5 * 4 + 7 * 2 + 4 * 4 * 4
+    # A view counts what it holds, not the storage behind it.
+    assert nbytes({"view": torch.zeros(1000)[:3]}) == 12
