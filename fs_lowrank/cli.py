@@ -15,7 +15,8 @@ from rich.table import Table
 from . import __version__
 from .errors import UserError
 
-console = Console(highlight=False)
+# A pipe has no width of its own; a table cut to 80 columns is of no use in a log.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -119,19 +120,20 @@ def _announce(config, name: str) -> None:
 
 def _results_table(results: dict) -> Table:
     from .runs.summary import human_bytes, per_client_and_round, seconds
-    table = Table(title="held-out results; bytes per client and round, with (without) the head")
+    table = Table(title="bytes are per client and round; the head is the new classifier", title_justify="left")
     first = next(iter(results.values()))
-    metrics = [k for k in first.final if k != "best_round"]
-    for column in ("method", *(m.replace("_", " ") for m in metrics), "majority class", "uplink", "downlink",
-                   "training", "aggregation"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    metrics = sorted(k for k in first.final if k != "best_round")
+    columns = ["method", *(m.replace("_", "\n") for m in metrics), "majority\nclass", "uplink\nwith head",
+               "downlink\nwith head", "uplink\nno head", "downlink\nno head", "training\ntotal", "aggregation\na round"]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for name, result in results.items():
         sent, spent = per_client_and_round(result.history), seconds(result.history)
         majority = result.facts["majority"]
         table.add_row(
             name, *(f"{result.final[m]:.3f}" for m in metrics), "-" if majority is None else f"{majority:.3f}",
-            *(f"{human_bytes(sent[d])} ({human_bytes(sent[d + '_without_head'])})" for d in ("uplink", "downlink")),
-            f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms a round")
+            *(human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")),
+            f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms")
     return table
 
 

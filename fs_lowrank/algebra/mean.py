@@ -21,7 +21,8 @@ def _mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     out = torch.empty(first.shape, dtype=_accumulator_dtype(first.dtype), device=first.device)
     for start in range(0, out.numel(), _BLOCK):
         block = out[start:start + _BLOCK]
-        torch.mul(first[start:start + _BLOCK], weights[0], out=block)
+        # Copied first: the product of a 16-bit row would be rounded to 16 bits before it is widened.
+        block.copy_(first[start:start + _BLOCK]).mul_(weights[0])
         for row, weight in zip(rows[1:], weights[1:]):
             block.add_(row[start:start + _BLOCK], alpha=weight)
     return out.to(first.dtype)
@@ -38,18 +39,23 @@ def weighted_mean(tensors: Sequence[Mapping[str, Tensor]], weights: Sequence[flo
         New tensors of the same names, shapes and dtypes, summed in float32 (float64 for float64),
         in the order given.
     Raises:
-        ValueError: nothing to average, or names or shapes differ.
+        ValueError: nothing to average, or names, shapes or dtypes differ.
     """
     if not tensors or len(tensors) != len(weights):
         raise ValueError(f"need one weight per client, got {len(tensors)} clients and {len(weights)} weights")
+    disagree = ValueError("clients disagree on the names, shapes or dtypes of the tensors to average")
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors[0].items():
         by_dtype.setdefault(tensor.dtype, []).append(name)
     result: dict[str, Tensor] = {}
-    for names in by_dtype.values():
-        packed = [t if isinstance(t, FlatTensors) else FlatTensors.pack({n: t[n] for n in names}) for t in tensors]
-        if any(p.layout != packed[0].layout for p in packed):
-            raise ValueError("clients disagree on the names or shapes of the tensors to average")
+    for dtype, names in by_dtype.items():
+        try:
+            packed = [t if isinstance(t, FlatTensors) else FlatTensors.pack({n: t[n] for n in names}) for t in tensors]
+        except (KeyError, TypeError):
+            raise disagree from None
+        if any(len(t) != len(tensors[0]) or p.layout != packed[0].layout or p.flat.dtype != dtype
+               for t, p in zip(tensors, packed)):
+            raise disagree
         flat = _mean([p.flat for p in packed], weights)
         result.update(FlatTensors(flat, packed[0].layout))
     return {name: result[name] for name in tensors[0]}

@@ -86,10 +86,17 @@ class Server:
         if len(updates) < self.min_clients:
             raise TooFewClients(f"round {round}: {len(updates)} usable updates, lowrank.min_clients is "
                                 f"{self.min_clients}")
+        before = self.state
         with torch.no_grad():
-            self.state, message = self.method.aggregate(updates, self.state, round)
+            self.state, message = self.method.aggregate(updates, before, round)
         for name, tensor in message.items():
             self.outbox[name] = (round, tensor if self.keep_messages else tensor.to("meta"))
+        everyone_has = min(self.synced.get(client, 0) for client in range(1, self.num_clients + 1))
+        for name in list(self.outbox):
+            # What changed without being sent is drawn anew by every copy: an older value must not overtake it.
+            redrawn = name not in message and self.state.get(name) is not before.get(name)
+            if redrawn or self.outbox[name][0] <= everyone_has:
+                del self.outbox[name]
         return message
 
     def sizes(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:

@@ -234,8 +234,20 @@ class Method:
         return (torch.rand(*shape, generator=generator) * 2 - 1) * bound
 
 
+def split_merges(message: Tensors) -> tuple[list[tuple[int, str, Tensor, Tensor]], dict[str, Tensor]]:
+    """A message's products to merge, as ``(round, name of the lora_A, B, A)`` in the order of rounds, and the rest.
+
+    A product travels as the two entries ``merge:<round>:<name>`` of its halves.
+    """
+    rest = {n: t for n, t in message.items() if not n.startswith("merge:")}
+    keys = sorted((int(n.split(":", 2)[1]), n.split(":", 2)[2]) for n in message.keys() - rest.keys())
+    downs = [(r, a) for r, a in keys if ".lora_A." in a]
+    return [(r, a, message[f"merge:{r}:{a.replace('.lora_A.', '.lora_B.')}"], message[f"merge:{r}:{a}"])
+            for r, a in downs], rest
+
+
 def check_update(update: Update, expected: Tensors) -> Update:
-    """The update as a flat buffer if it is what was asked for.
+    """A copy of the update if it is what was asked for, in one flat buffer where its tensors share a dtype.
 
     Raises:
         RefusedUpdate: a missing, unknown, misshapen or wrongly typed tensor, or one that is not finite;
@@ -257,6 +269,9 @@ def check_update(update: Update, expected: Tensors) -> Update:
             raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
     if update.num_samples < 1:
         raise RefusedUpdate(f"{who}: says it has {update.num_samples} samples")
-    if len({t.dtype for t in got.values()}) == 1 and not isinstance(got, FlatTensors):
-        return dataclasses.replace(update, tensors=FlatTensors.pack(got))
-    return update
+    if isinstance(got, FlatTensors):
+        return update
+    # What came may be a model's own parameters, which the next client overwrites.
+    flat = len({t.dtype for t in got.values()}) == 1
+    return dataclasses.replace(
+        update, tensors=FlatTensors.pack(got) if flat else {n: t.detach().clone() for n, t in got.items()})

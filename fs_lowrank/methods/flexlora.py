@@ -31,12 +31,13 @@ class FlexLoRA(RankedMethod):
     def aggregate(self, updates, state, round):
         message, _ = self.average(updates, state, tagged=("head",))
         weights = self.weights(updates)
-        scale = self.adapter.scale(self.rank())
+        adapter, rank = self.adapter, self.rank()
+        scale = adapter.scale(rank)
         for b, a in pairs(updates[0].tensors):
             u, s, vh = low_rank_sum_svd(
                 [u.tensors[b].flatten(1) for u in updates], [u.tensors[a].flatten(1) for u in updates],
-                [p * self.adapter.scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)], self.rank())
-            u, s, vh = top_components(u, s / scale, vh, self.rank(), fill=state[a].flatten(1))
+                [p * adapter.scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)], rank)
+            u, s, vh = top_components(u, s / scale, vh, rank, fill=state[a].flatten(1))
             root = s.sqrt() if self.params.split == "sqrt" else None
             message[b] = (u * (s if root is None else root)).reshape(state[b].shape)
             message[a] = (vh if root is None else root[:, None] * vh).reshape(state[a].shape)

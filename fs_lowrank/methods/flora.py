@@ -14,7 +14,7 @@ from torch import nn
 from ..algebra import stack_pairs
 from ..models.adapters import base_weight_name, load_tensors, merge_pair
 from ..models.names import named_tensors, pairs
-from .base import Tensors
+from .base import Tensors, split_merges
 from .ranks import RankedMethod, RankedParams
 from .registry import register_method
 
@@ -29,28 +29,28 @@ class FLoRA(RankedMethod):
     def aggregate(self, updates, state, round):
         message, _ = self.average(updates, state, tagged=("head",))
         fresh = dict(message)
-        weights = self.weights(updates)
+        weights, scale = self.weights(updates), self.adapter.scale
         for b, a in pairs(updates[0].tensors):
             up, down = stack_pairs(
                 [u.tensors[b].flatten(1) for u in updates], [u.tensors[a].flatten(1) for u in updates],
-                [p * self.adapter.scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)])
+                [p * scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)])
             message[f"merge:{round}:{b}"], message[f"merge:{round}:{a}"] = up, down
             fresh[a] = self.draw_down(a, state[a].shape, round).to(state[a])
             fresh[b] = torch.zeros_like(state[b])
         return {**state, **fresh}, message
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
-        merges = sorted((int(n.split(":")[1]), n.split(":", 2)[2]) for n in message if n.startswith("merge:"))
-        for merged_in, a in merges:
-            if ".lora_A." in a:
-                b = a.replace(".lora_A.", ".lora_B.")
-                merge_pair(model, a, message[f"merge:{merged_in}:{b}"], message[f"merge:{merged_in}:{a}"])
-        load_tensors(model, {n: t for n, t in message.items() if not n.startswith("merge:")})
+        merges, rest = split_merges(message)
+        for _, a, up, down in merges:
+            merge_pair(model, a, up, down)
+        load_tensors(model, rest)
         pair = named_tensors(model, ("adapter",))
+        fresh = {}
         for b, a in pairs(pair):
             rank = pair[a].shape[0]
             drawn = self.draw_down(a, (self.rank(), *pair[a].shape[1:]), round)[:rank]
-            load_tensors(model, {a: drawn.to(pair[a]), b: torch.zeros_like(pair[b])})
+            fresh |= {a: drawn.to(pair[a]), b: torch.zeros_like(pair[b])}
+        load_tensors(model, fresh)
 
     def changed_base(self, model: nn.Module) -> list[str]:
         return [base_weight_name(a) for _, a in pairs(named_tensors(model, ("adapter",)))]

@@ -10,7 +10,7 @@ from ..errors import UserError, nearest
 from .base import Method, Setting
 
 ENTRY_POINTS = "fs_lowrank.methods"
-_BUILT_IN = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora")
+_BUILT_IN = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora", "fedloru")
 _ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
 _METHODS: dict[str, type[Method]] = {}
 

@@ -6,7 +6,7 @@ A tag is a word that a method uses to say what trains and what is sent:
 ``lora_A``   the down-projection of the shared adapter, ``(r, d_in)``, random at start
 ``lora_B``   the up-projection of the shared adapter, ``(d_out, r)``, zero at start
 ``adapter``  any tensor of the shared adapter (also LoHa's and LoKr's)
-``personal`` any tensor of an adapter called ``personal``, which never leaves its client
+``personal`` any tensor of an adapter called ``personal``; so for any adapter that is not PEFT's ``default``
 ``head``     a classifier that is new for the task
 ``x``        a name ``x:…`` is no tensor of the model but what a method keeps or sends beside them
 ``base``     everything else: the weights the model came with
@@ -15,6 +15,7 @@ A tag is a word that a method uses to say what trains and what is sent:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ _ADAPTER_PARTS = ("lora_A", "lora_B", "hada_w1_a", "hada_w1_b", "hada_w2_a", "ha
                   "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 
 
+@lru_cache(maxsize=1 << 16)
 def tags(name: str) -> frozenset[str]:
     """The tags of the tensor called ``name`` in ``model.named_parameters()``."""
     if ":" in name:
@@ -30,8 +32,8 @@ def tags(name: str) -> frozenset[str]:
     parts = name.split(".")
     for part in _ADAPTER_PARTS:
         if part in parts:
-            owner = "personal" if "personal" in parts else "adapter"
-            return frozenset({owner, part} if owner == "adapter" else {owner})
+            adapter = parts[parts.index(part) + 1]
+            return frozenset({"adapter", part} if adapter == "default" else {adapter})
     if "original_module" in parts:
         return frozenset()  # PEFT's untouched copy of a head: never trained, never sent
     if "modules_to_save" in parts or any(part in parts for part in HEAD_MODULES):

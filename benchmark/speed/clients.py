@@ -1,0 +1,95 @@
+"""Many clients in one process: peak memory and set-up time, each taken in a process of its own."""
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from . import row
+
+SETTINGS = {
+    "federate": {"method": "fedlora", "client_num": 1000, "total_round_num": 1},
+    "data": {"type": "sentiment", "splitter": "iid", "splits": [0.96, 0.0, 0.04]},
+    "model": {"type": "minilm@transformers"},
+    "llm": {"tok_len": 16, "adapter": {"args": [{"r": 4, "alpha": 8, "modules": ["query", "value"]}]}},
+    "dataloader": {"batch_size": 2}, "train": {"local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
+    "eval": {"split": ["test"], "freq": 0, "batch_size": 64},
+}
+#: what a run may take beside the base model and the clients' adapters
+ALLOWED = 1.5e9
+
+
+def peak_bytes() -> int:
+    """The most memory this process ever held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def measure(settings: dict, train: bool) -> dict:
+    """Set up the run and, if ``train``, run it; the peak is of this whole process."""
+    from fs_lowrank import load_config
+    from fs_lowrank.algebra import nbytes
+    from fs_lowrank.engines.local import LocalEngine
+    imported = peak_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(settings, outdir=folder)
+        started = time.perf_counter()
+        engine = LocalEngine(config)
+        found = {
+            "clients": len(engine.clients), "setup_seconds": time.perf_counter() - started,
+            "base_bytes": sum(p.numel() * p.element_size() for n, p in engine.model.named_parameters()
+                              if n not in engine.server.state),
+            "adapter_bytes": nbytes(engine.method.view(engine.server.state)),
+            "imported_peak_bytes": imported, "setup_peak_bytes": peak_bytes(),
+        }
+        if train:
+            started = time.perf_counter()
+            result = engine.run()
+            found.update(run_seconds=time.perf_counter() - started, peak_bytes=peak_bytes(),
+                         updates_a_round=[len(r["clients"]) for r in result.history],
+                         aggregation_seconds=[r["seconds"]["aggregation"] for r in result.history])
+    return found
+
+
+def in_fresh_process(settings: dict, train: bool) -> dict:
+    """``measure`` where nothing has been allocated yet."""
+    done = subprocess.run([sys.executable, "-m", __name__, json.dumps(settings), json.dumps(train)],
+                          cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the measuring process failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def with_federate(settings: dict, **keys) -> dict:
+    return {**settings, "federate": {**settings["federate"], **keys}}
+
+
+def run(settings: dict = SETTINGS, few: int = 10, turns: int = 3) -> dict:
+    """1,000 clients: set-up against that of a few, and a round of all and rounds of some of them."""
+    many = settings["federate"]["client_num"]
+    setups = {n: [] for n in (few, many)}
+    for _ in range(turns):
+        for n in setups:
+            setups[n].append(in_fresh_process(with_federate(settings, client_num=n), False)["setup_seconds"])
+    least = {n: min(taken) for n, taken in setups.items()}
+    milliseconds = 1e3 * (least[many] - least[few]) / (many - few)
+    everyone = in_fresh_process(settings, True)
+    some = in_fresh_process(with_federate(settings, sample_client_num=many // 10, total_round_num=2), True)
+    rows = [row(f"{many:,} clients, MiniLM, rank 4", "set-up, milliseconds a client", milliseconds, "milliseconds",
+                milliseconds < 10, f"{least[many]:.2f} s with {many:,}, {least[few]:.2f} s with {few}")]
+    for case, found in ((f"a round of all {many:,}", everyone), (f"two rounds of {many // 10} of them", some)):
+        limit = found["base_bytes"] + many * found["adapter_bytes"] + ALLOWED
+        rows.append(row(case, "peak memory ÷ (base + all adapters + 1.5 GB)", found["peak_bytes"] / limit, "≤ 1",
+                        found["peak_bytes"] <= limit,
+                        f"{found['peak_bytes'] / 1e6:.0f} MB of {limit / 1e6:.0f} MB; base {found['base_bytes'] / 1e6:.0f} "
+                        f"MB, adapter {found['adapter_bytes'] / 1e3:.0f} kB, libraries alone "
+                        f"{found['imported_peak_bytes'] / 1e6:.0f} MB"))
+    return {"rows": rows, "results": {"setup_seconds": setups, "everyone": everyone, "some": some}}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]), json.loads(sys.argv[2]))))

@@ -1,0 +1,305 @@
+"""What every engine's run has in common: data, method and model made from a configuration, and what it leaves behind.
+
+All randomness is derived from the seed by purpose, round and client, so that a run which was stopped and
+resumed draws what it would have drawn, on every engine.
+"""
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Config
+from ..data import build_data, load_raw
+from ..errors import UserError
+from ..methods import Client, Method, Update, create_method
+from ..models.adapters import load_tensors
+from ..models.build import build_model, build_tokenizer
+from ..models.frozen import FrozenPrefix
+from ..models.names import named_tensors, tags
+from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from ..runs.environment import environment, model_fingerprint
+from ..runs.plots import plot_curves
+from ..runs.records import Records, read_records
+from ..runs.result import RunResult
+from ..seeds import derive
+from ..training import evaluate, train_client
+from ..training.local import LocalResult
+from ..training.schedule import check_scheduler, lr_at
+from .server import Server
+
+logger = logging.getLogger("fs_lowrank")
+
+#: how the names of ``eval.split`` stand in the data
+_SPLITS = {"test": "test", "val": "validation"}
+
+
+def device_of(config: Config) -> torch.device:
+    """The device the configuration asks for.
+
+    Raises:
+        UserError: a GPU is asked for and there is none.
+    """
+    if not config.use_gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("use_gpu is True, but torch finds no GPU; set use_gpu False, or install a CUDA build of torch")
+    return torch.device("cuda", max(int(config.device), 0))
+
+
+def method_of(config: Config) -> Method:
+    """The configured method."""
+    server = config.fedopt.optimizer
+    return create_method(
+        config.federate.method, adapter=config.adapter, rounds=config.federate.total_round_num, seed=config.seed,
+        uniform=config.federate.ignore_weight,
+        server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
+        **config.method_params)
+
+
+class Run:
+    """One run: what an engine drives.
+
+    Args:
+        config: the run's configuration.
+        keep_messages: keep the messages' values on the server; for clients that have a model of their own.
+    """
+
+    def __init__(self, config: Config, keep_messages: bool = False):
+        check_scheduler(config.train.scheduler)
+        self.config = config
+        self.device = device_of(config)
+        self.method = method_of(config)
+        raw = load_raw(config.data)
+        self.tokenizer = build_tokenizer(config)
+        self.data = build_data(config, self.tokenizer, raw=raw)
+        self._check_splits()
+        model = build_model(config, self.data.num_labels, self.tokenizer.pad_token_id)
+        self.base_fingerprint = model_fingerprint(model)
+        self.model = self.method.adapt(model).to(self.device)
+        self.clients = [Client(i + 1, len(e), batches=self._passes(e)) for i, e in enumerate(self.data.clients)]
+        self.server = Server(self.method, self.method.initial_state(self.model), len(self.clients),
+                             config.sampled_per_round, config.lowrank.min_clients, config.seed,
+                             drop_rate=config.lowrank.drop_rate, keep_messages=keep_messages)
+        self.personal: dict[int, dict[str, Tensor]] = {}
+        self.untrained_personal = self._personal_now()
+        self.prefix = self._frozen_prefix()
+
+    def _passes(self, examples):
+        def batches():
+            for start in range(0, len(examples), self.config.dataloader.batch_size):
+                yield examples.batch(range(start, min(start + self.config.dataloader.batch_size, len(examples))))
+        return batches
+
+    def _check_splits(self) -> None:
+        for split in self.config.eval.split:
+            if split == "train":
+                raise UserError("eval.split: held-out data is evaluated, test or val; a round's record has the "
+                                "training loss already")
+            if split == "test" and self.data.test is None:
+                raise UserError(f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
+                                f"for it (now {list(self.config.data.splits)}) or take it out of eval.split")
+
+    def _frozen_prefix(self) -> FrozenPrefix | None:
+        train = self.config.train
+        if train.frozen_dropout:
+            return None
+        prefix = FrozenPrefix(self.model, {*self.method.shared, *self.method.personal},
+                              limit=train.cache_frozen_bytes if train.cache_frozen == "auto" else 0,
+                              folder=train.cache_frozen_dir or None)
+        prefix.plan(self._owners())
+        return prefix if prefix else None
+
+    def _owners(self) -> dict[str, tuple[object, float]]:
+        """Whose data the run goes through, and how often: for ``FrozenPrefix.plan``."""
+        train = self.config.train
+        rounds = range(1, self.config.federate.total_round_num + 1)
+        owners = {split: (examples, sum(map(self._evaluates, rounds))) for split, examples in self._held_out().items()}
+        share = len(rounds) * self.config.sampled_per_round / len(self.clients)
+        for client, examples in zip(self.clients, self.data.clients):
+            steps = train.local_update_steps * share
+            samples = self.config.dataloader.batch_size * self.config.grad.grad_accum_count
+            passes = steps if train.batch_or_epoch == "epoch" else steps * samples / len(examples)
+            owners[f"client {client.id}"] = (examples, passes)
+        return owners
+
+    def _held_out(self) -> dict[str, object]:
+        """The splits to evaluate on, by the names of ``eval.split``; an empty validation set is left out."""
+        found = {split: getattr(self.data, _SPLITS[split]) for split in self.config.eval.split if split in _SPLITS}
+        return {split: examples for split, examples in found.items() if examples is not None}
+
+    def _personal_now(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in named_tensors(model or self.model, self.method.personal).items()}
+
+    def _fit(self, client: Client, examples, round: int, model: nn.Module,
+             prefix: FrozenPrefix | None) -> tuple[Update, LocalResult]:
+        """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors."""
+        config = self.config
+        result = train_client(
+            model, examples, self.method.phases(round), config,
+            lr=lr_at(round, config.federate.total_round_num, config.train.optimizer.lr, config.train.scheduler),
+            seed=derive(config.seed, "train", round, client.id), owner=f"client {client.id}", prefix=prefix)
+        tensors = {n: t.detach() for n, t in self.method.upload(model, round, client).items()}
+        return Update(client.id, client.num_samples, tensors), result
+
+    def _record(self, round: int, *, selected: list[int], failed: list[dict], losses: Mapping[int, float],
+                uplink: Mapping[int, tuple[int, int]], downlink: Mapping[int, tuple[int, int]],
+                samples: Mapping[int, int], metrics: dict, seconds: Mapping[str, float]) -> dict:
+        """The line of ``rounds.jsonl``; bytes come by client, with and without the head."""
+        return {
+            "round": round, "selected": selected, "clients": sorted(losses), "failed": failed,
+            "loss": sum(losses[c] * samples[c] for c in losses) / sum(samples[c] for c in losses), "metrics": metrics,
+            "uplink_bytes": sum(b for b, _ in uplink.values()),
+            "uplink_bytes_without_head": sum(b for _, b in uplink.values()),
+            "downlink_bytes": sum(b for b, _ in downlink.values()),
+            "downlink_bytes_without_head": sum(b for _, b in downlink.values()),
+            "client_uplink_bytes": {c: b for c, (b, _) in uplink.items()},
+            "client_downlink_bytes": {c: b for c, (b, _) in downlink.items()},
+            "adapter_norm": self._norms(), "seconds": dict(seconds),
+        }
+
+    def _norms(self) -> dict[str, float]:
+        """Frobenius norm over all layers, of each half of the pair, or of the weights of a full method."""
+        groups: dict[str, list[Tensor]] = {}
+        for name, tensor in self.method.view(self.server.state).items():
+            group = next((t for t in ("lora_A", "lora_B", "adapter", "head", "base") if t in tags(name)), "other")
+            groups.setdefault(group, []).append(tensor)
+        return {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in sorted(groups.items())}
+
+    def _evaluates(self, round: int) -> bool:
+        freq = self.config.eval.freq
+        return (freq > 0 and round % freq == 0) or round == self.config.federate.total_round_num
+
+    def _evaluate(self) -> dict[str, dict[str, float]]:
+        size = self.config.eval.batch_size or self.config.dataloader.batch_size
+        return {split: evaluate(self.model, examples, size, owner=split, prefix=self.prefix)
+                for split, examples in self._held_out().items()}
+
+    # -- on disk -------------------------------------------------------------------------------------
+
+    @property
+    def outdir(self) -> Path:
+        return Path(self.config.outdir) / self.config.expname
+
+    def _start(self, resume: bool) -> Checkpoint | None:
+        self.outdir.mkdir(parents=True, exist_ok=True)
+        records = self.outdir / "rounds.jsonl"
+        checkpoint = load_checkpoint(self.outdir / "checkpoint") if resume else None
+        if not resume and (self.outdir / "checkpoint").exists():
+            raise UserError(f"{self.outdir} holds a run already; continue it with --resume, or choose another outdir")
+        history = []
+        if checkpoint:
+            self._restore(checkpoint)
+            history = read_records(records, up_to=checkpoint.round)
+            if len(history) < checkpoint.round:
+                raise UserError(f"{records} lacks records of rounds before {checkpoint.round}; it was changed by hand, "
+                                "so the run cannot be continued; start again in another outdir")
+        self.records = Records(records, history)
+        self.config.dump(self.outdir / "config.yaml")
+        (self.outdir / "environment.json").write_text(json.dumps(environment(), indent=1))
+        (self.outdir / "data.json").write_text(json.dumps(
+            {"source": self.data.source, "fingerprint": self.data.fingerprint,
+             "skipped": self.data.skipped, "partition": json.loads(self.data.partition.to_json())}))
+        return checkpoint
+
+    def _checkpoint_due(self, round: int) -> bool:
+        freq = self.config.lowrank.checkpoint_freq
+        return freq > 0 and (round % freq == 0 or round == self.config.federate.total_round_num)
+
+    def _save(self, round: int) -> None:
+        state = self.server.state
+        changed = set(self.method.changed_base(self.model))
+        parts = {"state": {n: v for n, v in state.items() if isinstance(v, Tensor)},
+                 "base": {n: p for n, p in self.model.named_parameters() if n in changed},
+                 "personal": {f"{c}/{n}": t for c, own in self.personal.items() for n, t in own.items()}}
+        outbox = {n: [came, list(t.shape), str(t.dtype).removeprefix("torch.")]
+                  for n, (came, t) in self.server.outbox.items()}
+        save_checkpoint(self.outdir / "checkpoint", round, {n: p for n, p in parts.items() if p}, {
+            "numbers": {n: v for n, v in state.items() if not isinstance(v, Tensor)},
+            "synced": self.server.synced, "outbox": outbox, "config": self.config.to_dict(),
+            "data": self.data.fingerprint, "model": self.base_fingerprint}, keep=self.config.lowrank.keep_checkpoints)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        for what, now in (("data", self.data.fingerprint), ("model", self.base_fingerprint)):
+            if checkpoint.meta[what] != now:
+                raise UserError(f"the {what} is not what the run in {self.outdir} started with; "
+                                "it cannot be continued with another")
+        self._check_same_run(checkpoint.meta["config"])
+        to = lambda tensors: {n: t.to(self.device) for n, t in tensors.items()}  # noqa: E731
+        self.server.state = {**to(checkpoint.parts.get("state", {})), **checkpoint.meta["numbers"]}
+        self.server.synced = {int(c): r for c, r in checkpoint.meta["synced"].items()}
+        self.server.outbox = {n: (came, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+                              for n, (came, shape, dtype) in checkpoint.meta["outbox"].items()}
+        for key, tensor in to(checkpoint.parts.get("personal", {})).items():
+            client, name = key.split("/", 1)
+            self.personal.setdefault(int(client), {})[name] = tensor
+        load_tensors(self.model, to(checkpoint.parts.get("base", {})))
+        load_tensors(self.model, self.method.view(self.server.state))
+
+    def _check_same_run(self, then: dict) -> None:
+        differing = [key for key, (a, b) in _differences(then, self.config.to_dict()).items()
+                     if key.split(".")[0] not in ("outdir", "expname", "verbose", "device", "use_gpu")
+                     and key not in ("federate.total_round_num", "lowrank.checkpoint_freq", "lowrank.keep_checkpoints")]
+        if _differences(then, self.config.to_dict()).keys() & {"federate.total_round_num"} and (
+                self.method.plans_ahead or self.config.train.scheduler.type):
+            differing.append("federate.total_round_num")
+        if differing:
+            raise UserError(f"the run in {self.outdir} was started with another {', '.join(differing)}; "
+                            "continue it with its own config.yaml, or choose another outdir")
+
+    def _stalled(self) -> bool:
+        """FederatedScope's early stopping: no better value for ``patience`` evaluations in a row."""
+        patience = self.config.early_stop.patience
+        values = [self._key_value(r) for r in self.records.history if r["metrics"]]
+        if patience <= 0 or len(values) <= patience or values[0] is None:
+            return False
+        best = min(range(len(values)), key=lambda i: values[i])
+        return len(values) - 1 - best >= patience
+
+    def _key_value(self, record: dict) -> float | None:
+        """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better; None if it has none."""
+        split, _, metric = self.config.eval.best_res_update_round_wise_key.partition("_")
+        value = record["metrics"].get(split, {}).get(metric)
+        return None if value is None else (value if metric == "loss" else -value)
+
+    def _finish(self) -> RunResult:
+        history = self.records.history
+        last = next(r for r in reversed(history) if r["metrics"])
+        final = {f"{split}_{name}": v for split, values in last["metrics"].items() for name, v in values.items()}
+        ranked = [r for r in history if r["metrics"] and self._key_value(r) is not None]
+        if ranked:
+            final["best_round"] = min(ranked, key=self._key_value)["round"]
+        result = RunResult(
+            history=history, final=final, outdir=self.outdir, model=self.model,
+            base_changed=bool(self.method.changed_base(self.model)) or "base" in self.method.shared,
+            facts={"method": self.method.name, "source": self.data.source, "data": self.data.fingerprint,
+                   "model": self.base_fingerprint, "config": self.config.fingerprint(),
+                   "clients": [c.num_samples for c in self.clients], "majority": self.data.majority,
+                   "labels": self.data.label_names})
+        if not result.base_changed:
+            result.saved["adapter"] = result.save_adapter(self.outdir / "adapter")
+        if result.base_changed or self.config.lowrank.save_merged:
+            result.saved["model"] = result.save_model(self.outdir / "model")
+        for folder in result.saved.values():
+            self.tokenizer.save_pretrained(str(folder))
+        result.saved["curves"] = plot_curves({self.method.name: history}, self.outdir / "curves.png",
+                                             self.data.majority)
+        summary = {"final": final, "bytes": dict(result.bytes), **result.facts,
+                   "versions": environment()["versions"], "seed": self.config.seed}
+        (self.outdir / "summary.json").write_text(json.dumps(summary, indent=1))
+        return result
+
+
+def _differences(a: dict, b: dict, prefix: str = "") -> dict[str, tuple]:
+    found = {}
+    for key in a.keys() | b.keys():
+        left, right = a.get(key), b.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            found.update(_differences(left, right, f"{prefix}{key}."))
+        elif left != right:
+            found[f"{prefix}{key}"] = (left, right)
+    return found

@@ -1,0 +1,73 @@
+"""Our data sets and partitioners, as the framework asks for them."""
+from __future__ import annotations
+
+import numpy as np
+from federatedscope.core.data import ClientData
+from federatedscope.core.splitters import BaseSplitter
+
+from ...data import PARTITIONERS, Rows, partition
+from .config import our_method
+from .session import open_session
+
+
+class Held(ClientData):
+    """One worker's data: our tokenized examples by split, of which batches are made as they are needed."""
+
+    def __init__(self, client_cfg, **splits):
+        super().__init__(client_cfg)
+        # A mapping, because the framework looks into what a split holds for the shape of its inputs.
+        for split, examples in splits.items():
+            self[split] = {"examples": examples}
+
+    def setup(self, new_client_cfg=None):
+        """The framework would build its data loaders here; ours are the examples themselves."""
+        self.client_cfg = new_client_cfg
+        return False
+
+
+def load(config, client_cfgs=None):
+    """The data of a run with one of our methods; None leaves it to the framework."""
+    if our_method(config.federate.method) is None:
+        return None
+    session = open_session(config)
+    held_out = {split: examples for split, examples in session._held_out().items() if len(examples)}
+    if session.role == "server":
+        return Held(config, **held_out), config
+    by_clients = not config.federate.make_global_eval
+
+    def of(number: int) -> Held:
+        evaluated = session.held_out_for(number) if by_clients else {}
+        return Held(config, train=session.examples(number), **evaluated)
+
+    if session.role == "client":
+        return of(max(session.index, 1)), config
+    everyone = {number: of(number) for number in range(1, len(session.clients) + 1)}
+    return {0: Held(config, **held_out), **everyone}, config
+
+
+class Partitioned(BaseSplitter):
+    """One of our partitioners, for a data set of the framework's."""
+
+    def __init__(self, client_num: int, name: str, **args):
+        super().__init__(client_num)
+        self.name, self.args = name, args
+
+    def __call__(self, dataset, prior=None, **kwargs):
+        items = [dataset[i] for i in range(len(dataset))]
+        labels = None
+        if items and isinstance(items[0], (tuple, list)) and len(items[0]) == 2:
+            labels = np.array([int(np.asarray(item[1]).reshape(-1)[0]) for item in items])
+        elif items and isinstance(items[0], dict) and "categories" in items[0]:
+            labels = np.array([int(item["categories"]) for item in items])
+        parts = partition(self.name, Rows(len(items), labels), self.client_num,
+                          np.random.default_rng(np.random.randint(2**31)), self.args)
+        return [[items[i] for i in indices] for indices in parts.indices]
+
+
+#: partitioners under these names are the framework's where its own data are concerned
+_FRAMEWORKS = ("iid", "lda", "meta")
+
+
+def splitter(kind: str, client_num: int, **args):
+    """Our partitioner called ``kind``, if the framework has none of that name."""
+    return Partitioned(client_num, kind, **args) if kind in PARTITIONERS and kind not in _FRAMEWORKS else None

@@ -1,0 +1,34 @@
+"""Telling the framework about us."""
+from __future__ import annotations
+
+import logging
+
+from . import compat, locate
+
+_KEY = "lowrank"
+
+
+def register_all() -> None:
+    """Register everything; a second call changes nothing."""
+    from federatedscope import register
+
+    from .config import extend
+    # First the keys: where the framework has not been imported yet, importing it builds its configuration from them.
+    _once(register.register_config, register.config_dict, extend)
+    from federatedscope.core.configs.config import global_cfg
+    extend(global_cfg)  # where it had been
+    from . import data, model, trainer, worker
+    _once(register.register_data, register.data_dict, data.load)
+    _once(register.register_splitter, register.splitter_dict, data.splitter)
+    _once(register.register_model, register.model_dict, model.build)
+    _once(register.register_trainer, register.trainer_dict, trainer.choose)
+    _once(register.register_worker, register.worker_dict, worker.choose)
+    compat.mend(compat.LATE, locate.require())
+    logging.getLogger("federatedscope.lowrank").setLevel(logging.INFO)
+
+
+def _once(register, registered: dict, function) -> None:
+    # The framework warns of a key that is registered anew.
+    if registered.get(_KEY) is not function:
+        registered.pop(_KEY, None)
+        register(_KEY, function)

@@ -1,0 +1,179 @@
+"""What the workers of one process share: the run's data, method and model, and the server's state.
+
+The framework hands its workers data, a model and a configuration separately, and to a model builder only the
+section ``model``. The session is made when the framework asks for the data, which it does first, and the rest
+finds it here.
+"""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...config import Config
+from ...errors import UserError
+from ...methods import Client
+from ...models.adapters import load_tensors
+from ...models.build import build_model
+from ...models.frozen import FrozenPrefix
+from ...runs.result import RunResult
+from ..common import Run
+from .config import from_framework
+
+logger = logging.getLogger("federatedscope.lowrank")
+
+_current: Session | None = None
+
+
+class Session(Run):
+    """One process's part of a run.
+
+    Args:
+        config: the run's configuration.
+        outdir: where the framework keeps the run's files; ours go there too.
+        role: ``standalone``, ``server`` or ``client``.
+        index: whose data a client process holds: 1 to the number of clients, or -1 if all it reads is its own.
+    """
+
+    def __init__(self, config: Config, outdir: Path, role: str, index: int = -1):
+        self.role, self.index, self._outdir = role, index, outdir
+        self.shares_model = role == "standalone" and config.federate.share_local_model
+        #: a client process that reads its own data takes all of it, undivided
+        divided = config if role != "client" or index > 0 else config.replace(**{
+            "federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0,
+            "lowrank.min_clients": 1})
+        super().__init__(divided, keep_messages=not self.shares_model)
+        self.config = config
+        self.on_round: Callable[[dict], object] = lambda record: None
+        self.on_client: Callable[[int, int, int], object] = lambda *_: None
+        self.resume = False
+        self.result: RunResult | None = None
+        self._handed_out = 0
+        #: what must agree between processes at the start: the frozen model, and every shared tensor, by name
+        self.proof = {} if role == "standalone" else {
+            "the base model": self.base_fingerprint,
+            **{name: _hash(t) for name, t in self.method.view(self.server.state).items()}}
+
+    @property
+    def outdir(self) -> Path:
+        return self._outdir
+
+    # -- models ------------------------------------------------------------------------------------
+
+    def next_model(self) -> nn.Module:
+        """The model for the worker that is being made: the session's own for the first and for all that share it."""
+        self._handed_out += 1
+        if self.shares_model or self.role != "standalone" or self._handed_out == 1:
+            return self.model
+        fresh = build_model(self.config, self.data.num_labels, self.tokenizer.pad_token_id)
+        return self.method.adapt(fresh).to(self.device)
+
+    def client(self, number: int) -> Client:
+        """The client that this worker is; its data are those of ``index`` in a process of its own."""
+        if self.role == "client" and self.index < 1:
+            return dataclasses.replace(self.clients[0], id=number)
+        return self.clients[number - 1]
+
+    def examples(self, number: int):
+        """The training examples of client ``number``."""
+        return self.data.clients[0 if self.role == "client" and self.index < 1 else number - 1]
+
+    def prefix_for(self, model: nn.Module, number: int) -> FrozenPrefix | None:
+        """What is kept of the frozen layers for client ``number``; the session's own where the model is."""
+        if model is self.model and (self.shares_model or self.role == "client"):
+            return self.prefix
+        train = self.config.train
+        if train.frozen_dropout:
+            return None
+        limit = train.cache_frozen_bytes / len(self.clients) if train.cache_frozen == "auto" else 0
+        prefix = FrozenPrefix(model, {*self.method.shared, *self.method.personal}, limit=limit,
+                              folder=train.cache_frozen_dir or None)
+        prefix.plan({owner: o for owner, o in self._owners().items() if owner == f"client {number}"})
+        return prefix if prefix else None
+
+    def held_out_for(self, number: int) -> dict[str, object]:
+        """Client ``number``'s share of the held-out data, where clients evaluate: every so-manieth sample."""
+        found = {}
+        for split, examples in self._held_out().items():
+            share = range(number - 1, len(examples), len(self.clients))
+            if self.role == "client" and self.index < 1:
+                share = range(len(examples))
+            if len(share):
+                found[split] = examples.select(share)
+        return found
+
+    def begin(self) -> int:
+        """Open the run's files, restore what ``resume`` asks for; returns the rounds that are done."""
+        checkpoint = self._start(self.resume)
+        return checkpoint.round if checkpoint else 0
+
+    def conclude(self) -> RunResult:
+        """Write what a finished run leaves behind; once."""
+        if self.result is None:
+            load_tensors(self.model, self.method.view(self.server.state))
+            self.result = self._finish()
+        return self.result
+
+
+def open_session(cfg) -> Session:
+    """Make the session that the framework's configuration describes, in place of any before it.
+
+    Raises:
+        UserError: anything in it that is wrong.
+    """
+    global _current
+    config = from_framework(cfg)
+    role, index = "standalone", -1
+    if config.federate.mode == "distributed":
+        role, index = cfg.distribute.role, cfg.distribute.data_idx
+        if role not in ("server", "client"):
+            raise UserError(f"distribute.role = {role!r}: expected server or client")
+        if role == "client" and index != -1 and not 1 <= index <= config.federate.client_num:
+            raise UserError(f"distribute.data_idx = {index}: expected 1 to {config.federate.client_num} (which part of "
+                            "the data this client holds), or -1 (all of what it reads is its own)")
+    _current = Session(config, Path(cfg.outdir), role, index)
+    return _current
+
+
+def current() -> Session:
+    """The session of this process.
+
+    Raises:
+        UserError: the framework was given data without asking ``get_data`` for them.
+    """
+    if _current is None:
+        raise UserError("this method needs its data from the framework's get_data(cfg), which was not called")
+    return _current
+
+
+def asked_for(model_type: str) -> Session | None:
+    """The session, if it is what a model of this type is asked for."""
+    return _current if _current is not None and _current.config.model.type == model_type else None
+
+
+def close_session() -> None:
+    """Forget the session, and with it its models."""
+    global _current
+    _current = None
+
+
+def differing(theirs: dict, mine: dict) -> list[str]:
+    """The dotted keys in which two configurations differ and that decide the result."""
+    from ...config import load_config
+    from ..common import _differences
+    decisive = ("outdir", "expname", "verbose", "device", "use_gpu", "distribute")
+    if load_config(theirs).fingerprint() == load_config(mine).fingerprint():
+        return []
+    return sorted(k for k in _differences(theirs, mine) if k.split(".")[0] not in decisive)
+
+
+def _hash(tensor: Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous().flatten()
+    digest = hashlib.sha256(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+    digest.update(plain.view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,115 @@
+"""Checkpoints: safetensors and JSON, written aside and renamed, checked by their sums when read.
+
+``checkpoint/round_000012/`` holds ``<part>.safetensors`` for each part (the method's state, the base weights
+it changed, the clients' personal tensors) and ``meta.json`` with everything that is not a tensor, the
+SHA-256 of every file and its own. A folder without a valid ``meta.json`` is no checkpoint.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import UserError
+
+logger = logging.getLogger("fs_lowrank")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint read back: the round it was taken after, its tensors by part, its metadata."""
+
+    round: int
+    parts: dict[str, dict[str, Tensor]]
+    meta: dict
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _meta_sum(meta: Mapping) -> str:
+    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_checkpoint(folder: Path, round: int, parts: Mapping[str, Mapping[str, Tensor]], meta: Mapping,
+                    keep: int = 2) -> Path:
+    """Write the checkpoint of ``round`` and drop all but the newest ``keep``.
+
+    Raises:
+        UserError: it could not be written (a full disk, say); the earlier checkpoints are as they were.
+    """
+    final, aside = folder / f"round_{round:06d}", folder / f".writing_{round:06d}"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        sums = {}
+        for part, tensors in parts.items():
+            path = aside / f"{part}.safetensors"
+            save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, path)
+            _sync(path)
+            sums[path.name] = _sum(path)
+        path = aside / "meta.json"
+        content = {"round": round, "files": sums, **meta}
+        path.write_text(json.dumps({"sha256": _meta_sum(content), **content}))
+        _sync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(aside, final)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        shutil.rmtree(aside, ignore_errors=True)
+        kept = sorted(p.name for p in folder.glob("round_*")) if folder.is_dir() else []
+        raise UserError(f"could not save the checkpoint of round {round} in {folder}: {error}; "
+                        f"last good: {kept[-1] if kept else 'none'}. Make room and run again with --resume") from error
+    for old in sorted(folder.glob("round_*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _read(path: Path) -> Checkpoint:
+    meta = json.loads((path / "meta.json").read_text())
+    if meta.pop("sha256") != _meta_sum(meta):
+        raise ValueError("meta.json is damaged: its checksum does not match")
+    for name, expected in meta["files"].items():
+        if _sum(path / name) != expected:
+            raise ValueError(f"{name} is damaged: its checksum does not match")
+    parts = {name.removesuffix(".safetensors"): load_file(path / name) for name in meta["files"]}
+    return Checkpoint(round=int(meta["round"]), parts=parts, meta=meta)
+
+
+def load_checkpoint(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None where there is none at all.
+
+    A damaged one is named in a warning and the one before it is used.
+
+    Raises:
+        UserError: there are checkpoints, and every one is damaged.
+    """
+    found = sorted(folder.glob("round_*"), reverse=True) if folder.is_dir() else []
+    for path in found:
+        try:
+            return _read(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("checkpoint %s cannot be used (%s); trying the one before", path.name, error)
+    if found:
+        raise UserError(f"every checkpoint in {folder} is damaged; start again without --resume")
+    return None

@@ -1,0 +1,40 @@
+"""What a run ran on, and on what versions."""
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import nn
+
+PACKAGES = ("fs-lowrank", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of each package that decides a result; ``not installed`` where it is missing."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def environment() -> dict:
+    """Versions and machine, as kept in ``environment.json``."""
+    return {"versions": versions(), "platform": platform.platform(), "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """12 hexadecimal digits over names, shapes, dtypes and values of all parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().cpu().contiguous().view(-1)
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]

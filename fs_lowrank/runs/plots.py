@@ -1,0 +1,43 @@
+"""Learning curves as a picture."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: float | None = None) -> Path:
+    """Draw held-out accuracy (or loss, for a causal LM) and training loss by round, and against uplink bytes.
+
+    Args:
+        histories: records by label (a method's name); majority: the share of the most frequent class.
+    """
+    import matplotlib
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    accuracy, traffic, loss = figure.subplots(1, 3)
+    split = next((s for h in histories.values() for r in h for s in ("test", "val") if s in r["metrics"]), None)
+    metric = "acc" if majority is not None else "loss"
+    for label, history in histories.items():
+        points = [(r["round"], r["metrics"][split][metric]) for r in history if split in r["metrics"]]
+        sent, total = [], 0
+        for record in history:
+            total += record["uplink_bytes"] + record["downlink_bytes"]
+            if split in record["metrics"]:
+                sent.append(total / 1e6)
+        accuracy.plot(*zip(*points), marker=".", label=label)
+        traffic.plot(sent, [y for _, y in points], marker=".", label=label)
+        loss.plot([r["round"] for r in history], [r["loss"] for r in history], label=label)
+    if majority is not None:
+        for axes in (accuracy, traffic):
+            axes.axhline(majority, color="grey", linestyle=":", label="majority class")
+    name = {"acc": "accuracy", "loss": "loss"}[metric]
+    for axes, x, y in ((accuracy, "round", f"{split} {name}"),
+                       (traffic, "megabytes sent so far, both directions", f"{split} {name}"),
+                       (loss, "round", "mean training loss")):
+        axes.set(xlabel=x, ylabel=y)
+        axes.grid(alpha=0.3)
+    accuracy.legend()
+    figure.savefig(path, dpi=120)
+    return path

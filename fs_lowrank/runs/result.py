@@ -1,0 +1,60 @@
+"""The result of a run, in Python and on disk."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from ..errors import UserError
+
+
+@dataclass
+class RunResult:
+    """What a run gave.
+
+    Attributes:
+        history: one record a round, as in ``rounds.jsonl``.
+        final: metrics of the last evaluated round, as ``{"test_acc": …, "test_loss": …}``, with ``best_round``
+            by ``eval.best_res_update_round_wise_key``.
+        outdir: where the run left its files.
+        model: the adapted model with the global tensors in it.
+        saved: what was written, by name (``adapter``, ``model``, ``curves``), as paths.
+        facts: about the run: method, source of the data, sizes of clients, majority class, fingerprints.
+    """
+
+    history: list[dict]
+    final: dict[str, float]
+    outdir: Path
+    model: nn.Module
+    base_changed: bool
+    saved: dict[str, Path] = field(default_factory=dict)
+    facts: dict = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> Mapping[str, int]:
+        """Bytes handed over in the whole run, both directions, with and without the head."""
+        keys = ("uplink_bytes", "uplink_bytes_without_head", "downlink_bytes", "downlink_bytes_without_head")
+        return {key: sum(record[key] for record in self.history) for key in keys}
+
+    def save_adapter(self, folder: str | Path) -> Path:
+        """Save the global adapter (and head) in PEFT's format.
+
+        Raises:
+            UserError: there is no adapter that holds the result: the method trained or changed the base.
+        """
+        if self.base_changed or not hasattr(self.model, "peft_config"):
+            raise UserError("this method changes the base weights, so no adapter holds its result; "
+                            "save the whole model with save_model(folder)")
+        self.model.save_pretrained(str(folder))
+        return Path(folder)
+
+    def save_model(self, folder: str | Path) -> Path:
+        """Save the whole model, any adapter merged into it; loads with plain transformers."""
+        import copy
+        model = copy.deepcopy(self.model)
+        if hasattr(model, "peft_config"):
+            model = model.merge_and_unload()
+        model.save_pretrained(str(folder))
+        return Path(folder)

@@ -1,0 +1,37 @@
+"""Figures of a whole run, from its records."""
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+
+def per_client_and_round(history: Sequence[dict]) -> dict[str, float]:
+    """Mean bytes that one client sends and receives in one round, with and without the head.
+
+    The downlink leaves out round 1, where everything comes from the seed and nothing is sent.
+
+    Returns:
+        ``uplink``, ``uplink_without_head``, ``downlink``, ``downlink_without_head`` in bytes.
+    """
+    def mean(direction: str, bare: str, records: Sequence[dict]) -> float:
+        clients = sum(len(r[f"client_{direction}_bytes"]) for r in records)
+        return sum(r[f"{direction}_bytes{bare}"] for r in records) / clients if clients else 0.0
+
+    later = [r for r in history if r["round"] > 1]
+    return {"uplink": mean("uplink", "", history), "uplink_without_head": mean("uplink", "_without_head", history),
+            "downlink": mean("downlink", "", later), "downlink_without_head": mean("downlink", "_without_head", later)}
+
+
+def seconds(history: Sequence[dict]) -> dict[str, float]:
+    """Seconds of the whole run for training, aggregation and evaluation, and the median aggregation of a round."""
+    total = {k: sum(r["seconds"][k] for r in history) for k in ("training", "aggregation", "evaluation")}
+    total["aggregation_median"] = statistics.median(r["seconds"]["aggregation"] for r in history)
+    return total
+
+
+def human_bytes(n: float) -> str:
+    """``12.3 kB``, ``1.5 MB``: powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000

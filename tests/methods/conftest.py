@@ -1,0 +1,162 @@
+"""A net of non-square layers (one a convolution), and clients that are true copies of it, message by message."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fs_lowrank.config import AdapterSpec
+from fs_lowrank.engines.server import Server
+from fs_lowrank.methods import Client, Method, Update, create_method
+from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.training.local import set_trainable
+
+LAYERS = ("up", "conv", "down")
+ALPHA = 6
+
+
+class Net(nn.Module):
+    """12 × 7, then a convolution of 5 × (3·1·2), then 6 × 15, then a classifier: nothing is square."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.conv, self.down = nn.Linear(7, 12), nn.Conv2d(3, 5, (1, 2)), nn.Linear(15, 6)
+        self.classifier = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.up(x)).view(-1, 3, 1, 4)
+        x = torch.tanh(self.conv(x)).flatten(1)
+        return self.classifier(torch.tanh(self.down(x)))
+
+
+class Toy:
+    """What the tests of the methods need, and nothing that the methods are made of."""
+
+    layers = LAYERS
+    alpha = ALPHA
+
+    @staticmethod
+    def net() -> Net:
+        torch.manual_seed(11)
+        return Net()
+
+    @staticmethod
+    def inputs() -> Tensor:
+        return torch.randn(16, 7, generator=torch.Generator().manual_seed(5))
+
+    @staticmethod
+    def method(name: str, r: int = 2, *, rsLoRA: bool = False, **options) -> Method:
+        adapter = AdapterSpec(r=r, lora_alpha=ALPHA, target_modules=LAYERS, use_rslora=rsLoRA)
+        return create_method(name, **{"adapter": adapter, "rounds": 8, "seed": 4, **options})
+
+    @classmethod
+    def outputs(cls, model: nn.Module) -> Tensor:
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        with torch.no_grad():
+            return plain(cls.inputs()).double()
+
+    @classmethod
+    def dense_outputs(cls, changes: Mapping[str, np.ndarray], head: Mapping[str, np.ndarray] | None = None) -> Tensor:
+        """Outputs in float64 of the plain net with ``W + changes[layer]``, and another head if one is given."""
+        net = cls.net().double()
+        with torch.no_grad():
+            for layer, change in changes.items():
+                weight = getattr(net, layer).weight
+                weight += torch.from_numpy(change).reshape(weight.shape)
+            for name, value in (head or {}).items():
+                getattr(net.classifier, name).copy_(torch.from_numpy(value))
+            return net(cls.inputs().double())
+
+    @staticmethod
+    def pair(tensors: Mapping[str, Tensor], layer: str) -> tuple[np.ndarray, np.ndarray]:
+        """``(B, A)`` of a layer as float64 matrices, found by its name."""
+        def half(kind):
+            name, = (n for n in tensors if f".{layer}.lora_{kind}." in n)
+            return tensors[name].detach().double().numpy().reshape(tensors[name].shape[0], -1)
+        return half("B"), half("A")
+
+    @classmethod
+    def change(cls, tensors: Mapping[str, Tensor], layer: str, *, rsLoRA: bool = False) -> np.ndarray:
+        """``s · B · A`` of a layer in float64, with ``s`` by the rank the pair has."""
+        up, down = cls.pair(tensors, layer)
+        return ALPHA / (down.shape[0] ** 0.5 if rsLoRA else down.shape[0]) * up @ down
+
+    @staticmethod
+    def head(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """``weight`` and ``bias`` of the classifier that trains."""
+        return {n.rsplit(".", 1)[1]: t.detach().double().numpy() for n, t in tensors.items()
+                if "classifier" in n and "original_module" not in n}
+
+    @staticmethod
+    def weights(sizes: Iterable[int]) -> np.ndarray:
+        """``p_k``."""
+        sizes = np.array(list(sizes), dtype=np.float64)
+        return sizes / sizes.sum()
+
+
+class Federation:
+    """Clients that each own a model and learn of the others only through messages.
+
+    Local training is a jump drawn from client and round, so that a client that missed rounds can be compared
+    with one that did not, and no two clients agree by chance.
+    """
+
+    def __init__(self, method: Method, sizes: tuple[int, ...], min_clients: int = 1):
+        self.method, self.sizes = method, sizes
+        self.copies = {k: method.adapt(Toy.net()) for k in range(1, len(sizes) + 1)}
+        self.model = method.adapt(Toy.net())
+        self.server = Server(method, method.initial_state(self.model), len(sizes), len(sizes), min_clients, seed=0,
+                             keep_messages=True)
+        for client, copy in self.copies.items():
+            load_tensors(copy, method.view(self.server.state, client))
+        self.received: list[Update] = []
+
+    def catch_up(self, client: int, round: int) -> Mapping[str, Tensor]:
+        message = self.server.downlink(client, round)
+        if message:
+            self.method.apply(self.copies[client], message, round - 1)
+        return message
+
+    def jump(self, client: int, round: int, size: float = 0.3) -> None:
+        """What stands for local training: every tensor that trains moves, and nothing else does."""
+        generator = torch.Generator().manual_seed(1000 * client + round)
+        for phase in self.method.phases(round):
+            for parameter in set_trainable(self.copies[client], phase.train):
+                with torch.no_grad():
+                    parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+    def update(self, client: int, round: int) -> Update:
+        size = self.sizes[client - 1]
+        sent = self.method.upload(self.copies[client], round, Client(client, size))
+        return Update(client, size, {n: t.detach().clone() for n, t in sent.items()})
+
+    def round(self, round: int, clients: Iterable[int] | None = None, order=None) -> dict[str, Tensor]:
+        """One round; ``received`` holds its updates afterwards."""
+        self.received = []
+        for client in clients or self.copies:
+            self.catch_up(client, round)
+            self.jump(client, round)
+            self.received.append(self.update(client, round))
+        for update in (order or list)(self.received):
+            self.server.receive(update, round)
+        message = self.server.finish(round)
+        self.method.apply(self.model, message, round)
+        return message
+
+    def everything(self, client: int | None = None) -> dict[str, Tensor]:
+        """All parameters of a client's copy, or of the global model."""
+        model = self.model if client is None else self.copies[client]
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.fixture
+def toy():
+    return Toy
+
+
+@pytest.fixture
+def federation():
+    return Federation

@@ -1,0 +1,418 @@
+"""Every method against dense float64 sums, on layers that are not square, with unequal clients."""
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fs_lowrank.methods import Update, list_methods
+from fs_lowrank.training.local import set_trainable
+
+SIZES = (3, 10, 27)
+PAIRS = ("fedlora", "ffa_lora", "rolora", "flexlora", "flora")
+RANKED = ("flexlora", "flora")
+BUILT_IN = ("fedavg", *PAIRS)
+
+
+def equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def close(a, b, tolerance=2e-6):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
+
+
+def test_all_built_in_methods_are_here():
+    assert set(BUILT_IN) <= set(list_methods())
+
+
+# -- the averaging methods -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlora", "ffa_lora", "rolora"])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_each_tensor_is_the_mean_of_what_was_sent(toy, federation, name, uniform):
+    fed = federation(toy.method(name, uniform=uniform), SIZES)
+    p = np.full(3, 1 / 3) if uniform else toy.weights(SIZES)
+    for round in (1, 2, 3):
+        before = dict(fed.server.state)
+        message = fed.round(round)
+        assert message.keys() == fed.received[0].tensors.keys()
+        for tensor in message:
+            expected = sum(w * u.tensors[tensor].double().numpy() for w, u in zip(p, fed.received))
+            close(fed.server.state[tensor].double().numpy(), expected)
+        for tensor in before.keys() - message.keys():
+            assert torch.equal(before[tensor], fed.server.state[tensor])
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlora", "ffa_lora", "rolora"])
+def test_three_unequal_clients_by_hand(toy, federation, name):
+    # Clients that hold 8, 16 and 32 everywhere, with 1, 2 and 5 samples: 25 = (8 + 32 + 160) / 8. Client 1's own
+    # part would be 1; the plain mean 18⅔.
+    for uniform, answer in ((False, 25.0), (True, 56 / 3)):
+        method = toy.method(name, uniform=uniform)
+        fed = federation(method, (1, 2, 5))
+        expected = method.expected(fed.server.state, 1, 1)
+        updates = [Update(k, n, {tensor: torch.full_like(like, v) for tensor, like in expected.items()})
+                   for k, n, v in ((1, 1, 8.0), (2, 2, 16.0), (3, 5, 32.0))]
+        state, message = method.aggregate(updates, fed.server.state, 1)
+        assert message and all((state[n] - answer).abs().max() <= (1e-5 if uniform else 0) for n in message)
+
+
+@pytest.mark.parametrize("name", ["ffa_lora", "rolora"])
+@pytest.mark.parametrize("rsLoRA", [False, True])
+def test_the_exact_methods_average_the_products(toy, federation, name, rsLoRA):
+    fed = federation(toy.method(name, rsLoRA=rsLoRA), SIZES)
+    p = toy.weights(SIZES)
+    for round in (1, 2, 3, 4):
+        fed.round(round)
+        for layer in toy.layers:
+            # A client's product is made of what it trained and what it holds frozen: its whole copy.
+            expected = sum(w * toy.change(fed_copy, layer, rsLoRA=rsLoRA)
+                           for w, fed_copy in zip(p, map(fed.everything, fed.copies)))
+            close(toy.change(fed.server.state, layer, rsLoRA=rsLoRA), expected, 1e-5)
+
+
+def test_fedlora_is_inexact_and_says_so(toy, federation):
+    fed = federation(toy.method("fedlora"), SIZES)
+    p = toy.weights(SIZES)
+    fed.round(1)
+    for layer in toy.layers:
+        halves = [toy.pair(u.tensors, layer) for u in fed.received]
+        scale = toy.alpha / halves[0][1].shape[0]
+        mean_of_products = sum(w * scale * b @ a for w, (b, a) in zip(p, halves))
+        product_of_means = scale * sum(w * b for w, (b, _) in zip(p, halves)) @ sum(w * a for w, (_, a) in zip(p, halves))
+        got = toy.change(fed.server.state, layer)
+        close(got, product_of_means, 1e-5)
+        assert np.linalg.norm(got - mean_of_products) > 0.1 * np.linalg.norm(mean_of_products)
+
+
+# -- which half, in which round ------------------------------------------------------------------------
+
+def halves_sent(method, fed, round):
+    names = method.sent(fed.server.state, round)
+    return {half for half in ("lora_A", "lora_B", "classifier") if any(half in n for n in names)}
+
+
+@pytest.mark.parametrize("mix, alternating", [(1.0, 8), (0.5, 4), (0.3, 3), (0.2, 2), (0.01, 1), (0.0, 0)])
+def test_rolora_alternates_and_starts_with_b(toy, federation, mix, alternating):
+    # mix q: the first ⌈q·T⌉ of T = 8 rounds alternate, the rest keep A frozen.
+    method = toy.method("rolora", mix=mix)
+    fed = federation(method, (1,))
+    for round in range(1, 9):
+        half = "lora_A" if round <= alternating and round % 2 == 0 else "lora_B"
+        assert halves_sent(method, fed, round) == {half, "classifier"}, round
+
+
+def test_what_the_other_methods_send(toy, federation):
+    for name, half in (("fedlora", {"lora_A", "lora_B"}), ("ffa_lora", {"lora_B"}), ("flexlora", {"lora_A", "lora_B"}),
+                       ("flora", {"lora_A", "lora_B"})):
+        method = toy.method(name)
+        fed = federation(method, (1,))
+        assert all(halves_sent(method, fed, round) == half | {"classifier"} for round in (1, 2, 5))
+    fed = federation(toy.method("fedavg"), (1,))
+    assert fed.method.sent(fed.server.state, 1) == sorted(n for n, _ in toy.net().named_parameters())
+
+
+@pytest.mark.parametrize("name", ["ffa_lora", "rolora"])
+def test_the_frozen_half_is_the_same_tensor_everywhere(toy, federation, name):
+    # Copies are made one by one, as in separate processes: no A is handed over, so the seed has to agree.
+    fed = federation(toy.method(name), SIZES)
+    start = fed.everything()
+    assert all(start[n].any() for n in start if "lora_A" in n) and not any(start[n].any() for n in start if "lora_B" in n)
+    for client in fed.copies:
+        equal(fed.everything(client), start)
+    message = fed.round(1)
+    assert not any("lora_A" in n for n in message)
+    for client in fed.copies:
+        now = fed.everything(client)
+        equal({n: now[n] for n in now if "lora_A" in n}, {n: start[n] for n in start if "lora_A" in n})
+
+
+# -- every method --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, ranks", [*((n, ()) for n in BUILT_IN), *((n, (1, 3, 2)) for n in RANKED)])
+def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, ranks):
+    fed = federation(toy.method(name, **({"ranks": ranks} if ranks else {})), SIZES * 2)
+    # Clients 1 and 4 share a rank and a size. 1 is always there; 4 comes late, 5 once, 6 never before the end.
+    for round, clients in enumerate([(1, 2), (1, 2, 3), (1, 3, 4), (1, 2), (1, 5), (1, 2, 3)], start=1):
+        fed.round(round, clients)
+    for client in fed.copies:
+        fed.catch_up(client, 7)
+    equal(fed.everything(4), fed.everything(1))
+    for client in fed.copies:
+        now = fed.everything(client)
+        view = fed.method.view(fed.server.state, client)
+        equal({n: now[n] for n in view}, view)
+        frozen = now.keys() - view.keys()
+        equal({n: now[n] for n in frozen}, {n: fed.everything()[n] for n in frozen})
+    if not ranks:
+        close(toy.outputs(fed.copies[6]), toy.outputs(fed.model), 1e-6)
+        equal(fed.everything(6), fed.everything())
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_late_clients_messages_hold_all_it_lacks_and_no_more(toy, federation, name):
+    fed = federation(toy.method(name), (1, 1, 1))
+    assert not fed.catch_up(3, 1), "round 1 starts from the seed: nothing is sent"
+    first = fed.round(1, (1, 2))
+    second = fed.round(2, (1, 2))
+    assert fed.server.downlink(3, 3).keys() == first.keys() | second.keys()
+    assert not fed.server.downlink(3, 3)
+    assert fed.server.downlink(1, 3).keys() == second.keys()
+    if name == "rolora":  # one half a round, so a client that missed a round needs both
+        assert {h for h in ("lora_A", "lora_B") if any(h in n for n in first)} == {"lora_B"}
+        assert {h for h in ("lora_A", "lora_B") if any(h in n for n in second)} == {"lora_A"}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_order_of_arrival_changes_no_bit(toy, federation, name):
+    ranks = {"ranks": (1, 3, 2)} if name in RANKED else {}
+    results = []
+    for order in itertools.permutations(range(3)):
+        fed = federation(toy.method(name, **ranks), SIZES)
+        for round in (1, 2):
+            fed.round(round, order=lambda updates, order=order: [updates[i] for i in order])
+        results.append(fed.server.state)
+    for other in results[1:]:
+        equal(other, results[0])
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_equal_clients_in_any_numbering_agree_but_for_rounding(toy, federation, name):
+    # The same three updates under other ids: only the order of the sum differs.
+    fed = federation(toy.method(name), SIZES)
+    fed.round(1)
+    updates = fed.received
+    state, changes = federation(toy.method(name), SIZES).server.state, []
+    for order in ((0, 1, 2), (2, 0, 1)):
+        again = [Update(k + 1, updates[i].num_samples, updates[i].tensors) for k, i in enumerate(order)]
+        model = toy.method(name).adapt(toy.net())
+        _, message = fed.method.aggregate(again, state, 1)
+        fed.method.apply(model, message, 1)
+        changes.append(toy.outputs(model))
+    close(*changes, 1e-5)
+
+
+@pytest.mark.parametrize("name, rank", [*((n, ()) for n in BUILT_IN), *((n, (r,)) for n in RANKED for r in (1, 3))])
+def test_one_client_one_round_is_local_training(toy, federation, name, rank):
+    fed = federation(toy.method(name, **({"ranks": rank} if rank else {})), (7,))
+    local = fed.copies[1]
+    trains = {tag for phase in fed.method.phases(1) for tag in phase.train}
+    assert trains
+    optimizer = torch.optim.SGD(set_trainable(local, trains), lr=0.2, momentum=0.9, weight_decay=0.01)
+    plain = local.get_base_model() if name != "fedavg" else local
+    inputs, labels = toy.inputs(), torch.arange(16) % 3
+    untrained = toy.outputs(local)
+    for _ in range(6):
+        nn.functional.cross_entropy(plain(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = toy.outputs(local)
+    assert (trained - untrained).abs().max() > 0.05
+    fed.server.receive(fed.update(1, 1), 1)
+    message = fed.server.finish(1)
+    fed.method.apply(fed.model, message, 1)
+    close(toy.outputs(fed.model), trained, 1e-5)
+    # The client itself, once it has the answer, computes the same function as before.
+    fed.catch_up(1, 2)
+    close(toy.outputs(local), trained, 1e-5)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_nothing_but_the_shared_tensors_moves(toy, federation, name):
+    fed = federation(toy.method(name), SIZES)
+    start = fed.everything()
+    for round in (1, 2, 3):
+        fed.round(round)
+    now = fed.everything()
+    may_move = set(fed.method.view(fed.server.state)) | set(fed.method.changed_base(fed.model))
+    equal({n: now[n] for n in now.keys() - may_move}, {n: start[n] for n in now.keys() - may_move})
+    assert bool(fed.method.changed_base(fed.model)) == (name == "flora")
+    view = fed.method.view(fed.server.state)
+    equal({n: now[n] for n in view}, view)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_aggregate_leaves_its_arguments_alone(toy, federation, name):
+    fed = federation(toy.method(name), SIZES)
+    fed.round(1)
+    state, updates = fed.server.state, fed.received
+    before = {n: t.clone() for n, t in state.items()}
+    sent = [{n: t.clone() for n, t in u.tensors.items()} for u in updates]
+    new, message = fed.method.aggregate(updates, state, 2)
+    for tensor in (*new.values(), *message.values()):
+        if not any(tensor is old for old in state.values()):
+            tensor.mul_(2)
+    equal(state, before)
+    for update, copy in zip(updates, sent):
+        equal(dict(update.tensors), copy)
+
+
+# -- clients of different ranks ------------------------------------------------------------------------
+
+def dense_average(toy, updates, layer, rsLoRA=False):
+    """``Σ p_k s_k B_k A_k``, in float64."""
+    p = toy.weights(u.num_samples for u in updates)
+    return sum(w * toy.change(u.tensors, layer, rsLoRA=rsLoRA) for w, u in zip(p, updates))
+
+
+@pytest.mark.parametrize("ranks, r", [((1, 2, 2), 5), ((2,), 5), ((1, 1, 3), 5)])
+@pytest.mark.parametrize("split", ["b", "sqrt"])
+@pytest.mark.parametrize("rsLoRA", [False, True])
+def test_flexlora_loses_nothing_at_the_sum_of_ranks(toy, federation, ranks, r, split, rsLoRA):
+    fed = federation(toy.method("flexlora", r, ranks=ranks, split=split, rsLoRA=rsLoRA),
+                     SIZES if ranks != (2,) else SIZES[:2])
+    for round in (1, 2):
+        fed.round(round)
+        for layer in toy.layers:
+            got = toy.change(fed.server.state, layer, rsLoRA=rsLoRA)
+            close(got, dense_average(toy, fed.received, layer, rsLoRA), 2e-5)
+
+
+@pytest.mark.parametrize("split", ["b", "sqrt"])
+@pytest.mark.parametrize("rsLoRA", [False, True])
+def test_flexlora_cuts_to_the_best_rank(toy, federation, split, rsLoRA):
+    ranks, server_rank = (1, 3, 2), 3
+    fed = federation(toy.method("flexlora", 1, ranks=ranks, split=split, rsLoRA=rsLoRA), SIZES)
+    for round in (1, 2):
+        fed.round(round, (1, 2, 3))
+        for layer in toy.layers:
+            u, s, vh = np.linalg.svd(dense_average(toy, fed.received, layer, rsLoRA), full_matrices=False)
+
+            def best(rank, u=u, s=s, vh=vh):
+                return (u[:, :rank] * s[:rank]) @ vh[:rank]
+
+            close(toy.change(fed.server.state, layer, rsLoRA=rsLoRA), best(server_rank), 2e-5)
+            for client, rank in enumerate(ranks, start=1):
+                view = fed.method.view(fed.server.state, client)
+                up, down = toy.pair(view, layer)
+                assert down.shape[0] == up.shape[1] == rank
+                # The client multiplies by its own s_k = alpha / r_k (or alpha / √r_k).
+                close(toy.change(view, layer, rsLoRA=rsLoRA), best(rank), 2e-5)
+                if split == "b":  # all of Σ in B: A's rows are orthonormal
+                    close(down @ down.T, np.eye(rank), 1e-5)
+                    close(toy.alpha / (rank ** 0.5 if rsLoRA else rank) * np.linalg.norm(up, axis=0), s[:rank], 2e-5)
+                else:
+                    gram = down @ down.T
+                    close(gram, np.diag(np.diag(gram)), 1e-5)
+                    assert (np.diff(np.diag(gram)) <= 1e-6).all()
+
+
+def test_flexloras_two_splits_hold_the_same_product(toy, federation):
+    states = []
+    for split in ("b", "sqrt"):
+        fed = federation(toy.method("flexlora", ranks=(1, 3, 2), split=split), SIZES)
+        fed.round(1)
+        states.append(fed.server.state)
+    for layer in toy.layers:
+        close(toy.change(states[0], layer), toy.change(states[1], layer), 2e-5)
+        assert not np.allclose(toy.pair(states[0], layer)[1], toy.pair(states[1], layer)[1])
+
+
+def test_flexlora_keeps_every_direction_alive(toy, federation):
+    # One client of rank 1 in a federation of rank 3: the rows beyond have to be able to train.
+    fed = federation(toy.method("flexlora", ranks=(1, 3, 2)), SIZES)
+    fed.round(1, (1,))
+    for layer in toy.layers:
+        up, down = toy.pair(fed.server.state, layer)
+        close(down @ down.T, np.eye(3), 1e-5)
+        assert not up[:, 1:].any()
+        close(toy.change(fed.server.state, layer), dense_average(toy, fed.received, layer), 2e-5)
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_a_client_that_did_not_train_changes_nothing(toy, federation, name):
+    fed = federation(toy.method(name, ranks=(1, 3, 2)), SIZES)
+    fed.jump = lambda client, round: None
+    before = toy.outputs(fed.model)
+    for round in (1, 2):
+        fed.round(round)
+        close(toy.outputs(fed.model), before, 1e-5)
+        assert all(t.isfinite().all() for t in fed.server.state.values())
+
+
+@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("ranks, r", [((1,), 1), ((3, 1), 2), ((1, 2, 3, 4), 1), ((4, 4, 1), 2), ((2, 5), 3), ((), 4)])
+@pytest.mark.parametrize("clients", [(1,), (2,), (1, 3), (2, 3), (1, 2, 3)])
+def test_any_list_of_ranks_and_any_subset(toy, federation, name, ranks, r, clients):
+    fed = federation(toy.method(name, r, ranks=ranks), SIZES)
+    of = [(ranks or (r,))[i % len(ranks or (r,))] for i in range(3)]
+    total = {layer: 0.0 for layer in toy.layers}
+    for round, present in enumerate((clients, (1, 2, 3)), start=1):
+        fed.round(round, present)
+        assert [toy.pair(u.tensors, "up")[1].shape[0] for u in fed.received] == [of[k - 1] for k in present]
+        for layer in toy.layers:
+            if name == "flora":
+                total[layer] = total[layer] + dense_average(toy, fed.received, layer)
+            else:
+                u, s, vh = np.linalg.svd(dense_average(toy, fed.received, layer), full_matrices=False)
+                rank = max(r, *ranks, 1)  # the largest in the list, whether or not such a client is there
+                total[layer] = (u[:, :rank] * s[:rank]) @ vh[:rank]
+        head = {n: sum(w * toy.head(u.tensors)[n] for w, u in zip(toy.weights(u.num_samples for u in fed.received),
+                                                                 fed.received)) for n in ("weight", "bias")}
+        close(toy.outputs(fed.model), toy.dense_outputs(total, head), 5e-5)
+
+
+# -- FLoRA's merge -------------------------------------------------------------------------------------
+
+def base_change(toy, model, layer):
+    """``W − W_0`` of the frozen weight, in float64."""
+    moved = dict(model.named_parameters())[f"base_model.model.{layer}.base_layer.weight"].detach().double().numpy()
+    start = getattr(toy.net(), layer).weight.detach().double().numpy()
+    return (moved - start).reshape(moved.shape[0], -1)
+
+
+@pytest.mark.parametrize("ranks", [(), (1, 3, 2), (5, 1)])
+@pytest.mark.parametrize("rsLoRA", [False, True])
+def test_floras_weights_are_the_dense_average(toy, federation, ranks, rsLoRA):
+    fed = federation(toy.method("flora", ranks=ranks, rsLoRA=rsLoRA), SIZES)
+    total = {layer: 0.0 for layer in toy.layers}
+    for round, clients in enumerate(((1, 2, 3), (3, 1), (2,)), start=1):
+        fed.round(round, clients)
+        for layer in toy.layers:
+            total[layer] = total[layer] + dense_average(toy, fed.received, layer, rsLoRA)
+            close(base_change(toy, fed.model, layer), total[layer], 2e-5)
+
+
+def test_floras_fresh_pair_leaves_the_function_alone(toy, federation):
+    # "Merged, but A and B left in place" makes the output jump by one more update.
+    fed = federation(toy.method("flora", ranks=(1, 3, 2)), SIZES)
+    previous = None
+    for round in (1, 2, 3):
+        fed.round(round)
+        total = {layer: base_change(toy, fed.model, layer) for layer in toy.layers}
+        merged = toy.dense_outputs(total, toy.head(fed.server.state))
+        close(toy.outputs(fed.model), merged, 1e-5)
+        for client in fed.copies:
+            fed.catch_up(client, round + 1)
+            close(toy.outputs(fed.copies[client]), merged, 1e-5)
+        names = [n for n in fed.server.state if "lora_A" in n]
+        assert not any(fed.server.state[n].any() for n in fed.server.state if "lora_B" in n)
+        fresh = torch.cat([fed.server.state[n].flatten() for n in names])
+        assert previous is None or not torch.isclose(fresh, previous).any()
+        previous = fresh
+
+
+def test_floras_fresh_a_is_drawn_like_pefts(toy, federation):
+    # Kaiming-uniform with a = √5: uniform within ±1/√fan_in.
+    method = toy.method("flora")
+    drawn = method.draw_down("some.lora_A.default.weight", (200, 16), 3)
+    assert drawn.abs().max() <= 0.25 and drawn.abs().max() > 0.249
+    assert abs(float(drawn.var()) - 0.25 ** 2 / 3) < 2e-3 and abs(float(drawn.mean())) < 0.01
+    assert torch.equal(drawn[:7], method.draw_down("some.lora_A.default.weight", (7, 16), 3))
+    assert not torch.equal(drawn, method.draw_down("some.lora_A.default.weight", (200, 16), 4))
+    assert not torch.equal(drawn, method.draw_down("other.lora_A.default.weight", (200, 16), 3))
+    other = toy.method("flora", seed=5).draw_down("some.lora_A.default.weight", (200, 16), 3)
+    assert not torch.equal(drawn, other)
+    assert method.draw_down("conv.lora_A.default.weight", (50, 4, 2, 2), 1).abs().max() <= 0.25
+
+
+def test_floras_downlink_grows_with_the_ranks_of_those_present(toy, federation):
+    fed = federation(toy.method("flora", ranks=(1, 3, 2)), SIZES)
+    for round, (clients, total) in enumerate((((1, 2, 3), 6), ((2, 3), 5), ((1,), 1)), start=1):
+        message = fed.round(round, clients)
+        stacks = [t for n, t in message.items() if n.startswith("merge:") and ".up.lora_A." in n]
+        assert [t.shape[0] for t in stacks] == [total]

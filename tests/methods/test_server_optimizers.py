@@ -1,0 +1,140 @@
+"""Server optimizers against an independent float64 implementation of Reddi et al., Algorithm 2."""
+import numpy as np
+import pytest
+import torch
+
+from fs_lowrank.errors import UserError
+from fs_lowrank.methods import create_method
+
+SIZES = (3, 10, 27)
+AVERAGING = ("fedavg", "fedlora", "ffa_lora", "rolora")
+
+
+class Reference:
+    """One tensor's memory: Algorithm 2, line by line, and Hsu et al.'s FedAvgM."""
+
+    def __init__(self, kind, lr, beta1=0.9, beta2=0.99, tau=1e-3, momentum=0.0):
+        self.kind, self.lr, self.beta1, self.beta2, self.tau, self.momentum = kind, lr, beta1, beta2, tau, momentum
+        self.m, self.v = 0.0, tau ** 2
+
+    def step(self, x, mean):
+        delta = mean - x
+        if self.kind == "SGD":
+            self.m = self.momentum * self.m + delta
+            return x + self.lr * self.m
+        self.m = self.beta1 * self.m + (1 - self.beta1) * delta
+        if self.kind == "Adagrad":
+            self.v = self.v + delta ** 2
+        elif self.kind == "Adam":
+            self.v = self.beta2 * self.v + (1 - self.beta2) * delta ** 2
+        elif self.kind == "Yogi":
+            self.v = self.v - (1 - self.beta2) * delta ** 2 * np.sign(self.v - delta ** 2)
+        return x + self.lr * self.m / (np.sqrt(self.v) + self.tau)
+
+
+OPTIMIZERS = {
+    "FedAvgM": {"type": "SGD", "lr": 0.7, "momentum": 0.9},
+    "FedAdam": {"type": "Adam", "lr": 0.05},
+    "FedAdam with its own constants": {"type": "Adam", "lr": 0.1, "betas": (0.5, 0.9), "tau": 0.01},
+    "FedAdagrad": {"type": "Adagrad", "lr": 0.1, "betas": (0.0, 0.5)},
+    "FedYogi": {"type": "Yogi", "lr": 0.05, "tau": 0.02},
+}
+
+
+def reference(options):
+    betas = options.get("betas", (0.9, 0.99))
+    return Reference(options["type"], options["lr"], *betas, options.get("tau", 1e-3), options.get("momentum", 0.0))
+
+
+@pytest.mark.parametrize("label", OPTIMIZERS)
+@pytest.mark.parametrize("name", AVERAGING)
+def test_several_rounds_against_the_reference(toy, federation, name, label):
+    options = OPTIMIZERS[label]
+    fed = federation(toy.method(name, server_optimizer=options), SIZES)
+    x = {n: t.double().numpy() for n, t in fed.server.state.items()}
+    memory = {n: reference(options) for n in x}
+    p = toy.weights(SIZES)
+    for round in range(1, 6):
+        message = fed.round(round)
+        for n in fed.received[0].tensors:
+            mean = sum(w * u.tensors[n].double().numpy() for w, u in zip(p, fed.received))
+            x[n] = memory[n].step(x[n], mean)
+        for n, want in x.items():
+            # Adam's step is a quotient: where the second moment is tiny, float32 is felt most.
+            np.testing.assert_allclose(fed.server.state[n].double().numpy(), want, atol=3e-4, rtol=3e-4)
+        assert message.keys() == fed.received[0].tensors.keys(), "what the optimizer remembers does not travel"
+    for client in fed.copies:
+        fed.catch_up(client, 6)
+        own = fed.everything(client)
+        assert all(torch.equal(own[n], fed.server.state[n]) for n in x)
+
+
+def test_yogi_takes_the_sign(toy, federation):
+    # Where Δ² is above v, Yogi's v grows; Adam's rule would give another figure from the second round on.
+    states = []
+    for kind in ("Yogi", "Adam"):
+        fed = federation(toy.method("fedlora", server_optimizer={"type": kind, "lr": 0.05}), SIZES)
+        for round in (1, 2, 3):
+            fed.round(round)
+        states.append(fed.server.state)
+    assert any(not torch.equal(states[0][n], states[1][n]) for n in states[0])
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_sgd_of_rate_one_is_fedavg_to_the_bit(toy, federation, name):
+    plain, wrapped = (federation(toy.method(name, server_optimizer=o), SIZES)
+                      for o in (None, {"type": "SGD", "lr": 1.0, "momentum": 0.0}))
+    for round in (1, 2, 3):
+        plain.round(round)
+        wrapped.round(round)
+    assert plain.server.state.keys() == wrapped.server.state.keys()
+    assert all(torch.equal(plain.server.state[n], wrapped.server.state[n]) for n in plain.server.state)
+
+
+@pytest.mark.parametrize("label", OPTIMIZERS)
+def test_a_half_that_was_not_sent_keeps_its_memory(toy, federation, label):
+    fed = federation(toy.method("rolora", server_optimizer=OPTIMIZERS[label]), SIZES)
+    fed.round(1)
+    fed.round(2)
+    for round, frozen in ((3, "lora_A"), (4, "lora_B")):
+        before = dict(fed.server.state)
+        fed.round(round)
+        about = [n for n in before if frozen in n]
+        remembered = [n for n in about if n.startswith("server_optimizer:")]
+        assert remembered and len(about) > len(remembered)
+        assert all(torch.equal(before[n], fed.server.state[n]) for n in about)
+        moved = "lora_B" if frozen == "lora_A" else "lora_A"
+        assert all(not torch.equal(before[n], fed.server.state[n]) for n in before if moved in n)
+
+
+def test_what_it_remembers_is_no_part_of_the_model(toy, federation):
+    fed = federation(toy.method("fedlora", server_optimizer=OPTIMIZERS["FedAdam"]), SIZES)
+    fed.round(1)
+    assert any(n.startswith("server_optimizer:") for n in fed.server.state)
+    assert not any(":" in n for n in fed.method.view(fed.server.state))
+    assert not any(":" in n for n in fed.method.expected(fed.server.state, 2, 1))
+
+
+@pytest.mark.parametrize("name", ["flexlora", "flora"])
+def test_refused_where_the_server_step_is_no_mean(name):
+    with pytest.raises(UserError, match=f"{name}.*not a weighted mean.*fedlora.*rolora"):
+        create_method(name, server_optimizer={"type": "Adam", "lr": 0.1})
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"type": "Adamm"}, "did you mean 'adam'"),
+    ({"type": "Adam", "lr": 0.1, "beta": 0.9}, "did you mean 'betas'"),
+    ({"type": "Adam", "lr": 0.0}, "lr and tau must be positive"),
+    ({"type": "Adam", "lr": 0.1, "tau": 0.0}, "lr and tau must be positive"),
+    ({"type": "SGD", "lr": 0.1, "momentum": 1.0}, "momentum and betas"),
+    ({"type": "Yogi", "lr": 0.1, "betas": (0.9, 1.5)}, "momentum and betas"),
+])
+def test_wrong_values_are_named(options, message):
+    with pytest.raises(UserError, match=message):
+        create_method("fedlora", server_optimizer=options)
+
+
+def test_the_usual_names_are_understood():
+    for given, kind in (("FedAvg", "sgd"), ("FedAvgM", "sgd"), ("FedAdam", "adam"), ("FedYogi", "yogi"),
+                        ("fedadagrad", "adagrad")):
+        assert create_method("fedlora", server_optimizer={"type": given}).combine.type == kind

@@ -1,0 +1,181 @@
+"""Updates that cannot be used, and methods that cannot be made."""
+import dataclasses
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from fs_lowrank.algebra import FlatTensors
+from fs_lowrank.engines.server import TooFewClients
+from fs_lowrank.errors import UserError
+from fs_lowrank.methods import (
+    Method,
+    Phase,
+    RefusedUpdate,
+    Update,
+    check_update,
+    create_method,
+    get_method_class,
+    list_methods,
+    register_method,
+)
+
+SIZES = (3, 10, 27)
+METHODS = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora")
+
+
+def spoil(update, how):
+    """The update with one thing wrong, and the name of the tensor it is wrong in."""
+    tensors = {n: t.clone() for n, t in update.tensors.items()}
+    name = sorted(tensors)[1]
+    if how == "nan":
+        tensors[name].view(-1)[-1] = float("nan")
+    elif how == "inf":
+        tensors[name].view(-1)[0] = float("inf")
+    elif how == "negative inf":
+        tensors[name].view(-1)[0] = -float("inf")
+    elif how == "transposed":
+        tensors[name] = tensors[name].reshape(*reversed(tensors[name].shape)).contiguous()
+        if tensors[name].shape == update.tensors[name].shape:
+            tensors[name] = tensors[name][None]
+    elif how == "one row less":
+        tensors[name] = tensors[name][1:]
+    elif how == "dtype":
+        tensors[name] = tensors[name].double()
+    elif how == "unknown name":
+        tensors[name + "s"] = tensors.pop(name)
+        name += "s"
+    elif how == "one too many":
+        name = "more"
+        tensors[name] = torch.zeros(2)
+    elif how == "missing name":
+        del tensors[name]
+    elif how == "nothing":
+        name, tensors = sorted(tensors)[0], {}
+    return dataclasses.replace(update, tensors=tensors), name
+
+
+FAULTS = {"nan": "NaN or Inf", "inf": "NaN or Inf", "negative inf": "NaN or Inf", "transposed": "has shape",
+          "one row less": "has shape", "dtype": "has dtype torch.float64, expected torch.float32",
+          "unknown name": "unknown tensor", "one too many": "unknown tensor", "missing name": "is missing",
+          "nothing": "is missing"}
+
+
+@pytest.mark.parametrize("how", FAULTS)
+@pytest.mark.parametrize("name", METHODS)
+def test_refused_and_as_if_it_had_not_come(toy, federation, name, how):
+    present, absent = (federation(toy.method(name), SIZES) for _ in range(2))
+    for fed in (present, absent):
+        fed.round(1)
+    absent.round(2, (1, 3))
+    for client in present.copies:
+        present.catch_up(client, 2)
+        present.jump(client, 2)
+        update = present.update(client, 2)
+        if client == 2:
+            update, tensor = spoil(update, how)
+            with pytest.raises(RefusedUpdate) as refusal:
+                present.server.receive(update, 2)
+            assert "client 2" in str(refusal.value) and tensor in str(refusal.value)
+            assert FAULTS[how] in str(refusal.value)
+        else:
+            present.server.receive(update, 2)
+    present.method.apply(present.model, present.server.finish(2), 2)
+    assert present.server.state.keys() == absent.server.state.keys()
+    assert all(torch.equal(present.server.state[n], absent.server.state[n]) for n in absent.server.state)
+    ours, theirs = present.everything(), absent.everything()
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_an_unknown_name_gets_its_neighbour(toy, federation):
+    fed = federation(toy.method("fedlora"), SIZES)
+    update, _ = spoil(fed.update(1, 1), "unknown name")
+    with pytest.raises(RefusedUpdate, match="did you mean 'base_model"):
+        fed.server.receive(update, 1)
+
+
+@pytest.mark.parametrize("name", ["flexlora", "flora"])
+def test_another_clients_rank_is_a_wrong_shape(toy, federation, name):
+    fed = federation(toy.method(name, ranks=(1, 3, 2)), SIZES)
+    with pytest.raises(RefusedUpdate, match=r"client 1: .* has shape \(3, .*expected \(1, "):
+        fed.server.receive(dataclasses.replace(fed.update(2, 1), client=1), 1)
+
+
+def test_rolora_refuses_the_other_half(toy, federation):
+    fed = federation(toy.method("rolora"), SIZES)
+    late = fed.update(1, 2)
+    with pytest.raises(RefusedUpdate, match="unknown tensor .*lora_A"):
+        fed.server.receive(late, 1)
+
+
+def test_no_client_twice_and_none_from_elsewhere(toy, federation):
+    fed = federation(toy.method("fedlora"), SIZES)
+    update = fed.update(1, 1)
+    fed.server.receive(update, 1)
+    for client in (1, 0, 4, -1):
+        with pytest.raises(RefusedUpdate, match=f"client {client}: not expected, or heard already"):
+            fed.server.receive(dataclasses.replace(update, client=client), 1)
+    for samples in (0, -5):
+        with pytest.raises(RefusedUpdate, match="samples"):
+            fed.server.receive(dataclasses.replace(update, client=2, num_samples=samples), 1)
+
+
+def test_too_few_leave_the_state_as_it_was(toy, federation):
+    fed = federation(toy.method("fedlora"), SIZES, min_clients=2)
+    fed.round(1)
+    before = dict(fed.server.state)
+    fed.server.receive(fed.update(1, 2), 2)
+    with pytest.raises(TooFewClients, match="round 2: 1 usable updates, lowrank.min_clients is 2"):
+        fed.server.finish(2)
+    assert fed.server.state == before
+    # The next attempt starts clean.
+    fed.round(2, (1, 2))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_checked_update_is_a_copy(mixed):
+    # A client's tensors are the one model's own parameters: the next client overwrites them.
+    tensors = {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16 if mixed else torch.float32)}
+    checked = check_update(Update(1, 5, tensors), tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert all((t == 1).all() for t in checked.tensors.values())
+    assert isinstance(checked.tensors, FlatTensors) != mixed
+
+
+# -- names and hyperparameters -------------------------------------------------------------------------
+
+def test_the_registry(monkeypatch):
+    from fs_lowrank.methods import registry
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    assert list_methods() == sorted(list_methods()) and set(METHODS) <= set(list_methods())
+    assert get_method_class("RoLoRA").name == "rolora" and get_method_class("fedit") is get_method_class("lora")
+    with pytest.raises(UserError, match="no method 'rollora'; did you mean 'rolora'.*there are: .*flora"):
+        create_method("rollora")
+
+    @register_method("half_and_half")
+    class HalfAndHalf(Method):
+        @dataclass(frozen=True)
+        class Params:
+            share: float = field(default=0.5, metadata={"min": 0.0, "max": 1.0})
+
+        def phases(self, round):
+            return [Phase(("lora_B",), steps=1), Phase(("lora_A", "head"), steps=2)]
+
+    assert "half_and_half" in list_methods() and create_method("half_and_half", share=0.25).params.share == 0.25
+    with pytest.raises(UserError, match="registered already"):
+        register_method("rolora")(HalfAndHalf)
+
+
+@pytest.mark.parametrize("name, params, message", [
+    ("rolora", {"mix": 1.5}, "lowrank.mix.*1.5.*at most 1"),
+    ("rolora", {"mix": "half"}, "lowrank.mix"),
+    ("rolora", {"miks": 0.5}, "unknown key 'lowrank.miks'; did you mean 'lowrank.mix'|did you mean 'mix'"),
+    ("rolora", {"mix": 0.5}, "number of rounds"),
+    ("flexlora", {"ranks": (2, 0)}, "lowrank.ranks.*at least 1"),
+    ("flexlora", {"split": "c"}, "one of b, sqrt"),
+    ("fedlora", {"ranks": (2,)}, "has no keys of its own"),
+])
+def test_hyperparameters_are_checked(name, params, message):
+    with pytest.raises(UserError, match=message):
+        create_method(name, **params)

@@ -1,0 +1,169 @@
+"""Adapters on real small models, tensors of any rank, merges on every kind of weight."""
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.pytorch_utils import Conv1D
+
+from fs_lowrank.config import AdapterSpec
+from fs_lowrank.errors import UserError
+from fs_lowrank.models.adapters import add_adapter, base_weight_name, layer_stack, load_tensors, merge_pair
+from fs_lowrank.models.names import named_tensors, pairs, select, tags
+
+SPEC = AdapterSpec(r=3, lora_alpha=5, target_modules=("query", "intermediate.dense"), layers=(1, 2))
+
+
+def encoder(folder):
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_pretrained(str(folder), num_labels=3).eval()
+
+
+def causal(folder):
+    return AutoModelForCausalLM.from_pretrained(str(folder)).eval()
+
+
+def test_only_the_chosen_layers_and_modules(tiny_encoder):
+    model = add_adapter(encoder(tiny_encoder), SPEC, seed=1)
+    layers = {a.split(".lora_A.")[0].split("encoder.layer.")[1] for _, a in pairs(named_tensors(model, ("adapter",)))}
+    assert layers == {f"{i}.{m}" for i in (1, 2) for m in ("attention.self.query", "intermediate.dense")}
+    down = named_tensors(model, ("lora_A",))
+    up = named_tensors(model, ("lora_B",))
+    assert {tuple(t.shape) for t in down.values()} == {(3, 32)}
+    assert {tuple(t.shape) for t in up.values()} == {(32, 3), (48, 3)}
+    assert not any(t.any() for t in up.values()) and all(t.any() for t in down.values())
+
+
+def test_a_causal_model_needs_no_head(tiny_causal):
+    spec = AdapterSpec(r=2, lora_alpha=4, target_modules=("q_proj", "v_proj"))
+    model = add_adapter(causal(tiny_causal), spec, seed=1)
+    assert {tuple(t.shape) for t in named_tensors(model, ("lora_B",)).values()} == {(32, 2), (16, 2)}
+    assert not named_tensors(model, ("head",))
+    assert model.peft_config["default"].task_type == "CAUSAL_LM"
+
+
+def test_one_seed_draws_one_a(tiny_encoder):
+    def drawn(seed):
+        torch.manual_seed(seed * 77)  # what was drawn before must not matter
+        model = encoder(tiny_encoder)
+        torch.rand(seed + 3)
+        return named_tensors(add_adapter(model, SPEC, seed=seed % 2), ("lora_A",))
+    first, again, other = drawn(1), drawn(3), drawn(2)
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert not any(torch.equal(first[n], other[n]) for n in first)
+
+
+@pytest.mark.parametrize("spec, message", [
+    ({"target_modules": ("qury",)}, "no module 'qury'; did you mean 'query'.*it has: .*value"),
+    ({"target_modules": ("query",), "layers": (0, 3)}, r"no layer 3; the model's 3 layers are 0 … 2"),
+    ({"target_modules": ("query",), "layers": (-1,)}, "no layer -1"),
+    ({"target_modules": ("query",), "r": 33}, "rank 33 is above the width of .*query: its weight is 32 × 32; choose r ≤ 32"),
+    ({"target_modules": ("intermediate.dense",), "r": 40}, "rank 40 .* 48 × 32; choose r ≤ 32"),
+    ({"method": "prefix"}, "adapter_method 'prefix' is not known"),
+])
+def test_wrong_adapters_are_named(tiny_encoder, spec, message):
+    with pytest.raises(UserError, match=message):
+        add_adapter(encoder(tiny_encoder), AdapterSpec(**spec), seed=0)
+
+
+def test_layers_of_a_model_without_layers():
+    with pytest.raises(UserError, match="no list of layers"):
+        add_adapter(nn.Sequential(nn.Linear(3, 4)), AdapterSpec(r=1, target_modules=("0",), layers=(0,)), seed=0)
+    assert layer_stack(nn.Linear(3, 4)) is None
+
+
+def test_rank_stabilised_scaling(tiny_encoder):
+    model = add_adapter(encoder(tiny_encoder), AdapterSpec(r=4, lora_alpha=6, target_modules=("query",),
+                                                           use_rslora=True), seed=0)
+    layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
+    assert layer.scaling["default"] == pytest.approx(3.0)  # 6 / √4, not 6 / 4
+    spec = AdapterSpec(r=4, lora_alpha=6, use_rslora=True)
+    assert spec.scale() == 3.0 and spec.scale(9) == 2.0 and AdapterSpec(r=4, lora_alpha=6).scale(12) == 0.5
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_one_model_holds_pairs_of_any_rank(tiny_encoder, rank, rslora):
+    spec = {"lora_alpha": 5, "target_modules": SPEC.target_modules, "layers": SPEC.layers, "use_rslora": rslora}
+    other = add_adapter(encoder(tiny_encoder), AdapterSpec(r=rank, **spec), seed=2)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in named_tensors(other, ("lora_B",)).values():
+        tensor.data.copy_(torch.randn(tensor.shape, generator=generator))
+    model = add_adapter(encoder(tiny_encoder), AdapterSpec(r=3, **spec), seed=1)
+    ids = torch.randint(4, 30, (2, 9), generator=generator)
+    with torch.no_grad():
+        start = model(input_ids=ids).logits
+        load_tensors(model, named_tensors(other, ("adapter", "head")))
+        # The same function as a model that was built with that rank: scaling included.
+        torch.testing.assert_close(model(input_ids=ids).logits, other.eval()(input_ids=ids).logits)
+        assert not torch.allclose(start, model(input_ids=ids).logits)
+
+
+def test_loading_copies(tiny_encoder):
+    model = add_adapter(encoder(tiny_encoder), SPEC, seed=1)
+    for rank in (3, 2):
+        given = {n: torch.ones(*(rank if d == 3 else d for d in t.shape)) for n, t in
+                 named_tensors(model, ("adapter",)).items()}
+        load_tensors(model, given)
+        for tensor in given.values():
+            tensor.zero_()
+        assert all((t == 1).all() for t in named_tensors(model, ("adapter",)).values())
+        model = add_adapter(encoder(tiny_encoder), SPEC, seed=1)
+
+
+def test_loading_what_does_not_fit(tiny_encoder):
+    model = add_adapter(encoder(tiny_encoder), SPEC, seed=1)
+    head = next(iter(named_tensors(model, ("head",))))
+    with pytest.raises(ValueError, match="classifier"):
+        load_tensors(model, {head: torch.zeros(1, 1)})
+    with pytest.raises(KeyError):
+        load_tensors(model, {"nowhere.weight": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("layer, inputs", [
+    (nn.Linear(7, 5), (4, 7)),
+    pytest.param(Conv1D(5, 7), (4, 7), marks=pytest.mark.filterwarnings("ignore:fan_in_fan_out")),  # GPT-2's layer keeps its weight transposed: 7 × 5
+    (nn.Conv2d(3, 5, (1, 2)), (4, 3, 6, 6)),
+])
+def test_a_merge_is_what_the_adapter_did(layer, inputs):
+    import peft
+    generator = torch.Generator().manual_seed(0)
+    net = nn.Sequential()
+    net.add_module("layer", layer)
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, lora_alpha=6, target_modules=["layer"])).eval()
+    (b, a), = pairs(named_tensors(model, ("adapter",)))
+    up, down = (dict(model.named_parameters())[n] for n in (b, a))
+    up.data.copy_(torch.randn(up.shape, generator=generator))
+    x = torch.randn(inputs, generator=generator)
+    with torch.no_grad():
+        adapted = model(x)
+        merge_pair(model, a, 3.0 * up.flatten(1), down.flatten(1))
+        up.zero_()
+        torch.testing.assert_close(model(x), adapted)
+    assert base_weight_name(a) in dict(model.named_parameters())
+
+
+# -- what a name says ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, expected", [
+    ("base_model.model.bert.encoder.layer.1.attention.self.query.lora_A.default.weight", {"adapter", "lora_A"}),
+    ("base_model.model.bert.encoder.layer.1.attention.self.query.lora_B.default.weight", {"adapter", "lora_B"}),
+    ("base_model.model.bert.encoder.layer.1.attention.self.query.lora_A.personal.weight", {"personal"}),
+    ("base_model.model.bert.encoder.layer.1.attention.self.query.base_layer.weight", {"base"}),
+    ("base_model.model.classifier.modules_to_save.default.weight", {"head"}),
+    ("base_model.model.classifier.original_module.weight", set()),
+    ("classifier.weight", {"head"}), ("score.weight", {"head"}), ("lm_head.weight", {"base"}),
+    ("bert.embeddings.word_embeddings.weight", {"base"}),
+    ("merge:3:base_model.model.up.lora_A.default.weight", {"merge"}),
+    ("server_optimizer:m:base_model.model.up.lora_A.default.weight", {"server_optimizer"}),
+])
+def test_tags(name, expected):
+    assert tags(name) == expected
+
+
+def test_selecting_does_not_depend_on_order():
+    names = ["x.lora_B.default.weight", "classifier.bias", "x.lora_A.default.weight", "x.base_layer.weight"]
+    for order in (names, names[::-1]):
+        assert select(order, ("adapter", "head")) == ["classifier.bias", "x.lora_A.default.weight",
+                                                      "x.lora_B.default.weight"]
+        assert pairs(dict.fromkeys(order)) == [("x.lora_B.default.weight", "x.lora_A.default.weight")]
+    assert select(names, ()) == []

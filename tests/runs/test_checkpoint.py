@@ -1,0 +1,166 @@
+"""Checkpoints: whole or not at all, recognised when damaged."""
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+import fs_lowrank.runs.checkpoint as module
+from fs_lowrank.errors import UserError
+from fs_lowrank.runs import load_checkpoint, save_checkpoint
+
+META = {"numbers": {"t": 3, "x": 0.1}, "synced": {1: 2, 10: 0}, "outbox": {"a": (1, [2, 3], "float32")}, "config": {}}
+
+
+def parts(round):
+    generator = torch.Generator().manual_seed(round)
+    flat = torch.randn(20, generator=generator)
+    return {"state": {"a": flat[:6].view(2, 3), "b": flat[6:], "half": torch.ones(3, dtype=torch.bfloat16)},
+            "personal": {"1/x": torch.randn(4, 5, generator=generator).T}}
+
+
+def save(folder, *rounds, **options):
+    for round in rounds:
+        save_checkpoint(folder, round, parts(round), {**META, "round of": round}, **options)
+
+
+def check(checkpoint, round):
+    assert checkpoint.round == round and checkpoint.meta["round of"] == round
+    for part, tensors in parts(round).items():
+        assert checkpoint.parts[part].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(checkpoint.parts[part][name], tensor) and checkpoint.parts[part][name].dtype == tensor.dtype
+
+
+def test_there_and_back(tmp_path):
+    assert load_checkpoint(tmp_path / "checkpoint") is None
+    save(tmp_path / "checkpoint", 1)
+    found = load_checkpoint(tmp_path / "checkpoint")
+    check(found, 1)
+    assert found.meta["numbers"] == META["numbers"] and found.meta["synced"] == {"1": 2, "10": 0}
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["round_000001"]
+
+
+def test_the_newest_and_no_more_than_asked(tmp_path):
+    save(tmp_path, 9, 10, 11)
+    check(load_checkpoint(tmp_path), 11)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["round_000010", "round_000011"]
+    save(tmp_path, 12, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["round_000012"]
+    save(tmp_path, 12)  # a round that is run again takes the place of its own checkpoint
+    check(load_checkpoint(tmp_path), 12)
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x04
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "first byte of a tensor file": lambda p: flip(p / "state.safetensors", 0),
+    "middle of a tensor file": lambda p: flip(p / "state.safetensors", -30),
+    "last byte of a tensor file": lambda p: flip(p / "personal.safetensors", -1),
+    "tensor file cut short": lambda p: os.truncate(p / "state.safetensors", 40),
+    "tensor file empty": lambda p: os.truncate(p / "state.safetensors", 0),
+    "tensor file gone": lambda p: (p / "personal.safetensors").unlink(),
+    "meta gone": lambda p: (p / "meta.json").unlink(),
+    "meta cut short": lambda p: os.truncate(p / "meta.json", 60),
+    "meta empty": lambda p: os.truncate(p / "meta.json", 0),
+    "meta not text": lambda p: (p / "meta.json").write_bytes(b"\xff\xfe\x00"),
+    "meta a list": lambda p: (p / "meta.json").write_text("[1, 2]"),
+    "meta of another kind": lambda p: (p / "meta.json").write_text("{}"),
+    "folder empty": lambda p: (shutil.rmtree(p), p.mkdir()),
+    "a file in place of the folder": lambda p: (shutil.rmtree(p), p.write_text("")),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog, how):
+    save(tmp_path, 1, 2)
+    DAMAGES[how](tmp_path / "round_000002")
+    with caplog.at_level(logging.WARNING, "fs_lowrank"):
+        check(load_checkpoint(tmp_path), 1)
+    assert "round_000002" in caplog.text and "the one before" in caplog.text
+    DAMAGES[how](tmp_path / "round_000001")
+    with pytest.raises(UserError, match="every checkpoint in .* is damaged"):
+        load_checkpoint(tmp_path)
+
+
+def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path):
+    # Most of its bytes are digits and letters: a flip leaves valid JSON that says something else.
+    save(tmp_path, 1, 2)
+    path = tmp_path / "round_000002" / "meta.json"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 3):
+        flip(path, at)
+        check(load_checkpoint(tmp_path), 1)
+        path.write_bytes(whole)
+    check(load_checkpoint(tmp_path), 2)
+
+
+def test_what_an_interrupted_write_leaves_is_no_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    shutil.copytree(tmp_path / "round_000001", tmp_path / ".writing_000002")
+    check(load_checkpoint(tmp_path), 1)
+    save(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["round_000001", "round_000002"]
+
+
+@pytest.mark.parametrize("call", ["save_file", "_sync", "replace", "write_text"])
+def test_a_write_that_fails_leaves_the_last_one_whole(tmp_path, monkeypatch, call):
+    save(tmp_path, 1, 2)
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if call == "replace":
+            patch.setattr(os, "replace", full)
+        elif call == "write_text":
+            patch.setattr(module.Path, "write_text", full)
+        else:
+            patch.setattr(module, call, full)
+        with pytest.raises(UserError, match="could not save the checkpoint of round 3.*No space left.*round_000002.*"
+                                            "--resume"):
+            save(tmp_path, 3)
+    check(load_checkpoint(tmp_path), 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["round_000001", "round_000002"]
+    save(tmp_path, 3)
+    check(load_checkpoint(tmp_path), 3)
+
+
+def test_on_a_disk_that_is_truly_full(small_disk):
+    folder = small_disk / "checkpoint"
+    big = {"state": {"x": torch.zeros(30_000)}}
+    save_checkpoint(folder, 1, big, META)
+    for filler in ({"state": {"x": torch.zeros(1_000_000)}}, {"state": {"x": torch.zeros(30_000)},
+                                                              "base": {"y": torch.zeros(250_000)}}):
+        with pytest.raises(UserError, match="could not save the checkpoint of round 2.*No space left.*round_000001"):
+            save_checkpoint(folder, 2, filler, META)
+    assert load_checkpoint(folder).round == 1
+    save_checkpoint(folder, 2, big, META)
+    assert load_checkpoint(folder).round == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of one megabyte; skipped where none can be mounted."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a small disk is not allowed here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_metadata_is_readable_by_people(tmp_path):
+    save(tmp_path, 1)
+    meta = json.loads((tmp_path / "round_000001" / "meta.json").read_text())
+    assert meta["round"] == 1 and set(meta["files"]) == {"state.safetensors", "personal.safetensors"}

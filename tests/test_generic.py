@@ -1,0 +1,366 @@
+"""What holds for every method, on a tiny encoder and a tiny causal model. A method that registers itself is tested too."""
+import json
+import math
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from fs_lowrank import list_methods, load_config
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.methods import get_method_class
+from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.training import train_client
+
+METHODS = list_methods()
+RANKED = [n for n in METHODS if "ranks" in get_method_class(n).Params.__dataclass_fields__]
+AVERAGING = [n for n in METHODS if get_method_class(n).averages]
+TASKS = ("encoder", "causal")
+
+
+@pytest.fixture
+def make(settings, causal_settings, tmp_path, monkeypatch):
+    """``make(task, method, **keys)``: an engine with an outdir of its own; curves are not drawn."""
+    import fs_lowrank.engines.common as common
+    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+    made = []
+
+    def make(task, method, keys=None, **callbacks):
+        made.append(method)
+        config = load_config(causal_settings if task == "causal" else settings, {
+            "federate.method": method, "federate.total_round_num": 3, "outdir": str(tmp_path / str(len(made))),
+            **(keys or {})})
+        return LocalEngine(config, **callbacks)
+    return make
+
+
+def state_of(engine):
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in engine.server.state.items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(
+        torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n] for n in a)
+
+
+def logits(model, examples, count=6):
+    batch = examples.batch(range(min(count, len(examples))))
+    batch.pop("labels")
+    model.eval()
+    with torch.no_grad():
+        out = model(**batch).logits
+    return out[batch["attention_mask"].bool()] if out.ndim == 3 else out
+
+
+def without_seconds(history):
+    return [{k: v for k, v in json.loads(json.dumps(r)).items() if k != "seconds"} for r in history]
+
+
+# -- a run ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run(make, method, task):
+    seen = []
+
+    def on_round(record):
+        view = engine.method.view(engine.server.state)
+        own = dict(engine.model.named_parameters())
+        assert all(torch.equal(own[n], view[n]) for n in view), "the model stands where the state does"
+        seen.append(record["round"])
+
+    engine = make(task, method, on_round=on_round)
+    start = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
+    result = engine.run()
+    assert seen == [1, 2, 3] and len(result.history) == 3
+    for record in result.history:
+        assert math.isfinite(record["loss"]) and record["selected"] == record["clients"] == [1, 2, 3, 4, 5]
+        assert record["metrics"].keys() == {"test", "val"} and not record["failed"]
+        assert all(math.isfinite(v) for m in record["metrics"].values() for v in m.values())
+    allowed = set(engine.method.view(engine.server.state)) | set(engine.method.changed_base(engine.model))
+    moved = {n for n, p in engine.model.named_parameters() if not torch.equal(p, start[n])}
+    assert moved and moved <= allowed, "nothing frozen has moved"
+    on_disk = [json.loads(line) for line in (engine.outdir / "rounds.jsonl").read_text().splitlines()]
+    assert without_seconds(on_disk) == without_seconds(result.history)
+    for name in ("config.yaml", "environment.json", "data.json", "summary.json", "rounds.jsonl"):
+        assert (engine.outdir / name).stat().st_size
+    assert load_config(engine.outdir / "config.yaml") == engine.config
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_learns(make, method):
+    engine = make("encoder", method, {"federate.total_round_num": 6, "train.local_update_steps": 12, "eval.freq": 3,
+                                      "train.optimizer": {"type": "AdamW", "lr": 3e-2 if method != "fedavg" else 3e-3},
+                                      "llm.adapter.args": [{"r": 4, "alpha": 16, "modules": ["query", "value"]}]})
+    result = engine.run()
+    assert result.history[-1]["loss"] < 0.8 * result.history[0]["loss"]
+    assert result.final["test_acc"] > result.facts["majority"] + 0.1
+
+
+# -- bytes ---------------------------------------------------------------------------------------------
+
+def size(tensors, head=True):
+    """``numel × itemsize``, counted here by hand from shapes."""
+    kept = [t for n, t in tensors.items() if head or not ("classifier" in n or "score" in n)]
+    return sum(math.prod(t.shape) * {torch.float32: 4, torch.bfloat16: 2}[t.dtype] for t in kept)
+
+
+@pytest.mark.parametrize("method, ranks", [*((m, None) for m in METHODS), *((m, (1, 3, 2)) for m in RANKED)])
+def test_bytes_are_what_was_handed_over(make, monkeypatch, method, ranks):
+    engine = make("encoder", method, {"federate.sample_client_num": 2, "federate.total_round_num": 5,
+                                      **({"lowrank.ranks": ranks} if ranks else {})})
+    sent, messages = {}, {}
+    upload, finish = engine.method.upload, engine.server.finish
+
+    def spy_upload(model, round, client):
+        tensors = upload(model, round, client)
+        sent[round, client.id] = {n: t.detach().clone() for n, t in tensors.items()}
+        return tensors
+
+    def spy_finish(round):
+        messages[round] = {n: t.clone() for n, t in finish(round).items()}
+        return messages[round]
+
+    monkeypatch.setattr(engine.method, "upload", spy_upload)
+    monkeypatch.setattr(engine.server, "finish", spy_finish)
+    result = engine.run()
+    stands_at = {}
+    for record in result.history:
+        round = record["round"]
+        assert len(record["selected"]) == 2
+        up = {c: sent[round, c] for c in record["selected"]}
+        assert record["client_uplink_bytes"] == {str(c): size(t) for c, t in up.items()}
+        assert record["uplink_bytes"] == sum(map(size, up.values()))
+        assert record["uplink_bytes_without_head"] == sum(size(t, head=False) for t in up.values())
+        down, bare = {}, 0
+        for client in record["selected"]:
+            lacks = {}
+            for missed in range(stands_at.get(client, 0) + 1, round):
+                lacks.update(messages[missed])
+            rank = ranks[(client - 1) % 3] if ranks else None
+            cut = {n: t[:rank] if ".lora_A." in n else t[:, :rank] if ".lora_B." in n else t
+                   for n, t in lacks.items() if not n.startswith("merge:")}
+            cut |= {n: t for n, t in lacks.items() if n.startswith("merge:")}
+            down[str(client)], bare = size(cut), bare + size(cut, head=False)
+            stands_at[client] = round - 1
+        assert record["client_downlink_bytes"] == down and record["downlink_bytes"] == sum(down.values())
+        assert record["downlink_bytes_without_head"] == bare
+        assert round > 1 or not record["downlink_bytes"], "the start comes from the seed"
+    totals = result.bytes
+    assert all(totals[k] == sum(r[k] for r in result.history) for k in totals)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_rolora_sends_half_of_fedlora(make, task):
+    def uplink(method):
+        return [r["uplink_bytes_without_head"] for r in make(task, method, {"federate.total_round_num": 2}).run().history]
+    both, halves = uplink("fedlora"), uplink("rolora")
+    assert both[0] == both[1] == sum(halves) and all(0.3 < h / both[0] < 0.7 for h in halves)
+    assert uplink("ffa_lora") == [halves[0]] * 2
+
+
+# -- who takes part ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("method", METHODS)
+def test_partial_participation(make, method):
+    engine = make("encoder", method, {"federate.client_num": 7, "federate.sample_client_rate": 0.45,
+                                      "federate.total_round_num": 4})
+    history = engine.run().history
+    assert all(len(r["selected"]) == 3 == len(set(r["selected"])) for r in history)
+    assert len({tuple(r["selected"]) for r in history}) > 1
+    assert all(r["selected"] == sorted(r["selected"]) and set(r["selected"]) <= set(range(1, 8)) for r in history)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("method", RANKED)
+@pytest.mark.parametrize("ranks", [(1, 3, 2), (4,), (5, 1, 1, 2, 3)])
+def test_clients_of_different_ranks(make, monkeypatch, method, task, ranks):
+    engine = make(task, method, {"lowrank.ranks": ranks, "federate.sample_client_num": 3})
+    upload = engine.method.upload
+
+    def check(model, round, client):
+        tensors = upload(model, round, client)
+        rank = ranks[(client.id - 1) % len(ranks)]
+        assert {t.shape[0] for n, t in tensors.items() if "lora_A" in n} == {rank}
+        assert {t.shape[1] for n, t in tensors.items() if "lora_B" in n} == {rank}
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                assert module.scaling["default"] == pytest.approx(6 / rank)
+        return tensors
+
+    monkeypatch.setattr(engine.method, "upload", check)
+    assert not any(r["failed"] for r in engine.run().history)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_clients_that_drop_out(make, method):
+    history = make("encoder", method, {"lowrank.drop_rate": 0.4, "federate.total_round_num": 4}).run().history
+    lost = [f for r in history for f in r["failed"]]
+    assert lost and all(f["kind"] == "dropped" for f in lost)
+    for record in history:
+        gone = {f["client"] for f in record["failed"]}
+        assert set(record["clients"]) == set(record["selected"]) - gone and record["clients"]
+
+
+# -- seeds and weights ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_one_seed_one_result(make, method, task):
+    engines = [make(task, method, {"seed": seed, "federate.sample_client_num": 3, "federate.total_round_num": 2})
+               for seed in (1, 1, 2)]
+    results = []
+    for engine in engines:
+        torch.manual_seed(int(torch.rand(()) * 1e6))  # what the process drew before has no say
+        results.append(engine.run())
+    first, again, other = map(state_of, engines)
+    assert equal(first, again) and not equal(first, other)
+    assert without_seconds(results[0].history) == without_seconds(results[1].history)
+    assert engines[0].data.fingerprint != engines[2].data.fingerprint, "the split is part of the seed"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_by_samples_or_equal(make, monkeypatch, method):
+    states = []
+    for uniform in (False, True):
+        engine = make("encoder", method, {"federate.ignore_weight": uniform, "federate.total_round_num": 1})
+        sent = {}
+        upload = engine.method.upload
+        monkeypatch.setattr(engine.method, "upload", lambda m, r, c, upload=upload, sent=sent: sent.setdefault(
+            c.id, {n: t.detach().clone() for n, t in upload(m, r, c).items()}))
+        engine.run()
+        sizes = [1 if uniform else len(e) for e in engine.data.clients]
+        assert uniform or len(set(sizes)) > 1
+        head = next(n for n in engine.server.state if "classifier" in n and "weight" in n)
+        mean = sum(n / sum(sizes) * sent[i][head].double() for i, n in enumerate(sizes, start=1))
+        torch.testing.assert_close(engine.server.state[head].double(), mean, atol=1e-7, rtol=1e-6)
+        states.append(state_of(engine))
+    assert not equal(*states)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_client_one_round_is_local_training(make, method):
+    keys = {"federate.client_num": 1, "federate.total_round_num": 1, "data.splitter": "iid", "data.splitter_args": []}
+    alone, engine = (make("encoder", method, keys) for _ in range(2))
+    engine.run()
+    load_tensors(alone.model, alone.method.view(alone.server.state, 1))
+    from fs_lowrank.seeds import derive
+    before = logits(alone.model, alone.data.test)
+    train_client(alone.model, alone.data.clients[0], alone.method.phases(1), alone.config, lr=5e-3,
+                 seed=derive(alone.config.seed, "train", 1, 1), owner="client 1", prefix=alone.prefix)
+    trained = logits(alone.model, alone.data.test)
+    assert not torch.allclose(before, trained, atol=1e-4)
+    torch.testing.assert_close(logits(engine.model, engine.data.test), trained, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", [{"type": "SGD", "momentum": 0.9, "weight_decay": 0.1},
+                                       {"type": "AdamW", "weight_decay": 0.5}])
+@pytest.mark.parametrize("method", ["rolora", "ffa_lora"])
+def test_the_frozen_half_keeps_every_bit_in_a_run(make, monkeypatch, method, optimizer):
+    import fs_lowrank.engines.common as common
+    engine = make("encoder", method, {"train.optimizer": {"lr": 0.05, **optimizer}, "federate.total_round_num": 4})
+    rounds = []
+
+    def spy(model, examples, phases, config, **options):
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        result = train_client(model, examples, phases, config, **options)
+        frozen = [n for n in before if not any(half in n for half in (*phases[0].train, "modules_to_save"))]
+        own = dict(model.named_parameters())
+        assert all(torch.equal(before[n], own[n]) for n in frozen)
+        assert any(not torch.equal(before[n], own[n]) for n in before if phases[0].train[0] in n)
+        rounds.append(phases[0].train[0])
+        return result
+
+    monkeypatch.setattr(common, "train_client", spy)
+    states = [state_of(engine)]
+    engine.on_round = lambda record: states.append(state_of(engine)) and None
+    assert not any(r["failed"] for r in engine.run().history)
+    trained = ["lora_B", "lora_A" if method == "rolora" else "lora_B"] * 2
+    assert rounds == [half for half in trained for _ in range(5)]
+    for half, before, after in zip(trained, states, states[1:]):
+        still = "lora_B" if half == "lora_A" else "lora_A"
+        assert all(torch.equal(before[n], after[n]) == (still in n) for n in before if "lora_" in n)
+
+
+# -- what is saved -------------------------------------------------------------------------------------
+
+def plain_model(task, place):
+    if task == "causal":
+        return AutoModelForCausalLM.from_pretrained(str(place))
+    return AutoModelForSequenceClassification.from_pretrained(str(place), num_labels=2)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("method, ranks", [*((m, None) for m in METHODS), *((m, (1, 3, 2)) for m in RANKED)])
+def test_what_is_saved_loads_with_the_plain_libraries(make, task, method, ranks, tiny_encoder, tiny_causal):
+    engine = make(task, method, {"lowrank.save_merged": True, "federate.total_round_num": 2,
+                                 "train.optimizer": {"type": "AdamW", "lr": 0.02},
+                                 **({"lowrank.ranks": ranks} if ranks else {})})
+    untrained = logits(engine.model, engine.data.test)
+    result = engine.run()
+    wanted = logits(result.model, engine.data.test)
+    assert not torch.allclose(untrained, wanted, atol=1e-3)
+    torch.testing.assert_close(logits(plain_model(task, engine.outdir / "model"), engine.data.test), wanted,
+                               atol=1e-5, rtol=1e-5)
+    assert (engine.outdir / "model" / "tokenizer.json").exists()
+    # Saving has changed nothing.
+    assert torch.equal(logits(result.model, engine.data.test), wanted)
+    if result.base_changed:
+        assert not (engine.outdir / "adapter").exists()
+        with pytest.raises(ValueError, match="save_model"):
+            result.save_adapter(engine.outdir / "adapter")
+    else:
+        loaded = PeftModel.from_pretrained(
+            plain_model(task, tiny_causal if task == "causal" else tiny_encoder), str(engine.outdir / "adapter"))
+        torch.testing.assert_close(logits(loaded, engine.data.test), wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_merged_model_is_saved_on_request_only(make, method):
+    engine = make("encoder", method, {"federate.total_round_num": 1})
+    result = engine.run()
+    assert set(result.saved) == {"model" if result.base_changed else "adapter", "curves"}
+    assert (engine.outdir / "model").exists() == result.base_changed
+    assert result.base_changed == (method in ("fedavg", "flora")) or method not in ("fedavg", "fedlora", "ffa_lora",
+                                                                                    "rolora", "flexlora", "flora")
+
+
+# -- half precision ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision(make, monkeypatch, method, task):
+    engine = make(task, method, {"lowrank.dtype": "bfloat16", "federate.total_round_num": 2})
+    before, sent = state_of(engine), {}
+    upload = engine.method.upload
+    monkeypatch.setattr(engine.method, "upload", lambda m, r, c: sent.setdefault(
+        (r, c.id), {n: t.detach().clone() for n, t in upload(m, r, c).items()}) and upload(m, r, c))
+    states = []
+    engine.on_round = lambda record: states.append(state_of(engine)) and None
+    result = engine.run()
+    assert all(math.isfinite(r["loss"]) and not r["failed"] for r in result.history)
+    assert next(p for n, p in engine.model.named_parameters() if "embed" in n).dtype == torch.bfloat16
+    if method in AVERAGING:
+        # Tensors of both widths travel together, and still each client's own is averaged.
+        sizes = [len(e) for e in engine.data.clients]
+        for name in sent[1, 1]:
+            mean = sum(n / sum(sizes) * sent[1, i][name].double() for i, n in enumerate(sizes, start=1))
+            torch.testing.assert_close(states[0][name].double(), mean, atol=1e-6, rtol=2 ** -7)
+    moved = [n for n in before if not torch.equal(before[n], engine.server.state[n])]
+    assert moved and (task == "causal" or any("classifier" in n for n in moved))
+    assert result.saved["model" if result.base_changed else "adapter"].exists()
+
+
+# -- server optimizers ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad", "Yogi"])
+@pytest.mark.parametrize("method", AVERAGING)
+def test_server_optimizers_over_every_averaging_method(make, method, kind):
+    keys = {"fedopt.use": True, "fedopt.optimizer": {"type": kind, "lr": 1.0 if kind == "SGD" else 0.01},
+            "federate.total_round_num": 2}
+    engine, plain = make("encoder", method, keys), make("encoder", method, {"federate.total_round_num": 2})
+    engine.run()
+    plain.run()
+    shared = engine.method.view(engine.server.state)
+    assert equal(shared, plain.method.view(plain.server.state)) == (kind == "SGD")

@@ -1,0 +1,267 @@
+"""Local training, evaluation and learning rates against plain loops."""
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fs_lowrank.config import AdapterSpec, Scheduler, load_config
+from fs_lowrank.data import Examples
+from fs_lowrank.errors import UserError
+from fs_lowrank.methods import Phase
+from fs_lowrank.models.adapters import add_adapter
+from fs_lowrank.seeds import derive
+from fs_lowrank.training import evaluate, train_client
+from fs_lowrank.training.local import batch_indices, make_optimizer, set_trainable
+from fs_lowrank.training.schedule import check_scheduler, lr_at
+
+
+def config(**keys):
+    return load_config({"federate.client_num": 1, "federate.method": "fedlora", "dataloader.batch_size": 4, **keys})
+
+
+def data(count=10, classes=3, seed=0):
+    draw = np.random.default_rng(seed)
+    return Examples({"input_ids": [draw.integers(4, 30, draw.integers(3, 9)) for _ in range(count)]},
+                    draw.integers(0, classes, count))
+
+
+@pytest.fixture
+def model(tiny_encoder):
+    from transformers import AutoModelForSequenceClassification
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        str(tiny_encoder), num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return add_adapter(model, AdapterSpec(r=2, lora_alpha=6, target_modules=("query",)), seed=0)
+
+
+def snapshot(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def moved(model, before):
+    return {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+
+
+# -- what trains ---------------------------------------------------------------------------------------
+
+OPTIMIZERS = [("SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("AdamW", {"weight_decay": 0.5}),
+              ("Adam", {"weight_decay": 0.1}), ("RMSprop", {"momentum": 0.9, "weight_decay": 0.1})]
+
+
+@pytest.mark.parametrize("kind, extra", OPTIMIZERS)
+@pytest.mark.parametrize("half, frozen", [("lora_B", "lora_A"), ("lora_A", "lora_B")])
+def test_the_frozen_half_keeps_every_bit(model, kind, extra, half, frozen):
+    for n, p in model.named_parameters():  # with B = 0 an A round has no gradient
+        if "lora_B" in n:
+            p.data.normal_()
+    before = snapshot(model)
+    cfg = config(**{"train.local_update_steps": 5, "train.optimizer": {"type": kind, **extra}})
+    train_client(model, data(), [Phase((half, "head"))], cfg, lr=0.05, seed=1)
+    changed = moved(model, before)
+    assert changed == {n for n in before if half in n or "modules_to_save" in n}
+    assert not any(frozen in n or "base_layer" in n or "original_module" in n for n in changed)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_no_optimizer_state_survives_a_switch_of_halves(model, monkeypatch):
+    import fs_lowrank.training.local as local
+    made = []
+
+    def spy(parameters, *rest):
+        optimizer = make_optimizer(parameters, *rest)
+        made.append((len(parameters), optimizer))
+        return optimizer
+
+    monkeypatch.setattr(local, "make_optimizer", spy)
+    cfg = config(**{"train.local_update_steps": 2, "train.optimizer": {"type": "AdamW"}})
+    train_client(model, data(), [Phase(("lora_B",)), Phase(("lora_A",), steps=1), Phase(("lora_B",))], cfg, lr=0.05,
+                 seed=1)
+    assert len(made) == 3 and len({id(o) for _, o in made}) == 3
+    assert [max(int(s["step"]) for s in o.state.values()) for _, o in made] == [2, 1, 2]
+
+
+def test_a_phase_without_head_leaves_it(model):
+    before = snapshot(model)
+    train_client(model, data(), [Phase(("lora_B",))], config(), lr=0.1, seed=1)
+    assert all("lora_B" in n for n in moved(model, before))
+    names = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert names and all("lora_B" in n for n in names)
+    assert len(set_trainable(model, ("adapter", "head"))) == 2 * 3 + 2
+
+
+def test_against_a_plain_loop(model):
+    """The same batches, in torch's own words."""
+    import copy
+    other = copy.deepcopy(model)
+    cfg = config(**{"train.local_update_steps": 3, "train.batch_or_epoch": "epoch",
+                    "train.optimizer": {"type": "SGD", "momentum": 0.5}})
+    examples = data()
+    result = train_client(model, examples, [Phase(("adapter", "head"))], cfg, lr=0.1, seed=7)
+    trained = [p for n, p in other.named_parameters() if "lora_" in n or "modules_to_save" in n]
+    for p in other.parameters():
+        p.requires_grad_(any(p is t for t in trained))
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
+    order, losses = np.random.default_rng(7), []
+    for _ in range(3):
+        shuffled = order.permutation(10)
+        for batch in (shuffled[:4], shuffled[4:8], shuffled[8:]):
+            optimizer.zero_grad()
+            loss = other(**examples.batch(batch)).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert (result.steps, result.samples) == (9, 30) and result.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    theirs = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, theirs[name], atol=1e-6, rtol=1e-5)
+
+
+def test_one_seed_one_result(tiny_encoder, model):
+    import copy
+    for module in model.modules():  # with dropout
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    twins = [copy.deepcopy(model) for _ in range(3)]
+    for seed, twin in zip((5, 5, 6), twins):
+        torch.manual_seed(int(torch.rand(()) * 1000))
+        train_client(twin, data(), [Phase(("adapter", "head"))], config(**{"train.local_update_steps": 4}), lr=0.1,
+                     seed=seed)
+    first, again, other = map(snapshot, twins)
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert any(not torch.equal(first[n], other[n]) for n in first)
+
+
+# -- how long ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 11])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_of_batches(size, drop_last):
+    batches = list(batch_indices(size, 4, np.random.default_rng(0), True, drop_last))
+    seen = np.concatenate(batches)
+    assert len(set(seen.tolist())) == len(seen)
+    assert len(seen) == (size if not drop_last or size < 4 else size // 4 * 4)
+    assert all(len(b) == 4 for b in batches[:-1])
+    ordered = np.concatenate(list(batch_indices(size, 4, np.random.default_rng(0), False)))
+    assert ordered.tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("keys, steps, samples", [
+    ({"train.local_update_steps": 7}, 7, 4 + 4 + 2 + 4 + 4 + 2 + 4),
+    ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch"}, 6, 20),
+    ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch", "dataloader.drop_last": True}, 4, 16),
+    ({"train.local_update_steps": 2, "grad.grad_accum_count": 3}, 6, 20),
+])
+def test_how_long(model, keys, steps, samples):
+    result = train_client(model, data(), [Phase(("lora_B",))], config(**keys), lr=0.1, seed=0)
+    assert (result.steps, result.samples) == (steps, samples)
+
+
+def test_accumulated_gradients_are_one_larger_batch(model):
+    import copy
+    other = copy.deepcopy(model)
+    common = {"train.local_update_steps": 1, "dataloader.shuffle": False}
+    train_client(model, data(8), [Phase(("lora_B", "head"))],
+                 config(**common, **{"dataloader.batch_size": 8}), lr=0.5, seed=0)
+    train_client(other, data(8), [Phase(("lora_B", "head"))],
+                 config(**common, **{"dataloader.batch_size": 4, "grad.grad_accum_count": 2}), lr=0.5, seed=0)
+    theirs = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, theirs[name], atol=1e-6, rtol=1e-4)
+
+
+def test_gradients_are_clipped(model):
+    before = snapshot(model)
+    cfg = config(**{"train.local_update_steps": 1, "grad.grad_clip": 1e-3})
+    train_client(model, data(), [Phase(("lora_B", "head"))], cfg, lr=1.0, seed=0)
+    step = math.sqrt(sum(float((p - before[n]).norm()) ** 2 for n, p in model.named_parameters()))
+    assert step == pytest.approx(1e-3, rel=1e-3)
+
+
+# -- optimizers ----------------------------------------------------------------------------------------
+
+def test_optimizers_by_name():
+    parameters = [nn.Parameter(torch.zeros(2))]
+    assert isinstance(make_optimizer(parameters, "adamw", 0.1, {"betas": [0.8, 0.9]}), torch.optim.AdamW)
+    with pytest.raises(UserError, match="torch.optim has none; did you mean 'adamw'"):
+        make_optimizer(parameters, "AdamWW", 0.1, {})
+    with pytest.raises(UserError, match="SGD does not take"):
+        make_optimizer(parameters, "SGD", 0.1, {"beta": 1})
+
+
+# -- evaluation ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_evaluation_of_a_classifier(model, size):
+    examples = data(11)
+    model.train()  # evaluation turns dropout off itself
+    found = evaluate(model, examples, size)
+    losses, right = [], 0
+    model.eval()
+    for i in range(11):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(examples.columns["input_ids"][i])[None]).logits[0].double()
+        label = int(examples.labels[i])
+        losses.append(float(torch.logsumexp(logits, 0) - logits[label]))
+        right += int(logits.argmax()) == label
+    assert found == {"loss": pytest.approx(np.mean(losses), rel=1e-5), "acc": pytest.approx(right / 11)}
+
+
+def test_evaluation_of_a_causal_model_is_per_token(tiny_causal):
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(str(tiny_causal)).eval()
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(4, 30, n) for n in (3, 8, 5, 12, 2)]
+    labels = [np.where(np.arange(len(r)) < len(r) // 2, -100, r) for r in rows]
+    examples = Examples({"input_ids": rows, "labels": labels})
+    losses, right = [], 0
+    for row, wanted in zip(rows, labels):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(row)[None]).logits[0].double()
+        for at in range(1, len(row)):  # position at − 1 predicts the token at
+            if wanted[at] != -100:
+                losses.append(float(torch.logsumexp(logits[at - 1], 0) - logits[at - 1, wanted[at]]))
+                right += int(logits[at - 1].argmax()) == wanted[at]
+    for size in (1, 2, 5):
+        found = evaluate(model, examples, size)
+        assert found == {"loss": pytest.approx(np.mean(losses), rel=1e-5),
+                         "acc": pytest.approx(right / len(losses))}
+
+
+def test_evaluation_moves_nothing(model):
+    before = snapshot(model)
+    evaluate(model, data(), 4)
+    assert not moved(model, before)
+
+
+# -- learning rates ------------------------------------------------------------------------------------
+
+def test_learning_rates_by_round():
+    def rates(kind, rounds=5, **extra):
+        warmup = extra.pop("warmup_ratio", 0.0)
+        return [lr_at(r, rounds, 1.0, Scheduler(type=kind, warmup_ratio=warmup, extra=extra))
+                for r in range(1, rounds + 1)]
+    assert rates("") == rates("constant") == [1.0] * 5
+    assert rates("linear") == pytest.approx([1, 0.75, 0.5, 0.25, 0])
+    assert rates("linear", min_lr=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+    assert rates("cosine") == pytest.approx([(1 + math.cos(math.pi * i / 4)) / 2 for i in range(5)])
+    assert rates("linear", 6, cycle=3) == pytest.approx([1, 0.5, 0, 1, 0.5, 0])
+    assert rates("constant", 5, warmup_ratio=0.4) == pytest.approx([0.5, 1, 1, 1, 1])
+    assert rates("linear", 1) == [1.0]
+
+
+@pytest.mark.parametrize("scheduler, message", [
+    (Scheduler(type="cosin"), "did you mean 'cosine'"),
+    (Scheduler(type="linear", extra={"min_rl": 0.1}), "did you mean 'min_lr'"),
+])
+def test_wrong_schedules_are_named(scheduler, message):
+    with pytest.raises(UserError, match=message):
+        check_scheduler(scheduler)
+
+
+def test_seeds_are_apart():
+    drawn = {derive(seed, purpose, round, client) for seed in (0, 1) for purpose in ("train", "participation")
+             for round in range(20) for client in range(20)}
+    assert len(drawn) == 2 * 2 * 20 * 20 and all(0 <= d < 2 ** 63 for d in drawn)
+    assert derive(1, "train", 12) != derive(11, "train", 2) and derive(1, 23) == derive(1, 23)
