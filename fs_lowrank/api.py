@@ -12,7 +12,7 @@ from .runs.plots import plot_curves
 from .runs.result import RunResult
 
 #: engine name -> the module that has ``run(config, resume, on_round, on_client)``
-ENGINES = {"local": "fs_lowrank.engines.local"}
+ENGINES = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
 
 
 def run(config: Config, engine: str = "local", *, resume: bool = False,

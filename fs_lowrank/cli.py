@@ -155,6 +155,9 @@ def _run(args: argparse.Namespace) -> None:
         result = run(config, args.engine, resume=args.resume, on_round=live.on_round, on_client=live.on_client)
     finally:
         live.stop()
+    if not result.history:  # a client process of a distributed run: the results are the server's
+        console.print(f"done; this client's log: {result.outdir}", soft_wrap=True)
+        return
     console.print(_results_table({result.facts["method"]: result}))
     _print_saved(result)
 

@@ -232,6 +232,8 @@ class Lowrank:
     min_clients: int = _key(1, min=1)
     #: chance that a client drops out of a round it was chosen for, drawn from the seed: to try what a method stands
     drop_rate: float = _key(0.0, min=0.0, max=1.0)
+    #: seconds that a process of a distributed run waits for another one
+    timeout: float = _key(600.0, above=0.0, result=False)
     #: of the frozen weights and the arithmetic; trained tensors are the method's business
     dtype: str = _key("float32", choices=("float32", "bfloat16"))
     #: also write the model with the adapter merged in
@@ -433,12 +435,15 @@ class Config:
             yaml.dump(self.to_dict(), file, _Dumper, sort_keys=False, allow_unicode=True)
 
     def fingerprint(self) -> str:
-        """12 hex digits over every value that decides the result: not over devices, folders, or what is kept."""
-        decisive = {name: value for name, value, meta in _flat(self) if meta.get("result", True)}
-        decisive.update((name, value) for name, value in self.framework.items()
-                        if not framework_keys.decides_nothing(name, self.framework))
-        text = json.dumps(_canonical(decisive), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        """12 hex digits over every value that decides the result."""
+        return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def decisive(self) -> dict[str, Any]:
+        """Every value that decides the result, by dotted key: not devices, folders, or what is kept."""
+        found = {name: value for name, value, meta in _flat(self) if meta.get("result", True)}
+        found.update((name, value) for name, value in self.framework.items()
+                     if not framework_keys.decides_nothing(name, self.framework))
+        return _canonical(found)
 
     def replace(self, overrides: Mapping[str, Any] | Sequence[str] | None = None, /, **keys: Any) -> Config:
         """A changed copy, checked anew. Keys as in ``load_config``.

@@ -23,7 +23,8 @@ def table(folder: Path) -> str:
              "Written by `python -m benchmark.speed`. Figures are medians of runs taken in turn on a shared machine: "
              "compare within a line, not between lines. Agreement is the relative difference between the results of "
              "the fast and the slow form.", "",
-             "| case | figure | value | target | holds | times | agreement |", "| --- | --- | --- | --- | --- | --- | --- |"]
+             "| case | figure | value | target | holds | times | agreement |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]
     about = []
     for part in PARTS:
         path = folder / f"{part}.json"
@@ -56,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
                       "machine": machine(), **found}
             (args.out / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
             for line in found["rows"]:
-                print(f"{part}: {line['case']}: {line['figure']}: {line['value']:.3g} ({line['target']}) {line['note']}")
+                print(f"{part}: {line['case']}: {line['figure']}: {line['value']:.3g} ({line['target']}) "
+                      f"{line['note']}", flush=True)
     except UserError as error:
         print(f"error: {error}")
         return 1

@@ -122,7 +122,7 @@ def flexlora(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=5, s
 
 
 @torch.no_grad()
-def flora(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=5, slow=3, dtype=torch.float32) -> dict:
+def flora(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=5, slow=2, dtype=torch.float32) -> dict:
     round = Round("flora", clients, modules, d_out, d_in, rank, dtype)
     before = {n: t.clone() for n, t in base_weights(round.model).items()}
     summed = {n: torch.zeros_like(t) for n, t in before.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..config import Config
+from ..config import Config, load_config
 from ..data import build_data, load_raw
 from ..errors import UserError
 from ..methods import Client, Method, Update, create_method
@@ -68,6 +68,9 @@ class Run:
         config: the run's configuration.
         keep_messages: keep the messages' values on the server; for clients that have a model of their own.
     """
+
+    #: the file that the resolved configuration is written to
+    config_name = "config.yaml"
 
     def __init__(self, config: Config, keep_messages: bool = False):
         check_scheduler(config.train.scheduler)
@@ -199,7 +202,7 @@ class Run:
                 raise UserError(f"{records} lacks records of rounds before {checkpoint.round}; it was changed by hand, "
                                 "so the run cannot be continued; start again in another outdir")
         self.records = Records(records, history)
-        self.config.dump(self.outdir / "config.yaml")
+        self.config.dump(self.outdir / self.config_name)
         (self.outdir / "environment.json").write_text(json.dumps(environment(), indent=1))
         (self.outdir / "data.json").write_text(json.dumps(
             {"source": self.data.source, "fingerprint": self.data.fingerprint,
@@ -241,12 +244,10 @@ class Run:
         load_tensors(self.model, self.method.view(self.server.state))
 
     def _check_same_run(self, then: dict) -> None:
-        differing = [key for key, (a, b) in _differences(then, self.config.to_dict()).items()
-                     if key.split(".")[0] not in ("outdir", "expname", "verbose", "device", "use_gpu")
-                     and key not in ("federate.total_round_num", "lowrank.checkpoint_freq", "lowrank.keep_checkpoints")]
-        if _differences(then, self.config.to_dict()).keys() & {"federate.total_round_num"} and (
-                self.method.plans_ahead or self.config.train.scheduler.type):
-            differing.append("federate.total_round_num")
+        then, now = load_config(then).decisive(), self.config.decisive()
+        if not (self.method.plans_ahead or self.config.train.scheduler.type):
+            then["federate.total_round_num"] = now["federate.total_round_num"]
+        differing = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
         if differing:
             raise UserError(f"the run in {self.outdir} was started with another {', '.join(differing)}; "
                             "continue it with its own config.yaml, or choose another outdir")
@@ -268,8 +269,8 @@ class Run:
 
     def _finish(self) -> RunResult:
         history = self.records.history
-        last = next(r for r in reversed(history) if r["metrics"])
-        final = {f"{split}_{name}": v for split, values in last["metrics"].items() for name, v in values.items()}
+        last = next((r["metrics"] for r in reversed(history) if r["metrics"]), {})
+        final = {f"{split}_{name}": v for split, values in last.items() for name, v in values.items()}
         ranked = [r for r in history if r["metrics"] and self._key_value(r) is not None]
         if ranked:
             final["best_round"] = min(ranked, key=self._key_value)["round"]

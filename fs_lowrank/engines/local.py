@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from safetensors import SafetensorError
 
 from ..config import Config, check_local
 from ..errors import UserError
@@ -44,6 +45,7 @@ class LocalEngine(Run):
     def _round(self, round: int) -> dict:
         started = time.perf_counter()
         server, selected = self.server, self.server.select(round)
+        before = dict(server.synced), dict(self.personal)
         uplink, downlink, losses, failed = {}, {}, {}, []
         for done, client in enumerate(selected):
             self.on_client(round, done, len(selected))
@@ -76,9 +78,12 @@ class LocalEngine(Run):
         try:
             message = server.finish(round)
         except TooFewClients as error:
-            reasons = "; ".join(f["reason"] for f in failed[:3])
-            raise UserError(f"{error} ({reasons or 'nobody failed'}); the last good round is on disk in "
-                            f"{self.outdir / 'checkpoint'}") from error
+            server.synced, self.personal = before
+            if round > 1 and not self._checkpoint_due(round - 1):
+                self._save(round - 1)
+            kept = f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume"
+            raise UserError(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); "
+                            f"{kept if round > 1 else 'no round was completed'}") from error
         with torch.no_grad():
             self.method.apply(self.model, message, round)
         aggregated = time.perf_counter()
@@ -94,8 +99,15 @@ class LocalEngine(Run):
         """All rounds, from the start or from the last checkpoint.
 
         Raises:
-            UserError: the folder holds another run, a checkpoint cannot be written, or too few clients remain.
+            UserError: the folder holds another run, something cannot be written, or too few clients remain.
         """
+        try:
+            return self._run(resume)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"the run in {self.outdir} stopped: {error}; when that is mended, "
+                            "run again with --resume") from error
+
+    def _run(self, resume: bool) -> RunResult:
         checkpoint = self._start(resume)
         first = checkpoint.round + 1 if checkpoint else 1
         for round in range(first, self.config.federate.total_round_num + 1):

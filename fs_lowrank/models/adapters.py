@@ -119,11 +119,12 @@ def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> No
     """``W ← W + up @ down`` in the layer whose ``lora_A`` parameter is called ``down_name``.
 
     Args:
-        up: ``(d_out, q)``, any scaling already in it. down: ``(q, d_in)``; ``q`` is free.
+        up: ``(d_out, q)``, any scaling already in it. down: ``(q, d_in)``; ``q`` is free. A convolution's
+            halves may come in their own shapes.
     """
     layer = model.get_submodule(_LORA_WEIGHT.match(down_name)["module"])
     weight = layer.get_base_layer().weight
-    delta = up.to(weight.device) @ down.to(weight.device)
+    delta = up.flatten(1).to(weight.device) @ down.flatten(1).to(weight.device)
     with torch.no_grad():
         weight.add_((delta.T if getattr(layer, "fan_in_fan_out", False) else delta).reshape(weight.shape))
 

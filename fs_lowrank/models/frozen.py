@@ -128,7 +128,8 @@ class FrozenPrefix:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.below = list(seen)
+        # With their parts, also those that run in training only.
+        self.below = list({part: None for module in seen for part in module.modules()})
 
     @torch.no_grad()
     def _hidden(self, examples, indices: np.ndarray) -> Tensor:

@@ -38,6 +38,7 @@ def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: f
                        (loss, "round", "mean training loss")):
         axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)
-    accuracy.legend()
+    if accuracy.lines:
+        accuracy.legend()
     figure.savefig(path, dpi=120)
     return path

@@ -79,6 +79,25 @@ def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]
     return chosen
 
 
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's mean loss on a batch.
+
+    A causal LM's head is wide, and its logits are wanted only where a loss is taken, so it is given only
+    those positions; the loss is the same.
+    """
+    if batch["labels"].ndim == 1:
+        return model(**batch).loss
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    following = batch["labels"][:, 1:]
+    taken = following != -100
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, :-1][taken],))
+    try:
+        logits = model(**inputs).logits
+    finally:
+        hook.remove()
+    return nn.functional.cross_entropy(logits.float(), following[taken])
+
+
 def train_client(model: nn.Module, examples, phases: Sequence[Phase], config, *, lr: float, seed: int,
                  owner: str = "", prefix: FrozenPrefix | None = None) -> LocalResult:
     """Train ``model`` in place on one client's examples.
@@ -110,10 +129,10 @@ def train_client(model: nn.Module, examples, phases: Sequence[Phase], config, *,
         for indices in _batches(len(examples), config, duration, order):
             batch = to_device(examples.batch(indices), device)
             if prefix is None:
-                loss = model(**batch).loss
+                loss = loss_of(model, batch)
             else:
                 with prefix.states(owner, examples, indices):
-                    loss = model(**batch).loss
+                    loss = loss_of(model, batch)
             (loss / accumulate if accumulate > 1 else loss).backward()
             total += loss.detach()
             waiting, steps, samples = waiting + 1, steps + 1, samples + len(indices)

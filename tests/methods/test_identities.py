@@ -133,9 +133,11 @@ def test_the_frozen_half_is_the_same_tensor_everywhere(toy, federation, name):
 
 # -- every method --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, ranks", [*((n, ()) for n in BUILT_IN), *((n, (1, 3, 2)) for n in RANKED)])
-def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, ranks):
-    fed = federation(toy.method(name, **({"ranks": ranks} if ranks else {})), SIZES * 2)
+@pytest.mark.parametrize("name, params", [
+    *((n, {}) for n in BUILT_IN), *((n, {"ranks": (1, 3, 2)}) for n in RANKED),
+    *(("fedloru", {"tau": 2, "init": init}) for init in ("random", "momentum") if "fedloru" in list_methods())])
+def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, params):
+    fed = federation(toy.method(name, **params), SIZES * 2)
     # Clients 1 and 4 share a rank and a size. 1 is always there; 4 comes late, 5 once, 6 never before the end.
     for round, clients in enumerate([(1, 2), (1, 2, 3), (1, 3, 4), (1, 2), (1, 5), (1, 2, 3)], start=1):
         fed.round(round, clients)
@@ -148,7 +150,7 @@ def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, r
         equal({n: now[n] for n in view}, view)
         frozen = now.keys() - view.keys()
         equal({n: now[n] for n in frozen}, {n: fed.everything()[n] for n in frozen})
-    if not ranks:
+    if "ranks" not in params:
         close(toy.outputs(fed.copies[6]), toy.outputs(fed.model), 1e-6)
         equal(fed.everything(6), fed.everything())
 

@@ -11,6 +11,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from ... import config as ours
 from ... import _federatedscope_keys as framework_keys
 from ...config import Config, check_method_params, load_config
@@ -169,7 +171,7 @@ def _given_parameters(cfg, cls) -> dict[str, Any]:
     given = {}
     for key, value in cfg.lowrank.items():
         value = getattr(value, "value", value)  # an Argument
-        if key in general or value is None:
+        if key in general or key in _BOOKKEEPING or value is None:
             continue
         whole = typing.get_origin(hints.get(key)) is None and hints.get(key) is int
         given[key] = int(value) if whole and isinstance(value, float) and value.is_integer() else value
@@ -284,6 +286,8 @@ def to_framework(config: Config):
     flat["outdir"], flat["expname"] = config.outdir, config.expname
     if not config.model.task:
         flat.pop("model.task")
+    if config.federate.process_num == 1 and not torch.cuda.is_available():
+        flat["federate.process_num"] = 0  # what the framework makes of 1 where there is no GPU, with a warning
     for name, value in flat.items():
         node, key = _node(cfg, name, create=CN)
         node[key] = list(value) if isinstance(value, tuple) else value

@@ -15,9 +15,9 @@ class Held(ClientData):
 
     def __init__(self, client_cfg, **splits):
         super().__init__(client_cfg)
-        # A mapping, because the framework looks into what a split holds for the shape of its inputs.
+        # A mapping with ``x``, because the framework looks there for the shape of its inputs, and warns without one.
         for split, examples in splits.items():
-            self[split] = {"examples": examples}
+            self[split] = {"examples": examples, "x": np.empty((len(examples), 0))}
 
     def setup(self, new_client_cfg=None):
         """The framework would build its data loaders here; ours are the examples themselves."""

@@ -109,6 +109,8 @@ class Session(Run):
 
     def begin(self) -> int:
         """Open the run's files, restore what ``resume`` asks for; returns the rounds that are done."""
+        if not self.resume and (self.outdir / self.config_name).exists():
+            self.config_name = "lowrank.yaml"  # the framework has written its own
         checkpoint = self._start(self.resume)
         return checkpoint.round if checkpoint else 0
 
@@ -118,6 +120,11 @@ class Session(Run):
             load_tensors(self.model, self.method.view(self.server.state))
             self.result = self._finish()
         return self.result
+
+    def nothing(self) -> RunResult:
+        """The result of a process that has none: a client's."""
+        return RunResult(history=[], final={}, outdir=self.outdir, model=self.model, base_changed=True,
+                         facts={"method": self.method.name, "client": self.index})
 
 
 def open_session(cfg) -> Session:
@@ -162,14 +169,10 @@ def close_session() -> None:
     _current = None
 
 
-def differing(theirs: dict, mine: dict) -> list[str]:
-    """The dotted keys in which two configurations differ and that decide the result."""
-    from ...config import load_config
-    from ..common import _differences
-    decisive = ("outdir", "expname", "verbose", "device", "use_gpu", "distribute")
-    if load_config(theirs).fingerprint() == load_config(mine).fingerprint():
-        return []
-    return sorted(k for k in _differences(theirs, mine) if k.split(".")[0] not in decisive)
+def differing(theirs: Config, mine: Config) -> list[str]:
+    """The dotted keys that decide the result and in which two processes of one run differ."""
+    a, b = theirs.decisive(), mine.decisive()
+    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and not k.startswith("distribute."))
 
 
 def _hash(tensor: Tensor) -> str:

@@ -1,0 +1,71 @@
+"""One run on the framework, started from our configuration."""
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from federatedscope.core.auxiliaries.data_builder import get_data
+from federatedscope.core.auxiliaries.runner_builder import get_runner
+from federatedscope.core.auxiliaries.utils import setup_seed
+from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
+
+from ...config import Config
+from ...runs.result import RunResult
+from . import session as sessions
+from .config import to_framework
+
+
+def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+    """See ``fs_lowrank.run``. In a client process of a distributed run the result has no history.
+
+    Raises:
+        UserError: anything the user can put right; a worker that cannot go on.
+    """
+    cfg = to_framework(config)
+    # Where a run's files lie is decided here, not by the framework, which would begin a new folder each time.
+    outdir = Path(config.outdir) / config.expname
+    is_client = config.federate.mode == "distributed" and cfg.distribute.role == "client"
+    outdir = outdir / f"client_{max(cfg.distribute.data_idx, 0)}" if is_client else outdir
+    outdir.mkdir(parents=True, exist_ok=True)
+    cfg.outdir = str(outdir)
+    threads = torch.get_num_threads()
+    with _log_to(outdir / "exp_print.log", config.verbose):
+        try:
+            setup_seed(cfg.seed)
+            data, changed = get_data(config=cfg.clone(), client_cfgs=None)
+            cfg.merge_from_other_cfg(changed)
+            session = sessions.current()
+            session.resume = resume
+            session.on_round, session.on_client = on_round or session.on_round, on_client or session.on_client
+            cfg.freeze(inform=False, save=False)
+            get_runner(data=data, server_class=get_server_cls(cfg), client_class=get_client_cls(cfg),
+                       config=cfg.clone()).run()
+            return session.result or session.nothing()
+        finally:
+            sessions.close_session()
+            torch.set_num_threads(threads)  # the framework sets it to 1
+
+
+class _log_to:
+    """The framework's log in a file, and on the console only what is a warning."""
+
+    def __init__(self, path: Path, verbose: int):
+        self.path, self.verbose = path, verbose
+
+    def __enter__(self):
+        self.logger = logging.getLogger("federatedscope")
+        self.before = self.logger.level, [(h, h.level) for h in self.logger.handlers]
+        self.file = logging.FileHandler(self.path)
+        self.file.setFormatter(logging.Formatter("%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"))
+        self.logger.setLevel(logging.INFO)
+        for handler, _ in self.before[1]:
+            handler.setLevel(logging.INFO if self.verbose > 1 else logging.WARNING)
+        self.logger.addHandler(self.file)
+
+    def __exit__(self, *_):
+        self.logger.removeHandler(self.file)
+        self.file.close()
+        self.logger.setLevel(self.before[0])
+        for handler, level in self.before[1]:
+            handler.setLevel(level)

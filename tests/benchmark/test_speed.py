@@ -1,0 +1,76 @@
+"""The speed benchmarks run at toy size, and the fast forms give what the slow ones give. Nothing is timed."""
+import json
+
+import pytest
+import torch
+
+from benchmark.speed import __main__ as runner
+from benchmark.speed import clients, frozen_cache, overhead, race, server_step
+from fs_lowrank import load_config
+
+#: not square, and an odd number of modules
+TOY = dict(clients=6, modules=3, d_out=40, d_in=24, rank=2, repeats=1)
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("measure", [server_step.averaging, server_step.flexlora, server_step.flora])
+def test_fast_and_slow_server_steps_agree(measure, dtype, close):
+    assert measure(**TOY, dtype=dtype)["difference"] < close
+
+
+@pytest.mark.parametrize("measure", [server_step.averaging, server_step.flexlora, server_step.flora])
+def test_they_agree_on_wide_layers(measure):
+    assert measure(**{**TOY, "d_out": 24, "d_in": 40}, dtype=torch.float64)["difference"] < 1e-12
+
+
+def test_flexlora_agrees_where_the_ranks_fill_the_layer():
+    assert server_step.flexlora(**{**TOY, "clients": 20}, dtype=torch.float64)["difference"] < 1e-12
+
+
+def test_race_runs_each_variant_as_often_as_told():
+    ran = {"fast": 0, "slow": 0}
+
+    def run(name):
+        ran[name] += 1
+
+    race({name: lambda name=name: run(name) for name in ran}, repeats=4, fewer={"slow": 2})
+    assert ran == {"fast": 4, "slow": 2}
+
+
+@pytest.mark.parametrize("kind", ["settings", "causal_settings"])
+def test_kept_states_give_the_same_losses_and_tensors(kind, request):
+    config = load_config(request.getfixturevalue(kind), train__optimizer__type="SGD")
+    found = frozen_cache.measure(config, samples=12, repeats=1)
+    assert found["loss_difference"] < 1e-5 and found["difference"] < 1e-5
+    assert found["bytes_kept"] > 0
+
+
+def test_overhead_adds_up_and_takes_the_timers_off(settings):
+    backward = torch.Tensor.backward
+    found = overhead.measure(load_config(settings), rounds=2, profile=True)
+    assert torch.Tensor.backward is backward
+    assert len(found["rounds"]) == 2
+    for round in found["rounds"]:
+        assert all(seconds > 0 for seconds in round.values())
+        parts = round["forward"] + round["backward"] + round["optimizer"] + round["overhead"]
+        assert parts == pytest.approx(round["wall"])
+    assert all(seconds > 0 for seconds in found["parts_seconds"].values())
+
+
+def test_clients_are_measured_in_a_process_of_their_own(settings):
+    small = clients.with_federate(settings, client_num=3, total_round_num=1)
+    found = clients.in_fresh_process(small, train=True)
+    assert found["clients"] == 3 and found["updates_a_round"] == [3]
+    assert found["base_bytes"] > 0 and found["adapter_bytes"] > 0
+    assert found["peak_bytes"] >= found["setup_peak_bytes"] >= found["imported_peak_bytes"]
+
+
+def test_the_table_has_a_line_for_each_figure(tmp_path):
+    line = {"case": "a case", "figure": "slow ÷ fast", "value": 7.25, "target": "≥ 5", "holds": True, "note": "29 ÷ 4",
+            "agreement": 1e-7}
+    (tmp_path / "server_step.json").write_text(json.dumps({
+        "rows": [line, {**line, "case": "another", "holds": False}], "seconds": 3.0,
+        "machine": {"cpus": 2, "threads": 1, "versions": {"torch": "2"}}}))
+    text = runner.table(tmp_path)
+    assert "| a case | slow ÷ fast | 7.25 | ≥ 5 | yes | 29 ÷ 4 | 1e-07 |" in text
+    assert "| another | slow ÷ fast | 7.25 | ≥ 5 | **no** |" in text

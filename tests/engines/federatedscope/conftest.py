@@ -1,0 +1,136 @@
+"""Runs on the real framework; without it these tests are skipped, with the reason."""
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import runpy
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def _problem() -> str:
+    from fs_lowrank.errors import UserError
+    try:
+        import fs_lowrank.engines.federatedscope  # noqa: F401
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def pytest_collection_modifyitems(items):
+    mine = [i for i in items if HERE in Path(i.path).parents and i.get_closest_marker("federatedscope")]
+    reason = _problem() if mine else ""
+    for item in mine if reason else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def quick(settings, tmp_path, monkeypatch):
+    """``quick(name, **keys)``: the small classification run under an outdir of its own, without drawing curves."""
+    import fs_lowrank.engines.common as common
+    from fs_lowrank import load_config
+    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+
+    def make(name, keys=None):
+        return load_config(settings, {"train.local_update_steps": 2, "outdir": str(tmp_path / name), **(keys or {})})
+    return make
+
+
+@pytest.fixture
+def assert_same():
+    def check(a, b, atol=1e-5):
+        a, b = (dict(x.model.named_parameters()) if hasattr(x, "model") else x for x in (a, b))
+        assert a.keys() == b.keys()
+        for name in a:
+            torch.testing.assert_close(b[name].detach(), a[name].detach(), rtol=0, atol=atol,
+                                       msg=lambda m, n=name: f"{n}: {m}")
+    return check
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+class Cluster:
+    """A server and clients as processes on loopback."""
+
+    free_ports = staticmethod(free_ports)
+
+    def __init__(self):
+        # Forked from a process that has imported everything, so that one starts in no time.
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["fs_lowrank.engines.federatedscope.run", "runpy"])
+        self.processes = []
+
+    def start(self, settings, overrides, sabotage=None):
+        answers = self.context.Queue()
+        process = self.context.Process(
+            target=runpy.run_path, args=(str(HERE / "process.py"),), daemon=True,
+            kwargs={"init_globals": {"job": (settings, overrides, sabotage or {}), "answers": answers}})
+        process.start()
+        self.processes.append(process)
+        return process, answers
+
+    def launch(self, settings, clients=2, overrides=None, sabotage=None, changed=None, only=None):
+        """Start the workers (0 is the server), or those of ``only``.
+
+        Args:
+            sabotage: by worker, see ``process.py``. changed: by worker, further overrides.
+        """
+        ports = free_ports(clients + 1)
+        common = {"federate.mode": "distributed", "distribute.use": True, "distribute.server_host": "127.0.0.1",
+                  "distribute.client_host": "127.0.0.1", "distribute.server_port": ports[0],
+                  "federate.client_num": clients, "lowrank.timeout": 30.0, **(overrides or {})}
+        started = {}
+        for worker in range(clients + 1) if only is None else only:
+            own = {"distribute.role": "server"} if worker == 0 else {
+                "distribute.role": "client", "distribute.data_idx": worker, "distribute.client_port": ports[worker]}
+            started[worker] = self.start(settings, {**common, **own, **(changed or {}).get(worker, {})},
+                                         (sabotage or {}).get(worker))
+        return started
+
+    def run(self, *args, timeout=90.0, **kwargs):
+        """``launch``, and what became of each worker: ``kind``, ``said`` (or history), ``tensors``, ``code``."""
+        started = self.launch(*args, **kwargs)
+        return {worker: self.wait(*one, timeout=timeout) for worker, one in started.items()}
+
+    def wait(self, process, answers, timeout=90.0):
+        deadline, answer = time.monotonic() + timeout, None
+        while answer is None and time.monotonic() < deadline:
+            try:
+                answer = answers.get(timeout=0.1)
+            except queue.Empty:
+                if not process.is_alive():
+                    break
+        process.join(max(deadline - time.monotonic(), 1))
+        assert process.exitcode is not None, f"a process hangs; it said {answer and answer[:2]}"
+        kind, said, arrays = answer or ("died", "", {})
+        return SimpleNamespace(kind=kind, said=said, history=said, code=process.exitcode,
+                               tensors={n: torch.from_numpy(a) for n, a in arrays.items()})
+
+    def stop(self):
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+@pytest.fixture
+def cluster():
+    made = Cluster()
+    yield made
+    made.stop()

@@ -1,0 +1,33 @@
+"""One process of a distributed run; ``job`` and ``answers`` come from the test.
+
+``job`` is (settings, overrides, sabotage); sabotage says in which round the process dies or falls silent, how many
+seconds late it starts, and how many it sleeps after each round.
+"""
+import os
+import time
+import traceback
+
+import torch
+
+torch.set_num_threads(1)
+settings, overrides, sabotage = job  # noqa: F821
+try:
+    import fs_lowrank
+
+    def on_client(round, client, of):
+        if round == sabotage.get("dies_in"):
+            os._exit(9)
+        if round == sabotage.get("silent_in"):
+            time.sleep(1000)
+
+    def on_round(record):
+        time.sleep(sabotage.get("sleeps", 0))
+
+    time.sleep(sabotage.get("late", 0))
+    result = fs_lowrank.run(fs_lowrank.load_config(settings, overrides), "federatedscope",
+                            resume=sabotage.get("resume", False), on_round=on_round, on_client=on_client)
+    answers.put(("ok", result.history, {n: p.detach().numpy() for n, p in result.model.named_parameters()}))  # noqa: F821
+except Exception as error:
+    traceback.print_exc()
+    answers.put((type(error).__name__, str(error), {}))  # noqa: F821
+    raise SystemExit(2) from error

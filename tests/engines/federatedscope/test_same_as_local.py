@@ -1,0 +1,76 @@
+"""The same config, data and seed give the same global tensors on both engines, for every method that there is."""
+import pytest
+
+import fs_lowrank
+from fs_lowrank.methods import get_method_class
+
+pytestmark = pytest.mark.federatedscope
+METHODS = fs_lowrank.list_methods()
+RANKED = [m for m in METHODS if "ranks" in get_method_class(m).Params.__dataclass_fields__]
+ACCUMULATING = [m for m in METHODS if "tau" in get_method_class(m).Params.__dataclass_fields__]
+CASES = [*((m, {}) for m in METHODS), *((m, {"lowrank.ranks": [1, 3, 2]}) for m in RANKED),
+         *((m, {"lowrank.tau": 2}) for m in ACCUMULATING)]
+IDS = [m + "".join(f"-{k.split('.')[1]}" for k in keys) for m, keys in CASES]
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
+@pytest.mark.parametrize("sample", [-1, 2], ids=["all", "two"])
+@pytest.mark.parametrize("method, keys", CASES, ids=IDS)
+def test_standalone(quick, assert_same, method, keys, sample, share):
+    keys = {"federate.method": method, "federate.sample_client_num": sample, **keys}
+    local = fs_lowrank.run(quick("local", keys))
+    other = fs_lowrank.run(quick("other", {**keys, "federate.share_local_model": share}), "federatedscope")
+    assert_same(local, other)
+    for a, b in zip(local.history, other.history, strict=True):
+        for key in ("selected", "clients", "client_uplink_bytes", "client_downlink_bytes", "uplink_bytes_without_head"):
+            assert a[key] == b[key], key
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
+        for split in a["metrics"]:
+            assert b["metrics"][split] == pytest.approx(a["metrics"][split], abs=1e-5)
+
+
+@pytest.mark.parametrize("keys", [
+    {"lowrank.drop_rate": 0.4, "seed": 5}, {"train.frozen_dropout": True}, {"federate.ignore_weight": True},
+    {"fedopt.use": True, "fedopt.optimizer.type": "Adam", "fedopt.optimizer.lr": 0.01},
+    {"train.scheduler.type": "cosine", "train.scheduler.warmup_ratio": 0.3}, {"train.is_enable_half": True},
+    {"lowrank.mix": 0.5}, {"grad.grad_accum_count": 2, "grad.grad_clip": 1.0}, {"eval.freq": 0}],
+    ids=lambda k: next(iter(k)))
+def test_what_else_decides_the_result(quick, assert_same, keys):
+    keys = {"federate.method": "rolora", "federate.sample_client_num": 3, **keys}
+    local = fs_lowrank.run(quick("local", keys))
+    other = fs_lowrank.run(quick("other", keys), "federatedscope")
+    assert_same(local, other)
+    assert [bool(r["metrics"]) for r in other.history] == [bool(r["metrics"]) for r in local.history]
+
+
+def test_a_causal_model(causal_settings, assert_same, tmp_path):
+    keys = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.sample_client_num": 3}
+    local = fs_lowrank.run(fs_lowrank.load_config(causal_settings, {**keys, "outdir": str(tmp_path / "a")}))
+    other = fs_lowrank.run(fs_lowrank.load_config(causal_settings, {**keys, "outdir": str(tmp_path / "b")}),
+                           "federatedscope")
+    assert_same(local, other)
+    assert (tmp_path / "b" / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("method, keys", CASES, ids=IDS)
+def test_distributed(quick, settings, assert_same, cluster, tmp_path, method, keys):
+    keys = {"federate.method": method, "train.local_update_steps": 2, "federate.total_round_num": 3,
+            "federate.client_num": 2, **keys}
+    local = fs_lowrank.run(quick("local", keys))
+    workers = cluster.run(settings, 2, {**keys, "outdir": str(tmp_path / "distributed")})
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    assert_same(dict(local.model.named_parameters()), workers[0].tensors)
+    for a, b in zip(local.history, workers[0].history, strict=True):
+        for key in ("client_uplink_bytes", "client_downlink_bytes"):
+            assert {int(c): n for c, n in b[key].items()} == a[key]
+
+
+@pytest.mark.parametrize("method", ["rolora", *ACCUMULATING[:1]])
+def test_distributed_with_absent_clients(quick, settings, assert_same, cluster, tmp_path, method):
+    keys = {"federate.method": method, "train.local_update_steps": 2, "federate.total_round_num": 6,
+            "federate.client_num": 3, "federate.sample_client_num": 1, "seed": 5,
+            **({"lowrank.tau": 2} if method in ACCUMULATING else {})}
+    local = fs_lowrank.run(quick("local", keys))
+    workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "distributed")})
+    assert len({c for r in local.history for c in r["selected"]}) > 1, "the seed must let clients come late"
+    assert_same(dict(local.model.named_parameters()), workers[0].tensors)

@@ -1,0 +1,113 @@
+"""Runs that keep the frozen layers' output against runs that compute it each time."""
+import pytest
+import torch
+
+import fs_lowrank.engines.common as common
+from fs_lowrank import load_config
+from fs_lowrank.engines.local import LocalEngine
+
+
+@pytest.fixture
+def make(settings, causal_settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+    made = []
+
+    def make(task, keys):
+        made.append(task)
+        return LocalEngine(load_config(causal_settings if task == "causal" else settings, {
+            "federate.client_num": 3, "federate.total_round_num": 2, "federate.method": "rolora",
+            # The step of an adaptive optimizer is the sign of a gradient where it is all but zero.
+            "train.optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9},
+            "train.local_update_steps": 1, "train.batch_or_epoch": "epoch",
+            "outdir": str(tmp_path / f"run {len(made)}"), **keys}))
+    return make
+
+
+def close(one, other, tolerance=1e-6):
+    assert one.server.state.keys() == other.server.state.keys()
+    for name, value in one.server.state.items():
+        torch.testing.assert_close(value, other.server.state[name], atol=tolerance, rtol=tolerance)
+    for a, b in zip(one.records.history, other.records.history):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+        assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("task", ["encoder", "causal"])
+@pytest.mark.parametrize("method", ["rolora", "flexlora", "flora"])
+def test_kept_and_computed_are_equal(make, task, method):
+    keys = {"federate.method": method, **({"lowrank.ranks": [1, 3]} if method != "rolora" else {})}
+    kept, computed = make(task, keys), make(task, {**keys, "train.cache_frozen": "off"})
+    # Dropout is off below the first adapted layer, and on above it.
+    dropouts = [m for m in kept.model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
+    assert task == "causal" or dropouts
+    for engine in (kept, computed):
+        engine.run()
+        assert engine.prefix.depth == 1
+    assert len(kept.prefix.kept) == 5 and not computed.prefix.kept
+    close(kept, computed)
+
+
+def test_dropout_above_stays_on(make):
+    engine = make("encoder", {})
+    engine.run()
+    engine.model.train()
+    engine.prefix.eval_below()
+    below, above = engine.prefix.layers[0], engine.prefix.layers[1]
+    assert not any(m.training for m in below.modules()) and all(m.training for m in above.modules())
+    with_all = make("encoder", {"train.frozen_dropout": True})
+    assert with_all.prefix is None
+    with_all.run()
+    assert any(not torch.equal(engine.server.state[n], with_all.server.state[n]) for n in engine.server.state)
+
+
+@pytest.mark.parametrize("task", ["encoder", "causal"])
+def test_in_memory_and_in_files(make, task, tmp_path):
+    folder = tmp_path / "states"
+    memory, files = make(task, {}), make(task, {"train.cache_frozen_dir": str(folder)})
+    memory.run()
+    files.run()
+    assert files.prefix.kept and folder.is_dir() and not list(folder.iterdir())
+    assert all(torch.equal(memory.server.state[n], files.server.state[n]) for n in memory.server.state)
+
+
+def test_a_budget_that_does_not_reach(make):
+    whole = make("encoder", {})
+    whole.run()
+    sizes = {owner: buffer.numel() * 4 for owner, (buffer, _) in whole.prefix.kept.items()}
+    partly = make("encoder", {"train.cache_frozen_bytes": sum(sizes.values()) - 1})
+    partly.run()
+    assert 0 < len(partly.prefix.kept) < len(sizes) and set(partly.prefix.kept) == {
+        o for o, kept in partly.prefix.budget.items() if kept}
+    close(partly, whole)
+    nothing = make("encoder", {"train.cache_frozen_bytes": 0})
+    nothing.run()
+    assert not nothing.prefix.kept
+    close(nothing, whole)
+
+
+def test_no_layer_is_frozen_where_all_weights_train(make):
+    assert make("encoder", {"federate.method": "fedavg"}).prefix is None
+    assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [0, 2]}]}).prefix is None
+    assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [2]}]}).prefix.depth == 2
+
+
+def test_half_precision(make):
+    kept, computed = (make("encoder", {"lowrank.dtype": "bfloat16", "train.cache_frozen": c}) for c in ("auto", "off"))
+    for engine in (kept, computed):
+        engine.run()
+    assert {buffer.dtype for buffer, _ in kept.prefix.kept.values()} == {torch.bfloat16}
+    for name, value in kept.server.state.items():
+        torch.testing.assert_close(value, computed.server.state[name], atol=0.02, rtol=0.05)
+
+
+def test_resumed_with_states_kept(make, tmp_path):
+    keys = {"federate.total_round_num": 4}
+    whole = make("causal", keys)
+    whole.run()
+    stopped = make("causal", {**keys, "outdir": str(tmp_path / "stopped")})
+    stopped.on_round = lambda record: record["round"] == 2
+    stopped.run()
+    resumed = make("causal", {**keys, "outdir": str(tmp_path / "stopped")})
+    resumed.run(resume=True)
+    assert resumed.prefix.kept
+    assert all(torch.equal(whole.server.state[n], resumed.server.state[n]) for n in whole.server.state)

@@ -1,0 +1,602 @@
+"""What goes wrong in a run, and what has to come out of it all the same."""
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import fs_lowrank.engines.common as common
+import fs_lowrank.runs.checkpoint as checkpoint
+from fs_lowrank import cli, load_config
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.engines.server import Server
+from fs_lowrank.errors import UserError
+from fs_lowrank.runs import load_checkpoint
+from fs_lowrank.runs.records import Records
+from fs_lowrank.training import train_client
+
+RUNS = {
+    "rolora under FedAdam": {"federate.method": "rolora", "fedopt.use": True,
+                             "fedopt.optimizer": {"type": "Adam", "lr": 0.01}},
+    "flexlora of three ranks": {"federate.method": "flexlora", "lowrank.ranks": [1, 3, 2]},
+    "flora of three ranks": {"federate.method": "flora", "lowrank.ranks": [1, 3, 2]},
+    "fedavg": {"federate.method": "fedavg"},
+}
+
+
+@pytest.fixture
+def make(settings, tmp_path, monkeypatch):
+    """``make(folder, **keys)``: an engine of 4 clients, 2 a round, 4 rounds; curves are not drawn."""
+    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+    common_keys = {"federate.client_num": 4, "federate.sample_client_num": 2, "train.local_update_steps": 2,
+                   "eval.split": ["test"], "eval.freq": 2}
+
+    def make(folder, keys=None, **callbacks):
+        return LocalEngine(load_config(settings, {**common_keys, "outdir": str(tmp_path / folder), **(keys or {})}),
+                           **callbacks)
+    return make
+
+
+def tensors_of(engine):
+    return {**{f"state {n}": t for n, t in engine.server.state.items()},
+            **{f"model {n}": p.detach() for n, p in engine.model.named_parameters()},
+            **{f"client {c} {n}": t for c, own in engine.personal.items() for n, t in own.items()}}
+
+
+def records_of(folder):
+    """The records on disk, without what a clock says."""
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in lines]
+
+
+def saved_by(folder):
+    """Every tensor in every file that the run leaves for its user, and in its last checkpoint."""
+    files = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors"),
+             *max(folder.glob("checkpoint/round_*")).glob("*.safetensors")]
+    return {f"{path.relative_to(folder)} {n}": t for path in files for n, t in load_file(path).items()}
+
+
+def equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        if isinstance(a[name], torch.Tensor):
+            assert torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype, name
+        else:
+            assert a[name] == b[name], name
+
+
+def check_equal_runs(engine, reference):
+    """Bit by bit: state, model, personal parts, records, histories, files, and what a later round would draw on."""
+    equal(tensors_of(engine), tensors_of(reference))
+    assert records_of(engine.outdir) == records_of(reference.outdir)
+    drop = [[{k: v for k, v in r.items() if k != "seconds"} for r in e.records.history] for e in (engine, reference)]
+    assert drop[0] == drop[1]
+    equal(saved_by(engine.outdir), saved_by(reference.outdir))
+    assert engine.server.synced == reference.server.synced
+    sizes = [{n: (came, t.shape, t.dtype) for n, (came, t) in e.server.outbox.items()} for e in (engine, reference)]
+    assert sizes[0] == sizes[1]
+
+
+# -- killed --------------------------------------------------------------------------------------------
+
+#: every step of a round that touches the disk, and the training between them
+STEPS = [(common, "train_client"), (Server, "finish"), (Records, "add"), (checkpoint, "save_file"),
+         (checkpoint, "_sync"), (checkpoint.Path, "write_text"), (os, "replace"), (checkpoint.shutil, "rmtree")]
+
+
+def count_steps(monkeypatch, act):
+    """Call ``act(number, name)`` before and after each step, numbered from 1."""
+    count = 0
+
+    def wrap(owner, name):
+        original = getattr(owner, name)
+
+        def stepped(*args, **options):
+            nonlocal count
+            count += 1
+            act(count, f"before {name}")
+            result = original(*args, **options)
+            count += 1
+            act(count, f"after {name}")
+            return result
+        monkeypatch.setattr(owner, name, stepped)
+
+    for owner, name in STEPS:
+        wrap(owner, name)
+
+
+def in_child(work):
+    """Run ``work`` in a process of its own that shares nothing with this one but the disk; its exit status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+            os._exit(work() or 0)
+        except BaseException:
+            os._exit(99)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return {}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_killed_at_any_step_and_resumed(make, monkeypatch, run, uninterrupted):
+    reference = make("whole", RUNS[run])
+    steps = []
+    with monkeypatch.context() as patch:
+        count_steps(patch, lambda number, name: steps.append(name))
+        reference.run()
+    # Every step from the second round's training to the end of its checkpoint for one of the methods, where each
+    # has something to lose; a few, spread over the run, for the others.
+    moments = {len(steps) * i // 5 for i in (1, 2, 3)}
+    if run == "rolora under FedAdam":
+        ends = [i for i, name in enumerate(steps, start=1) if name == "after replace"]
+        moments = {3, len(steps)} | set(range(ends[1] + 1, ends[2] + 1, 2))
+    for moment in sorted(moments):
+        def die():
+            with pytest.MonkeyPatch.context() as patch:
+                count_steps(patch, lambda number, name: number == moment and os.kill(os.getpid(), signal.SIGKILL))
+                make(f"killed {moment}", RUNS[run]).run()
+        assert in_child(die) == signal.SIGKILL, f"step {moment} was never reached"
+        resumed = make(f"killed {moment}", RUNS[run])
+        resumed.run(resume=True)
+        check_equal_runs(resumed, reference)
+        shutil.rmtree(resumed.outdir)
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "base.safetensors", "meta.json"])
+def test_killed_in_the_middle_of_a_file(make, file):
+    keys = {**RUNS["flora of three ranks"], "federate.total_round_num": 3}
+    reference = make("whole", keys)
+    reference.run()
+
+    def die():
+        replace = os.replace
+
+        def cut(source, target):  # as if the last thing that reached the disk had been half a file
+            if str(target).endswith("round_000002"):
+                os.truncate(Path(source) / file, (Path(source) / file).stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(source, target)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "replace", cut)
+            make("killed", keys).run()
+
+    assert in_child(die) == signal.SIGKILL
+    engine = make("killed", keys)
+    engine.run(resume=True)
+    check_equal_runs(engine, reference)
+    assert not list(engine.outdir.glob("checkpoint/.*"))
+
+
+def test_killed_again_and_again(make, monkeypatch):
+    keys = RUNS["rolora under FedAdam"]
+    reference = make("whole", keys)
+    reference.run()
+    moment = 12
+
+    def go_on():
+        nonlocal moment
+        with pytest.MonkeyPatch.context() as patch:
+            count_steps(patch, lambda number, name: number == moment and os.kill(os.getpid(), signal.SIGKILL))
+            make("killed", keys).run(resume=True)
+
+    deaths = 0
+    while in_child(go_on) == signal.SIGKILL:
+        deaths, moment = deaths + 1, moment + 4
+        assert deaths < 20
+    assert deaths >= 2
+    last = make("killed", keys)
+    last.run(resume=True)
+    check_equal_runs(last, reference)
+
+
+@pytest.fixture
+def config_file(settings, tmp_path):
+    """The same as a file, with enough rounds to be stopped in the middle."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**settings, "outdir": str(tmp_path / "run"), "federate": {
+        **settings["federate"], "method": "rolora", "client_num": 4, "total_round_num": 12}}))
+    return path
+
+
+def wait_for_rounds(folder, rounds, process=None):
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"it ended by itself: {process.communicate()}")
+        if (folder / "rounds.jsonl").exists() and (folder / "rounds.jsonl").read_text().count("\n") >= rounds:
+            return
+        time.sleep(0.01)
+    pytest.fail("no round in two minutes")
+
+
+def test_the_command_killed_and_resumed(config_file, tmp_path, capsys):
+    arguments = ["run", "--cfg", str(config_file)]
+    process = subprocess.Popen([sys.executable, "-m", "fs_lowrank", *arguments], cwd=Path(cli.__file__).parents[1],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    wait_for_rounds(tmp_path / "run", 2, process)
+    process.kill()
+    process.communicate()
+    stopped_at = len(records_of(tmp_path / "run"))
+    assert stopped_at < 12
+    assert cli.main(arguments) == 2 and "holds a run already" in capsys.readouterr().err
+    assert cli.main([*arguments, "--resume"]) == 0
+    printed = capsys.readouterr().out
+    assert f"round {12:>3}/12" in printed and f"round {1:>3}/12" not in printed
+    assert cli.main([*arguments, "outdir", str(tmp_path / "whole")]) == 0
+    assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
+    equal(saved_by(tmp_path / "run"), saved_by(tmp_path / "whole"))
+    # A run that has ended can be resumed too: nothing is left to do.
+    assert cli.main([*arguments, "--resume"]) == 0
+    assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
+
+
+def test_interrupted_from_the_keyboard(config_file, tmp_path):
+    # Slow enough that the signal comes within the run.
+    output = tmp_path / "output"
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.stdout = sys.stderr = open(output, "w")
+            code = cli.main(["run", "--cfg", str(config_file), "federate.total_round_num", "5000"])
+            sys.stdout.flush()
+            os._exit(code)
+        except BaseException:
+            os._exit(99)
+    wait_for_rounds(tmp_path / "run", 2)
+    os.kill(child, signal.SIGINT)
+    status = os.waitpid(child, 0)[1]
+    text = output.read_text()
+    assert os.waitstatus_to_exitcode(status) == 130, text
+    assert "interrupted" in text and "--resume" in text and str(config_file) in text and "Traceback" not in text
+
+
+# -- damaged -------------------------------------------------------------------------------------------
+
+def damage(path, how):
+    if how == "flip":
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 0x10
+        path.write_bytes(content)
+    elif how == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "delete"])
+@pytest.mark.parametrize("file", ["state.safetensors", "base.safetensors", "meta.json"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(make, caplog, how, file):
+    keys = {**RUNS["flora of three ranks"], "federate.total_round_num": 3}
+    reference = make("whole", keys)
+    reference.run()
+    shutil.copytree(reference.outdir, reference.outdir.parent / "damaged")
+    engine = make("damaged", keys)
+    newest = engine.outdir / "checkpoint" / "round_000003"
+    damage(newest / file, how)
+    with caplog.at_level(logging.WARNING, "fs_lowrank"):
+        engine.run(resume=True)
+    assert "round_000003" in caplog.text and "the one before" in caplog.text
+    check_equal_runs(engine, reference)
+    assert load_checkpoint(engine.outdir / "checkpoint").round == 3
+    for folder in (engine.outdir / "checkpoint").iterdir():
+        damage(folder / file, how)
+    with pytest.raises(UserError, match="every checkpoint in .* is damaged"):
+        make("damaged", keys).run(resume=True)
+
+
+def test_a_record_cut_short(make):
+    reference = make("whole")
+    reference.run()
+    shutil.copytree(reference.outdir, reference.outdir.parent / "cut")
+    shutil.rmtree(reference.outdir.parent / "cut" / "checkpoint" / "round_000004")
+    records = reference.outdir.parent / "cut" / "rounds.jsonl"
+    records.write_text(records.read_text()[:-25])
+    engine = make("cut")
+    engine.run(resume=True)
+    check_equal_runs(engine, reference)
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(UserError, match="lacks records"):
+        make("cut").run(resume=True)
+
+
+# -- no room -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("call", ["save_file", "add", "dump"])
+def test_no_room_while_writing(make, monkeypatch, call):
+    reference = make("whole")
+    reference.run()
+    owner = {"save_file": checkpoint, "add": Records, "dump": common.Config}[call]
+    original, calls = getattr(owner, call), []
+
+    def full(*args, **options):
+        calls.append(args)
+        if len(calls) == (1 if call == "dump" else 3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, full)
+        with pytest.raises(UserError, match="(?s)No space left.*--resume"):
+            make("full").run()
+    engine = make("full")
+    if call != "dump":
+        assert load_checkpoint(engine.outdir / "checkpoint").round == 2
+    engine.run(resume=True)
+    check_equal_runs(engine, reference)
+
+
+def test_a_disk_that_is_truly_full(make, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a small disk is not allowed here")
+    try:
+        keys = {**RUNS["flora of three ranks"], "lowrank.keep_checkpoints": 9}
+        reference = make("whole", keys)
+        reference.run()
+        needed = sum(f.stat().st_size for f in reference.outdir.rglob("*") if f.is_file())
+        refused = 0
+        for kilobytes in (4, 16, 40, 70, 110, 160, 220, needed // 1000 - 10):
+            filler = disk / "filler"
+            size = max(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - kilobytes * 1000, 0)
+            filler.write_bytes(b"\0" * size)
+            try:
+                make("disk/run", keys).run()
+            except UserError as error:
+                refused += 1
+                assert "No space left" in str(error) and "--resume" in str(error)
+            filler.unlink()
+            engine = make("disk/run", keys)
+            engine.run(resume=True)
+            check_equal_runs(engine, reference)
+            shutil.rmtree(engine.outdir)
+        assert refused >= 5
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+# -- resumed as another run ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("keys, message", [
+    ({"train.optimizer.lr": 0.5}, "another train.optimizer.lr"),
+    ({"federate.method": "fedlora"}, "another .*federate.method"),
+    ({"lowrank.mix": 0.5}, "another .*lowrank.mix"),
+    ({"federate.sample_client_num": 3}, "another federate.sample_client_num"),
+    ({"dataloader.batch_size": 4, "train.optimizer.weight_decay": 0.5}, "dataloader.batch_size"),
+    ({"federate.client_num": 5}, "data is not what"),
+    ({"seed": 9}, "data is not what"),
+])
+def test_another_configuration_is_named(make, keys, message):
+    method = {"federate.method": "rolora", "federate.total_round_num": 2}
+    make("run", method).run()
+    before = records_of(make("run", method).outdir)
+    with pytest.raises(UserError, match=message):
+        make("run", {**method, **keys}).run(resume=True)
+    assert records_of(make("run", method).outdir) == before
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_more_rounds_may_be_asked_for(make, run):
+    short, whole = {**RUNS[run], "federate.total_round_num": 2}, RUNS[run]
+    reference = make("whole", whole)
+    reference.run()
+    make("run", short).run()
+    longer = make("run", {**whole, "lowrank.checkpoint_freq": 2, "lowrank.keep_checkpoints": 1})
+    longer.run(resume=True)
+    # Not to the bit: what is worth keeping of the frozen layers' output depends on how often it will be used.
+    for name, value in tensors_of(reference).items():
+        torch.testing.assert_close(tensors_of(longer)[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_rounds_that_were_planned_for_may_not_change(make):
+    keys = {"federate.method": "rolora", "lowrank.mix": 0.5, "federate.total_round_num": 2}
+    make("run", keys).run()
+    with pytest.raises(UserError, match="another federate.total_round_num"):
+        make("run", {**keys, "federate.total_round_num": 4}).run(resume=True)
+
+
+@pytest.mark.parametrize("keys", [{"train.cache_frozen": "off"}, {"lowrank.save_merged": True}])
+def test_what_decides_no_result_may_change(make, keys):
+    reference = make("whole")
+    reference.run()
+    make("run", {"federate.total_round_num": 2}).run()
+    engine = make("run", keys)
+    engine.run(resume=True)
+    for name, value in tensors_of(engine).items():
+        torch.testing.assert_close(value, tensors_of(reference)[name], atol=1e-5, rtol=1e-4)
+
+
+# -- clients that fail ---------------------------------------------------------------------------------
+
+ALL = {"federate.sample_client_num": -1}
+
+
+def without_client_2(monkeypatch, rounds=(2,)):
+    select = Server.select
+    monkeypatch.setattr(Server, "select", lambda self, round: [
+        c for c in select(self, round) if c != 2 or round not in rounds])
+
+
+def failing(monkeypatch, rounds=(2,), client=2):
+    """``client`` breaks down after it has trained, so the one model holds what it left behind."""
+    seen = []
+
+    def train(model, examples, phases, config, *, owner, **options):
+        seen.append(owner)
+        result = train_client(model, examples, phases, config, owner=owner, **options)
+        if owner == f"client {client}" and seen.count(owner) in rounds:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.fill_(float("nan"))
+            raise RuntimeError("out of memory\nsecond line")
+        return result
+
+    monkeypatch.setattr(common, "train_client", train)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_client_that_fails_is_recorded_and_changes_nothing(make, monkeypatch, run):
+    keys = {**RUNS[run], **ALL, "federate.total_round_num": 3}
+    with monkeypatch.context() as patch:
+        without_client_2(patch)
+        absent = make("absent", keys)
+        absent.run()
+    failing(monkeypatch)
+    engine = make("failing", keys)
+    result = engine.run()
+    equal({n: t for n, t in tensors_of(engine).items()}, tensors_of(absent))
+    record = result.history[1]
+    assert record["selected"] == [1, 2, 3, 4] and record["clients"] == [1, 3, 4]
+    assert record["failed"] == [{"client": 2, "kind": "failed", "reason": "RuntimeError: out of memory\nsecond line"}]
+    assert "2" not in record["client_uplink_bytes"] and record["client_downlink_bytes"]["2"] > 0
+    assert record["loss"] == absent.records.history[1]["loss"]
+    assert not result.history[0]["failed"] and not result.history[2]["failed"]
+
+
+def spoiled(tensors, how):
+    name = sorted(tensors)[-1]
+    if how in ("nan", "inf"):
+        tensors[name].view(-1)[0] = float(how)
+    elif how == "shape":
+        tensors[name] = tensors[name][..., :1].contiguous()
+    elif how == "dtype":
+        tensors[name] = tensors[name].half()
+    elif how == "unknown":
+        tensors["base_model.model.nowhere"] = tensors.pop(name)
+        name = "base_model.model.nowhere"
+    elif how == "missing":
+        del tensors[name]
+    return tensors, name
+
+
+@pytest.mark.parametrize("how", ["nan", "inf", "shape", "dtype", "unknown", "missing"])
+@pytest.mark.parametrize("run", ["rolora under FedAdam", "flora of three ranks"])
+def test_an_update_that_is_wrong_is_refused_and_changes_nothing(make, monkeypatch, run, how, caplog):
+    keys = {**RUNS[run], **ALL, "federate.total_round_num": 3, "eval.freq": -1}
+    with monkeypatch.context() as patch:
+        without_client_2(patch)
+        absent = make("absent", keys)
+        absent.run()
+    engine = make("wrong", keys)
+    upload, wrong = engine.method.upload, []
+
+    def send(model, round, client):
+        tensors = {n: t.detach().clone() for n, t in upload(model, round, client).items()}
+        if (round, client.id) == (2, 2):
+            tensors, name = spoiled(tensors, how)
+            wrong.append(name)
+        return tensors
+
+    monkeypatch.setattr(engine.method, "upload", send)
+    with caplog.at_level(logging.WARNING, "fs_lowrank"):
+        result = engine.run()
+    equal(tensors_of(engine), tensors_of(absent))
+    (failure,) = result.history[1]["failed"]
+    assert failure["client"] == 2 and failure["kind"] == "refused"
+    assert "client 2" in failure["reason"] and wrong[0] in failure["reason"] and wrong[0] in caplog.text
+    assert result.history[1]["clients"] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("freq", [1, 3, 0])
+def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkeypatch, freq):
+    keys = {**RUNS["flora of three ranks"], "lowrank.min_clients": 2, "lowrank.checkpoint_freq": freq}
+    reference = make("whole", keys)
+    reference.run()
+    broken = reference.records.history[2]["selected"][1]
+    with monkeypatch.context() as patch:
+        calls = []
+
+        def train(model, examples, phases, config, *, owner, **options):
+            calls.append(owner)
+            if len(calls) > 4 and owner == f"client {broken}":
+                raise MemoryError("the battery is empty")
+            return train_client(model, examples, phases, config, owner=owner, **options)
+
+        patch.setattr(common, "train_client", train)
+        engine = make("run", keys)
+        with pytest.raises(UserError, match="(?s)round 3: 1 usable updates, lowrank.min_clients is 2.*"
+                                            "the battery is empty.*last good round"):
+            engine.run()
+    assert load_checkpoint(engine.outdir / "checkpoint").round == 2
+    assert len(records_of(engine.outdir)) == 2
+    engine = make("run", keys)
+    engine.run(resume=True)
+    equal(tensors_of(engine), tensors_of(reference))
+    assert records_of(engine.outdir) == records_of(reference.outdir)
+
+
+def test_too_few_clients_from_the_first_round(config_file, monkeypatch, capsys, tmp_path):
+    def train(*args, **options):
+        raise RuntimeError("no luck")
+    monkeypatch.setattr(common, "train_client", train)
+    assert cli.main(["run", "--cfg", str(config_file)]) == 2
+    err = capsys.readouterr().err
+    assert "round 1: 0 usable updates" in err and "no luck" in err and "Traceback" not in err
+    assert not list((tmp_path / "run").glob("checkpoint/round_*"))
+
+
+def test_everyone_diverges(make):
+    # A learning rate that makes every update NaN: no global model of NaN, but an end that says why.
+    with pytest.raises(UserError, match="(?s)usable updates.*NaN or Inf"):
+        make("run", {**ALL, "train.optimizer": {"type": "SGD", "lr": 1e30}, "federate.method": "fedavg"}).run()
+    found = load_checkpoint(make("run").outdir / "checkpoint")
+    assert found is None or all(t.isfinite().all() for t in found.parts["state"].values())
+
+
+def test_a_users_mistake_in_a_client_ends_the_run(make):
+    with pytest.raises(UserError, match="SGD does not take"):
+        make("run", {"train.optimizer": {"type": "SGD", "lr": 0.1, "beta": 3}}).run()
+
+
+# -- nothing to evaluate -------------------------------------------------------------------------------
+
+def test_an_empty_validation_split(make):
+    result = make("some", {"data.splits": [0.8, 0.0, 0.2], "eval.split": ["val", "test"]}).run()
+    assert set(result.final) >= {"test_acc", "test_loss"} and "val_acc" not in result.final
+    only = make("none", {"data.splits": [0.8, 0.0, 0.2], "eval.split": ["val"]})
+    try:
+        result = only.run()
+    except UserError as error:
+        assert "val" in str(error)
+    else:
+        assert result.saved["adapter"].exists() and "val_acc" not in result.final
+
+
+def test_stopped_before_anything_was_evaluated(make):
+    engine = make("run", {"eval.freq": -1}, on_round=lambda record: record["round"] == 2)
+    result = engine.run()
+    assert len(result.history) == 2 and result.saved["adapter"].exists()
+
+
+def test_early_stopping_is_the_same_after_a_resume(make):
+    keys = {"early_stop.patience": 1, "eval.best_res_update_round_wise_key": "test_loss", "eval.freq": 1,
+            "train.optimizer.lr": 0.2, "federate.total_round_num": 8}
+    reference = make("whole", keys)
+    reference.run()
+    assert len(reference.records.history) < 8
+    engine = make("run", keys, on_round=lambda record: record["round"] == 1)
+    engine.run()
+    engine = make("run", keys)
+    engine.run(resume=True)
+    check_equal_runs(engine, reference)

@@ -1,0 +1,56 @@
+"""The README's example of a method of one's own works as it stands there."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A folder for ``PYTHONPATH`` that holds the README's method as an installed package would."""
+    code = re.search(r"```python\n# my_methods.py\n(.*?)```", README.read_text(encoding="utf-8"), re.S)[1]
+    folder = tmp_path / "site"
+    (folder / "my_methods-1.0.dist-info").mkdir(parents=True)
+    (folder / "my_methods.py").write_text(code)
+    info = folder / "my_methods-1.0.dist-info"
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-methods\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fs_lowrank.methods]\nmedian_lora = my_methods:MedianLoRA\n")
+    return folder
+
+
+def _command(package, *args):
+    return subprocess.run([sys.executable, "-m", "fs_lowrank", *args], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"})
+
+
+def test_it_is_listed_and_runs_by_name(package, settings, tmp_path):
+    assert "median_lora" in _command(package, "methods").stdout
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    done = _command(package, "run", "--cfg", str(file), "federate.method", "median_lora",
+                    "federate.total_round_num", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (Path(settings["outdir"]) / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_its_server_step_is_the_median(package, monkeypatch):
+    monkeypatch.syspath_prepend(str(package))
+    from fs_lowrank.methods import Update, create_method, registry
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    name = "model.layer.0.dense.lora_B.default.weight"
+    updates = [Update(k, 10 * k, {name: torch.full((3, 2), value)}) for k, value in ((1, 0.0), (2, 1.0), (3, 50.0))]
+    state, message = create_method("median_lora").aggregate(updates, {name: torch.zeros(3, 2)}, 1)
+    assert torch.equal(message[name], torch.ones(3, 2)) and torch.equal(state[name], torch.ones(3, 2))
+
+
+def test_a_broken_package_is_named(package):
+    (package / "my_methods.py").write_text("import no_such_module_at_all\n")
+    done = _command(package, "methods")
+    assert done.returncode == 2 and "median_lora" in done.stderr and "Traceback" not in done.stderr
