@@ -214,7 +214,7 @@ def _doctor(args: argparse.Namespace) -> int:
     checks = examine()
     for check in checks:
         mark = "[green]ok[/]" if check.ok else ("[red]missing[/]" if check.required else "[yellow]absent[/]")
-        table.add_row(mark, check.what, check.found, "" if check.ok else check.remedy)
+        table.add_row(mark, *map(_escape, (check.what, check.found, "" if check.ok else check.remedy)))
     console.print(table)
     return OK if all(c.ok or not c.required for c in checks) else FAILED
 

@@ -453,6 +453,7 @@ class Config:
         rest; whether adapters are used is decided anew.
         """
         changes = {**_flatten(_overrides(overrides)), **_flatten(_overrides(keys))}
+        changes = {_resolved_name(key): value for key, value in changes.items()}
         tree = self.to_dict()
         method = changes.get("federate.method")
         if isinstance(method, str):
@@ -961,6 +962,12 @@ def _infer_task(model_type: str) -> str:
     suffix = model_type.rpartition("@")[2] if "@" in model_type else ""
     return {"huggingface_llm": "CausalLM", "modelscope_llm": "CausalLM",
             "transformers": "SequenceClassification"}.get(suffix, "")
+
+
+def _resolved_name(key: str) -> str:
+    """The key as a resolved config has it: PEFT's name for a short spelling."""
+    section, _, name = key.rpartition(".")
+    return f"{section}.{_SHORT[name]}" if section == "llm.adapter.args.0" and name in _SHORT else key
 
 
 def _adapter_args(args: list[dict], origin: _Origin) -> dict[str, Any]:

@@ -30,6 +30,21 @@ def _package(name: str, remedy: str, required: bool = False) -> Check:
         return Check(name, False, "not installed", remedy, required)
 
 
+def _framework() -> list[Check]:
+    """Whether the framework can be used is known only once it has been imported; so it is."""
+    from .errors import UserError
+    try:
+        from .engines.federatedscope import FRAMEWORK, compat, locate
+    except UserError as error:
+        return [Check("engine federatedscope", False, getattr(error, "what", str(error)), getattr(error, "remedy", ""))]
+    except Exception as error:  # whatever breaks in it, the other engine works
+        return [Check("engine federatedscope", False, f"{type(error).__name__}: {error}",
+                      "it does not import; see docs/federatedscope.md for versions that work")]
+    found = f"{locate.version(FRAMEWORK)} (branch {locate.BRANCH}) in {FRAMEWORK.parent}"
+    mends = [Check(f"  mended: {m.name}", True, f"{m.reason}; can go when {m.until}") for m in compat.applied()]
+    return [Check("engine federatedscope", True, found), *mends]
+
+
 def examine() -> list[Check]:
     """All checks, the required ones first."""
     from .data.fetch import FETCHABLE, home, resolve
@@ -44,7 +59,7 @@ def examine() -> list[Check]:
         gpu = torch.cuda.is_available()
         checks.append(Check("GPU", gpu, torch.cuda.get_device_name() if gpu else "none",
                             "none needed; with one, set use_gpu True"))
-    checks.append(Check("engine local", True, "built in"))
+    checks += [Check("engine local", True, "built in"), *_framework()]
     checks += [_package(n, f"pip install 'fs-lowrank[{extra}]'") for n, extra in _EXTRAS.items()]
     checks += [Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")
                for n in FETCHABLE]

@@ -1,4 +1,4 @@
-"""What holds for every method, on a tiny encoder and a tiny causal model. A method that registers itself is tested too."""
+"""What holds for every method that is registered, on a tiny encoder and a tiny causal model."""
 import json
 import math
 
@@ -95,8 +95,9 @@ def test_a_run(make, method, task):
 @pytest.mark.parametrize("method", METHODS)
 def test_it_learns(make, method):
     lr, steps = (1e-2, 4) if method == "fedavg" else (3e-2, 6)
-    history = make("encoder", method, {"federate.total_round_num": 5, "train.local_update_steps": steps, "eval.freq": -1,
-                                       "train.optimizer": {"type": "AdamW", "lr": lr}}).run().history
+    engine = make("encoder", method, {"federate.total_round_num": 5, "train.local_update_steps": steps,
+                                      "train.optimizer": {"type": "AdamW", "lr": lr}, "eval.freq": -1})
+    history = engine.run().history
     assert history[-1]["loss"] < 0.93 * history[0]["loss"]
 
 
@@ -159,7 +160,8 @@ def test_bytes_are_what_was_handed_over(make, monkeypatch, method, keys):
 @pytest.mark.parametrize("task", TASKS)
 def test_rolora_sends_half_of_fedlora(make, task):
     def uplink(method):
-        return [r["uplink_bytes_without_head"] for r in make(task, method, {"federate.total_round_num": 2}).run().history]
+        history = make(task, method, {"federate.total_round_num": 2}).run().history
+        return [r["uplink_bytes_without_head"] for r in history]
     both, halves = uplink("fedlora"), uplink("rolora")
     assert both[0] == both[1] == sum(halves) and all(0.3 < h / both[0] < 0.7 for h in halves)
     assert uplink("ffa_lora") == [halves[0]] * 2
@@ -177,9 +179,8 @@ def test_partial_participation(make, method):
     assert all(r["selected"] == sorted(r["selected"]) and set(r["selected"]) <= set(range(1, 8)) for r in history)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task, ranks", [("encoder", (1, 3, 2)), ("encoder", (4,)), ("causal", (5, 1, 1, 2, 3))])
 @pytest.mark.parametrize("method", RANKED)
-@pytest.mark.parametrize("ranks", [(1, 3, 2), (4,), (5, 1, 1, 2, 3)])
 def test_clients_of_different_ranks(make, monkeypatch, method, task, ranks):
     engine = make(task, method, {"lowrank.ranks": ranks, "federate.client_num": 5, "federate.sample_client_num": 3})
     upload = engine.method.upload
@@ -200,7 +201,8 @@ def test_clients_of_different_ranks(make, monkeypatch, method, task, ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_clients_that_drop_out(make, method):
-    history = make("encoder", method, {"federate.client_num": 5, "lowrank.drop_rate": 0.4, "eval.freq": -1}).run().history
+    engine = make("encoder", method, {"federate.client_num": 5, "lowrank.drop_rate": 0.4, "eval.freq": -1})
+    history = engine.run().history
     lost = [f for r in history for f in r["failed"]]
     assert lost and all(f["kind"] == "dropped" for f in lost)
     for record in history:
@@ -213,8 +215,8 @@ def test_clients_that_drop_out(make, method):
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("method", METHODS)
 def test_one_seed_one_result(make, method, task):
-    engines = [make(task, method, {"seed": seed, "federate.sample_client_num": 2, "federate.total_round_num": 2})
-               for seed in (1, 1, 2)]
+    engines = [make(task, method, {"seed": seed, "federate.sample_client_num": 2, "federate.total_round_num": 2,
+                                   "train.local_update_steps": 1}) for seed in (1, 1, 2)]
     results = []
     for engine in engines:
         torch.manual_seed(int(torch.rand(()) * 1e6))  # what the process drew before has no say
@@ -301,15 +303,15 @@ def plain_model(task, place):
 def test_what_is_saved_loads_with_the_plain_libraries(make, task, method, keys, tiny_encoder, tiny_causal):
     engine = make(task, method, {"lowrank.save_merged": True, "federate.total_round_num": 2,
                                  "train.optimizer": {"type": "AdamW", "lr": 0.02}, **keys})
-    untrained = logits(engine.model, engine.data.test)
+    untrained, names = logits(engine.model, engine.data.test), [n for n, _ in engine.model.named_parameters()]
     result = engine.run()
     wanted = logits(result.model, engine.data.test)
     assert not torch.allclose(untrained, wanted, atol=1e-3)
     torch.testing.assert_close(logits(plain_model(task, engine.outdir / "model"), engine.data.test), wanted,
                                atol=1e-5, rtol=1e-5)
     assert (engine.outdir / "model" / "tokenizer.json").exists()
-    # Saving has changed nothing.
-    assert torch.equal(logits(result.model, engine.data.test), wanted)
+    # Saving has changed nothing: the pairs are beside the weights as before.
+    assert [n for n, _ in result.model.named_parameters()] == names
     if result.base_changed:
         assert not (engine.outdir / "adapter").exists()
         with pytest.raises(ValueError, match="save_model"):
@@ -332,8 +334,7 @@ def test_the_merged_model_is_saved_on_request_only(make, method):
 
 # -- half precision ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method, task", [*((m, "encoder") for m in METHODS), ("rolora", "causal")])
 def test_half_precision(make, monkeypatch, method, task):
     engine = make(task, method, {"lowrank.dtype": "bfloat16", "federate.total_round_num": 2})
     before, sent = state_of(engine), {}
@@ -358,13 +359,16 @@ def test_half_precision(make, monkeypatch, method, task):
 
 # -- server optimizers ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kind", ["SGD", "Adam"])
 @pytest.mark.parametrize("method", AVERAGING)
-def test_server_optimizers_over_every_averaging_method(make, method, kind):
-    keys = {"fedopt.use": True, "fedopt.optimizer": {"type": kind, "lr": 1.0 if kind == "SGD" else 0.01},
-            "federate.total_round_num": 2}
-    engine, plain = make("encoder", method, keys), make("encoder", method, {"federate.total_round_num": 2})
-    engine.run()
-    plain.run()
-    shared = engine.method.view(engine.server.state)
-    assert equal(shared, plain.method.view(plain.server.state)) == (kind == "SGD")
+def test_a_server_optimizer_over_every_averaging_method(make, method):
+    keys = {"federate.total_round_num": 1}
+    plain = make("encoder", method, keys)
+    engine = make("encoder", method, {**keys, "fedopt.use": True, "fedopt.optimizer": {"type": "Adam", "lr": 0.01}})
+    start = state_of(engine)
+    for each in (plain, engine):
+        each.run()
+    # The same change, another step: FedAdam's first is lr · 0.1 Δ / (√(0.01 Δ² + 0.99 τ²) + τ).
+    for name in engine.method.sent(start, 1):
+        delta = (plain.server.state[name] - start[name]).double()
+        wanted = start[name] + 0.01 * 0.1 * delta / ((0.01 * delta ** 2 + 0.99e-6).sqrt() + 1e-3)
+        torch.testing.assert_close(engine.server.state[name].double(), wanted, atol=1e-6, rtol=1e-4)

@@ -3,10 +3,13 @@ from __future__ import annotations
 
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 
 from fs_lowrank import Config, load_config
+from fs_lowrank.data import load_raw
+from fs_lowrank.data.examples import IGNORED_LABEL
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.frozen import FrozenPrefix
@@ -30,6 +33,18 @@ SMOLLM2 = {
     "dataloader": {"batch_size": 4}, "train": {"local_update_steps": 2, "optimizer": {"type": "SGD", "lr": 0.05}},
     "eval": {"split": ["test"]},
 }
+
+
+SHORT_ANSWERS = {**SMOLLM2, "data": {"splits": [0.9, 0.0, 0.1]}}
+
+
+def write_questions(path: Path, rows: int) -> None:
+    """The sentiment data as instructions with an answer of one word, as in the commonsense tasks."""
+    frame = load_raw(load_config(MINILM).data).train.head(rows)
+    questions = frame.assign(
+        instruction="Is the opinion in this sentence positive or negative? Answer with one word.",
+        input=frame["text"], output=frame["label"].map({0: "negative", 1: "positive"}))
+    questions[["instruction", "input", "output"]].to_json(path, orient="records", lines=True)
 
 
 def measure(config: Config, samples: int, repeats: int) -> dict:
@@ -64,9 +79,11 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
     step = {name: taken / count for name, taken in seconds.items()}
     saved = step["computed"] - step["kept"]
     a_pass = len(examples) / batch
+    tokens = int(examples.lengths.sum())
+    labelled = sum(int((row != IGNORED_LABEL).sum()) for row in examples.columns.get("labels", ()))
     return {
         "seconds_a_step": step, "once_seconds": once, "samples": len(examples), "batch": batch,
-        "bytes_kept": int(examples.lengths.sum()) * model.config.hidden_size * 4,
+        "tokens": tokens, "labelled_tokens": labelled, "bytes_kept": tokens * model.config.hidden_size * 4,
         "speed_up": step["computed"] / step["kept"],
         "passes_to_pay_back": once / (saved * a_pass) if saved > 0 else float("inf"),
         "speed_up_with_the_first_pass": {str(n): n * a_pass * step["computed"] / (once + n * a_pass * step["kept"])
@@ -78,13 +95,20 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
 
 def run() -> dict:
     rows, results = [], {}
+    smol = "SmolLM2-135M, layers 20 to 29 of 30"
     for name, settings, samples, repeats in (("MiniLM, layers 4 and 5 of 6", MINILM, 128, 9),
-                                             ("SmolLM2-135M, layers 20 to 29 of 30", SMOLLM2, 32, 5)):
-        with threads(1):
-            found = results[name] = measure(load_config(settings), samples, repeats)
+                                             (f"{smol}, answers of a word", SHORT_ANSWERS, 32, 5),
+                                             (f"{smol}, answers of sentences", SMOLLM2, 32, 5)):
+        with threads(1), tempfile.TemporaryDirectory() as folder:
+            config = load_config({**settings, "data": {"type": f"{folder}/questions.jsonl", **settings["data"]}})
+            if settings is SHORT_ANSWERS:
+                write_questions(Path(folder) / "questions.jsonl", 100)
+            found = results[name] = measure(config, samples, repeats)
+        head = f"; the head works on {found['labelled_tokens']} of {found['tokens']} tokens either way"
         step = {k: f"{1e3 * v:.4g} ms" for k, v in found["seconds_a_step"].items()}
         rows.append(row(name, "local step, states computed ÷ kept", found["speed_up"], "≥ 1.8",
-                        found["speed_up"] >= 1.8, f"{step['computed']} ÷ {step['kept']}", found["difference"]))
+                        found["speed_up"] >= 1.8, f"{step['computed']} ÷ {step['kept']}"
+                        + (head if found["labelled_tokens"] else ""), found["difference"]))
         rows.append(row("the same", "passes over the data that pay for the first",
                         found["passes_to_pay_back"], "–", True,
                         "with the first pass: " + ", ".join(

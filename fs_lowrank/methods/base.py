@@ -264,14 +264,15 @@ def check_update(update: Update, expected: Tensors) -> Update:
             raise RefusedUpdate(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(want.shape)}")
         if tensor.dtype != want.dtype:
             raise RefusedUpdate(f"{who}: {name} has dtype {tensor.dtype}, expected {want.dtype}")
-        if not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
     if update.num_samples < 1:
         raise RefusedUpdate(f"{who}: says it has {update.num_samples} samples")
-    if isinstance(got, FlatTensors):
-        return update
-    # What came may be a model's own parameters, which the next client overwrites.
-    flat = len({t.dtype for t in got.values()}) == 1
-    return dataclasses.replace(
-        update, tensors=FlatTensors.pack(got) if flat else {n: t.detach().clone() for n, t in got.items()})
+    # A copy, because what came may be a model's own parameters, which the next client overwrites.
+    one_dtype = len({t.dtype for t in got.values()}) == 1
+    copy = FlatTensors.pack(got) if one_dtype else {n: t.detach().clone() for n, t in got.items()}
+    # One NaN or Inf makes the sum one too; only then is it worth looking for.
+    if not (one_dtype and torch.isfinite(copy.flat.sum())):
+        for name, tensor in copy.items():
+            bad = int((~torch.isfinite(tensor)).sum())
+            if bad:
+                raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
+    return dataclasses.replace(update, tensors=copy)

@@ -85,8 +85,8 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     A causal LM's head is wide, and its logits are wanted only where a loss is taken, so it is given only
     those positions; the loss is the same.
     """
-    if batch["labels"].ndim == 1:
-        return model(**batch).loss
+    if batch["labels"].ndim == 1 or getattr(model.config, "output_router_logits", False):
+        return model(**batch).loss  # a mixture of experts adds a loss of its own
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     following = batch["labels"][:, 1:]
     taken = following != -100

@@ -36,8 +36,9 @@ def check(ups, downs, weights, rank):
     u, s, vh = low_rank_sum_svd(ups, downs, weights, rank)
     count = min(rank, sum(b.shape[1] for b in ups), *target.shape)
     assert (u.shape, s.shape, vh.shape) == ((target.shape[0], count), (count,), (count, target.shape[1]))
-    size = max(singular[0], 1e-30)
-    np.testing.assert_allclose(s.double().numpy(), singular[:count], atol=2e-6 * size)
+    # What rounding is relative to: terms that cancel leave the rounding of the terms.
+    size = sum(w * float(b.norm() * a.norm()) for b, a, w in zip(ups, downs, weights)) + 1e-30
+    np.testing.assert_allclose(s.double().numpy(), singular[:count], rtol=0, atol=2e-6 * size)
     assert (s.diff() <= 0).all() and (s >= 0).all()
     for side in (u.T, vh):
         np.testing.assert_allclose((side @ side.T).numpy(), np.eye(count), atol=2e-6)
@@ -56,7 +57,7 @@ def test_equals_the_dense_svd(d_out, d_in, ranks, rank):
     np.testing.assert_allclose(product, wanted, atol=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 24), st.integers(1, 24), st.lists(st.integers(1, 5), min_size=1, max_size=5),
        st.integers(1, 8), st.integers(0, 10 ** 6))
 def test_any_shapes_and_ranks(d_out, d_in, ranks, rank, seed):
@@ -118,7 +119,7 @@ def test_float64_goes_through():
 
 # -- stacks --------------------------------------------------------------------------------------------
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(1, 20), st.integers(1, 20), st.lists(st.integers(1, 6), min_size=1, max_size=6),
        st.integers(0, 10 ** 6))
 def test_the_stacks_product_is_the_sum(d_out, d_in, ranks, seed):
@@ -143,7 +144,7 @@ def orthonormal(rows):
     np.testing.assert_allclose((rows @ rows.T).numpy(), np.eye(rows.shape[0]), atol=3e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(2, 16), st.integers(2, 16), st.integers(1, 6), st.integers(1, 10), st.integers(0, 10 ** 6))
 def test_too_few_components_are_continued(d_out, d_in, have, rank, seed):
     assume(have <= min(d_out, d_in) and rank <= d_in)

@@ -32,8 +32,8 @@ def close(one, other, tolerance=1e-6):
         assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("task", ["encoder", "causal"])
-@pytest.mark.parametrize("method", ["rolora", "flexlora", "flora"])
+@pytest.mark.parametrize("task, method", [("encoder", "rolora"), ("encoder", "flora"), ("causal", "rolora"),
+                                          ("causal", "flexlora")])
 def test_kept_and_computed_are_equal(make, task, method):
     keys = {"federate.method": method, **({"lowrank.ranks": [1, 3]} if method != "rolora" else {})}
     kept, computed = make(task, keys), make(task, {**keys, "train.cache_frozen": "off"})

@@ -83,7 +83,8 @@ def test_fedlora_is_inexact_and_says_so(toy, federation):
         halves = [toy.pair(u.tensors, layer) for u in fed.received]
         scale = toy.alpha / halves[0][1].shape[0]
         mean_of_products = sum(w * scale * b @ a for w, (b, a) in zip(p, halves))
-        product_of_means = scale * sum(w * b for w, (b, _) in zip(p, halves)) @ sum(w * a for w, (_, a) in zip(p, halves))
+        mean_b, mean_a = (sum(w * pair[i] for w, pair in zip(p, halves)) for i in (0, 1))
+        product_of_means = scale * mean_b @ mean_a
         got = toy.change(fed.server.state, layer)
         close(got, product_of_means, 1e-5)
         assert np.linalg.norm(got - mean_of_products) > 0.1 * np.linalg.norm(mean_of_products)
@@ -121,7 +122,8 @@ def test_the_frozen_half_is_the_same_tensor_everywhere(toy, federation, name):
     # Copies are made one by one, as in separate processes: no A is handed over, so the seed has to agree.
     fed = federation(toy.method(name), SIZES)
     start = fed.everything()
-    assert all(start[n].any() for n in start if "lora_A" in n) and not any(start[n].any() for n in start if "lora_B" in n)
+    assert all(start[n].any() for n in start if "lora_A" in n)
+    assert not any(start[n].any() for n in start if "lora_B" in n)
     for client in fed.copies:
         equal(fed.everything(client), start)
     message = fed.round(1)
@@ -338,7 +340,7 @@ def test_a_client_that_did_not_train_changes_nothing(toy, federation, name):
 
 @pytest.mark.parametrize("name", RANKED)
 @pytest.mark.parametrize("ranks, r", [((1,), 1), ((3, 1), 2), ((1, 2, 3, 4), 1), ((4, 4, 1), 2), ((2, 5), 3), ((), 4)])
-@pytest.mark.parametrize("clients", [(1,), (2,), (1, 3), (2, 3), (1, 2, 3)])
+@pytest.mark.parametrize("clients", [(2,), (1, 3), (1, 2, 3)])
 def test_any_list_of_ranks_and_any_subset(toy, federation, name, ranks, r, clients):
     fed = federation(toy.method(name, r, ranks=ranks), SIZES)
     of = [(ranks or (r,))[i % len(ranks or (r,))] for i in range(3)]

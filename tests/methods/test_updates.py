@@ -61,8 +61,9 @@ FAULTS = {"nan": "NaN or Inf", "inf": "NaN or Inf", "negative inf": "NaN or Inf"
           "nothing": "is missing"}
 
 
-@pytest.mark.parametrize("how", FAULTS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name, how", [*((n, how) for n in ("fedlora", "flora") for how in FAULTS),
+                                       *((n, how) for n in METHODS for how in ("nan", "transposed")
+                                         if n not in ("fedlora", "flora"))])
 def test_refused_and_as_if_it_had_not_come(toy, federation, name, how):
     present, absent = (federation(toy.method(name), SIZES) for _ in range(2))
     for fed in (present, absent):

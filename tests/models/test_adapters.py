@@ -56,7 +56,8 @@ def test_one_seed_draws_one_a(tiny_encoder):
     ({"target_modules": ("qury",)}, "no module 'qury'; did you mean 'query'.*it has: .*value"),
     ({"target_modules": ("query",), "layers": (0, 3)}, r"no layer 3; the model's 3 layers are 0 … 2"),
     ({"target_modules": ("query",), "layers": (-1,)}, "no layer -1"),
-    ({"target_modules": ("query",), "r": 33}, "rank 33 is above the width of .*query: its weight is 32 × 32; choose r ≤ 32"),
+    ({"target_modules": ("query",), "r": 33},
+     "rank 33 is above the width of .*query: its weight is 32 × 32; choose r ≤ 32"),
     ({"target_modules": ("intermediate.dense",), "r": 40}, "rank 40 .* 48 × 32; choose r ≤ 32"),
     ({"method": "prefix"}, "adapter_method 'prefix' is not known"),
 ])
@@ -121,7 +122,8 @@ def test_loading_what_does_not_fit(tiny_encoder):
 
 @pytest.mark.parametrize("layer, inputs", [
     (nn.Linear(7, 5), (4, 7)),
-    pytest.param(Conv1D(5, 7), (4, 7), marks=pytest.mark.filterwarnings("ignore:fan_in_fan_out")),  # GPT-2's layer keeps its weight transposed: 7 × 5
+    # GPT-2's layer keeps its weight transposed: 7 × 5.
+    pytest.param(Conv1D(5, 7), (4, 7), marks=pytest.mark.filterwarnings("ignore:fan_in_fan_out")),
     (nn.Conv2d(3, 5, (1, 2)), (4, 3, 6, 6)),
 ])
 def test_a_merge_is_what_the_adapter_did(layer, inputs):

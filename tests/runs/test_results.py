@@ -51,8 +51,7 @@ def test_figures_of_a_run():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("majority", [0.6, None])
-@pytest.mark.parametrize("metrics", ["all", "some", "none"])
+@pytest.mark.parametrize("majority, metrics", [(0.6, "all"), (None, "some"), (None, "none")])
 def test_curves_are_drawn_from_whatever_there_is(tmp_path, majority, metrics):
     def history(method):
         return [record(r) if metrics == "all" or (metrics == "some" and r == 3) else record(r, metrics={})

@@ -175,7 +175,7 @@ def test_gradients_are_clipped(model):
     before = snapshot(model)
     cfg = config(**{"train.local_update_steps": 1, "grad.grad_clip": 1e-3})
     train_client(model, data(), [Phase(("lora_B", "head"))], cfg, lr=1.0, seed=0)
-    step = math.sqrt(sum(float((p - before[n]).norm()) ** 2 for n, p in model.named_parameters()))
+    step = math.sqrt(sum((p - before[n]).norm().item() ** 2 for n, p in model.named_parameters()))
     assert step == pytest.approx(1e-3, rel=1e-3)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ... import config as ours
 from ... import _federatedscope_keys as framework_keys
+from ... import config as ours
 from ...config import Config, check_method_params, load_config
 from ...errors import UserError, nearest
 from ...methods import get_method_class, list_methods
@@ -85,9 +85,11 @@ def frameworks_name(method: str) -> str:
 
 def check_method_name(name: str) -> None:
     """Raise ``UserError`` if ``name`` is no method at all; the framework would silently run FedAvg."""
+    if our_method(name) or name.lower() in frameworks_own():
+        return
+    import federatedscope.core.auxiliaries.worker_builder  # noqa: F401  (brings in the user's contrib.worker)
     from federatedscope import register
-    if our_method(name) or name.lower() in frameworks_own() or any(
-            function(name.lower()) is not None for key, function in register.worker_dict.items() if key != "lowrank"):
+    if any(function(name.lower()) is not None for key, function in register.worker_dict.items() if key != "lowrank"):
         return
     known = [*list_methods(), *sorted(frameworks_own())]
     raise UserError(f"federate.method: no method {name!r}{nearest(name, known)}; ours: {', '.join(list_methods())}; "
@@ -155,10 +157,8 @@ def check(cfg) -> None:
         return
     cls = get_method_class(method)
     check_method_params(cls, _given_parameters(cfg, cls))
-    if cfg.trainer.type.lower() in _REPLACED:
-        task = ours._infer_task(cfg.model.type)
-        if task:
-            cfg.trainer.type = TRAINERS[task]
+    if cfg.model.type and cfg.trainer.type.lower() in (*_REPLACED, *TRAINERS.values()):
+        cfg.trainer.type = TRAINERS.get(ours._infer_task(cfg.model.type), TRAINERS["Vision"])
     if cfg.eval.freq < 1 <= cfg.federate.total_round_num:
         cfg.eval.freq = cfg.federate.total_round_num  # after the last round only; it divides by it
     if not cfg.eval.metrics:
@@ -216,7 +216,8 @@ def from_framework(cfg) -> Config:
     # What became of the framework's trainer is our doing; which classes they are says the task.
     tree.pop("trainer.type", None)
     tree["device"] = cfg.device if isinstance(cfg.device, int) else "cpu"
-    if cfg.federate.sample_client_num == cfg.federate.client_num:
+    if cfg.federate.sample_client_rate > 0 or cfg.federate.sample_client_num == cfg.federate.client_num:
+        # The framework works the number out from the rate, and where neither is given.
         tree["federate.sample_client_num"] = -1
     if cfg.federate.process_num < 1:
         tree["federate.process_num"] = 1  # what the framework makes of it without a GPU

@@ -23,8 +23,16 @@ _BRANCH_FILES = ("llm/trainer/trainer.py", "core/configs/cfg_llm.py")
 #: what it imports on the way of a run of ours, by module and by the name to install
 NEEDS = {"grpc": "grpcio", "google.protobuf": "protobuf", "pympler": "pympler", "scipy": "scipy",
          "sklearn": "scikit-learn", "pandas": "pandas", "yaml": "pyyaml"}
-HOW = (f"check out its branch {BRANCH} and set {ROOT} to that folder (or install it with "
+_HOW = (f"check out its branch {BRANCH} and set {ROOT} to that folder (or install it with "
        "`pip install --no-deps -e FOLDER`), then: pip install 'fs-lowrank[federatedscope]'; see docs/federatedscope.md")
+
+
+class Unusable(UserError):
+    """The framework cannot be used; ``what`` is the matter, and the ``remedy``."""
+
+    def __init__(self, what: str, remedy: str = _HOW):
+        super().__init__(f"{what}; {remedy}")
+        self.what, self.remedy = what, remedy
 
 
 def folder() -> Path | None:
@@ -34,11 +42,11 @@ def folder() -> Path | None:
     if found is None and root:
         place = Path(root).expanduser().resolve()
         if not (place / "federatedscope").is_dir():
-            raise UserError(f"{ROOT} = {root}: there is no folder federatedscope in it; set it to the checkout's root")
+            raise Unusable(f"{ROOT} = {root}: there is no folder federatedscope in it", "set it to the checkout's root")
         sys.path.append(str(place))
         found = _importable()
         if found is None:
-            raise UserError(f"{place / 'federatedscope'} has no __init__.py: the checkout is not whole; {HOW}")
+            raise Unusable(f"{place / 'federatedscope'} has no __init__.py: the checkout is not whole")
     return found
 
 
@@ -63,24 +71,23 @@ def require() -> Path:
     """The framework's package folder, checked.
 
     Raises:
-        UserError: not found, another version or branch, files missing, or packages missing that it needs.
+        Unusable: not found, another version or branch, files missing, or packages missing that it needs.
     """
     place = folder()
     if place is None:
-        raise UserError(f"engine federatedscope: the framework is not installed; {HOW}")
+        raise Unusable("FederatedScope is not installed")
     missing = [name for name in _WHOLE if not (place / name).is_file()]
     if missing:
-        raise UserError(f"the FederatedScope in {place} is only half there: it lacks {', '.join(missing)}; {HOW}")
+        raise Unusable(f"the FederatedScope in {place} is only half there: it lacks {', '.join(missing)}")
     if not all((place / name).is_file() for name in _BRANCH_FILES):
-        raise UserError(f"the FederatedScope in {place} is not the branch {BRANCH} (it has no "
-                        f"{_BRANCH_FILES[0]}); {HOW}")
+        raise Unusable(f"the FederatedScope in {place} is not the branch {BRANCH} (it has no {_BRANCH_FILES[0]})")
     if version(place) != VERSION:
-        raise UserError(f"the FederatedScope in {place} is version {version(place)}; this plug-in is written for "
-                        f"{VERSION} of branch {BRANCH}; {HOW}")
+        raise Unusable(f"the FederatedScope in {place} is version {version(place)}; this plug-in is written for "
+                       f"{VERSION} of branch {BRANCH}")
     absent = [package for module, package in NEEDS.items() if not _has(module)]
     if absent:
-        raise UserError(f"FederatedScope is in {place}, but what it needs is not installed: "
-                        f"pip install {' '.join(absent)}")
+        raise Unusable(f"FederatedScope is in {place}, but what it needs is not installed",
+                       f"pip install {' '.join(absent)}")
     return place
 
 

@@ -1,7 +1,7 @@
 """One process of a distributed run; ``job`` and ``answers`` come from the test.
 
 ``job`` is (settings, overrides, sabotage); sabotage says in which round the process dies or falls silent, how many
-seconds late it starts, and how many it sleeps after each round.
+seconds late it starts, how many it sleeps after each round, and whether it draws its adapter from another seed.
 """
 import os
 import time
@@ -21,8 +21,13 @@ try:
             time.sleep(1000)
 
     def on_round(record):
+        if record["round"] == sabotage.get("dies_after"):
+            os._exit(9)
         time.sleep(sabotage.get("sleeps", 0))
 
+    if sabotage.get("other_start"):
+        import fs_lowrank.models.adapters as adapters
+        adapters.derive = lambda seed, *purpose: 12345
     time.sleep(sabotage.get("late", 0))
     result = fs_lowrank.run(fs_lowrank.load_config(settings, overrides), "federatedscope",
                             resume=sabotage.get("resume", False), on_round=on_round, on_client=on_client)

@@ -1,0 +1,220 @@
+"""Rounds per second and memory of one job on three engines: embedded, framework standalone, framework distributed.
+
+    python -m benchmark.speed.engines [--clients 10,50,200] [--rounds 6] [--out results/engines]
+
+The job is small on purpose (a random encoder of four layers, two local steps, every client in every round), so
+that the engine shows and not the training. Memory is the proportional set size of all processes of a run,
+sampled while it runs: what several processes share counts once. A distributed run that would not fit into the
+machine's memory is not started, and the table says so.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import queue
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+WORDS = "good great fine happy bad poor awful sad the a film book day it was is very quite and story".split()
+#: (label, engine, further keys)
+ENGINES = (
+    ("local", "local", {}),
+    ("standalone, one model", "federatedscope", {"federate.share_local_model": True}),
+    ("standalone, a model each", "federatedscope", {}),
+    ("distributed", "federatedscope", {"federate.mode": "distributed", "distribute.use": True}),
+)
+
+
+def make_job(folder: Path, rows: int) -> None:
+    """A model, its tokenizer and ``rows`` labelled sentences."""
+    import pandas as pd
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS]
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+                            sep_token="[SEP]").save_pretrained(str(folder / "model"))
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(vocabulary), hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
+                         intermediate_size=256, max_position_embeddings=64)).save_pretrained(str(folder / "model"))
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 2, rows)
+    texts = [" ".join(draw.permutation([*draw.choice(WORDS[8:], 10), WORDS[4 * (1 - label)]])) for label in labels]
+    pd.DataFrame({"text": texts, "label": labels}).to_csv(folder / "data.csv", index=False)
+
+
+def settings(folder: Path, clients: int, rounds: int) -> dict:
+    return {
+        "federate": {"method": "rolora", "client_num": clients, "total_round_num": rounds},
+        "data": {"type": str(folder / "data.csv"), "splitter": "iid", "splits": [0.9, 0.0, 0.1]},
+        "model": {"type": f"{folder / 'model'}@transformers"},
+        "llm": {"tok_len": 24, "adapter": {"args": [
+            {"r": 4, "alpha": 8, "modules": ["query", "value"], "layers": [2, 3]}]}},
+        "dataloader": {"batch_size": 8}, "train": {"local_update_steps": 2, "optimizer": {"type": "SGD", "lr": 0.05}},
+        "eval": {"split": ["test"], "freq": 0, "best_res_update_round_wise_key": "test_loss"},
+        "lowrank": {"checkpoint_freq": 0, "timeout": 300.0},
+    }
+
+
+def _process(config: dict, keys: dict, engine: str, answers) -> None:
+    """One process of a run; tells when each round ended."""
+    import torch
+    torch.set_num_threads(1)
+    import fs_lowrank
+    ended = []
+    try:
+        fs_lowrank.run(fs_lowrank.load_config(config, keys), engine,
+                       on_round=lambda record: ended.append(time.perf_counter()) or False)
+        answers.put(ended)
+    except Exception as error:
+        answers.put(f"{type(error).__name__}: {error}")
+
+
+def pss(pid: int) -> int:
+    """Proportional set size in bytes; 0 where the process is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class Memory(threading.Thread):
+    """The largest sum of proportional set sizes seen over some processes."""
+
+    def __init__(self, pids: list[int]):
+        super().__init__(daemon=True)
+        self.pids, self.peak, self.over = pids, 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(max(0.1, 0.004 * len(self.pids))):
+            self.peak = max(self.peak, sum(map(pss, self.pids)))
+
+
+def _ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def available() -> int:
+    """Bytes of memory that a new process may take."""
+    text = Path("/proc/meminfo").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith("MemAvailable")).split()[1]) * 1024
+
+
+def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir: str, a_client: float) -> dict:
+    """Rounds per second and peak bytes of one run; ``a_client`` is what a client process is known to take."""
+    jobs = [dict(keys, outdir=outdir)]
+    if keys.get("federate.mode") == "distributed":
+        needed = a_client * clients
+        if needed > 0.6 * available():
+            return {"status": f"not run: {clients} client processes need about {needed / 1e9:.0f} GB"}
+        ports = _ports(clients + 1)
+        jobs[0].update({"distribute.role": "server", "distribute.server_port": ports[0],
+                        "distribute.server_host": "127.0.0.1"})
+        jobs += [dict(jobs[0], **{"distribute.role": "client", "distribute.client_port": ports[i],
+                                  "distribute.client_host": "127.0.0.1", "distribute.data_idx": i})
+                 for i in range(1, clients + 1)]
+    started = []
+    for job in jobs:
+        answers = context.Queue()
+        process = context.Process(target=_process, args=(config, job, engine, answers), daemon=True)
+        process.start()
+        started.append((process, answers))
+    memory = Memory([process.pid for process, _ in started])
+    memory.start()
+    try:
+        ended = started[0][1].get(timeout=1800)
+        for process, answers in started[1:]:
+            with contextlib.suppress(queue.Empty):
+                answers.get(timeout=60)
+            process.join(60)
+    finally:
+        memory.over.set()
+        memory.join()
+        for process, _ in started:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    if isinstance(ended, str):
+        return {"status": f"failed: {ended}"}
+    # Between the ends of rounds: the first one has the start in it.
+    seconds = float(np.median(np.diff(ended)))
+    return {"status": "ok", "rounds_per_second": 1 / seconds, "clients_per_second": clients / seconds,
+            "peak_bytes": memory.peak, "processes": len(jobs), "rounds": len(ended)}
+
+
+def table(cells: list[dict], about: dict) -> str:
+    """Markdown: an engine a row, a number of clients a column."""
+    sizes = sorted({cell["clients"] for cell in cells})
+    lines = ["# Engines side by side", "", f"`{about['command']}`; {about['cpus']} processors, one thread a process, "
+             f"torch {about['versions']['torch']}. {about['job']}", "",
+             "| engine | " + " | ".join(f"{n} clients: rounds/s | memory" for n in sizes) + " |",
+             "| --- |" + " ---: | ---: |" * len(sizes)]
+    for label in dict.fromkeys(cell["engine"] for cell in cells):
+        row = []
+        for size in sizes:
+            cell = next((c for c in cells if (c["engine"], c["clients"]) == (label, size)), {"status": "not run"})
+            row += [f"{cell['rounds_per_second']:.2f}", f"{cell['peak_bytes'] / 1e9:.2f} GB"] \
+                if cell["status"] == "ok" else [cell["status"], ""]
+        lines.append(f"| {label} | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", default="10,50,200", help="numbers of clients, separated by commas")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=Path("results/engines"))
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from fs_lowrank.errors import UserError
+    from fs_lowrank.runs.environment import versions
+    try:
+        import fs_lowrank.engines.federatedscope  # noqa: F401
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+    context = multiprocessing.get_context("forkserver")
+    # Imported once and forked: 200 client processes fit into a small machine.
+    context.set_forkserver_preload(["fs_lowrank.engines.federatedscope.run", "fs_lowrank.runs.plots", "pandas",
+                                    "transformers.models.bert.modeling_bert", "peft.tuners.lora"])
+    sizes = [int(n) for n in args.clients.split(",")]
+    cells, a_client = [], 0.0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_job(folder, rows=max(sizes) * 16)
+        for clients in sizes:
+            config = settings(folder, clients, args.rounds)
+            for label, engine, keys in ENGINES:
+                cell = measure(context, config, clients, engine, keys, str(folder / f"{label}_{clients}"), a_client)
+                if label == "distributed" and cell["status"] == "ok":
+                    a_client = cell["peak_bytes"] / (clients + 1)
+                cells.append({"engine": label, "clients": clients, **cell})
+                print(json.dumps(cells[-1]), flush=True)
+    about = {"command": f"python -m benchmark.speed.engines --clients {args.clients} --rounds {args.rounds}",
+             "cpus": os.cpu_count(), "versions": versions(),
+             "job": "RoLoRA on an encoder of 4 layers and width 128, r 4 in the query and value of the last two; 2 "
+                    "steps of 8 samples a client and round, every client in every round; memory is the proportional "
+                    "set size of all processes, with what they import in common counted once."}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "engines.json").write_text(json.dumps({**about, "cells": cells}, indent=1) + "\n")
+    (args.out / "README.md").write_text(table(cells, about))
+
+
+if __name__ == "__main__":
+    main()

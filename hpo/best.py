@@ -1,0 +1,153 @@
+"""What a study found: its winner, confirmed on fresh seeds, what that cost, and the config file of it."""
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from pathlib import Path
+
+import optuna
+
+from fs_lowrank import Config, UserError, __version__
+
+from .search import budget, draw_of, front, kind, settings_of
+from .storage import CONFIRM, load_study
+from .worker import FRESH, point_of
+
+_HEADER = "# hpo: "
+
+
+def spread(values: list[float]) -> dict:
+    """Mean, standard deviation (of a sample; None for one value) and the values."""
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None,
+            "values": values}
+
+
+def confirmation(storage, study: optuna.Study, trial) -> dict | None:
+    """The winner's metrics on fresh seeds; None before there are any."""
+    trials = [t for t in load_study(storage, study.study_name + CONFIRM).get_trials(deepcopy=False)
+              if t.user_attrs.get("of") == draw_of(trial)]
+    done = sorted((t for t in trials if kind(t) == "complete"), key=lambda t: t.user_attrs["seed"])
+    if not done:
+        return None
+    names = sorted(n for n in done[0].user_attrs["metrics"] if n.startswith(("val_", "test_")))
+    return {"seeds": [t.user_attrs["seed"] for t in done],
+            "failed": [t.user_attrs.get("reason") for t in trials if kind(t) == "failed"],
+            "open": sum(kind(t) in ("waiting", "running") for t in trials),
+            "metrics": {n: spread([t.user_attrs["metrics"][n] for t in done]) for n in names},
+            "budget": budget(trials)}
+
+
+def summary(storage, name: str) -> dict:
+    """Everything about a study as plain data: its trials by kind, its winners, its budget."""
+    study = load_study(storage, name)
+    settings, trials = settings_of(study), study.get_trials(deepcopy=False)
+    counts: dict[str, int] = {}
+    for trial in trials:
+        counts[kind(trial)] = counts.get(kind(trial), 0) + 1
+    winners = []
+    for trial in front(study):
+        winners.append({"trial": trial.number, "point": point_of(study, trial),
+                        "values": dict(zip(settings.objectives, trial.values)),
+                        "metrics": trial.user_attrs.get("metrics", {}), "by_seed": trial.user_attrs.get("by_seed", {}),
+                        "confirmed": confirmation(storage, study, trial)})
+    return {"study": name, "objectives": list(settings.objectives), "sampler": settings.sampler,
+            "pruner": settings.pruner, "rungs": list(settings.rungs), "seeds": settings.seeds,
+            "space": settings.space, "config": settings.base.fingerprint(), "trials": counts,
+            "points": len({draw_of(t) for t in trials}), "budget": budget(trials), "winners": winners,
+            "failures": [{"trial": t.number, "kind": t.user_attrs.get("kind"), "reason": t.user_attrs.get("reason"),
+                          "point": point_of(study, t)} for t in trials if kind(t) in ("failed", "lost")]}
+
+
+def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> dict:
+    """The winner to report.
+
+    Raises:
+        UserError: there is none, several, or it was not run on fresh seeds.
+    """
+    winners, name = found["winners"], found["study"]
+    if not winners:
+        raise UserError(f"the study {name} has no complete trial yet ({_counts(found['trials'])}); "
+                        "let `python -m hpo tune` go on, or see `python -m hpo status`")
+    if trial is not None:
+        there = [w for w in winners if w["trial"] == trial]
+        if not there:
+            raise UserError(f"--trial {trial} is not on the front of {name}; there are: "
+                            f"{', '.join(str(w['trial']) for w in winners)}")
+        winners = there
+    if len(winners) > 1:
+        raise UserError(f"the study {name} has {len(winners)} trials on its Pareto front; choose one with --trial: "
+                        f"{', '.join(str(w['trial']) for w in winners)}")
+    check = winners[0]["confirmed"]
+    if not unconfirmed and (check is None or check["open"]):
+        raise UserError(f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; let "
+                        "`python -m hpo tune` finish, or write it as it is with --unconfirmed")
+    return winners[0]
+
+
+def config_of(storage, found: dict, winner: dict) -> Config:
+    """The config of the winner: the study's own with the winner's values."""
+    settings = settings_of(load_study(storage, found["study"]))
+    return settings.base.replace({**winner["point"], "outdir": f"runs/best/{found['study']}", "expname": ""})
+
+
+def header(found: dict, winner: dict) -> str:
+    """The comment above a winner's config; its last line is the same as JSON."""
+    shown = ", ".join(f"{n} {v:.6g}" for n, v in winner["values"].items())
+    lines = [f"# Found by `python -m hpo tune` (fs-lowrank {__version__}): study {found['study']}, "
+             f"trial {winner['trial']}, {shown}",
+             f"# at {', '.join(f'{k} = {v}' for k, v in winner['point'].items())}"]
+    check = winner["confirmed"]
+    if check:
+        parts = [f"{n} {v['mean']:.4f}" + (f" ± {v['std']:.4f}" if v["std"] is not None else "")
+                 for n, v in check["metrics"].items()]
+        lines.append(f"# on {len(check['seeds'])} fresh seeds ({check['seeds'][0]} to {check['seeds'][-1]}): "
+                     f"{', '.join(parts)}" + (f"; {len(check['failed'])} more failed" if check["failed"] else ""))
+        lines.append(f"# cost of the fresh seeds: {budget_text(check['budget'])}")
+    else:
+        lines.append("# NOT run on fresh seeds: the value is that of the search, and may be luck")
+    lines.append(f"# cost of the search: {budget_text(found['budget'])} ({_counts(found['trials'])})")
+    plain = {k: found[k] for k in ("study", "objectives", "sampler", "pruner", "rungs", "seeds", "budget", "trials")}
+    plain.update({k: winner[k] for k in ("trial", "point", "values", "confirmed")})
+    return "\n".join([*lines, _HEADER + json.dumps(plain), ""])
+
+
+def write(path: str | Path, config: Config, text: str) -> Path:
+    """The config as a file, below its header.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        config.dump(path)
+        path.write_text(text + path.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+    return path
+
+
+def read_header(path: str | Path) -> dict | None:
+    """What a config file says of the search that found it, with ``budget``; None for any other config file."""
+    for line in io.StringIO(Path(path).read_text(encoding="utf-8")):
+        if line.startswith(_HEADER):
+            return json.loads(line.removeprefix(_HEADER))
+        if not line.startswith("#"):
+            break
+    return None
+
+
+def budget_text(cost: dict) -> str:
+    """A budget in words."""
+    from fs_lowrank.runs.summary import human_bytes
+    return (f"{cost['trials']} trials, {cost['rounds']} rounds, {cost['client_steps']:,} client-steps, "
+            f"{human_bytes(cost['uplink_bytes'])} up, {human_bytes(cost['downlink_bytes'])} down, "
+            f"{cost['seconds']:.0f} s")
+
+
+def _counts(counts: dict) -> str:
+    return ", ".join(f"{n} {k}" for k, n in sorted(counts.items())) or "none"
+
+
+__all__ = ["FRESH", "budget_text", "choose", "config_of", "confirmation", "header", "read_header", "summary", "write"]

@@ -1,0 +1,261 @@
+"""The command line: ``python -m hpo tune | status | best | plot``."""
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fs_lowrank import UserError
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    from .search import OBJECTIVES, PRUNERS, SAMPLERS
+    parser = argparse.ArgumentParser(prog="python -m hpo", description="Search hyperparameters over any config.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def storage_options(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--study", metavar="NAME", help="the study, or the first part of the names of several")
+        command.add_argument("--dir", default="runs/hpo", metavar="FOLDER", type=Path,
+                             help="of the trials' runs, and of the storage (default: runs/hpo)")
+        command.add_argument("--storage", default="", metavar="URL",
+                             help="a journal or SQLite file, or a database's URL (default: journal.log in --dir)")
+
+    tune = commands.add_parser("tune", help="search; the same command continues a search that was ended")
+    tune.add_argument("--cfg", required=True, metavar="FILE", help="the config that is searched around")
+    tune.add_argument("--space", required=True, metavar="FILE", help="what is searched: a YAML file, or one that ships")
+    storage_options(tune)
+    tune.add_argument("--methods", metavar="A,B", help="a study for each method")
+    tune.add_argument("--data", metavar="X,Y", help="a study for each data set (data.type)")
+    tune.add_argument("--trials", type=_natural, default=0, metavar="N",
+                      help="points a study tries in all (default: the whole grid, or 20)")
+    tune.add_argument("--budget", type=float, metavar="N", help="client-steps after which no trial of a study starts")
+    tune.add_argument("--timeout", type=float, metavar="S", help="seconds after which this call ends")
+    tune.add_argument("--workers", type=int, default=None, metavar="N",
+                      help="processes (default: 1, or one for each GPU); 0 runs in this one")
+    tune.add_argument("--gpus", metavar="0,1", help="a GPU for each worker; or all")
+    tune.add_argument("--sampler", choices=SAMPLERS, default="", help="default: grid where all keys are, else tpe")
+    tune.add_argument("--sampler-seed", type=int, default=0, metavar="N", help="seed of the sampler")
+    tune.add_argument("--pruner", choices=PRUNERS, default="", help="default: median, and none for a grid")
+    tune.add_argument("--rungs", metavar="4,8,16", help="rounds at which the better part goes on from its checkpoint")
+    tune.add_argument("--objective", default="val_acc", metavar="NAMES",
+                      help=f"of {', '.join(OBJECTIVES)}; several give a Pareto front (default: val_acc)")
+    tune.add_argument("--seeds", type=_natural, default=1, metavar="K", help="runs averaged in a trial")
+    tune.add_argument("--confirm", type=int, default=3, metavar="K", help="fresh seeds for the winner (default: 3)")
+    tune.add_argument("--engine", default="local", metavar="NAME", help="what runs the trials (default: local)")
+    tune.add_argument("--retry-failed", action="store_true", help="run failed trials once more")
+    tune.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
+    tune.set_defaults(do=_tune)
+    status = commands.add_parser("status", help="the studies: trials, best value, cost, failures")
+    storage_options(status)
+    status.set_defaults(do=_status)
+    best = commands.add_parser("best", help="the best config, as a file that `fs-lowrank run --cfg` takes")
+    storage_options(best)
+    best.add_argument("--out", metavar="FILE", help="where to write it; {study} becomes the study's name")
+    best.add_argument("--trial", type=int, metavar="N", help="which one of a Pareto front")
+    best.add_argument("--unconfirmed", action="store_true", help="even if it was not run on fresh seeds")
+    best.set_defaults(do=_best)
+    plot = commands.add_parser("plot", help="history, slices, learning rate, Pareto front: PNG and HTML")
+    storage_options(plot)
+    plot.add_argument("--out", metavar="FOLDER", type=Path, help="default: plots in --dir")
+    plot.set_defaults(do=_plot)
+    return parser
+
+
+def _natural(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 success, 1 failure, 2 wrong use, 130 interrupted)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parser = _parser()
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            parser.error(f"unrecognised: {' '.join(unknown)} (overrides are plain `key value` pairs, without dashes)")
+        args.again = shlex.join(["python", "-m", "hpo", *argv])
+        return args.do(args) or OK
+    except UserError as error:
+        from rich.markup import escape
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        return WRONG_USE
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != "optuna":
+            raise
+        print("error: hpo needs Optuna: pip install 'fs-lowrank[hpo]'", file=sys.stderr)
+        return WRONG_USE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import dataclasses
+
+    from fs_lowrank import load_config
+    from fs_lowrank.config import parse_overrides
+
+    from .best import summary
+    from .search import parse_objectives
+    from .space import load_space
+    from .storage import open_storage
+    from .tune import Search, tune
+    if args.confirm < 0 or (args.workers is not None and args.workers < 0):
+        raise UserError("--confirm and --workers: expected 0 or more")
+    config = load_config(args.cfg, **parse_overrides(args.overrides))
+    space = load_space(args.space)
+    studies = dict(space.studies)
+    for key, text in (("federate.method", args.methods), ("data.type", args.data)):
+        if text:
+            studies[key] = _names(text)
+    if any(p.key in studies for p in space.parameters):
+        raise UserError(f"{args.space}: {', '.join(studies)} is searched, and also given a study for each value; "
+                        "keep one")
+    space = dataclasses.replace(space, studies=studies)
+    try:
+        rungs = tuple(int(r) for r in _names(args.rungs))
+    except ValueError:
+        raise UserError(f"--rungs {args.rungs}: expected numbers of rounds, such as 4,8,16") from None
+    gpus = _gpus(args.gpus)
+    name = args.study or re.sub(r"[^\w+-]+", "_", f"{Path(args.cfg).stem}-{Path(args.space).stem}")
+    options = Search(
+        name=name, objectives=parse_objectives(args.objective), sampler=args.sampler, sampler_seed=args.sampler_seed,
+        pruner=args.pruner, rungs=rungs, trials=args.trials, limit=args.budget, timeout=args.timeout,
+        workers=max(1, len(gpus)) if args.workers is None else args.workers, gpus=gpus, seeds=args.seeds,
+        confirm=args.confirm, engine=args.engine, storage=args.storage, folder=args.dir, retry_failed=args.retry_failed)
+    ended = tune(config, space, options, say=_say)
+    if ended.how == "interrupted":
+        console.print(f"interrupted; continue with:\n  {args.again}", soft_wrap=True, markup=False)
+        return INTERRUPTED
+    storage = open_storage(options.where)
+    found = [summary(storage, n) for n in ended.studies]
+    _print_table(found)
+    if ended.how == "timeout":
+        console.print(f"time is up; continue with:\n  {args.again}", soft_wrap=True, markup=False)
+        return OK
+    if not all(f["winners"] for f in found):
+        missing = ", ".join(f["study"] for f in found if not f["winners"])
+        console.print(f"no trial completed in {missing}; see the reasons with: python -m hpo status "
+                      f"{_where(args)}", soft_wrap=True, markup=False)
+        return FAILED
+    console.print(f"next: python -m hpo best {_where(args)}--study {ended.studies[0]} --out best.yaml", soft_wrap=True,
+                  markup=False)
+    return OK
+
+
+def _where(args: argparse.Namespace) -> str:
+    where = f"--dir {args.dir} " if str(args.dir) != "runs/hpo" else ""
+    return where + (f"--storage {args.storage} " if args.storage else "")
+
+
+def _gpus(text: str | None) -> tuple[str, ...]:
+    if text != "all":
+        return _names(text)
+    import torch
+    if not torch.cuda.device_count():
+        raise UserError("--gpus all: torch finds no GPU here")
+    return tuple(str(i) for i in range(torch.cuda.device_count()))
+
+
+def _say(text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False)
+
+
+def _chosen(args: argparse.Namespace) -> tuple:
+    """The storage and the names of the studies that --study means."""
+    from fs_lowrank.errors import nearest
+
+    from .storage import open_storage, study_names
+    where = args.storage or str(args.dir / "journal.log")
+    storage = open_storage(where)
+    names = study_names(storage)
+    if not names:
+        raise UserError(f"{where} holds no study yet; start one with `python -m hpo tune`")
+    if not args.study:
+        return storage, names
+    chosen = [n for n in names if n == args.study] or [n for n in names if n.startswith(args.study + ".")]
+    if not chosen:
+        raise UserError(f"no study {args.study!r}{nearest(args.study, names)}; there are: {', '.join(names)}")
+    return storage, chosen
+
+
+def _at(winner: dict) -> str:
+    return ", ".join(f"{k.rpartition('.')[2]} {v:.4g}" if isinstance(v, float) else f"{k.rpartition('.')[2]} {v}"
+                     for k, v in winner["point"].items())
+
+
+def _print_table(found: list[dict]) -> None:
+    table = Table()
+    for column in ("study", "trials", "best", "at", "fresh seeds", "rounds", "client-steps", "seconds"):
+        table.add_column(column, justify="right" if column in ("rounds", "client-steps", "seconds") else "left",
+                         overflow="fold")
+    for f in found:
+        trials = "\n".join(f"{n} {k}" for k, n in sorted(f["trials"].items()))
+        cost = f["budget"]
+        best = at = fresh = "-"
+        if f["winners"]:
+            winners = f["winners"]
+            best = "\n".join("  ".join(f"{n} {v:.4g}" for n, v in w["values"].items()) + f" (#{w['trial']})"
+                             for w in winners)
+            at = "\n".join(_at(w) for w in winners)
+            checks = [w["confirmed"] for w in winners]
+            fresh = "\n".join("not yet" if c is None else "  ".join(
+                f"{n} {v['mean']:.3f}" + (f" ± {v['std']:.3f}" if v["std"] is not None else "")
+                for n, v in c["metrics"].items() if n.endswith("acc") or len(c["metrics"]) < 3) for c in checks)
+        table.add_row(f["study"], trials, best, at, fresh, str(cost["rounds"]), f"{cost['client_steps']:,}",
+                      f"{cost['seconds']:.0f}")
+    console.print(table)
+
+
+def _status(args: argparse.Namespace) -> None:
+    from .best import budget_text, summary
+    storage, names = _chosen(args)
+    found = [summary(storage, n) for n in names]
+    _print_table(found)
+    for f in found:
+        console.print(f"{f['study']}: {f['sampler']}, pruner {f['pruner']}"
+                      + (f", rungs {','.join(map(str, f['rungs']))}" if f["rungs"] else "")
+                      + f", {f['points']} points; {budget_text(f['budget'])}", soft_wrap=True, markup=False)
+        for failure in f["failures"]:
+            console.print(f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} "
+                          f"at {failure['point']}", soft_wrap=True, markup=False)
+
+
+def _best(args: argparse.Namespace) -> None:
+    from .best import choose, config_of, header, summary, write
+    storage, names = _chosen(args)
+    found = [summary(storage, n) for n in names]
+    _print_table(found)
+    if not args.out:
+        return
+    if len(found) > 1 and "{study}" not in args.out:
+        raise UserError(f"{len(found)} studies: {', '.join(names)}; choose one with --study, or write them all with "
+                        "--out 'best-{study}.yaml'")
+    chosen = [(f, choose(f, args.trial, args.unconfirmed)) for f in found]
+    for f, winner in chosen:
+        path = write(args.out.replace("{study}", f["study"]), config_of(storage, f, winner), header(f, winner))
+        console.print(f"{path}: run it with: fs-lowrank run --cfg {path}", soft_wrap=True, markup=False)
+
+
+def _plot(args: argparse.Namespace) -> None:
+    from .plots import draw, panels
+    storage, names = _chosen(args)
+    out = args.out or args.dir / "plots"
+    for path in draw(panels(storage, names), out, args.study or "studies"):
+        console.print(str(path), soft_wrap=True, markup=False)

@@ -1,0 +1,148 @@
+"""Accuracy against the learning rate for each method, and what a search costs beside the papers' grid.
+
+    python -m hpo.learning_rates [--out results/hpo] [--timeout SECONDS]
+
+The RoLoRA paper's eight rates as a grid, and its range with TPE and successive halving whose survivors go on from
+their checkpoints, on the demo's task in a smaller setting. The winners of both are run on the same fresh seeds.
+Needs: fs-lowrank fetch minilm sentiment. The same command continues.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+from fs_lowrank import Config, UserError, load_config
+
+from .best import budget_text, summary
+from .plots import Panel, draw_png, learning_rate_panel, points_of
+from .search import kind
+from .space import load_space
+from .storage import load_study, open_storage
+from .tune import Search, tune
+
+#: what is smaller than in examples/demo.yaml, and the validation data that a search needs
+SMALLER = {"data.subsample": 0.06, "data.splits": [0.91, 0.04, 0.05], "dataloader.batch_size": 8,
+           "federate.total_round_num": 8, "eval.freq": 2, "eval.split": ["val", "test"]}
+METHODS = ("rolora", "ffa_lora", "fedlora")
+RUNGS, POINTS = (2, 4, 8), 8
+
+
+def searches(folder: Path, workers: int) -> dict[str, tuple[str, Search]]:
+    """Name -> the space and the search."""
+    grid = Search("grid", folder=folder, workers=workers, confirm=0)
+    halving = Search("halving", folder=folder, workers=workers, confirm=0, sampler="tpe", rungs=RUNGS, trials=POINTS)
+    return {"grid": ("rolora_lr", grid), "halving": ("rolora_lr_range", halving)}
+
+
+def collect(config: Config, storage) -> dict:
+    """What the studies found, as plain data."""
+    methods = {}
+    for method in METHODS:
+        found = {}
+        for name in ("grid", "halving"):
+            try:
+                study = load_study(storage, f"{name}.{method}")
+            except KeyError:
+                continue
+            facts = summary(storage, study.study_name)
+            curve = sorted((p.point["train.optimizer.lr"], p.value, p.complete) for p in points_of(study))
+            found[name] = {k: facts[k] for k in ("sampler", "pruner", "rungs", "budget", "trials", "winners",
+                                                 "failures")}
+            found[name]["curve"] = [{"lr": lr, "val_acc": value, "all_rounds": whole} for lr, value, whole in curve]
+            found[name]["finished"] = not any(kind(t) in ("waiting", "running") for t in study.trials) \
+                and bool(facts["winners"])
+        methods[method] = found
+    return {"command": "python -m hpo.learning_rates", "config": config.decisive(), "smaller": SMALLER,
+            "methods": methods}
+
+
+def table(found: dict) -> str:
+    """The results as Markdown."""
+    rates = sorted({p["lr"] for m in found["methods"].values() for p in m.get("grid", {}).get("curve", ())})
+    lines = ["# Learning rates", "", "Written by `python -m hpo.learning_rates`; all figures in `learning_rates.json`.",
+             "MiniLM on the demo's sentiment data, 24 clients, 7 a round, smaller than `examples/demo.yaml`: "
+             + ", ".join(f"`{k} {v}`" for k, v in found["smaller"].items()) + ".", "",
+             "Validation accuracy after the last round, one seed:", "",
+             "| learning rate | " + " | ".join(f"{r:g}" for r in rates) + " |", "| --- |" + " --- |" * len(rates)]
+    for method, studies in found["methods"].items():
+        values = {p["lr"]: p["val_acc"] for p in studies.get("grid", {}).get("curve", ())}
+        lines.append(f"| {method} | " + " | ".join(f"{values[r]:.3f}" if r in values else "–" for r in rates) + " |")
+    lines += ["", "Winners, on fresh seeds (mean ± standard deviation); the test data is evaluated there only:", "",
+              "| method | search | learning rate | val_acc in the search | fresh seeds | val_acc | test_acc | "
+              "client-steps | of the grid's |", "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for method, studies in found["methods"].items():
+        whole = studies.get("grid", {}).get("budget", {}).get("client_steps")
+        for name, study in studies.items():
+            steps = study["budget"]["client_steps"]
+            share = f"{steps / whole:.0%}" if whole and studies["grid"]["finished"] else "–"
+            unfinished = "" if study["finished"] else " (unfinished)"
+            if not study["winners"]:
+                lines.append(f"| {method} | {name}{unfinished} | – | – | – | – | – | {steps:,} | {share} |")
+                continue
+            winner = study["winners"][0]
+            fresh = winner["confirmed"] or {"metrics": {}, "seeds": []}
+            shown = [_shown(fresh["metrics"].get(n)) for n in ("val_acc", "test_acc")]
+            lines.append(f"| {method} | {name}{unfinished} | {winner['point']['train.optimizer.lr']:.4g} | "
+                         f"{winner['values']['val_acc']:.3f} | {len(fresh['seeds'])} | {shown[0]} | {shown[1]} | "
+                         f"{steps:,} | {share} |")
+    lines += [""]
+    for method, studies in found["methods"].items():
+        lines += [f"- {method}, {name}: {budget_text(s['budget'])}" for name, s in studies.items()]
+    return "\n".join([*lines, ""])
+
+
+def _shown(value: dict | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if value["std"] is not None else "")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpo.learning_rates", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/hpo"))
+    parser.add_argument("--cfg", default="examples/demo.yaml")
+    parser.add_argument("--dir", type=Path, default=Path("runs/hpo-learning-rates"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--confirm", type=int, default=3, help="fresh seeds for each winner")
+    parser.add_argument("--timeout", type=float, help="seconds; what is finished by then is written")
+    args = parser.parse_args(argv)
+    started = time.monotonic()
+    try:
+        config = load_config(args.cfg, SMALLER)
+        for confirm in (0, args.confirm):  # first all curves, then the fresh seeds
+            for name, (space, options) in searches(args.dir, args.workers).items():
+                left = args.timeout - (time.monotonic() - started) if args.timeout else None
+                if left is not None and left <= 0:
+                    break
+                wide = dataclasses.replace(load_space(space), studies={"federate.method": METHODS})
+                ended = tune(config, wide, dataclasses.replace(options, confirm=confirm, timeout=left))
+                print(f"{name}: {ended.how}", flush=True)
+                if ended.how == "interrupted":
+                    return 130
+        storage = open_storage(str(args.dir / "journal.log"))
+        found = collect(config, storage)
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "learning_rates.json").write_text(json.dumps(found, indent=1) + "\n")
+        (args.out / "learning_rates.md").write_text(table(found))
+        panels: list[Panel] = []
+        for name in ("grid", "halving"):
+            names = [f"{name}.{m}" for m in METHODS if found["methods"][m].get(name, {}).get("curve")]
+            if names:
+                panel = learning_rate_panel(storage, names)
+                panel.title = {"grid": "grid of eight", "halving": "TPE, halving at "
+                               f"{', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)"}[name]
+                panels.append(panel)
+        draw_png(panels, args.out / "learning_rates.png")
+        print(table(found))
+    except UserError as error:
+        print(f"error: {error}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

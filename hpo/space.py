@@ -1,0 +1,318 @@
+"""What is searched: a YAML file over config keys.
+
+    train.optimizer.lr: {loguniform: [5e-4, 1e-1]}
+    lowrank.tau: {grid: [20, 40, 80], when: {federate.method: fedloru}}
+    federate.sample_client_num: {int: [2, 16], step: 2}
+    studies: {federate.method: [rolora, fedloru]}       # a study for each
+
+``grid`` and ``choice`` list values of any kind; ``uniform``, ``loguniform`` and ``int`` take a low and a high
+end, both included, with ``step``, and ``log`` for ``int``. ``when`` makes a key part of a point only where
+other keys, searched or not, have one of the values named.
+"""
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fs_lowrank import Config, UserError
+from fs_lowrank.errors import nearest
+
+KINDS = ("grid", "choice", "loguniform", "uniform", "int")
+_OPTIONS = {"loguniform": {"when"}, "uniform": {"step", "when"}, "int": {"step", "log", "when"}}
+#: keys that are not the search's to change, and what to use in their place
+_NOT_SEARCHED = {"seed": "average over seeds with --seeds", "eval": "it would change what trials are measured with",
+                 "outdir": "every trial has a folder of its own", "expname": "every trial has a folder of its own"}
+_LARGEST_GRID = 10_000
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One searched key: listed ``values``, or the range ``low`` … ``high``."""
+
+    key: str
+    kind: str
+    values: tuple = ()
+    low: float = 0.0
+    high: float = 0.0
+    step: float | None = None
+    log: bool = False
+    when: tuple[tuple[str, tuple], ...] = ()
+
+    def listed(self) -> tuple:
+        """Every value, where they can be listed; else nothing."""
+        if self.values:
+            return self.values
+        if self.kind == "int" and not self.log:
+            return tuple(range(int(self.low), int(self.high) + 1, int(self.step or 1)))
+        if self.kind == "uniform" and self.step:
+            count = int(math.floor((self.high - self.low) / self.step + 1e-9)) + 1
+            return tuple(round(self.low + i * self.step, 12) for i in range(count))
+        return ()
+
+    def suggest(self, trial) -> Any:
+        if self.values:
+            return decode(trial.suggest_categorical(self.key, [encode(v) for v in self.values]))
+        if self.kind == "int":
+            return trial.suggest_int(self.key, int(self.low), int(self.high), step=int(self.step or 1), log=self.log)
+        return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
+
+
+def encode(value: Any) -> Any:
+    """``value`` as Optuna can store it: a list or mapping becomes JSON."""
+    return "json:" + json.dumps(value) if isinstance(value, (list, dict)) else value
+
+
+def decode(value: Any) -> Any:
+    return json.loads(value[5:]) if isinstance(value, str) and value.startswith("json:") else value
+
+
+@dataclass(frozen=True)
+class Space:
+    """Searched keys in an order in which each comes after those it depends on, and what gets a study each."""
+
+    parameters: tuple[Parameter, ...]
+    studies: Mapping[str, tuple] = field(default_factory=dict)
+    source: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; equal for two files that mean the same."""
+        found = {}
+        for p in self.parameters:
+            entry: dict[str, Any] = {p.kind: list(p.values) or [p.low, p.high]}
+            entry.update({"step": p.step} if p.step is not None else {})
+            entry.update({"log": True} if p.kind == "int" and p.log else {})
+            entry.update({"when": {k: list(v) for k, v in p.when}} if p.when else {})
+            found[p.key] = entry
+        return found
+
+    def for_config(self, base: Config) -> Space:
+        """Without the keys that never apply to ``base``.
+
+        Raises:
+            UserError: an unknown key, a value the config does not take, a key that decides nothing.
+        """
+        searched = {p.key for p in self.parameters}
+        kept = [p for p in self.parameters
+                if all(k in searched or base_value(base, k, self.source) in v for k, v in p.when)]
+        # A key that depends on a dropped one goes by the config's own value of that.
+        names = {p.key for p in kept}
+        kept = [p for p in kept if all(k in names or base_value(base, k, self.source) in v for k, v in p.when)]
+        space = Space(tuple(kept), {}, self.source)
+        if not kept:
+            raise UserError(f"{self.source}: no key of this space applies to {base.federate.method}")
+        for parameter in kept:
+            space._check(parameter, base)
+        return space
+
+    def _check(self, parameter: Parameter, base: Config) -> None:
+        context = self._context(parameter)
+        prints = set()
+        values = parameter.values or (_number(parameter, parameter.low), _number(parameter, parameter.high))
+        for value in values:
+            try:
+                config = base.replace({**context, parameter.key: value})
+            except UserError as error:
+                raise UserError(f"{self.source}: {error}") from None
+            prints.add(config.fingerprint())
+        if len(prints) < len(values):
+            raise UserError(f"{self.source}: {parameter.key} does not decide the result of a run, "
+                            "or two of its values mean the same; there is nothing to search")
+
+    def _context(self, parameter: Parameter) -> dict[str, Any]:
+        """Values of other searched keys under which this one applies."""
+        searched, context = {p.key: p for p in self.parameters}, {}
+        for key, values in parameter.when:
+            if key in searched:
+                context.update(self._context(searched[key]), **{key: values[0]})
+        return context
+
+    def active(self, point: Mapping[str, Any], base: Config, parameter: Parameter) -> bool:
+        return all((point[k] if k in point else base_value(base, k, self.source)) in v for k, v in parameter.when)
+
+    def suggest(self, trial, base: Config) -> dict[str, Any]:
+        """A point: the values of the keys that apply."""
+        point: dict[str, Any] = {}
+        for parameter in self.parameters:
+            if self.active(point, base, parameter):
+                point[parameter.key] = parameter.suggest(trial)
+        return point
+
+    def grid(self, base: Config) -> list[dict[str, Any]]:
+        """Every point, once.
+
+        Raises:
+            UserError: a key's values cannot be listed, or there are far too many points.
+        """
+        size = 1
+        for parameter in self.parameters:
+            if not parameter.listed():
+                raise UserError(f"{self.source}: {parameter.key} is a {parameter.kind}, which a grid cannot list; "
+                                "give it `grid: [...]`, or use --sampler tpe or random")
+            size *= len(parameter.listed())
+        if size > _LARGEST_GRID:
+            raise UserError(f"{self.source}: a grid of up to {size} points; take keys or values out, "
+                            "or use --sampler tpe or random")
+        return list(self._points({}, self.parameters, base))
+
+    def _points(self, point: dict, rest: tuple[Parameter, ...], base: Config) -> Iterator[dict]:
+        if not rest:
+            yield point
+        elif not self.active(point, base, rest[0]):
+            yield from self._points(point, rest[1:], base)
+        else:
+            for value in rest[0].listed():
+                yield from self._points({**point, rest[0].key: value}, rest[1:], base)
+
+    @property
+    def all_grid(self) -> bool:
+        return all(p.kind == "grid" for p in self.parameters)
+
+
+def base_value(base: Config, key: str, source: str = "") -> Any:
+    try:
+        return base.get(key)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def _number(parameter: Parameter, value: float) -> float | int:
+    return int(value) if parameter.kind == "int" else value
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``5e-4`` as a number, as configs do, and refuses a key given twice."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+                              list("-+0123456789"))
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UserError(f"line {node.start_mark.line + 1}: {key} is given twice")
+    return {key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value)}
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def load_space(path: str | Path) -> Space:
+    """Read a space; the name of one that ships (``rolora_lr``) will do for its path.
+
+    Raises:
+        UserError: no such file, bad YAML, an unknown kind, a range the wrong way round.
+    """
+    shipped = {p.stem: p for p in sorted((Path(__file__).parent / "spaces").glob("*.yaml"))}
+    name = str(path)
+    file = Path(path).expanduser() if Path(path).expanduser().exists() else shipped.get(name, Path(path))
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise UserError(f"{name}: no such file{nearest(name, shipped)}; spaces that ship: "
+                        f"{', '.join(shipped)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{name}{at}: invalid YAML: {getattr(error, 'problem', None) or error}") from None
+    except UserError as error:
+        raise UserError(f"{name}, {error}") from None
+    return space_from(content, name)
+
+
+def space_from(content: Any, source: str = "space") -> Space:
+    """A space from what its YAML holds."""
+    if not isinstance(content, Mapping) or not content:
+        raise UserError(f"{source}: expected config keys, such as `train.optimizer.lr: {{loguniform: [5e-4, 1e-1]}}`")
+    content = dict(content)
+    studies = content.pop("studies", None) or {}
+    if not isinstance(studies, Mapping) or not all(isinstance(v, list) and v for v in studies.values()):
+        raise UserError(f"{source}: studies: expected a list of values for each key, "
+                        "such as {federate.method: [rolora, ffa_lora]}")
+    found = {p.key: p for p in _parameters(content, "", source)}
+    for key in studies:
+        if key in found:
+            raise UserError(f"{source}: {key} is searched and also given a study for each value; keep one")
+    return Space(_ordered(found, source), {k: tuple(v) for k, v in studies.items()}, source)
+
+
+def _parameters(content: Mapping, prefix: str, source: str) -> Iterator[Parameter]:
+    for key, entry in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(entry, Mapping) and entry and not set(entry) & set(KINDS) and \
+                all(isinstance(v, Mapping) for v in entry.values()):
+            yield from _parameters(entry, name + ".", source)
+        else:
+            yield _parameter(name, entry, source)
+
+
+def _parameter(key: str, entry: Any, source: str) -> Parameter:
+    def fail(message: str):
+        raise UserError(f"{source}: {key}: {message}")
+
+    first = key.split(".")[0]
+    if first in _NOT_SEARCHED:
+        fail(f"is not searched; {_NOT_SEARCHED[first]}")
+    if not isinstance(entry, Mapping):
+        fail(f"= {entry!r}: expected one of {', '.join(KINDS)}, such as {{grid: [1, 2]}}")
+    kinds = [k for k in entry if k in KINDS]
+    if len(kinds) != 1:
+        hint = nearest(str(next(iter(entry), "")), KINDS) if not kinds else ""
+        given = ", ".join(map(str, kinds or entry)) or "nothing"
+        fail(f"has {given}: expected exactly one of {', '.join(KINDS)}{hint}")
+    kind, options = kinds[0], set(entry) - set(kinds)
+    unknown = options - _OPTIONS.get(kind, {"when"})
+    if unknown:
+        name = sorted(map(str, unknown))[0]
+        fail(f"{kind} has no option {name!r}{nearest(name, _OPTIONS.get(kind, {'when'}))}")
+    when = entry.get("when") or {}
+    if not isinstance(when, Mapping):
+        fail("when: expected keys and their values, such as {federate.method: [fedloru]}")
+    when = tuple((k, tuple(v) if isinstance(v, list) else (v,)) for k, v in when.items())
+    values = entry[kind]
+    if kind in ("grid", "choice"):
+        if not isinstance(values, list) or not values:
+            fail(f"{kind} = {values!r}: expected a list of values")
+        for a, b in itertools.combinations(values, 2):
+            if a == b:
+                fail(f"{kind} has {b!r} twice")
+        return Parameter(key, kind, values=tuple(values), when=when)
+    number = isinstance(values, list) and len(values) == 2 and all(
+        isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+    if not number:
+        fail(f"{kind} = {values!r}: expected [low, high]")
+    low, high = values
+    if low >= high:
+        fail(f"{kind} = {values!r}: the range is {'empty' if low == high else 'the wrong way round'}; "
+             "expected [low, high]")
+    log, step = kind == "loguniform" or bool(entry.get("log", False)), entry.get("step")
+    if log and low <= 0:
+        fail(f"{kind} = {values!r}: a logarithmic range starts above 0")
+    if kind == "int" and any(v != int(v) for v in (low, high, step or 1)):
+        fail(f"int = {values!r}: expected whole numbers")
+    if step is not None and (isinstance(step, bool) or not isinstance(step, (int, float)) or step <= 0 or log):
+        fail(f"step = {step!r}: expected a number above 0, and no logarithmic range")
+    return Parameter(key, kind, low=low, high=high, step=step, log=log, when=when)
+
+
+def _ordered(found: dict[str, Parameter], source: str) -> tuple[Parameter, ...]:
+    ordered: dict[str, Parameter] = {}
+    while len(ordered) < len(found):
+        ready = [p for k, p in found.items()
+                 if k not in ordered and all(w not in found or w in ordered for w, _ in p.when)]
+        if not ready:
+            left = ", ".join(k for k in found if k not in ordered)
+            raise UserError(f"{source}: {left} depend on each other through `when`")
+        ordered[ready[0].key] = ready[0]
+    return tuple(ordered.values())

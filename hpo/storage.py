@@ -1,0 +1,127 @@
+"""Where studies are kept: a journal file, SQLite, or a database server."""
+from __future__ import annotations
+
+import json
+import sqlite3
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import optuna
+
+from fs_lowrank import UserError
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+
+#: seconds to wait for a SQLite file that another process is writing to
+WAIT = 20.0
+
+
+def open_storage(where: str, create: bool = False) -> optuna.storages.BaseStorage:
+    """Open the storage.
+
+    Args:
+        where: the path of a journal file, of a SQLite file (``.db``, ``.sqlite``), or a URL such as
+            ``sqlite:///hpo.db`` or ``postgresql://user@server/hpo``.
+        create: make it where there is none.
+    Raises:
+        UserError: there is none, it is locked, or it holds something else.
+    """
+    if "://" not in where and Path(where).suffix in (".db", ".sqlite", ".sqlite3"):
+        where = f"sqlite:///{where}"
+    if where.startswith("sqlite:///"):
+        _check_sqlite(Path(where.removeprefix("sqlite:///")), create)
+    if "://" in where:
+        return _open_database(where, create)
+    return _open_journal(Path(where), create)
+
+
+def _open_journal(path: Path, create: bool):
+    from optuna.storages.journal import JournalFileBackend
+    try:
+        if path.exists():
+            with path.open("rb") as file:
+                first = file.readline()
+            if first and "op_code" not in json.loads(first):
+                raise ValueError
+        elif not create:
+            raise UserError(f"{path}: there is no study yet; start one with `python -m hpo tune`")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not a journal of studies, or a damaged one; name another with --storage") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be used as a storage: {error.strerror or error}") from None
+
+
+def _check_sqlite(path: Path, create: bool) -> None:
+    if not path.exists():
+        if not create:
+            raise UserError(f"{path}: there is no study yet; start one with `python -m hpo tune`")
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}; make it, or name another file with --storage")
+        return
+    try:
+        database = sqlite3.connect(path, timeout=WAIT)
+        try:
+            database.execute("BEGIN IMMEDIATE")
+            tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            database.rollback()
+        finally:
+            database.close()
+    except sqlite3.OperationalError as error:
+        raise UserError(f"{path}: {error}; another process holds it, or it cannot be written; wait for that, "
+                        "or name another storage with --storage") from None
+    except sqlite3.DatabaseError:
+        raise UserError(f"{path} is not a SQLite file; name another with --storage") from None
+    if tables and "version_info" not in tables:
+        raise UserError(f"{path} is a database of something else (it has the tables {', '.join(sorted(tables)[:3])}); "
+                        "name another file with --storage")
+
+
+def _open_database(url: str, create: bool):
+    from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+    shown = url.rsplit("@", 1)[-1]  # never a password
+    arguments = {"connect_args": {"timeout": WAIT}} if url.startswith("sqlite") else {}
+    try:
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
+        except SQLAlchemyError:
+            # Two that make the tables at once: one of them fails, and finds them there the second time.
+            return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise UserError(f"--storage {shown}: {error}; expected a path, sqlite:///FILE, or a server's URL, "
+                        "whose driver is installed") from None
+    except SQLAlchemyError as error:
+        raise UserError(f"--storage {shown}: cannot be used: {str(error).splitlines()[0]}") from None
+    except RuntimeError as error:
+        raise UserError(f"--storage {shown} is of another version of Optuna: {error}") from None
+
+
+@contextmanager
+def storage_errors(where: str):
+    """What a storage raises in use, in words."""
+    from sqlalchemy.exc import SQLAlchemyError
+    try:
+        yield
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+        cause = error.__cause__ or error
+        raise UserError(f"the storage {where.rsplit('@', 1)[-1]} failed: {str(cause).splitlines()[0]}; when that is "
+                        "mended, the same command goes on") from None
+
+
+def study_names(storage) -> list[str]:
+    """Names of the searches, without the studies of their confirmations."""
+    return sorted(n for n in optuna.get_all_study_names(storage) if not n.endswith(CONFIRM))
+
+
+def load_study(storage, name: str, **kwargs) -> optuna.Study:
+    return optuna.load_study(study_name=name, storage=storage, **kwargs)
+
+
+#: what the study of a search's confirmation is called: the search's name and this
+CONFIRM = "/confirm"

@@ -1,0 +1,248 @@
+"""One trial: the config at a point, run by ``fs_lowrank.run``, reported and stopped by rounds, and what it cost."""
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import optuna
+
+import fs_lowrank
+from fs_lowrank import Config, UserError
+
+from .search import BEAT, Settings, exclusive
+
+
+class Stopped(Exception):
+    """The search is to end; the trial is continued another time."""
+
+
+class Failed(Exception):
+    """The trial has no value; ``kind`` is nan, memory or error."""
+
+    def __init__(self, kind: str, reason: str):
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclass
+class Outcome:
+    """What came of a trial: its metrics by name, a mean over its seeds, and whether it was pruned."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    by_seed: dict[str, list[float]] = field(default_factory=dict)
+    rounds: int = 0
+    pruned: bool = False
+
+
+def explain(error: BaseException) -> Failed:
+    """The failure of a run as a kind and a reason."""
+    text = f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    low = text.lower()
+    if isinstance(error, MemoryError) or "out of memory" in low or "outofmemory" in low or "can't allocate" in low:
+        return Failed("memory", text)
+    if any(word in low.replace(",", " ").replace(":", " ").split() for word in ("nan", "inf", "nans")):
+        return Failed("nan", text)
+    return Failed("error", text)
+
+
+def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: int, rungs: bool,
+                 test: bool = False) -> Config:
+    """The config of one run of a trial, in a folder named after all that decides its result."""
+    changes = {**point, "seed": seed, "expname": "", "eval.split": ["val", "test"] if test else ["val"],
+               "eval.best_res_update_round_wise_key": metric, "lowrank.keep_checkpoints": 1,
+               "lowrank.save_merged": False}
+    if test:
+        changes["eval.freq"] = 0  # after the last round only: the test data is looked at once
+        changes["early_stop.patience"] = 0
+    if rungs:
+        changes["lowrank.checkpoint_freq"] = 1
+    config = base.replace(changes)
+    return config.replace(outdir=str(folder / config.fingerprint()))
+
+
+def history_of(folder: Path) -> list[dict]:
+    """The records of a run up to its last checkpoint, where it goes on."""
+    saved = [int(p.name.removeprefix("round_")) for p in (folder / "checkpoint").glob("round_*")]
+    records: list[dict] = []
+    for line in (folder / "rounds.jsonl").read_text().splitlines() if saved else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if record["round"] <= max(saved):
+            records.append(record)
+    return records
+
+
+class Runner:
+    """Runs trials of one study.
+
+    Args:
+        settings: of the study. folder: for the trials' runs.
+        stopping: asked often; True ends the trial that runs. say: prints a line.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, stopping: Callable[[], bool] = lambda: False,
+                 say: Callable[[str], None] = lambda text: None, overrides: Mapping | None = None):
+        self.settings, self.folder, self.stopping, self.say = settings, folder, stopping, say
+        self.base = settings.base.replace(overrides or {})
+        self.metric = next(n for n in settings.objectives if n.startswith("val"))
+
+    def run(self, trial: optuna.Trial, point: Mapping, *, target: int | None = None, report: bool = True,
+            seeds: list[int] | None = None, test: bool = False) -> Outcome:
+        """Run the config at ``point`` for ``target`` rounds, at each seed.
+
+        Raises:
+            Stopped: ``stopping`` said so. Failed: no value came of it.
+        """
+        seeds = seeds or [self.settings.base.seed + i for i in range(self.settings.seeds)]
+        cost = _Cost(trial)
+        outcome = Outcome()
+        stop_beating = _beat(trial)
+        try:
+            for index, seed in enumerate(seeds):
+                self._one(trial, point, seed, target, report and index == 0, test, cost, outcome)
+                if outcome.pruned:
+                    break
+        except Stopped:
+            raise
+        except Failed:
+            raise
+        except KeyboardInterrupt:
+            raise Stopped from None
+        except Exception as error:
+            raise explain(error) from error
+        finally:
+            stop_beating()
+            cost.save()
+        outcome.metrics = {n: statistics.fmean(v) for n, v in outcome.by_seed.items()}
+        return outcome
+
+    def _one(self, trial, point, seed, target, report, test, cost, outcome) -> None:
+        config = trial_config(self.base, point, self.metric, self.folder / "trials", seed,
+                              bool(self.settings.rungs), test)
+        folder = Path(config.outdir)
+        target = min(target or config.federate.total_round_num, config.federate.total_round_num)
+        with exclusive(folder.parent / f"{folder.name}.lock", self.stopping):
+            history = history_of(folder)[:target]
+            for record in history:  # of a run that goes on: the pruner sees all its rounds
+                if self._see(trial, record, report):
+                    outcome.pruned, target = True, record["round"]
+                    break
+            history = history[:target]
+            if len(history) < target and not outcome.pruned:
+                history = self._train(trial, config, history, target, report, cost, outcome)
+        last = next((r["metrics"] for r in reversed(history) if "val" in r["metrics"]), None)
+        if last is None:
+            raise Failed("error", "the data has no validation set; give data.splits a share for it")
+        found = {f"{split}_{name}": value for split, values in last.items() for name, value in values.items()}
+        steps = _Steps(config)
+        found.update(client_steps=sum(map(steps, history)), rounds=len(history),
+                     **{k: sum(r[k] for r in history) for k in ("uplink_bytes", "downlink_bytes")})
+        if self.metric not in found:
+            raise Failed("error", f"the run gives no {self.metric}, but {', '.join(sorted(found))}")
+        outcome.rounds = len(history)
+        for name, value in found.items():
+            outcome.by_seed.setdefault(name, []).append(value)
+
+    def _train(self, trial, config, history, target, report, cost, outcome) -> list[dict]:
+        history, steps = list(history), _Steps(config)
+
+        def on_client(*_) -> None:
+            if self.stopping():
+                raise Stopped
+
+        def on_round(record: dict) -> bool:
+            history.append(record)
+            cost.add(record, steps(record))
+            if self._see(trial, record, report):
+                outcome.pruned = True
+            if self.stopping() and record["round"] < target and not outcome.pruned:
+                raise Stopped
+            return outcome.pruned or record["round"] >= target
+
+        try:
+            fs_lowrank.run(config, self.settings.engine, resume=True, on_round=on_round, on_client=on_client)
+        finally:
+            for name in ("adapter", "model"):  # large, and made again for the config that is chosen
+                shutil.rmtree(Path(config.outdir) / name, ignore_errors=True)
+        return history
+
+    def _see(self, trial: optuna.Trial, record: dict, report: bool) -> bool:
+        """Report a round's metric; True if the trial is to be pruned."""
+        found = record["metrics"].get("val")
+        if not found:
+            return False
+        for name, value in found.items():
+            if not math.isfinite(value):
+                raise Failed("nan", f"val_{name} is {value} after round {record['round']}")
+        value = found.get(self.metric.removeprefix("val_"))
+        if value is None or len(self.settings.objectives) > 1:
+            return False
+        if report:
+            trial.report(value, record["round"])
+            return self.settings.pruner != "none" and trial.should_prune()
+        return False
+
+
+class _Steps:
+    """Local steps that the clients of a round took together."""
+
+    def __init__(self, config: Config):
+        self.config, self.sizes = config, None
+
+    def __call__(self, record: dict) -> int:
+        train, clients = self.config.train, record["clients"]
+        if train.batch_or_epoch == "batch":
+            return len(clients) * train.local_update_steps
+        if self.sizes is None:
+            parts = json.loads((Path(self.config.outdir) / "data.json").read_text())["partition"]["indices"]
+            self.sizes = [len(p) for p in parts]
+        batch = self.config.dataloader.batch_size * self.config.grad.grad_accum_count
+        return sum(train.local_update_steps * -(-self.sizes[c - 1] // batch) for c in clients)
+
+
+class _Cost:
+    """What a trial costs, kept in the storage round by round, so that a killed one is counted too."""
+
+    def __init__(self, trial: optuna.Trial):
+        self.trial, self.started = trial, time.perf_counter()
+        self.total = dict.fromkeys(("rounds", "client_steps", "uplink_bytes", "downlink_bytes"), 0)
+
+    def add(self, record: dict, steps: int) -> None:
+        self.total["rounds"] += 1
+        self.total["client_steps"] += steps
+        self.total["uplink_bytes"] += record["uplink_bytes"]
+        self.total["downlink_bytes"] += record["downlink_bytes"]
+        self.save()
+
+    def save(self) -> None:
+        seconds = round(time.perf_counter() - self.started, 2)
+        self.trial.set_user_attr("budget", {**self.total, "seconds": seconds})
+
+
+def _beat(trial: optuna.Trial) -> Callable[[], None]:
+    """Give signs of life until the function that is returned is called."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT):
+            try:
+                trial.set_user_attr("beat", time.time())
+            except Exception:  # the storage is away; the trial's own writes will say so
+                continue
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        done.set()
+        thread.join(timeout=5)
+    return stop

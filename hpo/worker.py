@@ -1,0 +1,228 @@
+"""A worker: takes trials from the studies until there are none left. ``python -m hpo.worker`` is one process."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import optuna
+from optuna.trial import TrialState
+
+from fs_lowrank import UserError
+
+from .search import (
+    OBJECTIVES,
+    Queue,
+    draw_of,
+    exclusive,
+    fail,
+    front,
+    kind,
+    make_pruner,
+    reap,
+    requeue,
+    settings_of,
+    space_of,
+    worker_identity,
+)
+from .space import decode
+from .storage import CONFIRM, load_study, open_storage, storage_errors
+from .trial import Failed, Runner, Stopped
+
+#: seeds of a confirmation start this far from those of the search
+FRESH = 1000
+
+
+def work(where: str, names: list[str], folder: Path, *, wanted: Mapping[str, int], confirm: int = 3,
+         limit: float | None = None, overrides: Mapping | None = None, stopping: Callable[[], bool] = lambda: False,
+         say: Callable[[str], None] = print) -> None:
+    """Run trials until the studies are done, or ``stopping`` is True.
+
+    Args:
+        where: the storage. names: the studies, which must be there. folder: of all studies.
+        wanted: points for each study. confirm: fresh seeds for each winner. limit: client-steps for each study.
+        overrides: settings of this worker's device.
+    Raises:
+        UserError: the storage fails.
+    """
+    with storage_errors(where):
+        storage = open_storage(where)
+        searches = [_Search(storage, n, folder / n, wanted[n], confirm, limit, overrides, stopping, say)
+                    for n in names]
+        while not stopping():
+            states = []
+            for search in searches:
+                states.append(search.step())
+                if states[-1] == "ran":
+                    break
+            if all(state == "done" for state in states):
+                return
+            if states[-1] != "ran":
+                time.sleep(0.2)
+
+
+class _Search:
+    """One study, as a worker goes through it."""
+
+    def __init__(self, storage, name, folder, wanted, confirm, limit, overrides, stopping, say):
+        self.study = load_study(storage, name)
+        self.checks = load_study(storage, name + CONFIRM)
+        settings = settings_of(self.study)
+        self.study.pruner = make_pruner(settings)
+        self.settings, self.space, self.base = settings, space_of(self.study), settings.base
+        self.confirm, self.stopping, self.say, self.folder = confirm, stopping, say, folder
+        self.runner = Runner(settings, folder, stopping, say, overrides)
+        self.queue = Queue(self.study, settings, wanted, folder, limit, say)
+
+    def step(self) -> str:
+        """Run one trial; returns ``ran``, ``wait`` or ``done``."""
+        trial = self.queue.next(self.stopping)
+        if trial == "done":
+            return self._confirm()
+        if trial == "wait":
+            return "wait"
+        self._trial(trial)
+        return "ran"
+
+    def _trial(self, trial: optuna.Trial) -> None:
+        rungs, rung = self.settings.rungs, trial.user_attrs.get("rung", 0)
+        target = rungs[rung] if rungs else None
+        final = not rungs or rung == len(rungs) - 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # Optuna wants no text "json:…" as a choice
+            point = self.space.suggest(trial, self.base)
+        label = self._label(trial, point)
+        self._guarded(self.study, trial, label, lambda: self._finish(
+            trial, label, self.runner.run(trial, point, target=target, report=True), final))
+
+    def _finish(self, trial, label, outcome, final) -> None:
+        names, metrics = self.settings.objectives, outcome.metrics
+        trial.set_user_attr("metrics", metrics)
+        trial.set_user_attr("by_seed", outcome.by_seed)
+        values = [metrics[n] for n in names]
+        if not outcome.pruned:
+            trial.set_user_attr("value", values[0])
+        complete = final and not outcome.pruned
+        shown = "  ".join(f"{n} {_number(v)}" for n, v in zip(names, values))
+        self._tell(self.study, trial, values if complete else None,
+                   TrialState.COMPLETE if complete else TrialState.PRUNED)
+        how = "" if complete else " pruned," if outcome.pruned else " at this rung,"
+        self.say(f"{label}:{how} {shown} after {outcome.rounds} rounds")
+
+    def _tell(self, study, trial, values, state) -> None:
+        if study.tell(trial.number, values, state=state, skip_if_finished=True).state != state:
+            self.say(f"{study.study_name} #{trial.number}: another worker took it for dead; its result is left out")
+
+    def _guarded(self, study, trial, label, run) -> None:
+        frozen = lambda: study._storage.get_trial(trial._trial_id)  # noqa: E731
+        try:
+            run()
+        except Stopped:
+            fail(study, frozen(), "interrupted", "the search was stopped")
+            requeue(study, frozen())
+            self.say(f"{label}: interrupted; it goes on when the search does")
+        except Failed as failure:
+            fail(study, frozen(), failure.kind, str(failure))
+            self.say(f"{label}: failed ({failure.kind}): {failure}")
+            self._hopeless(study)
+
+    def _hopeless(self, study) -> None:
+        """End the search where every trial fails in one and the same way, which no point will mend."""
+        ended = [t for t in study.get_trials(deepcopy=False) if kind(t) in ("failed", "complete", "pruned")]
+        reasons = {(t.user_attrs.get("kind"), t.user_attrs.get("reason")) for t in ended}
+        if len(ended) >= 3 and len(reasons) == 1 and next(iter(reasons))[0] == "error":
+            raise UserError(f"{study.study_name}: all {len(ended)} trials failed in the same way: "
+                            f"{next(iter(reasons))[1]}; mend that, and continue with --retry-failed")
+
+    def _label(self, trial, point) -> str:
+        at = ", ".join(f"{k.rpartition('.')[2]} {_number(v)}" for k, v in point.items())
+        again = " again" if trial.user_attrs.get("retry") else ""
+        return f"{self.study.study_name} #{trial.number} ({at}){again}"
+
+    # -- fresh seeds for the winner ----------------------------------------------------------------------
+
+    def _confirm(self) -> str:
+        winners = front(self.study)
+        if not self.confirm or not winners:
+            return "done"
+        with exclusive(self.folder / "queue.lock", self.stopping):
+            reap(self.checks, self.say)
+            trials = self.checks.get_trials(deepcopy=False)
+            first = self.base.seed + FRESH
+            for winner in winners:
+                there = {t.user_attrs.get("seed") for t in trials if t.user_attrs.get("of") == draw_of(winner)}
+                for seed in range(first, first + self.confirm):
+                    if seed not in there:
+                        self.checks.enqueue_trial({}, user_attrs={"of": draw_of(winner), "seed": seed, "draw": seed})
+            trials = self.checks.get_trials(deepcopy=False)
+            kinds = [kind(t) for t in trials]
+            if "waiting" not in kinds:
+                return "wait" if "running" in kinds else "done"
+            trial = self.checks.ask()
+            trial.set_user_attr("worker", worker_identity())
+        if "of" not in trial.user_attrs:
+            fail(self.checks, self.checks._storage.get_trial(trial._trial_id), "surplus", "another worker has this")
+            return "wait"
+        self._check(trial)
+        return "ran"
+
+    def _check(self, trial) -> None:
+        of, seed = trial.user_attrs["of"], trial.user_attrs["seed"]
+        winner = next(t for t in front_and_past(self.study) if draw_of(t) == of)
+        point = point_of(self.study, winner)
+        test = has_test(self.base)
+        label = f"{self._label(winner, point)}, seed {seed}"
+
+        def run() -> None:
+            outcome = self.runner.run(trial, point, report=False, seeds=[seed], test=test)
+            trial.set_user_attr("metrics", outcome.metrics)
+            self._tell(self.checks, trial, outcome.metrics[self.runner.metric], TrialState.COMPLETE)
+            shown = "  ".join(f"{n} {_number(v)}" for n, v in outcome.metrics.items()
+                              if n.startswith(("val", "test")) and OBJECTIVES.get(n.replace("test", "val")))
+            self.say(f"{label}: {shown}")
+        self._guarded(self.checks, trial, label, run)
+
+
+def front_and_past(study: optuna.Study):
+    return [t for t in study.get_trials(deepcopy=False) if t.state == TrialState.COMPLETE]
+
+
+def point_of(study: optuna.Study, trial) -> dict:
+    """The values of the searched keys at a finished trial."""
+    return {k: decode(v) for k, v in trial.params.items()}
+
+
+def has_test(base) -> bool:
+    """Whether there is a test set for the confirmation."""
+    return "test" in base.eval.split or base.data.splits[2] > 0
+
+
+def _number(value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    """One worker process; its options are JSON on standard input."""
+    options = json.load(sys.stdin)
+    stopped, parent = [], os.getppid()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.append(1))
+    stopping = lambda: bool(stopped) or os.getppid() != parent  # noqa: E731  # an orphan has nobody to work for
+    try:
+        work(options.pop("where"), options.pop("names"), Path(options.pop("folder")), **options, stopping=stopping,
+             say=lambda text: print(text, flush=True))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 130 if stopped else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,148 @@
+"""Our keys in the framework's configuration, and what is refused."""
+import subprocess
+import sys
+
+import pytest
+
+import fs_lowrank
+from fs_lowrank.errors import UserError
+
+pytestmark = pytest.mark.federatedscope
+
+
+@pytest.fixture
+def cfg(quick):
+    from fs_lowrank.engines.federatedscope.config import to_framework
+    return to_framework(quick("run", {"federate.method": "rolora"}))
+
+
+def there_and_back(config):
+    from fs_lowrank.engines.federatedscope.config import from_framework, to_framework
+    return from_framework(to_framework(config))
+
+
+@pytest.mark.parametrize("keys", [
+    {"federate.method": "rolora", "lowrank.mix": 0.25}, {"federate.method": "fedavg"},
+    {"federate.method": "flora", "lowrank.ranks": [1, 2]}, {"federate.sample_client_num": 2},
+    {"federate.sample_client_rate": 0.5}, {"fedopt.use": True, "fedopt.optimizer.momentum": 0.9},
+    {"train.scheduler.type": "cosine", "train.scheduler.min_lr": 0.001}, {"eval.freq": 2, "early_stop.patience": 3},
+    {"lowrank.min_clients": 2, "lowrank.timeout": 5.0, "train.cache_frozen": "off"}], ids=lambda k: "+".join(k))
+def test_there_and_back(quick, keys):
+    config = quick("run", keys)
+    assert there_and_back(config).decisive() == config.decisive()
+
+
+def test_the_framework_types_and_checks_our_keys(cfg):
+    cfg.merge_from_list(["lowrank.mix", "0.5", "lowrank.min_clients", "3", "train.cache_frozen", "off"])
+    assert (cfg.lowrank.mix, cfg.lowrank.min_clients) == (0.5, 3)
+    with pytest.raises(ValueError, match="Type mismatch"):
+        cfg.merge_from_list(["lowrank.min_clients", "'many'"])
+    with pytest.raises(UserError, match="lowrank.mix = 1.5: expected a number, at least 0 and at most 1"):
+        cfg.merge_from_list(["lowrank.mix", "1.5"])
+
+
+def test_a_key_of_another_method(cfg):
+    with pytest.raises(UserError, match="unknown key 'lowrank.tau'.*the method rolora has the keys mix"):
+        cfg.merge_from_list(["lowrank.tau", "3"])
+    cfg.federate.method = "fedloru"
+    with pytest.raises(UserError, match="lowrank.tau = 2.5"):
+        cfg.merge_from_list(["lowrank.tau", "2.5"])
+
+
+def test_no_such_method_is_an_error_and_not_fedavg(cfg):
+    with pytest.raises(UserError, match="no method 'roloora'; did you mean 'rolora'"):
+        cfg.merge_from_list(["federate.method", "roloora"])
+
+
+def test_the_frameworks_own_methods_stay_its_own():
+    from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
+    from federatedscope.core.configs.config import global_cfg
+    from federatedscope.core.workers import Client, Server
+
+    from fs_lowrank.engines.federatedscope.server import LowRankServer
+    cfg = global_cfg.clone()
+    for method in ("FedAvg", "ditto", "local"):
+        cfg.merge_from_list(["federate.method", method])
+        assert (get_server_cls(cfg), get_client_cls(cfg)) == (Server, Client)
+    for method in ("rolora", "RoLoRA", "lowrank_fedavg", "fedit"):
+        cfg.merge_from_list(["federate.method", method])
+        assert get_server_cls(cfg) is LowRankServer
+
+
+def test_a_method_that_another_plug_in_registered_is_left_alone(cfg):
+    from federatedscope import register
+    register.register_worker("theirs", lambda method: {"client": 1, "server": 2} if method == "theirs" else None)
+    try:
+        cfg.merge_from_list(["federate.method", "theirs"])
+    finally:
+        register.worker_dict.pop("theirs")
+
+
+def test_registering_twice_changes_nothing(caplog):
+    from federatedscope import register
+
+    from fs_lowrank.engines.federatedscope.registration import register_all
+    before = {name: dict(getattr(register, name)) for name in dir(register) if name.endswith("_dict")}
+    register_all()
+    assert before == {name: dict(getattr(register, name)) for name in before}
+    assert "pre-defined" not in caplog.text
+
+
+def test_registering_after_the_framework_built_its_configuration(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text("""
+import os, sys
+sys.path.append(os.environ["FEDERATEDSCOPE_ROOT"]) if "FEDERATEDSCOPE_ROOT" in os.environ else None
+os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
+from federatedscope.core.configs.config import global_cfg
+early = global_cfg.clone()
+import fs_lowrank.engines.federatedscope
+from fs_lowrank.engines.federatedscope import compat
+cfg = global_cfg.clone()
+cfg.merge_from_list(["federate.method", "rolora", "lowrank.mix", 0.5, "lowrank.min_clients", 2])
+try:
+    cfg.merge_from_list(["federate.method", "nonsense"])
+except ValueError as error:
+    print("refused", error)
+print(cfg.lowrank.mix, [m.name for m in compat.applied()])
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "refused federate.method: no method 'nonsense'" in done.stdout and "0.5 [" in done.stdout
+    assert "protobuf" not in done.stdout.splitlines()[-1], "mended although it was not needed"
+
+
+@pytest.mark.parametrize("key, value, why", [
+    ("asyn.use", True, "synchronous"), ("fedprox.use", True, "penalty"), ("personalization.local_param", ["lora_B"],
+                                                                          "method's business"),
+    ("aggregator.robust_rule", "krum", "the method aggregates"), ("federate.process_num", 2, "state dicts"),
+    ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"), ("federate.save_freq", 0, "rounds between"),
+    ("finetune.before_eval", True, "evaluation"), ("llm.offsite_tuning.use", True, "its own server")])
+def test_what_acts_where_our_methods_do_is_refused(cfg, key, value, why):
+    from fs_lowrank.engines.federatedscope.config import _node, from_framework
+    node, last = _node(cfg, key)
+    node[last] = value
+    with pytest.raises(UserError, match=f"rolora cannot run together with:\n  {key} = .*{why}"):
+        from_framework(cfg)
+
+
+def test_together(cfg):
+    from fs_lowrank.engines.federatedscope.config import from_framework
+    cfg.federate.use_ss, cfg.quantization.method = True, "uniform"
+    with pytest.raises(UserError, match="use_ss and quantization.method together"):
+        from_framework(cfg)
+    cfg.federate.use_ss, cfg.quantization.nbits = False, 4
+    with pytest.raises(UserError, match="nbits = 4: the framework has 8 and 16"):
+        from_framework(cfg)
+
+
+def test_unknown_role(quick):
+    with pytest.raises(UserError, match="distribute.role = 'boss': expected server or client"):
+        fs_lowrank.run(quick("run", {"federate.mode": "distributed", "distribute.role": "boss"}), "federatedscope")
+
+
+def test_our_partitioners_for_the_frameworks_data():
+    from fs_lowrank.engines.federatedscope.data import splitter
+    parts = splitter("quantity", 4)([(i, i % 2) for i in range(40)])
+    assert sorted(x for part in parts for x, _ in part) == list(range(40))
+    assert splitter("iid", 4) is None and splitter("lda", 4) is None and splitter("nonsense", 4) is None

@@ -1,0 +1,153 @@
+"""A worker that dies, falls silent, comes late or is not what it should be; a port in use. Nothing hangs."""
+import socket
+import time
+
+import pytest
+
+import fs_lowrank
+from fs_lowrank.errors import UserError
+
+pytestmark = pytest.mark.federatedscope
+KEYS = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.total_round_num": 3}
+
+
+def keys(tmp_path, **more):
+    return {**KEYS, "outdir": str(tmp_path / "run"), **more}
+
+
+def test_a_client_that_dies_in_mid_round_is_left_out(settings, cluster, tmp_path):
+    workers = cluster.run(settings, 3, keys(tmp_path), sabotage={2: {"dies_in": 2}})
+    assert [workers[w].code for w in (0, 1, 2, 3)] == [0, 0, 9, 0], workers[0].said
+    rounds = workers[0].history
+    assert [r["clients"] for r in rounds] == [[1, 2, 3], [1, 3], [1, 3]]
+    (failure,) = rounds[1]["failed"]
+    assert failure["client"] == 2 and "process is gone" in failure["reason"]
+
+
+def test_too_few_left_stops_everyone(settings, cluster, tmp_path):
+    began = time.monotonic()
+    workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.min_clients": 2}), sabotage={2: {"dies_in": 2}})
+    assert workers[0].kind == "UserError" and workers[0].code == 2
+    assert "1 usable updates" in workers[0].said and "last good round, 1," in workers[0].said
+    assert workers[1].code == 2 and "the server stopped" in workers[1].said
+    assert (tmp_path / "run" / "checkpoint" / "round_000001").is_dir()
+    assert time.monotonic() - began < 30
+
+
+def test_a_silent_client_is_waited_for_no_longer_than_the_bound(settings, cluster, tmp_path):
+    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 4.0, "federate.total_round_num": 2}),
+                             sabotage={2: {"silent_in": 2}})
+    server = cluster.wait(*started[0], timeout=60)
+    assert server.code == 0, server.said
+    assert "no answer within lowrank.timeout, 4 s" in server.history[1]["failed"][0]["reason"]
+    assert cluster.wait(*started[1]).code == 0
+
+
+def test_clients_stop_when_the_server_is_gone(settings, cluster, tmp_path):
+    workers = cluster.run(settings, 2, keys(tmp_path), sabotage={0: {"dies_after": 1}})
+    assert workers[0].code == 9
+    for worker in (1, 2):
+        assert workers[worker].code == 2 and "is gone" in workers[worker].said
+
+
+def test_a_client_that_comes_late_catches_up(settings, cluster, tmp_path):
+    late = keys(tmp_path, **{"federate.method": "fedloru", "lowrank.tau": 2, "federate.total_round_num": 9,
+                             "lowrank.timeout": 2.0})
+    workers = cluster.run(settings, 2, late, sabotage={0: {"sleeps": 0.6}, 2: {"late": 4.0}},
+                          changed={1: {"lowrank.timeout": 30.0}, 2: {"lowrank.timeout": 30.0}})
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    took_part = [2 in r["clients"] for r in workers[0].history]
+    assert not took_part[0] and took_part[-1]
+    assert workers[0].history[0]["failed"][0]["kind"] == "absent"
+
+
+def test_nobody_joins(settings, cluster, tmp_path):
+    (server,) = (cluster.wait(*one) for one in cluster.launch(
+        settings, 2, keys(tmp_path, **{"lowrank.timeout": 2.0}), only=[0]).values())
+    assert server.code == 2 and "0 of 2 clients joined within 2 s" in server.said
+
+
+def test_no_server(settings, cluster, tmp_path):
+    (client,) = (cluster.wait(*one) for one in cluster.launch(
+        settings, 2, keys(tmp_path, **{"lowrank.timeout": 2.0}), only=[1]).values())
+    assert client.code == 2 and "no server answers at 127.0.0.1:" in client.said
+
+
+@pytest.mark.parametrize("changed, sabotage, named", [
+    ({1: {"seed": 4}}, {}, "they differ in seed"),
+    ({1: {"train.optimizer.lr": 0.5}}, {}, "train.optimizer.lr"),
+    ({}, {1: {"other_start": True}}, "lora_A.default.weight differs"),
+], ids=["seed", "learning_rate", "frozen_half"])
+def test_a_client_with_another_start_is_refused_by_name(settings, cluster, tmp_path, changed, sabotage, named):
+    workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 5.0}), changed=changed, sabotage=sabotage)
+    assert workers[1].code == 2 and named in workers[1].said
+    assert workers[0].code == 0, workers[0].said
+    assert all(r["clients"] == [2] for r in workers[0].history)
+
+
+def test_a_second_client_of_one_number_is_refused(settings, cluster, tmp_path):
+    workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}),
+                          changed={2: {"distribute.data_idx": 1}})
+    assert workers[0].code == 0, workers[0].said
+    assert sorted((workers[1].code, workers[2].code)) == [0, 2]
+    assert "client 1 has joined already" in workers[1].said + workers[2].said if isinstance(
+        workers[1].said, str) else workers[2].said
+
+
+@pytest.mark.parametrize("role", ["server", "client"])
+def test_a_port_in_use(quick, role):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = quick("run", {"federate.mode": "distributed", "distribute.use": True, "distribute.role": role,
+                               "distribute.server_host": "127.0.0.1", "distribute.client_host": "127.0.0.1",
+                               f"distribute.{role}_port": port, "distribute.data_idx": 1})
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}.*choose another port"):
+            fs_lowrank.run(config, "federatedscope")
+
+
+def test_a_client_without_its_data(quick):
+    config = quick("run", {"federate.mode": "distributed", "distribute.role": "client", "distribute.data_idx": 9})
+    with pytest.raises(UserError, match="distribute.data_idx = 9: expected 1 to 5"):
+        fs_lowrank.run(config, "federatedscope")
+
+
+def test_a_model_that_the_method_cannot_adapt(quick):
+    config = quick("run", {"llm.adapter.args": [{"r": 2, "modules": ["conv_pw"]}]})
+    with pytest.raises(UserError, match="no module 'conv_pw'"):
+        fs_lowrank.run(config, "federatedscope")
+
+
+def test_a_refused_update_leaves_the_round_to_the_others(quick, monkeypatch):
+    from fs_lowrank.methods.rolora import RoLoRA
+    send = RoLoRA.upload
+
+    def broken(self, model, round, client):
+        tensors = send(self, model, round, client)
+        if client.id == 2 and round == 2:
+            name = next(iter(tensors))
+            tensors[name] = tensors[name].detach() * float("nan")
+        return tensors
+
+    monkeypatch.setattr(RoLoRA, "upload", broken)
+    result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
+    (failure,) = result.history[1]["failed"]
+    assert failure["client"] == 2 and failure["kind"] == "refused" and "NaN" in failure["reason"]
+    assert result.history[2]["clients"] == [1, 2, 3, 4, 5]
+
+
+def test_a_failing_client_is_recorded(quick, monkeypatch):
+    from fs_lowrank.engines.federatedscope.session import Session
+    fit = Session._fit
+
+    def fails(self, client, *args):
+        if client.id == 3:
+            raise RuntimeError("out of memory")
+        return fit(self, client, *args)
+
+    monkeypatch.setattr(Session, "_fit", fails)
+    result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
+    assert all(r["failed"][0]["reason"] == "RuntimeError: out of memory" for r in result.history)
+    with pytest.raises(UserError, match="4 usable updates.*out of memory"):
+        fs_lowrank.run(quick("strict", {"federate.method": "rolora", "lowrank.min_clients": 5}), "federatedscope")

@@ -1,0 +1,164 @@
+"""Our command, the framework's own launcher, its shipped configurations, and what is said when something is missing."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from fs_lowrank.errors import UserError
+
+framework = pytest.mark.federatedscope
+
+
+def call(*command, env=None, cwd=None):
+    return subprocess.run([sys.executable, "-m", *map(str, command)], capture_output=True, text=True, timeout=180,
+                          cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {})})
+
+
+@pytest.fixture
+def config_file(settings, tmp_path):
+    from fs_lowrank import load_config
+    path = tmp_path / "run.yaml"
+    load_config(settings, {"federate.total_round_num": 2, "outdir": str(tmp_path / "run")}).dump(path)
+    return path
+
+
+@framework
+def test_our_command(config_file, tmp_path):
+    done = call("fs_lowrank", "run", "--engine", "federatedscope", "--cfg", config_file, "federate.method", "rolora")
+    assert done.returncode == 0, done.stderr
+    assert "round   2/2" in done.stdout and "INFO" not in done.stdout + done.stderr
+    left = {p.name for p in (tmp_path / "run").iterdir()}
+    assert {"adapter", "checkpoint", "config.yaml", "curves.png", "environment.json", "rounds.jsonl", "summary.json",
+            "exp_print.log", "eval_results.log"} <= left
+
+
+@framework
+@pytest.mark.parametrize("name", ["testcase.yaml", "llama.yaml"])
+def test_a_shipped_configuration(tiny_causal, instructions_jsonl, tmp_path, name):
+    from fs_lowrank.engines.federatedscope import FRAMEWORK
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(instructions_jsonl, data / "tiny.jsonl")
+    done = call(
+        "fs_lowrank.engines.federatedscope", "--cfg", FRAMEWORK / "llm/baseline" / name, "federate.method", "rolora",
+        "use_gpu", False, "data.root", data, "data.type", "tiny.jsonl@llm", "data.splits", "[0.6,0.2,0.2]",
+        "model.type", f"{tiny_causal}@huggingface_llm", "llm.tok_len", 64, "federate.total_round_num", 2,
+        "federate.client_num", 3, "federate.sample_client_num", 3, "train.local_update_steps", 2, "eval.freq", 1,
+        "outdir", tmp_path / "exp", "expname", "x", "lowrank.min_clients", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rounds = [json.loads(line) for line in (tmp_path / "exp/x/rounds.jsonl").read_text().splitlines()]
+    assert [r["round"] for r in rounds] == [1, 2] and all(r["uplink_bytes"] > 0 for r in rounds)
+    assert "Results_weighted_avg" in (tmp_path / "exp/x/eval_results.log").read_text()
+    # Only one half of the pairs is sent, and the framework's own config.yaml is left as it wrote it.
+    assert rounds[0]["uplink_bytes"] != rounds[1]["uplink_bytes"]
+    assert "__cfg" not in (tmp_path / "exp/x/config.yaml").read_text()
+    assert (tmp_path / "exp/x/lowrank.yaml").exists()
+
+
+@framework
+def test_the_frameworks_own_fedavg_still_runs(tmp_path):
+    done = call("fs_lowrank.engines.federatedscope", "federate.client_num", 3, "federate.total_round_num", 2,
+                "data.type", "toy", "model.type", "lr", "criterion.type", "MSELoss",
+                "trainer.type", "general", "eval.metrics", "['loss']", "outdir", tmp_path / "exp", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Final evaluation is finished" in done.stderr
+    assert not list(tmp_path.rglob("rounds.jsonl"))
+
+
+@framework
+def test_an_unknown_method_ends_the_launcher(tmp_path):
+    done = call("fs_lowrank.engines.federatedscope", "federate.method", "roloora", cwd=tmp_path)
+    assert done.returncode == 1 and "error: federate.method: no method 'roloora'; did you mean 'rolora'" in done.stderr
+
+
+@framework
+def test_a_users_own_launcher(config_file, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(f"""
+import fs_lowrank.engines.federatedscope
+from federatedscope.core.configs.config import global_cfg
+from federatedscope.core.auxiliaries.data_builder import get_data
+from federatedscope.core.auxiliaries.runner_builder import get_runner
+from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
+cfg = global_cfg.clone()
+cfg.merge_from_list(["federate.method", "ffa_lora", "federate.client_num", 3, "federate.total_round_num", 2,
+    "data.type", {json.dumps(_data(config_file))}, "model.type", {json.dumps(_model(config_file))},
+    "data.splitter", "iid", "early_stop.patience", 0, "outdir", {json.dumps(str(tmp_path / "mine"))},
+    "llm.adapter.args", [{{"r": 2, "target_modules": ["query"]}}], "eval.metrics", ["acc"], "llm.tok_len", 24,
+    "federate.make_global_eval", True])
+data, changed = get_data(cfg.clone())
+cfg.merge_from_other_cfg(changed)
+cfg.freeze()
+best = get_runner(data=data, server_class=get_server_cls(cfg), client_class=get_client_cls(cfg),
+                  config=cfg.clone()).run()
+print("best", sorted(best["server_global_eval"]))
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "best ['test_acc', 'test_avg_loss'" in done.stdout
+    assert (tmp_path / "mine" / "adapter").is_dir()
+
+
+def _data(path):
+    import yaml
+    return yaml.safe_load(path.read_text())["data"]["type"]
+
+
+def _model(path):
+    import yaml
+    return yaml.safe_load(path.read_text())["model"]["type"]
+
+
+# -- without the framework, or with another one --------------------------------------------------------
+
+def checkout(folder, version="0.3.0", leave_out=()):
+    """A folder that looks like a checkout of the framework."""
+    package = folder / "federatedscope"
+    for name in ("register.py", "main.py", "core/fed_runner.py", "core/message.py", "core/workers/server.py",
+                 "core/workers/client.py", "core/configs/config.py", "core/proto/gRPC_comm_manager_pb2.py",
+                 "llm/trainer/trainer.py", "core/configs/cfg_llm.py"):
+        if name not in leave_out:
+            (package / name).parent.mkdir(parents=True, exist_ok=True)
+            (package / name).touch()
+    (package / "__init__.py").write_text(f"__version__ = '{version}'\n")
+    return folder
+
+
+@pytest.mark.parametrize("make, said", [
+    (lambda p: "", "FederatedScope is not installed"),
+    (lambda p: checkout(p, version="0.2.0"), "is version 0.2.0; this plug-in is written for 0.3.0"),
+    (lambda p: checkout(p, leave_out=("llm/trainer/trainer.py",)), "is not the branch llm"),
+    (lambda p: checkout(p, leave_out=("core/message.py",)), "is only half there: it lacks core/message.py"),
+    (lambda p: p / "nothing", "there is no folder federatedscope in it"),
+], ids=["none", "version", "branch", "half", "no_folder"])
+def test_a_framework_that_cannot_be_used(config_file, tmp_path, make, said):
+    env = {"FEDERATEDSCOPE_ROOT": str(make(tmp_path / "checkout")), "PYTHONPATH": ""}
+    done = call("fs_lowrank", "run", "--engine", "federatedscope", "--cfg", config_file, env=env)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    doctor = call("fs_lowrank", "doctor", env=env)
+    assert "engine federatedscope" in doctor.stdout and doctor.returncode in (0, 1)
+
+
+@framework
+def test_the_doctor_says_what_was_mended():
+    done = call("fs_lowrank", "doctor")
+    assert "0.3.0 (branch llm)" in done.stdout and "mended:" in done.stdout
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    import importlib.util
+    spec = importlib.util.spec_from_file_location(
+        "fs_lowrank.engines.federatedscope_locate_alone",
+        os.path.join(os.path.dirname(importlib.util.find_spec("fs_lowrank").origin),
+                     "engines/federatedscope/locate.py"))
+    source = open(spec.origin).read().replace("from ...errors", "from fs_lowrank.errors")
+    names = {"__name__": "locate_alone"}
+    exec(compile(source, spec.origin, "exec"), names)
+    monkeypatch.setitem(names["NEEDS"], "no_such_module_at_all", "no-such-package")
+    monkeypatch.setitem(names, "folder", lambda: checkout(tmp_path) / "federatedscope")
+    with pytest.raises(UserError, match="what it needs is not installed; pip install .*no-such-package"):
+        names["require"]()

@@ -1,0 +1,168 @@
+"""Evaluation, early stopping, saving and restoring, secret sharing, rounding, … of the framework, with our methods."""
+import json
+import pickle
+
+import pytest
+import torch
+
+import fs_lowrank
+from fs_lowrank.errors import UserError
+from fs_lowrank.methods import get_method_class
+
+pytestmark = pytest.mark.federatedscope
+METHODS = fs_lowrank.list_methods()
+AVERAGING = [m for m in METHODS if get_method_class(m).averages]
+OTHERS = [m for m in METHODS if not get_method_class(m).averages]
+#: AdamW would make a step of a gradient's last bit
+STEADY = {"train.optimizer.type": "SGD", "train.optimizer.lr": 0.05}
+SHARE = pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
+
+
+@pytest.mark.parametrize("method", AVERAGING)
+def test_secret_sharing_gives_the_same_mean(quick, assert_same, method):
+    keys = {"federate.method": method, **STEADY}
+    local = fs_lowrank.run(quick("local", keys))
+    shared = fs_lowrank.run(quick("shared", {**keys, "federate.use_ss": True}), "federatedscope")
+    assert_same(local, shared)
+    # Five clients send a share of twice the width to each other and their sum to the server.
+    assert shared.history[0]["uplink_bytes"] == local.history[0]["uplink_bytes"] * 2 * 5
+
+
+def test_secret_sharing_between_processes(quick, settings, assert_same, cluster, tmp_path):
+    keys = {"federate.method": "rolora", "federate.client_num": 3, "federate.total_round_num": 2,
+            "train.local_update_steps": 2}
+    local = fs_lowrank.run(quick("local", keys))
+    workers = cluster.run(settings, 3, {**keys, "federate.use_ss": True, "outdir": str(tmp_path / "shared")})
+    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
+    assert_same(dict(local.model.named_parameters()), workers[0].tensors)
+
+
+@pytest.mark.parametrize("key", ["federate.use_ss", "federate.online_aggr"])
+@pytest.mark.parametrize("method", OTHERS)
+def test_what_needs_a_weighted_sum_is_refused_to_other_methods(quick, method, key):
+    with pytest.raises(UserError, match=f"{key} = True: {method}'s server step .* it applies to: .*fedlora"):
+        fs_lowrank.run(quick("run", {"federate.method": method, key: True}), "federatedscope")
+
+
+@SHARE
+@pytest.mark.parametrize("method", AVERAGING)
+def test_online_aggregation(quick, assert_same, method, share):
+    keys = {"federate.method": method, "federate.sample_client_num": 3, **STEADY}
+    local = fs_lowrank.run(quick("local", keys))
+    keys.update({"federate.online_aggr": True, "federate.share_local_model": share})
+    online = fs_lowrank.run(quick("online", keys), "federatedscope")
+    assert_same(local, online)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rounded_messages_keep_all_copies_one(quick, assert_same, method):
+    keys = {"federate.method": method, "federate.sample_client_num": 2, "quantization.method": "uniform",
+            "quantization.nbits": 8}
+    own = fs_lowrank.run(quick("own", keys), "federatedscope")
+    one = fs_lowrank.run(quick("one", {**keys, "federate.share_local_model": True}), "federatedscope")
+    assert_same(own, one, atol=1e-4)
+    plain = fs_lowrank.run(quick("plain", {"federate.method": method, "federate.sample_client_num": 2}))
+    assert own.history[0]["uplink_bytes"] < 0.35 * plain.history[0]["uplink_bytes"]
+    assert own.history[-1]["metrics"]["test"]["loss"] == pytest.approx(plain.history[-1]["metrics"]["test"]["loss"],
+                                                                       rel=0.1)
+
+
+@pytest.mark.parametrize("by_clients", [False, True], ids=["global", "clients"])
+def test_early_stopping(quick, by_clients):
+    keys = {"federate.method": "rolora", "early_stop.patience": 1, "federate.total_round_num": 12,
+            "train.optimizer.lr": 0.5, "early_stop.improve_indicator_mode": "best"}
+    local = fs_lowrank.run(quick("local", keys))
+    other = fs_lowrank.run(quick("other", {**keys, "federate.make_global_eval": not by_clients}), "federatedscope")
+    assert len(other.history) == len(local.history) < 12
+
+
+def test_clients_evaluate_their_shares(quick):
+    keys = {"federate.method": "rolora", "federate.sample_client_num": 2, "eval.freq": 2}
+    local = fs_lowrank.run(quick("local", keys))
+    other = fs_lowrank.run(quick("other", {**keys, "federate.make_global_eval": False}), "federatedscope")
+    for a, b in zip(local.history, other.history, strict=True):
+        assert a["metrics"].keys() == b["metrics"].keys()
+        for split in a["metrics"]:
+            assert b["metrics"][split] == pytest.approx(a["metrics"][split], abs=1e-4)
+    assert (other.outdir / "eval_results.log").read_text().count("Results_weighted_avg") == 2
+
+
+@SHARE
+@pytest.mark.parametrize("method, keys", [("rolora", {}), ("flora", {}), ("fedloru", {"lowrank.tau": 1}),
+                                          ("fedlora", {"fedopt.use": True, "fedopt.optimizer.type": "Adam"})])
+def test_saving_and_restoring_with_the_round(quick, assert_same, tmp_path, method, keys, share):
+    if method not in METHODS:
+        pytest.skip(f"no method {method}")
+    keys = {"federate.method": method, "federate.sample_client_num": 3, "federate.share_local_model": share, **keys}
+    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+    saved = tmp_path / "saved" / "model.ckpt"
+    fs_lowrank.run(quick("half", {**keys, "federate.save_to": str(saved), "federate.total_round_num": 2}),
+                   "federatedscope")
+    final = saved.with_name("final_model.ckpt")
+    assert torch.load(final, weights_only=True)["cur_round"] == 2
+    assert saved.exists(), "the best round is saved under the plain name"
+    rest = fs_lowrank.run(quick("rest", {**keys, "federate.restore_from": str(final)}), "federatedscope")
+    assert [r["round"] for r in rest.history] == [3, 4]
+    assert_same(whole, rest)
+
+
+def test_restoring_what_does_not_fit(quick, tmp_path):
+    saved = tmp_path / "model.ckpt"
+    fs_lowrank.run(quick("a", {"federate.method": "rolora", "federate.save_to": str(saved)}), "federatedscope")
+    for keys, said in (({"federate.method": "fedlora"}, "is of method 'rolora'"),
+                       ({"federate.method": "rolora", "llm.adapter.args.0.r": 3}, "does not fit this method and model"),
+                       ({"federate.restore_from": str(tmp_path / "none")}, "there is no file")):
+        with pytest.raises(UserError, match=said):
+            fs_lowrank.run(quick("b", {"federate.restore_from": str(saved), **keys}), "federatedscope")
+    with open(saved, "wb") as file:
+        pickle.dump(print, file)
+    with pytest.raises((UserError, pickle.UnpicklingError)):
+        fs_lowrank.run(quick("c", {"federate.method": "rolora", "federate.restore_from": str(saved)}), "federatedscope")
+
+
+@SHARE
+@pytest.mark.parametrize("method, keys", [("rolora", {}), ("flora", {"lowrank.ranks": [1, 2]})])
+def test_resuming(quick, assert_same, method, keys, share):
+    keys = {"federate.method": method, "federate.sample_client_num": 3, "federate.share_local_model": share, **keys}
+    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+    fs_lowrank.run(quick("cut", keys), "federatedscope", on_round=lambda record: record["round"] == 2)
+    rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)
+    assert [r["round"] for r in rest.history] == [1, 2, 3, 4]
+    assert_same(whole, rest, atol=0)
+
+
+def test_resuming_between_processes(quick, settings, assert_same, cluster, tmp_path):
+    keys = {"federate.method": "fedloru", "lowrank.tau": 2, "federate.client_num": 2, "federate.total_round_num": 4,
+            "train.local_update_steps": 2}
+    whole = fs_lowrank.run(quick("whole", keys))
+    keys["outdir"] = str(tmp_path / "cut")
+    workers = cluster.run(settings, 2, {**keys, "lowrank.min_clients": 2}, sabotage={1: {"dies_in": 4}})
+    assert workers[0].code == 2
+    workers = cluster.run(settings, 2, {**keys, "lowrank.min_clients": 2},
+                          sabotage={w: {"resume": w == 0} for w in range(3)})
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    assert_same(dict(whole.model.named_parameters()), workers[0].tensors)
+
+
+def test_sampling_by_the_framework(quick, tmp_path):
+    info = tmp_path / "resources.pkl"
+    info.write_bytes(pickle.dumps({i: {"computation": 10.0 + i, "communication": 100.0 + i} for i in range(11)}))
+    keys = {"federate.method": "rolora", "federate.client_num": 10, "federate.sample_client_num": 3,
+            "data.splitter": "iid", "data.splitter_args": [], "federate.sampler": "group",
+            "federate.total_round_num": 3, "federate.resource_info_file": str(info)}
+    result = fs_lowrank.run(quick("run", keys), "federatedscope")
+    assert [len(r["clients"]) for r in result.history] == [3, 3, 3]
+
+
+def test_real_bytes_in_its_own_log_and_metrics(quick):
+    result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
+    log = (result.outdir / "exp_print.log").read_text()
+    first = result.history[0]
+    assert f"round 1: 5 of 5 clients, {first['uplink_bytes']} bytes up, 0 bytes down" in log
+    system = [json.loads(line) for line in (result.outdir / "system_metrics.log").read_text().splitlines()]
+    server = next(line for line in system if line["id"] == 0)
+    down = sum(r["downlink_bytes"] for r in result.history)
+    up = sum(r["uplink_bytes"] for r in result.history)
+    assert server["total_upload_bytes"] == down
+    clients = [line for line in system if line["id"] in range(1, 6)]
+    assert sum(line["total_upload_bytes"] for line in clients) == up

@@ -1,0 +1,325 @@
+"""Searches on a tiny model: grids, pruning, rungs, failures, stopping, dead workers, confirmation, files."""
+from __future__ import annotations
+
+import time
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+import fs_lowrank
+from fs_lowrank import UserError, load_config
+from hpo import best, cli, plots, read_header
+from hpo import search as core
+from hpo.search import kind, parse_objectives
+from hpo.storage import CONFIRM, load_study, open_storage
+from hpo.worker import FRESH
+
+
+def studies(options, name="s"):
+    store = open_storage(options.where)
+    return store, load_study(store, name)
+
+
+def trials(options, name="s"):
+    return studies(options, name)[1].get_trials(deepcopy=False)
+
+
+def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, config, tmp_path, capsys):
+    options, ended, _ = search(confirm=2)
+    assert ended.how == "done"
+    found = trials(options)
+    assert sorted(t.params["train.optimizer.lr"] for t in found) == [1e-3, 1e-2]
+    assert all(t.state == TrialState.COMPLETE for t in found)
+    steps = [t.user_attrs["budget"] for t in found]
+    assert [s["client_steps"] for s in steps] == [8, 8] and [s["rounds"] for s in steps] == [2, 2]
+    assert all(s["uplink_bytes"] > 0 and s["seconds"] > 0 for s in steps)
+    # no trial looked at the test data; the confirmation did, once a seed, at seeds of its own
+    for folder in (options.folder / "s" / "trials").glob("*/"):
+        text = (folder / "rounds.jsonl").read_text().splitlines()
+        looked = ["test" in line.split('"metrics": ')[1].split('"uplink')[0] for line in text]
+        assert looked in ([False, False], [False, True])
+    checks = trials(options, "s" + CONFIRM)
+    assert sorted(t.user_attrs["seed"] for t in checks) == [config.seed + FRESH, config.seed + FRESH + 1]
+    assert all("test_acc" in t.user_attrs["metrics"] for t in checks)
+
+    search(confirm=2)  # again: it knows that it is done
+    assert len(trials(options)) == 2 and len(trials(options, "s" + CONFIRM)) == 2
+
+    out = tmp_path / "best.yaml"
+    assert cli.main(["best", "--dir", str(options.folder), "--out", str(out)]) == 0
+    written, head = load_config(out), read_header(out)
+    winner = core.front(studies(options)[1])[0]
+    assert written.train.optimizer.lr == winner.params["train.optimizer.lr"] == head["point"]["train.optimizer.lr"]
+    changed = {"train.optimizer.lr": written.train.optimizer.lr, "outdir": written.outdir}
+    assert written == config.replace(changed)
+    assert head["study"] == "s" and head["trial"] == winner.number and head["values"]["val_acc"] == winner.value
+    assert head["budget"]["client_steps"] == 16 and head["budget"]["trials"] == 2
+    assert head["confirmed"]["metrics"]["val_acc"]["std"] is not None and head["confirmed"]["budget"]["rounds"] == 4
+    ran = fs_lowrank.run(written.replace(outdir=str(tmp_path / "ran")))
+    assert ran.final["val_acc"] == winner.value
+
+    assert cli.main(["plot", "--dir", str(options.folder)]) == 0
+    for name in ("history.png", "slices.png", "learning_rate.png", "plots.html"):
+        assert (options.folder / "plots" / name).stat().st_size > 1000
+    assert cli.main(["status", "--dir", str(options.folder)]) == 0
+    assert "2 complete" in capsys.readouterr().out
+
+
+def test_identical_points_take_no_rounds(search):
+    space = {"train.optimizer.lr": {"choice": [1e-3]}, "train.local_update_steps": {"choice": [2]}}
+    options, _, _ = search(space, sampler="random", trials=2)
+    first, second = trials(options)
+    assert first.user_attrs["budget"]["rounds"] == 2 and second.user_attrs["budget"]["rounds"] == 0
+    assert first.value == second.value
+
+
+def test_pruner_stops_a_trial_at_once_and_its_cost_counts(search, monkeypatch):
+    class Never(optuna.pruners.BasePruner):
+        def prune(self, study, trial):
+            return trial.number == 1
+    monkeypatch.setattr("hpo.worker.make_pruner", lambda settings: Never())
+    space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
+    options, _, lines = search(space, sampler="random", pruner="median", trials=2)
+    first, second = trials(options)
+    assert first.state == TrialState.COMPLETE and list(first.intermediate_values) == [1, 2]
+    assert second.state == TrialState.PRUNED and list(second.intermediate_values) == [1]
+    assert second.user_attrs["budget"]["client_steps"] == 4
+    assert best.summary(*[studies(options)[0], "s"])["budget"]["client_steps"] == 12
+    assert "pruned" in lines[-1]
+
+
+@pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
+@pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes", "random"])
+def test_every_sampler_and_pruner_is_made(config, name, sampler):
+    settings = core.Settings(config.to_dict(), {}, sampler=sampler, pruner=name)
+    assert core.make_pruner(settings) is not None and core.make_sampler(settings, 10, 0) is not None
+
+
+def test_random_points_go_on_where_they_stopped(search):
+    space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
+    options, _, _ = search(space, sampler="random", trials=1, pruner="none")
+    search(space, sampler="random", trials=2, pruner="none")
+    rates = [t.params["train.optimizer.lr"] for t in trials(options)]
+    assert len(set(rates)) == 2
+
+
+def test_rungs_promote_the_better_half_from_its_checkpoint(search):
+    space = {"train.optimizer.lr": {"choice": [1e-4, 1e-3, 1e-2]}}
+    options, _, _ = search(space, sampler="random", rungs=(1, 2), trials=4)
+    found = trials(options)
+    low = [t for t in found if t.user_attrs.get("rung", 0) == 0]
+    high = [t for t in found if t.user_attrs.get("rung") == 1]
+    assert len(low) == 4 and all(t.state == TrialState.PRUNED for t in low)
+    assert len(high) == 2 and all(t.state == TrialState.COMPLETE for t in high)
+    threshold = sorted((t.user_attrs["value"] for t in low), reverse=True)[1]
+    for trial in high:
+        before = next(t for t in low if t.user_attrs["draw"] == trial.user_attrs["draw"])
+        assert trial.params == before.params and before.user_attrs["value"] >= threshold
+        assert trial.user_attrs["budget"]["rounds"] <= 1  # it went on, and did not start again
+        assert list(trial.intermediate_values) == [1, 2]
+        assert trial.intermediate_values[1] == before.user_attrs["value"]
+
+
+def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_goes_on(search, monkeypatch, capsys):
+    real = fs_lowrank.run
+
+    def run(config, *args, **kwargs):
+        if config.train.optimizer.lr == 1e-3:
+            raise MemoryError("CUDA out of memory")
+        if config.train.optimizer.lr == 1e-2:
+            kwargs["on_round"]({"round": 1, "clients": [1], "uplink_bytes": 1, "downlink_bytes": 1,
+                                "metrics": {"val": {"acc": 0.5, "loss": float("nan")}}})
+        return real(config, *args, **kwargs)
+    monkeypatch.setattr(fs_lowrank, "run", run)
+    options, ended, _ = search({"train.optimizer.lr": {"grid": [1e-3, 1e-2, 5e-2]}})
+    found = {t.params["train.optimizer.lr"]: t for t in trials(options)}
+    assert [kind(found[r]) for r in (1e-3, 1e-2, 5e-2)] == ["failed", "failed", "complete"]
+    assert found[1e-3].user_attrs["kind"] == "memory" and "out of memory" in found[1e-3].user_attrs["reason"]
+    assert found[1e-2].user_attrs["kind"] == "nan"
+    assert "val_loss is nan after round 1" in found[1e-2].user_attrs["reason"]
+    assert found[1e-2].user_attrs["budget"]["rounds"] == 1
+    cli.main(["status", "--dir", str(options.folder)])
+    assert "failed (memory)" in capsys.readouterr().out.replace("\n", "")
+    monkeypatch.setattr(fs_lowrank, "run", real)
+    search({"train.optimizer.lr": {"grid": [1e-3, 1e-2, 5e-2]}}, retry_failed=True)
+    assert sum(kind(t) == "complete" for t in trials(options)) == 3
+
+
+def test_trials_that_all_fail_alike_end_the_search(search, config):
+    base = config.replace({"model.type": "/no/such/model@transformers"})
+    with pytest.raises(UserError, match="all 3 trials failed in the same way"):
+        search({"train.optimizer.lr": {"grid": [1e-3, 1e-2, 2e-2, 5e-2]}}, base=base)
+
+
+def test_ctrl_c_ends_the_running_trial_and_the_same_search_goes_on_from_its_checkpoint(search, monkeypatch):
+    real, rounds = fs_lowrank.run, []
+
+    def run(config, *args, on_round, **kwargs):
+        def seen(record):
+            rounds.append(record["round"])
+            if len(rounds) == 1:
+                import os
+                import signal
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+            return on_round(record)
+        return real(config, *args, on_round=seen, **kwargs)
+    monkeypatch.setattr(fs_lowrank, "run", run)
+    options, ended, _ = search()
+    assert ended.how == "interrupted"
+    assert [kind(t) for t in trials(options)] == ["interrupted", "waiting", "waiting"]
+    options, ended, _ = search()
+    assert ended.how == "done" and sorted(rounds) == [1, 1, 2, 2]
+    found = trials(options)
+    assert sum(t.user_attrs.get("budget", {}).get("rounds", 0) for t in found) == 4
+    assert sorted(t.params["train.optimizer.lr"] for t in found if kind(t) == "complete") == [1e-3, 1e-2]
+
+
+def test_timeout_ends_and_says_how_to_go_on(search):
+    options, ended, _ = search(timeout=1e-6)
+    assert ended.how == "timeout" and all(kind(t) == "waiting" for t in trials(options))
+
+
+def test_trials_of_dead_workers_are_retried_at_most_twice(search):
+    options, _, _ = search(timeout=1e-6)
+    _, study = studies(options)
+    for attempt in range(3):
+        trial = study.ask()
+        while trial.params.get("train.optimizer.lr", trial.suggest_categorical("train.optimizer.lr", [1e-3, 1e-2])) \
+                != 1e-3:
+            study.tell(trial, state=TrialState.FAIL)
+            trial = study.ask()
+        trial.set_user_attr("worker", {**core.worker_identity(), "pid": 2 ** 22 - 3})
+        lines = []
+        assert core.reap(study, lines.append) == 1
+        assert ("queued again" in lines[0]) == (attempt < 2)
+    lost = [t for t in trials(options) if kind(t) == "lost"]
+    assert len(lost) == 3 and "3 times" in lost[-1].user_attrs["reason"]
+
+
+def test_a_living_worker_is_not_taken_for_dead(search):
+    options, _, _ = search(timeout=1e-6)
+    _, study = studies(options)
+    trial = study.ask()
+    frozen = lambda: next(t for t in study.get_trials() if t.number == trial.number)  # noqa: E731
+    assert not core.is_dead(frozen(), time.time())  # it has not said yet who works on it
+    trial.set_user_attr("worker", core.worker_identity())
+    assert not core.is_dead(frozen(), time.time() + 1e6)
+    trial.set_user_attr("worker", {"host": "elsewhere", "pid": 1, "born": "1"})
+    trial.set_user_attr("beat", time.time())
+    assert not core.is_dead(frozen(), time.time() + core.STALE / 2)
+    assert core.is_dead(frozen(), time.time() + core.STALE * 2)
+
+
+def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
+    space = {"llm.adapter.args.0.r": {"grid": [1, 4]}, "train.optimizer.lr": {"grid": [1e-2]}}
+    options, _, _ = search(space, objectives=("val_acc", "uplink_bytes"), confirm=1)
+    store, study = studies(options)
+    found = {t.params["llm.adapter.args.0.r"]: t for t in study.trials}
+    assert found[1].values[1] < found[4].values[1]
+    front = core.front(study)
+    assert found[1].number in [t.number for t in front]
+    values = [t.values for t in front]
+    assert values == sorted(values, key=lambda v: -v[0]) and [v[1] for v in values] == sorted(
+        (v[1] for v in values), reverse=True)
+    assert plots.panels(store, ["s"])["pareto"]
+    plots.draw(plots.panels(store, ["s"]), tmp_path / "plots", "s")
+    assert (tmp_path / "plots" / "pareto.png").exists()
+    checks = trials(options, "s" + CONFIRM)
+    assert {t.user_attrs["of"] for t in checks} == {t.user_attrs["draw"] for t in front}
+    out = str(tmp_path / "best.yaml")
+    arguments = ["best", "--dir", str(options.folder), "--out", out, "--trial", str(found[1].number)]
+    assert cli.main(arguments) == 0
+    assert load_config(out).adapter.r == 1
+
+
+def test_a_study_for_each_method_and_one_learning_rate_picture(search, config):
+    space = {"train.optimizer.lr": {"grid": [1e-2]}, "studies": {"federate.method": ["fedlora", "rolora"]},
+             "lowrank.mix": {"grid": [1.0, 0.5], "when": {"federate.method": "rolora"}}}
+    options, ended, _ = search(space)
+    assert ended.studies == ["s.fedlora", "s.rolora"]
+    assert [len(trials(options, n)) for n in ended.studies] == [1, 2]
+    panel = plots.learning_rate_panel(open_storage(options.where), ended.studies)
+    assert {s.label for s in panel.series} >= {"fedlora", "rolora"}
+
+
+def test_seeds_are_averaged(search, config):
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, seeds=2)
+    trial, = trials(options)
+    by_seed = trial.user_attrs["by_seed"]["val_acc"]
+    assert len(by_seed) == 2 and trial.value == sum(by_seed) / 2 and trial.user_attrs["budget"]["client_steps"] == 16
+
+
+def test_sqlite_holds_a_search_as_well(search, tmp_path):
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, storage=f"sqlite:///{tmp_path}/hpo.db")
+    assert [t.state for t in trials(options)] == [TrialState.COMPLETE]
+
+
+def test_client_steps_of_epochs(search, config):
+    base = config.replace({"train.batch_or_epoch": "epoch", "train.local_update_steps": 1})
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, base=base)
+    # 63 training reviews over 3 clients: 21 each, 3 batches of 8; 2 clients a round, 2 rounds
+    assert trials(options)[0].user_attrs["budget"]["client_steps"] == 12
+
+
+# -- wrong input ------------------------------------------------------------------------------------------
+
+def test_two_spaces_configs_or_settings_in_one_study(search, config):
+    search(timeout=1e-6)
+    for change, message in (({"space": {"train.optimizer.lr": {"grid": [1e-3]}}}, "one study has one space"),
+                            ({"base": config.replace({"dataloader.batch_size": 4})}, "another dataloader.batch_size"),
+                            ({"sampler": "random"}, "another --sampler"), ({"seeds": 2}, "another --seeds")):
+        with pytest.raises(UserError, match=message):
+            search(**{"timeout": 1e-6, **change})
+
+
+def test_options_that_do_not_fit(search, config):
+    rates = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
+    for change, message in (
+            ({"trials": 1}, "a grid of 2 points is too large for --trials 1"),
+            ({"space": rates, "sampler": "grid"}, "which a grid cannot list"),
+            ({"space": rates, "sampler": "cmaes"}, "one key is too few"),
+            ({"space": rates, "rungs": (1, 3)}, "ends at 3 rounds, but federate.total_round_num = 2"),
+            ({"space": rates, "rungs": (2, 1)}, "growing numbers"),
+            ({"space": rates, "rungs": (1, 2), "pruner": "median"}, "leave --pruner out"),
+            ({"space": rates, "pruner": "median", "objectives": ("val_acc", "uplink_bytes")}, "cannot be pruned"),
+            ({"space": rates, "pruner": "median", "base": config.replace({"eval.freq": 0})}, "set eval.freq 1"),
+            ({"base": config.replace({"eval.split": ["test"]})}, "never by the test data"),
+            ({"base": config.replace({"data.splits": [0.8, 0.0, 0.2]})}, "needs validation data"),
+            ({"gpus": ("7",)}, "torch finds"),
+            ({"name": "a/b"}, "--study"),
+            ({"space": {**rates, "studies": {"federate.method": ["rolorra"]}}}, "did you mean")):
+        with pytest.raises(UserError, match=message):
+            search(**change)
+
+
+def test_objectives():
+    assert parse_objectives("val_acc, uplink_bytes") == ("val_acc", "uplink_bytes")
+    for text, message in (("test_acc", "search by val_acc"), ("val_ac", "did you mean 'val_acc'"),
+                          ("uplink_bytes", "expected val_acc")):
+        with pytest.raises(UserError, match=message):
+            parse_objectives(text)
+
+
+def test_best_refuses_what_was_not_confirmed(search, tmp_path, capsys):
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
+    arguments = ["best", "--dir", str(options.folder), "--out", str(tmp_path / "best.yaml")]
+    assert cli.main(arguments) == 2 and "fresh seeds" in capsys.readouterr().err
+    assert cli.main([*arguments, "--unconfirmed"]) == 0
+    assert "NOT run on fresh seeds" in (tmp_path / "best.yaml").read_text()
+    assert cli.main(["best", "--dir", str(options.folder), "--study", "t"]) == 2
+    assert "there are: s" in capsys.readouterr().err
+
+
+def test_command_line_in_worker_processes(config, tmp_path, capsys):
+    (tmp_path / "space.yaml").write_text("train.optimizer.lr: {grid: [1e-3, 1e-2]}")
+    config.dump(tmp_path / "run.yaml")
+    arguments = ["tune", "--cfg", str(tmp_path / "run.yaml"), "--space", str(tmp_path / "space.yaml"), "--dir",
+                 str(tmp_path / "hpo"), "--workers", "2", "--confirm", "1", "federate.method", "rolora"]
+    assert cli.main(arguments) == 0
+    store = open_storage(str(tmp_path / "hpo" / "journal.log"))
+    found = best.summary(store, "run-space")
+    assert found["trials"] == {"complete": 2} and found["winners"][0]["confirmed"]["open"] == 0
+    assert cli.main([*arguments, "--workers", "0", "--timeout", "0.001", "--study", "t"]) == 0
+    assert "continue with" in capsys.readouterr().out

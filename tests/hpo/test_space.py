@@ -1,0 +1,93 @@
+"""What a space means, and every wrong one by its message."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+
+import hpo
+from fs_lowrank import UserError
+from hpo.space import load_space, space_from
+
+
+def test_shipped_spaces_read_and_hold_the_papers_values():
+    folder = Path(hpo.__file__).parent / "spaces"
+    spaces = {p.stem: load_space(p) for p in folder.glob("*.yaml")}
+    assert spaces["rolora_lr"].parameters[0].values == (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
+    assert spaces["fedloru"].parameters[0].values == (0.3, 0.2, 0.1, 0.05, 0.01)
+    assert load_space("rolora_lr").to_dict() == spaces["rolora_lr"].to_dict()
+
+
+def test_conditional_key_is_left_out_of_a_method_that_lacks_it(config):
+    space = load_space("fedloru")
+    bases = [config.replace({"federate.method": name}) for name in ("fedlora", "fedloru")]
+    assert [len(space.for_config(base).grid(base)) for base in bases] == [20, 140]
+
+
+def test_grid_with_a_condition_on_a_searched_key(config):
+    space = space_from({"fedopt.optimizer.lr": {"grid": [0.1, 1.0], "when": {"fedopt.use": True}},
+                        "fedopt.use": {"choice": [False, True]}}).for_config(config)
+    assert space.grid(config) == [{"fedopt.use": False}, {"fedopt.use": True, "fedopt.optimizer.lr": 0.1},
+                                  {"fedopt.use": True, "fedopt.optimizer.lr": 1.0}]
+
+
+def test_every_kind_is_suggested_within_its_range(config):
+    space = space_from({
+        "train": {"optimizer": {"lr": {"loguniform": [1e-3, 1e-1]}}}, "llm.adapter.args.0.r": {"choice": [2, 4]},
+        "train.local_update_steps": {"int": [2, 8], "step": 2}, "grad.grad_clip": {"uniform": [0.5, 2.0]},
+        "llm.adapter.args.0.modules": {"choice": [["query"], ["query", "value"]]}}).for_config(config)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    for _ in range(20):
+        point = space.suggest(study.ask(), config)
+        made = config.replace(point)
+        assert 1e-3 <= made.train.optimizer.lr <= 1e-1 and made.adapter.r in (2, 4)
+        assert made.train.local_update_steps in (2, 4, 6, 8) and 0.5 <= made.grad.grad_clip <= 2
+        assert made.adapter.target_modules in (("query",), ("query", "value"))
+
+
+RATES = {"grid": [0.1, 0.2]}
+WRONG = [
+    ({"train.optimiser.lr": {"grid": [1, 2]}}, "unknown key .*did you mean 'train.optimizer'"),
+    ({"lowrank.tau": {"grid": [1, 2]}}, "unknown key 'lowrank.tau'.*the method fedlora"),
+    ({"train.optimizer.lr": {"loguniform": [0.1, 0.01]}}, "the wrong way round"),
+    ({"train.optimizer.lr": {"uniform": [0.1, 0.1]}}, "the range is empty"),
+    ({"train.optimizer.lr": {"loguniform": [0, 0.01]}}, "starts above 0"),
+    ({"train.optimizer.lr": {"logunifrom": [1e-3, 1e-2]}}, "did you mean 'loguniform'"),
+    ({"train.optimizer.lr": {"grid": [1, 2], "choice": [1, 2]}}, "exactly one"),
+    ({"train.optimizer.lr": {"grid": [0.01, 0.01]}}, "0.01 twice"),
+    ({"train.optimizer.lr": {"grid": []}}, "expected a list of values"),
+    ({"train.optimizer.lr": {"grid": [0.1, -1.0]}}, "train.optimizer.lr = -1.0"),
+    ({"train.optimizer.lr": [0.1, 0.2]}, "expected one of grid"),
+    ({"train.optimizer.lr": {"uniform": [1e-3, 1e-2], "stepp": 1}}, "did you mean 'step'"),
+    ({"train.local_update_steps": {"int": [1.5, 4]}}, "whole numbers"),
+    ({"seed": {"int": [0, 4]}}, "--seeds"),
+    ({"eval.freq": {"int": [1, 4]}}, "is not searched"),
+    ({"train.cache_frozen": {"choice": ["auto", "off"]}}, "does not decide the result"),
+    ({"train.optimizer.lr": {**RATES, "when": {"federate.metod": "rolora"}}}, "unknown key 'federate.metod'"),
+    ({"train.optimizer.lr": {**RATES, "when": {"federate.method": "rolora"}}}, "no key .* applies to fedlora"),
+    ({"a": {"grid": [1, 2], "when": {"b": 1}}, "b": {"grid": [1, 2], "when": {"a": 1}}}, "depend on each other"),
+    ({}, "expected config keys"),
+    ({"studies": {"federate.method": "rolora"}, "train.optimizer.lr": {"grid": [1, 2]}}, "studies: expected"),
+]
+
+
+@pytest.mark.parametrize("content, message", WRONG)
+def test_wrong_spaces_are_named(config, content, message):
+    with pytest.raises(UserError, match=message):
+        space_from(content).for_config(config)
+
+
+def test_wrong_files(tmp_path):
+    for text, message in (("a: {grid: [1]}\na: {grid: [2]}", "a is given twice"), ("a: [", "line 1: invalid YAML"),
+                          ("", "expected config keys")):
+        (tmp_path / "s.yaml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            load_space(tmp_path / "s.yaml")
+    with pytest.raises(UserError, match="did you mean 'rolora_lr'"):
+        load_space("rolora_rl")
+
+
+def test_numbers_are_read_as_configs_read_them(tmp_path):
+    (tmp_path / "s.yaml").write_text("train.optimizer.lr: {loguniform: [5e-4, 1e-1]}")
+    assert load_space(tmp_path / "s.yaml").parameters[0].low == 5e-4

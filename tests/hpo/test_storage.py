@@ -1,0 +1,65 @@
+"""Storages: what survives, and every storage that cannot be used by its message."""
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from fs_lowrank import UserError
+from hpo import storage
+from hpo.storage import open_storage
+
+
+def test_a_missing_storage_is_not_made_by_reading(tmp_path):
+    for name in ("journal.log", "hpo.db"):
+        with pytest.raises(UserError, match="there is no study yet"):
+            open_storage(str(tmp_path / name))
+        assert not (tmp_path / name).exists()
+
+
+def test_locked_sqlite(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "WAIT", 0.1)
+    path = tmp_path / "hpo.db"
+    open_storage(str(path), create=True)
+    holder = sqlite3.connect(path)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(UserError, match="locked; another process"):
+        open_storage(str(path))
+    holder.close()
+    open_storage(str(path))
+
+
+def test_storages_of_another_kind(tmp_path):
+    other = sqlite3.connect(tmp_path / "other.db")
+    other.execute("CREATE TABLE cats (name TEXT)")
+    other.commit()
+    other.close()
+    (tmp_path / "text.db").write_text("no database at all, but text that goes on for a while " * 40)
+    (tmp_path / "notes.log").write_text("hello\n")
+    (tmp_path / "numbers.log").write_text("1\n")
+    for name, message in (("other.db", "something else .*cats"), ("text.db", "not a SQLite file"),
+                          ("notes.log", "not a journal"), ("numbers.log", "not a journal"), (".", "cannot be used")):
+        with pytest.raises(UserError, match=message):
+            open_storage(str(tmp_path / name), create=True)
+    with pytest.raises(UserError, match="there is no folder"):
+        open_storage(f"sqlite:///{tmp_path}/no/hpo.db", create=True)
+    with pytest.raises(UserError, match="expected a path"):
+        open_storage("nonsense://here", create=True)
+
+
+def test_sqlite_of_another_version_of_optuna(tmp_path):
+    path = tmp_path / "hpo.db"
+    open_storage(str(path), create=True)
+    database = sqlite3.connect(path)
+    database.execute("UPDATE version_info SET schema_version = 3")
+    database.execute("UPDATE alembic_version SET version_num = 'v0.9.0.a'")
+    database.commit()
+    database.close()
+    with pytest.raises(UserError, match="version"):
+        open_storage(str(path))
+
+
+def test_a_password_is_never_shown():
+    with pytest.raises(UserError) as caught:
+        open_storage("postgresql://me:secret@nowhere/hpo", create=True)
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,265 @@
+"""The command line: what it prints, what it refuses, and with which exit code."""
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import fs_lowrank
+from fs_lowrank import cli, list_methods
+
+
+@pytest.fixture
+def config_file(settings, tmp_path):
+    path = tmp_path / "run.yaml"
+    small = {**settings, "federate": {**settings["federate"], "client_num": 3, "total_round_num": 2}}
+    path.write_text(yaml.safe_dump({**small, "train": {**settings["train"], "local_update_steps": 1}}))
+    return path
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """``command(*arguments)``: exit code, standard output, standard error, on a wide terminal."""
+    monkeypatch.setattr(cli.console, "_width", 250)
+
+    def command(*arguments):
+        capsys.readouterr()
+        try:
+            code = cli.main([str(a) for a in arguments])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err + captured.out
+        return code, captured.out, captured.err
+    return command
+
+
+def squeeze(text):
+    """The text without the borders of tables and the breaks of lines."""
+    return " ".join("".join(" " if c in "│┃|" else c for c in text).split())
+
+
+# -- runs ----------------------------------------------------------------------------------------------
+
+def test_a_run_from_start_to_files(command, config_file, tmp_path):
+    code, out, err = command("run", "--cfg", config_file, "federate.method", "rolora", "train.optimizer.lr", "5e-3")
+    assert code == 0 and "Traceback" not in err
+    lines = [line for line in out.splitlines() if line.startswith("round ")]
+    assert len(lines) == 2 and "1/2" in lines[0] and "2/2" in lines[1]
+    assert all(part in lines[0] for part in ("clients 3", "train loss", "test acc", "up ", "down 0 B"))
+    text = squeeze(out)
+    for part in ("rolora: 3 clients, 3 a round, 2 rounds", "majority", "uplink", "downlink", "no head", "training",
+                 "aggregation", str(tmp_path / "run" / "adapter"), str(tmp_path / "run" / "curves.png")):
+        assert part in text
+    folder = tmp_path / "run"
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in folder.iterdir()} >= {"config.yaml", "rounds.jsonl", "checkpoint", "adapter", "curves.png",
+                                                  "environment.json"}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["federate"]["method"] == "rolora"
+
+
+def test_overrides_reach_the_run(command, config_file, tmp_path):
+    code, _, _ = command("run", "--cfg", config_file, "federate.total_round_num", 1, "outdir", tmp_path / "other",
+                         "llm.adapter.args", "[{r: 3, modules: [query], layers: [2]}]", "eval.split", "[test]")
+    assert code == 0
+    records = [json.loads(line) for line in (tmp_path / "other" / "rounds.jsonl").read_text().splitlines()]
+    assert len(records) == 1 and records[0]["metrics"].keys() == {"test"}
+    assert json.loads((tmp_path / "other" / "adapter" / "adapter_config.json").read_text())["r"] == 3
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run(command, config_file):
+    assert command("run", "--cfg", config_file)[0] == 0
+    code, _, err = command("run", "--cfg", config_file)
+    assert code == 2 and "holds a run already" in err and "--resume" in err
+    assert command("run", "--cfg", config_file, "--resume")[0] == 0
+
+
+def test_compare(command, config_file, tmp_path):
+    arguments = ["compare", "--cfg", config_file, "--methods", "rolora, fedlora,fedavg"]
+    code, out, _ = command(*arguments)
+    assert code == 0
+    found = json.loads((tmp_path / "run" / "comparison.json").read_text())
+    assert list(found) == ["rolora", "fedlora", "fedavg"]
+    for method, row in found.items():
+        assert row["final"].keys() >= {"test_acc", "test_loss"} and 0 < row["majority"] < 1
+        assert row["bytes_per_client_and_round"]["uplink"] > row["bytes_per_client_and_round"]["uplink_without_head"]
+        assert row["seconds"]["training"] > 0 and (tmp_path / "run" / method / "rounds.jsonl").exists()
+    bare = {m: row["bytes_per_client_and_round"]["uplink_without_head"] for m, row in found.items()}
+    assert bare["rolora"] == bare["fedlora"] / 2 < bare["fedavg"] / 10
+    assert len({row["data"] for row in found.values()}) == 1, "the same data for every method"
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    text = squeeze(out)
+    assert all(part in text for part in (*found, "majority", "3 clients of", "for plain PEFT",
+                                         "for plain transformers"))
+    assert command(*arguments)[0] == 2
+    assert command(*arguments, "--resume")[0] == 0
+
+
+@pytest.mark.parametrize("methods, message", [
+    ("rolora,rollora", "did you mean 'rolora'"), ("rolora,rolora", "distinct methods"), (",", "distinct methods"),
+    ("fedlora,lora", "distinct methods"),
+])
+def test_compare_refuses_before_anything_runs(command, config_file, tmp_path, methods, message):
+    code, _, err = command("compare", "--cfg", config_file, "--methods", methods)
+    assert code == 2 and message in squeeze(err) and not (tmp_path / "run").exists()
+
+
+# -- wrong use -----------------------------------------------------------------------------------------
+
+WRONG = {
+    "unknown key": (["train.local_update_step", "1"], "did you mean 'train.local_update_steps'"),
+    "unknown section": (["train.optimiser.lr", "0.1"], "did you mean 'train.optimizer'"),
+    "unknown key of the method": (["federate.method", "rolora", "lowrank.miks", "0.5"], "did you mean 'mix'"),
+    "unknown method": (["federate.method", "rollora"], "did you mean 'rolora'"),
+    "unknown engine": (["--engine", "locale"], "did you mean 'local'"),
+    "unknown module": (["llm.adapter.args", "[{r: 2, modules: [qury]}]"], "did you mean 'query'"),
+    "unknown layer": (["llm.adapter.args", "[{r: 2, modules: [query], layers: [7]}]"], "no layer 7"),
+    "rank above the width": (["llm.adapter.args", "[{r: 64, modules: [query]}]"], "choose r ≤ 32"),
+    "a client's rank above the width": (["federate.method", "flexlora", "lowrank.ranks", "[2, 64]"], "choose r ≤ 32"),
+    "rank of zero": (["llm.adapter.args", "[{r: 0, modules: [query]}]"], "at least 1"),
+    "no clients": (["federate.client_num", "0"], "1 or more"),
+    "more clients than samples": (["federate.client_num", "4000"], "4000"),
+    "more clients a round than there are": (["federate.sample_client_num", "9"], "federate.client_num"),
+    "more survivors than clients": (["lowrank.min_clients", "9"], "lowrank.min_clients"),
+    "a value out of range": (["train.optimizer.lr", "-1"], "train.optimizer.lr"),
+    "a value of another type": (["federate.client_num", "many"], "federate.client_num"),
+    "an override without a value": (["seed"], "has no value"),
+    "an override with an equals sign": (["seed=3", "4"], "seed VALUE"),
+    "unknown optimizer": (["train.optimizer.type", "AdamWW"], "AdamW"),
+    "unknown scheduler": (["train.scheduler.type", "cosin"], "did you mean 'cosine'"),
+    "unknown splitter": (["data.splitter", "ldaa"], "lda"),
+    "unknown data set": (["data.type", "sentimnt"], "sentiment"),
+    "no such data": (["data.type", "nowhere.csv"], "nowhere.csv"),
+    "no such model": (["model.type", "./nowhere@transformers"], "nowhere"),
+    "no GPU": (["use_gpu", "True"], "no GPU"),
+    "nothing to test on": (["data.splits", "[0.9, 0.1, 0.0]"], "eval.split"),
+    "a server optimizer over stacks": (["federate.method", "flora", "fedopt.use", "True"], "not a weighted mean"),
+    "an argument of the optimizer": (["train.optimizer.betta", "[0.9, 0.99]"], "betta"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_use_ends_with_two_and_a_sentence(command, config_file, tmp_path, what):
+    import torch
+    if what == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    overrides, message = WRONG[what]
+    code, out, err = command("run", "--cfg", config_file, *overrides)
+    assert code == 2 and message in squeeze(err) and "error:" in err
+    assert "round " not in out and not list(tmp_path.glob("run/checkpoint/round_*"))
+
+
+def test_mistakes_in_the_file(command, config_file, tmp_path):
+    code, _, err = command("run", "--cfg", tmp_path / "runn.yaml")
+    assert code == 2 and "no such file" in err and "run.yaml" in err
+    text = config_file.read_text()
+    for wrong, message in (("train: {optimizr: {lr: 1}}\n", "train.optimizer"), ("seed: [\n", "invalid YAML"),
+                           ("- a\n- b\n", "holds a list"), ("federate: 3\n", "federate")):
+        config_file.write_text(wrong)
+        code, _, err = command("run", "--cfg", config_file)
+        assert code == 2 and message in squeeze(err)
+    config_file.write_bytes(text.encode() + b"# \xff\n")
+    code, _, err = command("run", "--cfg", config_file)
+    assert code == 2 and "UTF-8" in err
+    config_file.write_text("\n".join(f"# {i}" for i in range(9)) + "\n" + text + "\nsedd: 3\n")
+    code, _, err = command("run", "--cfg", config_file)
+    assert code == 2 and "seed" in err and "line " in err
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"text,label\ngood,1\nbad,0\n\xff\xfe bad,0\n", "UTF-8"),
+    (b"text,lable\ngood,1\nbad,0\n", "label"),
+    (b"", "empty"),
+    (b'text,label\n"good film,1\nbad,0\n', "data.csv"),
+    (b"text,label\ngood,1\nfine,1\ngreat,1\n", "class"),
+])
+def test_mistakes_in_the_data(command, config_file, tmp_path, content, message):
+    (tmp_path / "data.csv").write_bytes(content)
+    code, _, err = command("run", "--cfg", config_file, "data.type", tmp_path / "data.csv", "federate.client_num", "1",
+                           "data.splitter", "iid", "data.splitter_args", "[]")
+    assert code == 2 and message in squeeze(err)
+
+
+def test_a_client_of_one_sample_and_one_of_one_class(command, config_file, tmp_path):
+    rows = ["text,label,domain", *(f"good day {i},1,a" for i in range(8)), *(f"bad day,{i % 2},b" for i in range(12)),
+            "the tea,0,c"]
+    (tmp_path / "few.csv").write_text("\n".join(rows) + "\n")
+    code, out, err = command("run", "--cfg", config_file, "data.type", tmp_path / "few.csv", "data.splitter", "meta",
+                             "data.splitter_args", "[{field: domain}]", "data.splits", "[0.9, 0.0, 0.1]",
+                             "eval.split", "[test]")
+    if code:  # the partitioner by a field may go by another name; then it has to say which there are
+        assert code == 2 and "data.splitter" in err
+        pytest.fail(err)
+    sizes = json.loads((tmp_path / "run" / "summary.json").read_text())["clients"]
+    assert len(sizes) == 3 and min(sizes) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("runn",), ("run",), ("run", "--cfg"), ("compare", "--cfg", "x.yaml"),
+                                       ("run", "--cfg", "x.yaml", "--sed", "3"), ("methods", "a", "b")])
+def test_the_parsers_own_refusals(command, arguments):
+    code, _, err = command(*arguments)
+    assert code == 2 and "usage" in err.lower()
+
+
+# -- what it says --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments", [(), ("run",), ("compare",), ("methods",), ("doctor",), ("fetch",)])
+def test_help(command, arguments):
+    code, out, _ = command(*arguments, "--help")
+    assert code == 0 and "usage: fs-lowrank" in out
+    if not arguments:
+        assert all(name in out for name in ("run", "compare", "methods", "doctor", "fetch"))
+
+
+def test_version(command):
+    code, out, _ = command("--version")
+    assert code == 0 and fs_lowrank.__version__ in out
+
+
+def test_the_methods(command):
+    code, out, _ = command("methods")
+    text = squeeze(out)
+    assert code == 0 and all(name in text for name in list_methods())
+    code, out, _ = command("methods", "rolora")
+    assert code == 0 and "Algorithm 1" in out and "mix = 1.0" in out and "min 0.0" in out
+    for name in list_methods():
+        code, out, _ = command("methods", name)
+        assert code == 0 and ("hyperparameters" in out)
+    code, _, err = command("methods", "flexlara")
+    assert code == 2 and "did you mean 'flexlora'" in err
+
+
+def test_doctor(command):
+    code, out, _ = command("doctor")
+    text = squeeze(out)
+    wanted = ("Python", "torch", "transformers", "peft", "engine local", "disk")
+    assert code == 0 and all(part in text for part in wanted)
+
+
+def test_fetch_lists_and_refuses(command):
+    code, out, _ = command("fetch")
+    assert code == 0 and "minilm" in out and "sentiment" in out
+    code, _, err = command("fetch", "minillm")
+    assert code == 2 and "minilm" in err
+
+
+# -- imports -------------------------------------------------------------------------------------------
+
+HEAVY = ("torch", "transformers", "peft", "datasets", "pandas", "matplotlib", "optuna", "lm_eval", "federatedscope")
+
+
+def test_importing_loads_nothing_heavy():
+    code = f"import sys, fs_lowrank; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert set(dir(fs_lowrank)) >= {"load_config", "run", "compare", "create_method", "list_methods", "register_method"}
+    with pytest.raises(AttributeError, match="no attribute 'runn'"):
+        fs_lowrank.runn  # noqa: B018
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "fs_lowrank", "run", "--cfg", "nowhere.yaml"], capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and "no such file" in done.stderr and "Traceback" not in done.stderr
