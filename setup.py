@@ -21,10 +21,11 @@ setup(
         # The framework itself is on no package index; README says how to put a checkout of it on the path.
         "federatedscope": ["grpcio", "protobuf", "pympler", "scipy", "scikit-learn"],
         "eval": ["lm-eval>=0.4.13"],
-        "hpo": ["optuna>=5.0"],
+        "hpo": ["optuna>=5.0", "plotly>=6", "cmaes>=0.11", "scipy"],
         "oneshot": ["scipy", "einops", "einconv"],
         "gguf": ["gguf"],
-        "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "scikit-learn"],
+        "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "scikit-learn",
+                "optuna>=5.0", "plotly>=6", "cmaes>=0.11"],
     },
     entry_points={"console_scripts": ["fs-lowrank = fs_lowrank.cli:main"]},
 )

@@ -24,8 +24,8 @@ from .storage import load_study, open_storage
 from .tune import Search, tune
 
 #: what is smaller than in examples/demo.yaml, and the validation data that a search needs
-SMALLER = {"data.subsample": 0.06, "data.splits": [0.91, 0.04, 0.05], "dataloader.batch_size": 8,
-           "federate.total_round_num": 8, "eval.freq": 2, "eval.split": ["val", "test"]}
+SMALLER = {"data.subsample": 0.06, "data.splits": [0.92, 0.03, 0.05], "llm.tok_len": 24,
+           "dataloader.batch_size": 8, "federate.total_round_num": 8, "eval.freq": 2, "eval.split": ["val", "test"]}
 METHODS = ("rolora", "ffa_lora", "fedlora")
 RUNGS, POINTS = (2, 4, 8), 8
 
@@ -136,7 +136,8 @@ def main(argv: list[str] | None = None) -> int:
                 panel.title = {"grid": "grid of eight", "halving": "TPE, halving at "
                                f"{', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)"}[name]
                 panels.append(panel)
-        draw_png(panels, args.out / "learning_rates.png")
+        if panels:
+            draw_png(panels, args.out / "learning_rates.png")
         print(table(found))
     except UserError as error:
         print(f"error: {error}")

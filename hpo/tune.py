@@ -215,7 +215,8 @@ def _start(options: Search, index: int, names: list[str], shared: dict) -> subpr
     if options.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = options.gpus[index % len(options.gpus)]
         overrides = {"use_gpu": True, "device": 0}
-    process = subprocess.Popen([sys.executable, "-m", "hpo.worker"], stdin=subprocess.PIPE, env=environment, text=True)
+    process = subprocess.Popen([sys.executable, "-c", "import sys; from hpo.worker import main; sys.exit(main())"],
+                               stdin=subprocess.PIPE, env=environment, text=True)
     json.dump({"where": options.where, "names": names, "folder": str(options.folder), **shared,
                "overrides": overrides}, process.stdin)
     process.stdin.close()

@@ -1,4 +1,4 @@
-"""A worker: takes trials from the studies until there are none left. ``python -m hpo.worker`` is one process."""
+"""A worker: takes trials from the studies until there are none left."""
 from __future__ import annotations
 
 import json
@@ -222,7 +222,3 @@ def main() -> int:
     except KeyboardInterrupt:
         pass
     return 130 if stopped else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -107,3 +107,13 @@ def causal_settings(settings, tiny_causal, instructions_jsonl):
             "model": {"type": f"{tiny_causal}@huggingface_llm"},
             "llm": {"tok_len": 64, "adapter": {"args": [
                 {"r": 2, "alpha": 6, "modules": ["q_proj", "v_proj"], "layers": [1, 2]}]}}}
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Why tests were skipped, one line a reason instead of one a test."""
+    reasons: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason] = reasons.get(reason, 0) + 1
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

@@ -293,14 +293,3 @@ class Run:
                    "versions": environment()["versions"], "seed": self.config.seed}
         (self.outdir / "summary.json").write_text(json.dumps(summary, indent=1))
         return result
-
-
-def _differences(a: dict, b: dict, prefix: str = "") -> dict[str, tuple]:
-    found = {}
-    for key in a.keys() | b.keys():
-        left, right = a.get(key), b.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            found.update(_differences(left, right, f"{prefix}{key}."))
-        elif left != right:
-            found[f"{prefix}{key}"] = (left, right)
-    return found

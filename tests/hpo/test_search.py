@@ -323,3 +323,17 @@ def test_command_line_in_worker_processes(config, tmp_path, capsys):
     assert found["trials"] == {"complete": 2} and found["winners"][0]["confirmed"]["open"] == 0
     assert cli.main([*arguments, "--workers", "0", "--timeout", "0.001", "--study", "t"]) == 0
     assert "continue with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes"])
+def test_samplers_search_two_ranges(search, monkeypatch, sampler):
+    def run(config, *args, on_round, **kwargs):
+        acc = 1 - abs(config.train.optimizer.lr - 0.02) - abs(config.train.local_update_steps - 5) / 100
+        on_round({"round": 2, "clients": [1], "uplink_bytes": 1, "downlink_bytes": 1,
+                  "metrics": {"val": {"acc": acc, "loss": 1.0}}})
+    monkeypatch.setattr(fs_lowrank, "run", run)
+    space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}, "train.local_update_steps": {"int": [2, 9]}}
+    options, _, _ = search(space, sampler=sampler, trials=12)
+    found = trials(options)
+    assert len(found) == 12 and all(kind(t) in ("complete", "pruned") for t in found)
+    assert len({tuple(t.params.values()) for t in found}) == 12
