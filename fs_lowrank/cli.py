@@ -121,8 +121,7 @@ def _announce(config, name: str) -> None:
 def _results_table(results: dict) -> Table:
     from .runs.summary import human_bytes, per_client_and_round, seconds
     table = Table(title="bytes are per client and round; the head is the new classifier", title_justify="left")
-    first = next(iter(results.values()))
-    metrics = sorted(k for k in first.final if k != "best_round")
+    metrics = sorted({k for result in results.values() for k in result.final if k != "best_round"})
     columns = ["method", *(m.replace("_", "\n") for m in metrics), "majority\nclass", "uplink\nwith head",
                "downlink\nwith head", "uplink\nno head", "downlink\nno head", "training\ntotal", "aggregation\na round"]
     for column in columns:
@@ -131,7 +130,8 @@ def _results_table(results: dict) -> Table:
         sent, spent = per_client_and_round(result.history), seconds(result.history)
         majority = result.facts["majority"]
         table.add_row(
-            name, *(f"{result.final[m]:.3f}" for m in metrics), "-" if majority is None else f"{majority:.3f}",
+            name, *(f"{result.final[m]:.3f}" if m in result.final else "-" for m in metrics),
+            "-" if majority is None else f"{majority:.3f}",
             *(human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")),
             f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms")
     return table
