@@ -10,7 +10,8 @@ import optuna
 
 from fs_lowrank import Config, UserError, __version__
 
-from .search import budget, draw_of, front, kind, settings_of
+from .search import budget, draw_of, front, kind
+from .settings import settings_of
 from .storage import CONFIRM, load_study
 from .worker import FRESH, point_of
 

@@ -19,7 +19,7 @@ OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    from .search import OBJECTIVES, PRUNERS, SAMPLERS
+    from .settings import OBJECTIVES, PRUNERS, SAMPLERS
     parser = argparse.ArgumentParser(prog="python -m hpo", description="Search hyperparameters over any config.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -112,7 +112,7 @@ def _tune(args: argparse.Namespace) -> int:
     from fs_lowrank.config import parse_overrides
 
     from .best import summary
-    from .search import parse_objectives
+    from .settings import parse_objectives
     from .space import load_space
     from .storage import open_storage
     from .tune import Search, tune

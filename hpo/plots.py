@@ -8,7 +8,8 @@ from pathlib import Path
 from fs_lowrank import UserError
 
 from .best import summary
-from .search import OBJECTIVES, kind, settings_of, space_of
+from .search import kind
+from .settings import OBJECTIVES, settings_of, space_of
 from .storage import load_study
 from .worker import point_of
 

@@ -1,4 +1,4 @@
-"""One search over one storage: its settings, which trial comes next, what became of dead workers, what it cost.
+"""One search over one storage: which trial comes next, what became of dead workers, what it cost.
 
 Every trial carries ``draw``, the number of its point. A trial that was interrupted or lost with its worker is
 put in the queue again under the same draw, and so is one that a rung promotes to more rounds; all of them run in
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import os
 import socket
 import time
@@ -22,18 +21,12 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from fs_lowrank import Config, UserError, load_config
-from fs_lowrank.errors import nearest
+from fs_lowrank import UserError
 
-from .space import Space, encode, space_from
+from .settings import META, OBJECTIVES, Settings, make_sampler, settings_of
+from .space import encode
 from .storage import CONFIRM
 
-SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
-PRUNERS = ("none", "median", "halving", "hyperband")
-#: what can be searched for, and which way is better; never anything of the test data
-OBJECTIVES = {"val_acc": "maximize", "val_loss": "minimize", "uplink_bytes": "minimize",
-              "downlink_bytes": "minimize", "client_steps": "minimize"}
-_META = "fs_lowrank_hpo"
 #: seconds between signs of life, and without one until a worker of another machine counts as dead
 BEAT, STALE = 30.0, 600.0
 #: how often a trial is begun again that its worker did not survive
@@ -41,152 +34,7 @@ RETRIES = 2
 BUDGET = ("rounds", "client_steps", "uplink_bytes", "downlink_bytes", "seconds")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a study is; it cannot be continued with another."""
-
-    config: dict
-    space: dict
-    objectives: tuple[str, ...] = ("val_acc",)
-    sampler: str = "tpe"
-    sampler_seed: int = 0
-    pruner: str = "none"
-    rungs: tuple[int, ...] = ()
-    #: runs a trial, at the config's seed and those after it
-    seeds: int = 1
-    engine: str = "local"
-
-    @property
-    def base(self) -> Config:
-        return load_config(self.config)
-
-    def to_dict(self) -> dict:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
-
-    @classmethod
-    def from_dict(cls, plain: Mapping) -> Settings:
-        return cls(**{**plain, "objectives": tuple(plain["objectives"]), "rungs": tuple(plain["rungs"])})
-
-
-def parse_objectives(text: str) -> tuple[str, ...]:
-    """``val_acc,uplink_bytes`` as a tuple.
-
-    Raises:
-        UserError: an unknown one, or one of the test data.
-    """
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    for name in names:
-        if name.startswith("test"):
-            raise UserError(f"--objective {name}: the test data chooses nothing; search by val{name[4:]}, and the best "
-                            "config is tested when it is confirmed")
-        if name not in OBJECTIVES:
-            raise UserError(f"--objective {name}{nearest(name, OBJECTIVES)}; there are: {', '.join(OBJECTIVES)}")
-    if not names or len(set(names)) < len(names) or not any(n.startswith("val") for n in names):
-        raise UserError(f"--objective {text!r}: expected val_acc or val_loss, and perhaps what it may cost, "
-                        "such as val_acc,uplink_bytes")
-    return names
-
-
-def check_config(config: Config, settings_of: str = "") -> None:
-    """Refuse a config that cannot be searched by validation.
-
-    Raises:
-        UserError: it holds no validation data out, or does not evaluate on them.
-    """
-    if "val" not in config.eval.split:
-        raise UserError(f"{settings_of}eval.split = {list(config.eval.split)}: a search goes by validation data, never "
-                        "by the test data; put val there, such as: eval.split '[val, test]'")
-    if not config.data.splits[1] and not any("validation" in a for a in config.data.args if isinstance(a, dict)):
-        raise UserError(f"{settings_of}data.splits = {list(config.data.splits)}: a search needs validation data; give "
-                        "the middle one a share, such as: data.splits '[0.8, 0.1, 0.1]'")
-
-
-def check_fit(settings: Settings, space: Space) -> None:
-    """Refuse a sampler, a pruner or rungs that the space or the config does not suit.
-
-    Raises:
-        UserError: names which, and what suits.
-    """
-    several, base = len(settings.objectives) > 1, settings.base
-    if settings.sampler == "cmaes":
-        listed = [p.key for p in space.parameters if p.values or any(k in space_keys(space) for k, _ in p.when)]
-        if several or listed or len(space.parameters) < 2:
-            why = "it has one objective only" if several else (
-                f"{listed[0]} is listed or conditional" if listed else "one key is too few")
-            raise UserError(f"--sampler cmaes needs two or more ranges that always apply, and {why}; use tpe or gp")
-    if several and (settings.pruner != "none" or settings.rungs):
-        raise UserError("several objectives cannot be pruned by rounds; leave --pruner and --rungs out")
-    if settings.rungs and settings.pruner != "none":
-        raise UserError("--rungs stops trials by itself; leave --pruner out")
-    freq, rounds = base.eval.freq, base.federate.total_round_num
-    if settings.pruner != "none" and freq < 1:
-        raise UserError(f"--pruner {settings.pruner} needs evaluations between the rounds, and eval.freq = {freq}; "
-                        "set eval.freq 1")
-    rungs = settings.rungs
-    if rungs:
-        if len(rungs) < 2 or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
-            raise UserError(f"--rungs {','.join(map(str, rungs))}: expected two or more growing numbers of rounds, "
-                            "such as 4,8,16")
-        if rungs[-1] != rounds:
-            raise UserError(f"--rungs ends at {rungs[-1]} rounds, but federate.total_round_num = {rounds}; "
-                            "make them the same")
-        if freq < 1 or any(r % freq for r in rungs[:-1]):
-            raise UserError(f"--rungs {','.join(map(str, rungs))}: there is no evaluation after each of these rounds "
-                            f"with eval.freq = {freq}; set eval.freq 1")
-    searched = {p.key for p in space.parameters}
-    if "federate.total_round_num" in searched and (rungs or settings.pruner != "none"):
-        raise UserError("federate.total_round_num is searched, so rounds cannot decide what is pruned; "
-                        "leave --pruner and --rungs out")
-
-
-def space_keys(space: Space) -> set[str]:
-    return {p.key for p in space.parameters}
-
-
-def make_sampler(settings: Settings, wanted: int, drawn: int) -> optuna.samplers.BaseSampler:
-    """The sampler for draw number ``drawn``: seeded by it, so that a continued search repeats no random point."""
-    seed = (settings.sampler_seed * 1_000_003 + drawn) % 2**32
-    if settings.sampler in ("grid", "random"):
-        return optuna.samplers.RandomSampler(seed=seed)
-    startup = max(4, min(10, wanted // 3))
-    if settings.sampler == "gp":
-        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=startup, deterministic_objective=False)
-    if settings.sampler == "cmaes":
-        try:
-            import cmaes  # noqa: F401  # Optuna itself notices only inside a trial
-        except ImportError:
-            raise UserError("--sampler cmaes needs the package cmaes: pip install 'fs-lowrank[hpo]'") from None
-        return optuna.samplers.CmaEsSampler(seed=seed, n_startup_trials=startup)
-    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
-
-
-def make_pruner(settings: Settings) -> optuna.pruners.BasePruner:
-    """The pruner; its steps are rounds."""
-    rounds, freq = settings.base.federate.total_round_num, max(settings.base.eval.freq, 1)
-    least = max(freq, -(-rounds // 9))
-    if settings.pruner == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=rounds // 4)
-    if settings.pruner == "halving":
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=3)
-    if settings.pruner == "hyperband":
-        return optuna.pruners.HyperbandPruner(min_resource=least, max_resource=rounds, reduction_factor=3)
-    return optuna.pruners.NopPruner()
-
-
 # -- the study ------------------------------------------------------------------------------------------
-
-def settings_of(study: optuna.Study) -> Settings:
-    """What the study was started with.
-
-    Raises:
-        UserError: it is not a study of ours.
-    """
-    try:
-        return Settings.from_dict(study.user_attrs[_META])
-    except (KeyError, TypeError):
-        raise UserError(f"the study {study.study_name!r} was not made by `python -m hpo`; "
-                        "name another with --study") from None
-
 
 def create(storage, name: str, settings: Settings) -> optuna.Study:
     """The study of that name, made or continued.
@@ -198,7 +46,7 @@ def create(storage, name: str, settings: Settings) -> optuna.Study:
     if name not in optuna.get_all_study_names(storage):
         try:
             study = optuna.create_study(study_name=name, storage=storage, directions=directions)
-            study.set_user_attr(_META, settings.to_dict())
+            study.set_user_attr(META, settings.to_dict())
             optuna.create_study(study_name=name + CONFIRM, storage=storage, directions=directions[:1])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -425,7 +273,3 @@ def front(study: optuna.Study) -> list[FrozenTrial]:
         if not any(all(a <= b for a, b in zip(cost[k.number], mine)) for k in kept):
             kept.append(trial)
     return kept
-
-
-def space_of(study: optuna.Study) -> Space:
-    return space_from(settings_of(study).space, study.study_name)

@@ -16,7 +16,8 @@ import optuna
 import fs_lowrank
 from fs_lowrank import Config, UserError
 
-from .search import BEAT, Settings, exclusive
+from .search import BEAT, exclusive
+from .settings import Settings
 
 
 class Stopped(Exception):

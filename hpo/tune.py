@@ -18,7 +18,8 @@ from pathlib import Path
 from fs_lowrank import Config, UserError
 
 from . import search
-from .search import Settings, check_config, check_fit, kind
+from .search import kind
+from .settings import Settings, check_config, check_fit, space_keys
 from .space import Space
 from .storage import CONFIRM, load_study, open_storage, storage_errors
 from .worker import work
@@ -127,7 +128,7 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
             pruner = options.pruner
         else:
             free = sampler != "grid" and len(options.objectives) == 1 and not options.rungs and base.eval.freq > 0
-            pruner = "median" if free and "federate.total_round_num" not in search.space_keys(mine) else "none"
+            pruner = "median" if free and "federate.total_round_num" not in space_keys(mine) else "none"
         settings = Settings(base.to_dict(), mine.to_dict(), options.objectives, sampler, options.sampler_seed, pruner,
                             options.rungs, options.seeds, options.engine)
         check_fit(settings, mine)
@@ -157,13 +158,12 @@ def _count(studies: Mapping[str, Sequence]) -> int:
 def _retry_failed(study) -> None:
     """Queue failed trials again, once each."""
     trials = study.get_trials(deepcopy=False)
-    better = {(search.draw_of(t), t.user_attrs.get("seed")) for t in trials
-              if kind(t) in ("complete", "pruned", "running", "waiting")}
+    key = lambda t: (search.draw_of(t), t.user_attrs.get("rung"), t.user_attrs.get("seed"))  # noqa: E731
+    better = {key(t) for t in trials if kind(t) in ("complete", "pruned", "running", "waiting")}
     for trial in trials:
         given_up = kind(trial) == "lost" and trial.user_attrs.get("retry", 0) >= search.RETRIES
-        key = (search.draw_of(trial), trial.user_attrs.get("seed"))
-        if (kind(trial) == "failed" or given_up) and key not in better:
-            better.add(key)
+        if (kind(trial) == "failed" or given_up) and key(trial) not in better:
+            better.add(key(trial))
             search.requeue(study, trial)
 
 

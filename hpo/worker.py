@@ -15,21 +15,8 @@ from optuna.trial import TrialState
 
 from fs_lowrank import UserError
 
-from .search import (
-    OBJECTIVES,
-    Queue,
-    draw_of,
-    exclusive,
-    fail,
-    front,
-    kind,
-    make_pruner,
-    reap,
-    requeue,
-    settings_of,
-    space_of,
-    worker_identity,
-)
+from .search import Queue, draw_of, exclusive, fail, front, kind, reap, requeue, worker_identity
+from .settings import OBJECTIVES, make_pruner, settings_of, space_of
 from .space import decode
 from .storage import CONFIRM, load_study, open_storage, storage_errors
 from .trial import Failed, Runner, Stopped

@@ -4,9 +4,9 @@
 
 The job is small on purpose (a random encoder of four layers, two local steps, every client in every round), so
 that the engine shows and not the training. Memory is the proportional set size of all processes of a run,
-sampled while it runs: what several processes share counts once. Rounds per second are by the clock and suffer from
-other load on the machine; processor seconds, summed over all processes, do not. A distributed run that would not fit into the
-machine's memory is not started, and the table says so.
+sampled while it runs: what several processes share counts once. Rounds per second are by the clock and suffer
+from other load on the machine; processor seconds, summed over all processes, hardly do. A distributed run that
+would not fit into the machine's memory is not started, and the table says so.
 """
 from __future__ import annotations
 
@@ -221,8 +221,8 @@ def main() -> None:
              "cpus": os.cpu_count(), "versions": versions(),
              "job": "RoLoRA on an encoder of 4 layers and width 128, r 4 in the query and value of the last two; 2 "
                     "steps of 8 samples a client and round, every client in every round; memory is the proportional "
-                    "set size of all processes, with what they import in common counted once. Rounds per second are by the "
-                    "clock and suffer from other load; processor seconds, summed over all processes, hardly do."}
+                    "set size of all processes, with what they import in common counted once. Rounds per second are "
+                    "by the clock and suffer from other load; processor seconds, summed over all processes, hardly do."}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "engines.json").write_text(json.dumps({**about, "cells": cells}, indent=1) + "\n")
     (args.out / "README.md").write_text(table(cells, about))

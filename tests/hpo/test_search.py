@@ -11,7 +11,8 @@ import fs_lowrank
 from fs_lowrank import UserError, load_config
 from hpo import best, cli, plots, read_header
 from hpo import search as core
-from hpo.search import kind, parse_objectives
+from hpo.search import kind
+from hpo.settings import Settings, make_pruner, make_sampler, parse_objectives
 from hpo.storage import CONFIRM, load_study, open_storage
 from hpo.worker import FRESH
 
@@ -92,8 +93,8 @@ def test_pruner_stops_a_trial_at_once_and_its_cost_counts(search, monkeypatch):
 @pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes", "random"])
 def test_every_sampler_and_pruner_is_made(config, name, sampler):
-    settings = core.Settings(config.to_dict(), {}, sampler=sampler, pruner=name)
-    assert core.make_pruner(settings) is not None and core.make_sampler(settings, 10, 0) is not None
+    settings = Settings(config.to_dict(), {}, sampler=sampler, pruner=name)
+    assert make_pruner(settings) is not None and make_sampler(settings, 10, 0) is not None
 
 
 def test_random_points_go_on_where_they_stopped(search):
