@@ -45,6 +45,7 @@ def compare(config: Config, methods: Sequence[str], engine: str = "local", *, re
         UserError: an unknown method, before anything runs; or what ``run`` raises.
     """
     from .methods import get_method_class
+    from .runs.environment import environment
     from .runs.summary import per_client_and_round, seconds
     names = [get_method_class(name).name for name in methods]
     if not names or len(set(names)) < len(names):
@@ -64,6 +65,7 @@ def compare(config: Config, methods: Sequence[str], engine: str = "local", *, re
     (outdir / "comparison.json").write_text(json.dumps(
         {n: {"final": r.final, "bytes_per_client_and_round": per_client_and_round(r.history),
              "seconds": seconds(r.history), "majority": majority,
-             **{k: r.facts[k] for k in ("source", "data", "config")}}
+             **{k: r.facts[k] for k in ("source", "data", "model", "config")}, "seed": config.seed,
+             "versions": environment()["versions"], "settings": configs[n].to_dict()}
          for n, r in results.items()}, indent=1))
     return results

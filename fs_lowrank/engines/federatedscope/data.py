@@ -31,6 +31,10 @@ def load(config, client_cfgs=None):
         return None
     session = open_session(config)
     held_out = {split: examples for split, examples in session._held_out().items() if len(examples)}
+    split, _, metric = config.eval.best_res_update_round_wise_key.partition("_")
+    if held_out and split in ("val", "test") and split not in held_out:
+        # The framework ends a run whose key names a split that is not evaluated, and its default is val_loss.
+        config.eval.best_res_update_round_wise_key = f"{next(iter(held_out))}_{metric}"
     if session.role == "server":
         return Held(config, **held_out), config
     by_clients = not config.federate.make_global_eval

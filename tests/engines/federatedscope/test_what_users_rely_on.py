@@ -166,3 +166,11 @@ def test_real_bytes_in_its_own_log_and_metrics(quick):
     assert server["total_upload_bytes"] == down
     clients = [line for line in system if line["id"] in range(1, 6)]
     assert sum(line["total_upload_bytes"] for line in clients) == up
+
+
+@pytest.mark.parametrize("by_clients", [False, True])
+def test_a_best_result_is_found_on_the_split_there_is(quick, by_clients):
+    """The framework's default key is val_loss, and it ends a run that does not evaluate that split."""
+    keys = {"federate.method": "rolora", "eval.split": ["test"], "federate.total_round_num": 2}
+    result = fs_lowrank.run(quick("run", {**keys, "federate.make_global_eval": not by_clients}), "federatedscope")
+    assert [set(r["metrics"]) for r in result.history] == [{"test"}] * 2
