@@ -70,6 +70,12 @@ def table(found: dict) -> str:
     for method, studies in found["methods"].items():
         values = {p["lr"]: p["val_acc"] for p in studies.get("grid", {}).get("curve", ())}
         lines.append(f"| {method} | " + " | ".join(f"{values[r]:.3f}" if r in values else "–" for r in rates) + " |")
+    missing = [f"{m} {n}" for m in METHODS for n in ("grid", "halving")
+               if not found["methods"].get(m, {}).get(n, {}).get("finished")]
+    missing += [f"{m} {n}: fresh seeds" for m, studies in found["methods"].items() for n, s in studies.items()
+                if s["finished"] and not (s["winners"][0]["confirmed"] or {}).get("metrics")]
+    if missing:
+        lines += ["", f"**Unfinished**, and continued by the same command: {'; '.join(missing)}."]
     lines += ["", "Winners, on fresh seeds (mean ± standard deviation); the test data is evaluated there only:", "",
               "| method | search | learning rate | val_acc in the search | fresh seeds | val_acc | test_acc | "
               "client-steps | of the grid's |", "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]

@@ -21,7 +21,8 @@ def table(folder: Path) -> str:
     """The README's text, from all results in ``folder``."""
     lines = ["# Speed", "",
              "Written by `python -m benchmark.speed`. Figures are medians of runs taken in turn on a shared machine: "
-             "compare within a line, not between lines. On one thread, seconds are the processor's. Agreement "
+             "compare within a line, not between lines. Seconds are the clock's in `server_step` and `overhead`, "
+             "the processor's in the others. Agreement "
              "is the relative difference between the results of the fast and the slow form.", "",
              "| case | figure | value | target | holds | times | agreement |",
              "| --- | --- | --- | --- | --- | --- | --- |"]
