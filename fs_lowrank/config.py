@@ -188,7 +188,7 @@ class EarlyStop:
     #: evaluations without improvement; 0 is off, and the default here (5 in the framework)
     patience: int = _key(0, min=0)
     delta: float = _key(0.0, min=0.0)
-    improve_indicator_mode: str = _key("best", choices=("best", "mean"))
+    improve_indicator_mode: str = _key("best", choices=("best", "mean"), local="best")
 
 
 @dataclass(frozen=True)

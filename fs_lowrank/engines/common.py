@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -253,13 +254,13 @@ class Run:
                             "continue it with its own config.yaml, or choose another outdir")
 
     def _stalled(self) -> bool:
-        """FederatedScope's early stopping: no better value for ``patience`` evaluations in a row."""
-        patience = self.config.early_stop.patience
-        values = [self._key_value(r) for r in self.records.history if r["metrics"]]
-        if patience <= 0 or len(values) <= patience or values[0] is None:
-            return False
-        best = min(range(len(values)), key=lambda i: values[i])
-        return len(values) - 1 - best >= patience
+        """FederatedScope's early stopping: ``patience`` evaluations in a row, none better than the best by ``delta``."""
+        stop = self.config.early_stop
+        best, without = math.inf, 0
+        for value in (self._key_value(r) for r in self.records.history if r["metrics"]):
+            better = value is not None and value < best - stop.delta
+            best, without = (value, 0) if better else (best, without + 1)
+        return 0 < stop.patience <= without
 
     def _key_value(self, record: dict) -> float | None:
         """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better; None if it has none."""

@@ -36,6 +36,11 @@ class LocalEngine(Run):
                  on_client: Callable[[int, int, int], object] | None = None):
         check_local(config)
         super().__init__(config)
+        watched = config.eval.best_res_update_round_wise_key
+        if config.early_stop.patience > 0 and watched.partition("_")[0] not in self._held_out():
+            raise UserError(f"early_stop.patience = {config.early_stop.patience}: it watches "
+                            f"eval.best_res_update_round_wise_key = {watched}, a split that is not evaluated; "
+                            f"evaluated are: {', '.join(self._held_out()) or 'none'}")
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
 
     def _load_client(self, client: int) -> None:

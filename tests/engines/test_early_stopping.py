@@ -1,0 +1,35 @@
+"""Early stopping on the embedded engine, with FederatedScope's keys."""
+import pytest
+
+import fs_lowrank
+from fs_lowrank.engines.local import LocalEngine
+
+
+def engine_with(settings, values, **keys):
+    engine = LocalEngine(fs_lowrank.load_config(settings, keys))
+    engine.records = type("Records", (), {"history": [{"metrics": {"val": {"loss": v}}} for v in values]})()
+    return engine
+
+
+@pytest.mark.parametrize("values, patience, delta, stalled", [
+    ([1.0, 0.9, 0.95, 0.96], 2, 0.0, True),
+    ([1.0, 0.9, 0.95, 0.8], 2, 0.0, False),
+    ([1.0, 0.99, 0.98], 2, 0.1, True),       # better, but never by more than delta
+    ([1.0, 0.8, 0.6], 2, 0.1, False),
+    ([1.0, 1.0, 1.0, 1.0], 0, 0.0, False),   # off
+])
+def test_it_stops_after_patience_evaluations_without_a_better_one(settings, values, patience, delta, stalled):
+    keys = {"early_stop.patience": patience, "early_stop.delta": delta}
+    assert engine_with(settings, values, **keys)._stalled() is stalled
+
+
+def test_a_run_ends_early(settings):
+    keys = {"early_stop.patience": 1, "early_stop.delta": 100.0, "federate.total_round_num": 6}
+    assert len(fs_lowrank.run(fs_lowrank.load_config(settings, keys)).history) == 2
+
+
+def test_what_cannot_be_honoured_is_refused(settings):
+    with pytest.raises(fs_lowrank.UserError, match="val_loss, a split that is not evaluated; evaluated are: test"):
+        LocalEngine(fs_lowrank.load_config(settings, {"early_stop.patience": 2, "eval.split": ["test"]}))
+    with pytest.raises(fs_lowrank.UserError, match="improve_indicator_mode"):
+        LocalEngine(fs_lowrank.load_config(settings, {"early_stop.improve_indicator_mode": "mean"}))
