@@ -254,7 +254,7 @@ class Run:
                             "continue it with its own config.yaml, or choose another outdir")
 
     def _stalled(self) -> bool:
-        """FederatedScope's early stopping: ``patience`` evaluations in a row, none better than the best by ``delta``."""
+        """FederatedScope's early stopping: ``patience`` evaluations running, none better than the best by ``delta``."""
         stop = self.config.early_stop
         best, without = math.inf, 0
         for value in (self._key_value(r) for r in self.records.history if r["metrics"]):
