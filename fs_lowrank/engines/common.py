@@ -144,7 +144,7 @@ class Run:
         """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors."""
         config = self.config
         result = train_client(
-            model, examples, self.method.phases(round), config,
+            model, examples, self.method.phases(round, client.id), config,
             lr=lr_at(round, config.federate.total_round_num, config.train.optimizer.lr, config.train.scheduler),
             seed=derive(config.seed, "train", round, client.id), owner=f"client {client.id}", prefix=prefix)
         tensors = {n: t.detach() for n, t in self.method.upload(model, round, client).items()}

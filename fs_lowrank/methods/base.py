@@ -30,7 +30,7 @@ from ..algebra import FlatTensors, weighted_mean
 from ..config import AdapterSpec
 from ..errors import nearest
 from ..models.adapters import add_adapter, load_tensors
-from ..models.names import named_tensors, select
+from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
 
 Tensors = Mapping[str, Tensor]
@@ -44,10 +44,12 @@ class Phase:
     Attributes:
         train: tags (``models.names``) of the parameters that train; all others are frozen.
         steps: how long, in units of ``train.batch_or_epoch``; None means ``train.local_update_steps``.
+        penalty: a function of the model that is added to the loss of every step.
     """
 
     train: tuple[str, ...]
     steps: int | None = None
+    penalty: Callable[[nn.Module], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,24 @@ class Setting:
     rounds: int | None = None
     seed: int = 0
     uniform: bool = False
+    #: the model was not pre-trained: what carries no adapter (norms, first layer) trains whole, like a new head
+    from_scratch: bool = False
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """What a server has beside the updates, for methods that choose or distil.
+
+    Attributes:
+        model: an adapted model to load tensors into; what it holds before and after does not count.
+        validation: draws the held-out samples once, in order, as model inputs with ``labels``; they are
+            never among the training data, and all methods get the same.
+        seed: for what the server draws.
+    """
+
+    model: nn.Module
+    validation: Callable[[], Iterable[dict[str, Tensor]]]
+    seed: int
 
 
 class Method:
@@ -100,16 +120,32 @@ class Method:
     source: ClassVar[str] = ""
     #: what a client sends each round, one line
     sends: ClassVar[str] = "everything it trains"
-    #: True if the server's step is a weighted mean: server optimizers and secret sharing then apply
+    #: True if the server's step is a weighted mean of what clients hold: server optimizers then apply
     averages: ClassVar[bool] = True
+    #: True if the server needs no more than the weighted sum of what clients send: secret sharing then applies.
+    #: None means: as ``averages``
+    additive: ClassVar[bool | None] = None
+    #: True if the server's step needs ``workbench``
+    selects: ClassVar[bool] = False
 
     @dataclass(frozen=True)
     class Params:
         pass
 
+    @classmethod
+    def needs_only_sums(cls) -> bool:
+        """Whether the weighted sum of what clients send is all that the server needs."""
+        return cls.averages if cls.additive is None else cls.additive
+
     def __init__(self, params: object, setting: Setting):
         self.params = params
         self.setting = setting
+        #: tags of what trains whole: a new head, and in a model from scratch all that carries no adapter
+        self.whole: tuple[str, ...] = ("head", "rest") if setting.from_scratch else ("head",)
+        if "base" not in self.shared:
+            self.shared = tuple(dict.fromkeys((*self.shared, *self.whole)))
+        #: set by the engine where ``selects`` is True
+        self.workbench: Workbench | None = None
         #: set by ``methods.server_optimizer``; the plain mean otherwise
         self.combine: Callable[[Mapping[str, Tensor], State], tuple[dict[str, Tensor], State]] | None = None
 
@@ -140,8 +176,8 @@ class Method:
 
     # -- what trains -------------------------------------------------------------------------------
 
-    def phases(self, round: int) -> list[Phase]:
-        """The ordered phases of local training in ``round``."""
+    def phases(self, round: int, client: int | None = None) -> list[Phase]:
+        """The ordered phases of local training in ``round``, at ``client`` (None: at one that has no wishes)."""
         return [Phase(train=self.shared)]
 
     def tailor(self, tensors: Tensors, client: int) -> Tensors:
@@ -153,20 +189,20 @@ class Method:
 
     # -- what is sent ------------------------------------------------------------------------------
 
-    def sent(self, names: Iterable[str], round: int) -> list[str]:
+    def sent(self, names: Iterable[str], round: int, client: int | None = None) -> list[str]:
         """Those of ``names`` that a client sends in ``round``: the shared ones that trained, and are not personal."""
-        trained = select(names, {tag for phase in self.phases(round) for tag in phase.train})
+        trained = select(names, {tag for phase in self.phases(round, client) for tag in phase.train})
         return sorted(set(select(trained, self.shared)) - set(select(trained, self.personal)))
 
     def upload(self, model: nn.Module, round: int, client: Client) -> dict[str, Tensor]:
         """What ``client`` sends after its local training: names and the model's own tensors."""
-        parameters = dict(model.named_parameters())
-        return {n: parameters[n] for n in self.sent(parameters, round)}
+        tensors = all_tensors(model)
+        return {n: tensors[n] for n in self.sent(tensors, round, client.id)}
 
     def expected(self, state: State, round: int, client: int) -> dict[str, Tensor]:
         """Names, shapes and dtypes that ``client`` must send, as tensors whose values do not count."""
         view = self.view(state, client)
-        return {n: view[n] for n in self.sent(view, round)}
+        return {n: view[n] for n in self.sent(view, round, client)}
 
     def view(self, state: State, client: int | None = None) -> dict[str, Tensor]:
         """The shared tensors as they stand, for the global model or as ``client`` holds them."""

@@ -13,5 +13,5 @@ class FFALoRA(Method):
     source = "Sun et al., ICLR 2024"
     sends = "B"
 
-    def phases(self, round: int) -> list[Phase]:
-        return [Phase(train=("lora_B", "head"))]
+    def phases(self, round: int, client: int | None = None) -> list[Phase]:
+        return [Phase(train=("lora_B", *self.whole))]

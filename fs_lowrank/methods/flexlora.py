@@ -29,7 +29,7 @@ class FlexLoRA(RankedMethod):
             "choices": ("b", "sqrt"), "help": "b: all singular values in B; sqrt: shared with A"})
 
     def aggregate(self, updates, state, round):
-        message, _ = self.average(updates, state, tagged=("head",))
+        message, _ = self.average(updates, state, tagged=self.whole)
         weights = self.weights(updates)
         adapter, rank = self.adapter, self.rank()
         scale = adapter.scale(rank)

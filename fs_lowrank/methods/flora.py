@@ -27,7 +27,7 @@ class FLoRA(RankedMethod):
     Params = RankedParams
 
     def aggregate(self, updates, state, round):
-        message, _ = self.average(updates, state, tagged=("head",))
+        message, _ = self.average(updates, state, tagged=self.whole)
         fresh = dict(message)
         weights, scale = self.weights(updates), self.adapter.scale
         for b, a in pairs(updates[0].tensors):

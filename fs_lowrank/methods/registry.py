@@ -64,7 +64,8 @@ def get_method_class(name: str) -> type[Method]:
 
 
 def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int | None = None, seed: int = 0,
-                  uniform: bool = False, server_optimizer: dict | None = None, **params: object) -> Method:
+                  uniform: bool = False, from_scratch: bool = False, server_optimizer: dict | None = None,
+                  **params: object) -> Method:
     """A method ready to be asked.
 
     Args:
@@ -72,6 +73,7 @@ def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int 
         rounds: rounds of the whole run, for methods whose plan depends on it.
         seed: the run's seed; fresh draws come from it.
         uniform: weigh clients equally instead of by samples.
+        from_scratch: the model was not pre-trained, so what carries no adapter trains whole.
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
         params: the method's hyperparameters.
     Raises:
@@ -79,7 +81,7 @@ def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int 
             method whose server step is not a mean.
     """
     cls = get_method_class(name)
-    setting = Setting(adapter or AdapterSpec(), rounds, seed, uniform)
+    setting = Setting(adapter or AdapterSpec(), rounds, seed, uniform, from_scratch)
     method = cls(cls.Params(**check_method_params(cls, params)), setting)
     if server_optimizer is not None:
         from .server_optimizer import ServerOptimizer

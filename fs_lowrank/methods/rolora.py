@@ -41,5 +41,5 @@ class RoLoRA(Method):
         alternates = self.params.mix >= 1 or round <= math.ceil(self.params.mix * self.setting.rounds)
         return "lora_A" if round % 2 == 0 and alternates else "lora_B"
 
-    def phases(self, round: int) -> list[Phase]:
-        return [Phase(train=(self.half(round), "head"))]
+    def phases(self, round: int, client: int | None = None) -> list[Phase]:
+        return [Phase(train=(self.half(round), *self.whole))]

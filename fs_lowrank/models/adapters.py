@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..config import AdapterSpec
 from ..errors import UserError, nearest
 from ..seeds import derive
-from .names import HEAD_MODULES
+from .names import HEAD_MODULES, all_tensors
 
 _CLASSES = {"lora": peft.LoraConfig}
 
@@ -87,7 +87,7 @@ _LORA_WEIGHT = re.compile(r"^(?P<module>.+)\.lora_[AB]\.(?P<adapter>[^.]+)\.weig
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy named tensors into the model's parameters.
+    """Copy named tensors into the model's own.
 
     A LoRA half may come at another rank than the model's: the parameter takes the new shape and PEFT's
     scaling follows (``alpha / r``, or ``alpha / √r`` with rsLoRA), so one model serves clients of all ranks.
@@ -95,10 +95,10 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         KeyError: a name that the model does not have. ValueError: a shape that cannot be loaded.
     """
-    parameters = dict(model.named_parameters())
+    own = all_tensors(model)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            parameter = parameters[name]
+            parameter = own[name]
             if parameter.shape == tensor.shape:
                 parameter.copy_(tensor)
                 continue

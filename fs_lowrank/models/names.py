@@ -8,8 +8,9 @@ A tag is a word that a method uses to say what trains and what is sent:
 ``adapter``  any tensor of the shared adapter (also LoHa's and LoKr's)
 ``personal`` any tensor of an adapter called ``personal``; so for any adapter that is not PEFT's ``default``
 ``head``     a classifier that is new for the task
+``rest``     any tensor of ``base`` that carries no adapter; it trains only in a model from scratch
 ``x``        a name ``x:…`` is no tensor of the model but what a method keeps or sends beside them
-``base``     everything else: the weights the model came with
+``base``     everything else: the weights the model came with, and the running statistics of its norms
 ========== ==============================================================================
 """
 from __future__ import annotations
@@ -38,7 +39,7 @@ def tags(name: str) -> frozenset[str]:
         return frozenset()  # PEFT's untouched copy of a head: never trained, never sent
     if "modules_to_save" in parts or any(part in parts for part in HEAD_MODULES):
         return frozenset({"head"})
-    return frozenset({"base"})
+    return frozenset({"base"} if "base_layer" in parts else {"base", "rest"})
 
 
 def select(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
@@ -53,7 +54,13 @@ def pairs(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     return [(a.replace(".lora_A.", ".lora_B."), a) for a in downs]
 
 
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own parameters, and the running statistics of its norms (not copies)."""
+    statistics = {n: b for n, b in model.named_buffers() if n.rsplit(".", 1)[-1] in ("running_mean", "running_var")}
+    return {**dict(model.named_parameters()), **statistics}
+
+
 def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
-    """The model's own parameters (not copies) that carry one of the ``wanted`` tags, sorted by name."""
-    parameters = dict(model.named_parameters())
-    return {n: parameters[n] for n in select(parameters, wanted)}
+    """The model's own tensors (not copies) that carry one of the ``wanted`` tags, sorted by name."""
+    tensors = all_tensors(model)
+    return {n: tensors[n] for n in select(tensors, wanted)}

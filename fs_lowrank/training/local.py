@@ -133,8 +133,10 @@ def train_client(model: nn.Module, examples, phases: Sequence[Phase], config, *,
             else:
                 with prefix.states(owner, examples, indices):
                     loss = loss_of(model, batch)
-            (loss / accumulate if accumulate > 1 else loss).backward()
             total += loss.detach()
+            if phase.penalty is not None:
+                loss = loss + phase.penalty(model)
+            (loss / accumulate if accumulate > 1 else loss).backward()
             waiting, steps, samples = waiting + 1, steps + 1, samples + len(indices)
             if waiting == accumulate:
                 _step(optimizer, parameters, config)

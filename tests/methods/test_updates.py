@@ -160,7 +160,7 @@ def test_the_registry(monkeypatch):
         class Params:
             share: float = field(default=0.5, metadata={"min": 0.0, "max": 1.0})
 
-        def phases(self, round):
+        def phases(self, round, client=None):
             return [Phase(("lora_B",), steps=1), Phase(("lora_A", "head"), steps=2)]
 
     assert "half_and_half" in list_methods() and create_method("half_and_half", share=0.25).params.share == 0.25

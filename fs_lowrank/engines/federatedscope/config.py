@@ -241,17 +241,17 @@ def _refuse(cfg, method: str) -> None:
             continue
         if value not in off:
             refused.append(f"{name} = {value!r}: {why}")
-    averages = get_method_class(method).averages
+    sums = get_method_class(method).needs_only_sums()
     quantises, shares, online = (cfg.quantization.method != "none", cfg.federate.use_ss, cfg.federate.online_aggr)
     if cfg.federate.process_num > 1:
         refused.append(f"federate.process_num = {cfg.federate.process_num}: the framework's processes exchange whole "
                        "state dicts of one shape; our methods send less, and not the same every round")
-    if shares and not averages:
+    if shares and not sums:
         refused.append(f"federate.use_ss = True: {method}'s server step is not a weighted sum, so it cannot work on "
-                       f"shares; it applies to: {_averaging()}")
-    if online and not averages:
+                       f"shares; it applies to: {_additive()}")
+    if online and not sums:
         refused.append(f"federate.online_aggr = True: {method}'s server step needs all updates at once, not their "
-                       f"running sum; it applies to: {_averaging()}")
+                       f"running sum; it applies to: {_additive()}")
     if shares and quantises:
         refused.append("federate.use_ss and quantization.method together: shares are random numbers over the whole "
                        "range, and rounded ones do not add up")
@@ -272,8 +272,8 @@ def _refuse(cfg, method: str) -> None:
         raise UserError(f"federate.method = {method} cannot run together with:\n  " + "\n  ".join(refused))
 
 
-def _averaging() -> str:
-    return ", ".join(n for n in list_methods() if get_method_class(n).averages)
+def _additive() -> str:
+    return ", ".join(n for n in list_methods() if get_method_class(n).needs_only_sums())
 
 
 def to_framework(config: Config):
