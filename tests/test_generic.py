@@ -18,8 +18,13 @@ RANKED = [n for n in METHODS if "ranks" in get_method_class(n).Params.__dataclas
 AVERAGING = [n for n in METHODS if get_method_class(n).averages]
 #: every method as it is, and again where a hyperparameter changes what travels
 CASES = [*((m, {}) for m in METHODS), *((m, {"lowrank.ranks": (1, 3, 2)}) for m in RANKED)]
-if "fedloru" in METHODS:
-    CASES += [("fedloru", {"lowrank.tau": 2, "lowrank.init": init}) for init in ("random", "momentum")]
+CASES += [(m, {"lowrank.tau": 2}) for m in ("fedloru", "pfedloru")]
+CASES += [("fedloru", {"lowrank.tau": 2, **more}) for more in (
+    {"lowrank.init": "momentum"}, {"lowrank.merge": False}, {"lowrank.merge": False, "lowrank.init": "momentum"},
+    {"llm.adapter.args.0.adapter_method": "loha"}, {"llm.adapter.args.0.adapter_method": "lokr"})]
+CASES += [(m, {"lowrank.tau": 2, "lowrank.nested_ranks": (1, 0), "llm.adapter.args.0.r": 3})
+          for m in ("mfedloru", "pmfedloru")]
+CASES += [("pfedlora", {"lowrank.variant": 2}), ("fedhm", {"lowrank.rank_factors": (2, 8, 4)})]
 TASKS = ("encoder", "causal")
 
 
@@ -109,6 +114,19 @@ def size(tensors, head=True):
     return sum(math.prod(t.shape) * {torch.float32: 4, torch.bfloat16: 2}[t.dtype] for t in kept)
 
 
+def factors_only(message, rank_factors, client):
+    """What FedHM's client gets of a message: the factors of its own rank, and not the weights they stand for."""
+    factor = rank_factors[(client - 1) % len(rank_factors)]
+    got = {n: t for n, t in message.items() if not n.startswith("svd:")}
+    for name in (n.removeprefix("svd:") for n in message if n.startswith("svd:")):
+        layer, half = name.rsplit(".", 1)
+        weight = got.pop(f"{layer}.base_layer.weight", None)
+        d_out, d_in = (weight if weight is not None else shape).shape
+        shape, rank = torch.empty(d_out, d_in), max(round(d_out / factor), 1)
+        got[name] = torch.empty((d_out, rank) if half == "factor_U" else (rank, d_in))
+    return got
+
+
 @pytest.mark.parametrize("method, keys", CASES)
 def test_bytes_are_what_was_handed_over(make, monkeypatch, method, keys):
     ranks = keys.get("lowrank.ranks")
@@ -148,6 +166,7 @@ def test_bytes_are_what_was_handed_over(make, monkeypatch, method, keys):
             cut = {n: t[:rank] if ".lora_A." in n else t[:, :rank] if ".lora_B." in n else t
                    for n, t in lacks.items() if not n.startswith("merge:")}
             cut |= {n: t for n, t in lacks.items() if n.startswith("merge:")}
+            cut = factors_only(cut, keys.get("lowrank.rank_factors", (4,)), client)
             down[str(client)], bare = size(cut), bare + size(cut, head=False)
             stands_at[client] = round - 1
         assert record["client_downlink_bytes"] == down and record["downlink_bytes"] == sum(down.values())
@@ -231,7 +250,8 @@ def test_one_seed_one_result(make, method, task):
 def test_weights_by_samples_or_equal(make, monkeypatch, method):
     states = []
     for uniform in (False, True):
-        engine = make("encoder", method, {"federate.ignore_weight": uniform, "federate.total_round_num": 1})
+        own = {"lowrank.average_by": "samples"} if "average_by" in get_method_class(method).Params.__dataclass_fields__ else {}
+        engine = make("encoder", method, {"federate.ignore_weight": uniform, "federate.total_round_num": 1, **own})
         sent = {}
         upload = engine.method.upload
         monkeypatch.setattr(engine.method, "upload", lambda m, r, c, upload=upload, sent=sent: sent.setdefault(
@@ -256,6 +276,7 @@ def test_one_client_one_round_is_local_training(make, method):
     before = logits(alone.model, alone.data.test)
     train_client(alone.model, alone.data.clients[0], alone.method.phases(1), alone.config, lr=5e-3,
                  seed=derive(alone.config.seed, "train", 1, 1), owner="client 1", prefix=alone.prefix)
+    load_tensors(alone.model, alone.untrained_personal)
     trained = logits(alone.model, alone.data.test)
     assert not torch.allclose(before, trained, atol=1e-4)
     torch.testing.assert_close(logits(engine.model, engine.data.test), trained, atol=1e-5, rtol=1e-4)
@@ -346,7 +367,7 @@ def test_half_precision(make, monkeypatch, method, task):
     result = engine.run()
     assert all(math.isfinite(r["loss"]) and not r["failed"] for r in result.history)
     assert next(p for n, p in engine.model.named_parameters() if "embed" in n).dtype == torch.bfloat16
-    if method in AVERAGING:
+    if get_method_class(method).needs_only_sums():
         # Tensors of both widths travel together, and still each client's own is averaged.
         sizes = [len(e) for e in engine.data.clients]
         for name in sent[1, 1]:

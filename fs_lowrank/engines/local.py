@@ -79,7 +79,7 @@ class LocalEngine(Run):
                 self.personal[client] = self._personal_now()
         trained = time.perf_counter()
         # The one model becomes a copy that stands at the last round, as every other copy would.
-        load_tensors(self.model, self.method.view(server.state))
+        load_tensors(self.model, {**self.method.view(server.state), **self.untrained_personal})
         try:
             message = server.finish(round)
         except TooFewClients as error:

@@ -261,7 +261,7 @@ class Method:
     # -- shared by methods that draw fresh tensors ---------------------------------------------------
 
     def draw_down(self, name: str, shape: Sequence[int], round: int) -> Tensor:
-        """A fresh ``lora_A`` for after ``round``: Kaiming-uniform as PEFT draws it, from the seed.
+        """A fresh adapter tensor for after ``round``: Kaiming-uniform as PEFT draws it, from the seed.
 
         Every copy draws the same, and the first rows do not depend on how many follow.
         """
@@ -270,16 +270,16 @@ class Method:
         return (torch.rand(*shape, generator=generator) * 2 - 1) * bound
 
 
-def split_merges(message: Tensors) -> tuple[list[tuple[int, str, Tensor, Tensor]], dict[str, Tensor]]:
-    """A message's products to merge, as ``(round, name of the lora_A, B, A)`` in the order of rounds, and the rest.
+def split_merges(message: Tensors) -> tuple[dict[int, dict[str, Tensor]], dict[str, Tensor]]:
+    """A message's adapters to merge, by the round they come from, in order, and the rest.
 
-    A product travels as the two entries ``merge:<round>:<name>`` of its halves.
+    A tensor to merge travels under the name ``merge:<round>:<name>``.
     """
     rest = {n: t for n, t in message.items() if not n.startswith("merge:")}
-    keys = sorted((int(n.split(":", 2)[1]), n.split(":", 2)[2]) for n in message.keys() - rest.keys())
-    downs = [(r, a) for r, a in keys if ".lora_A." in a]
-    return [(r, a, message[f"merge:{r}:{a.replace('.lora_A.', '.lora_B.')}"], message[f"merge:{r}:{a}"])
-            for r, a in downs], rest
+    merges: dict[int, dict[str, Tensor]] = {}
+    for round, name in sorted((int(n.split(":", 2)[1]), n.split(":", 2)[2]) for n in message.keys() - rest.keys()):
+        merges.setdefault(round, {})[name] = message[f"merge:{round}:{name}"]
+    return merges, rest
 
 
 def check_update(update: Update, expected: Tensors) -> Update:

@@ -9,14 +9,18 @@ Regularization", Algorithm 1.
 ``init: random`` draws A and sets B = 0, which leaves the model's function unchanged; ``init: momentum`` keeps
 the values, so that the function jumps by one ``s B A``: the papers' momentum effect, and the default of the
 authors' code. ``schedule`` gives the accumulation rounds as a list instead of ``tau``.
+
+``merge: false`` is for fine-tuning: the base stays as it is, the accumulated pairs stand beside it, and all of
+them are saved as one LoRA adapter of their rank together.
 """
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from ..models.adapters import base_weight_name, load_tensors, merge_pair
-from ..models.names import named_tensors, pairs
+from ..errors import UserError
+from ..models.adapters import ACCUMULATED, accumulate_pair, add_beside, base_weight_name, load_tensors, merge_adapter
+from ..models.names import named_tensors, pairs, select, zero_at_start
 from .base import Method, Tensors, split_merges
 from .registry import register_method
 
@@ -33,33 +37,61 @@ class FedLoRU(Method):
             "min": 1, "help": "the accumulation rounds themselves; goes before tau"})
         init: str = field(default="random", metadata={
             "choices": ("random", "momentum"), "help": "how the pair starts again"})
+        merge: bool = field(default=True, metadata={
+            "help": "False: keep the accumulated pairs beside the base and save them as one adapter"})
+
+    def __init__(self, params, setting):
+        super().__init__(params, setting)
+        if not params.merge and (self.adapter.method != "lora" or setting.from_scratch):
+            raise UserError("lowrank.merge = False keeps LoRA pairs beside a pre-trained base; " + (
+                "this model is trained from scratch" if setting.from_scratch else
+                f"llm.adapter.args asks for {self.adapter.method}, whose products do not add up to one adapter"))
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        model = super().adapt(model)
+        if not self.params.merge:
+            add_beside(model, ACCUMULATED, self.setting.seed, r=1)
+        return model
 
     def accumulates(self, round: int) -> bool:
         """Whether the pair is merged at the end of ``round``."""
         return round in self.params.schedule if self.params.schedule else round % self.params.tau == 0
+
+    def restart(self, name: str, value: torch.Tensor, round: int) -> torch.Tensor:
+        """The adapter's tensor ``name`` after the accumulation of ``round``, where it was ``value``."""
+        if self.params.init == "momentum":
+            return value
+        drawn = torch.zeros(value.shape) if zero_at_start(name) else self.draw_down(name, value.shape, round)
+        return drawn.to(value)
 
     def aggregate(self, updates, state, round):
         mean, memory = self.average(updates, state)
         state, message = {**state, **mean, **memory}, dict(mean)
         if not self.accumulates(round):
             return state, message
-        for b, a in pairs(mean):
+        adapter = select(mean, {"adapter"})
+        for name in adapter:
             # The pair travels once, as what to merge; every copy starts its new pair by itself.
-            message[f"merge:{round}:{b}"], message[f"merge:{round}:{a}"] = message.pop(b), message.pop(a)
-            if self.params.init == "random":
-                state[a], state[b] = self.draw_down(a, mean[a].shape, round).to(mean[a]), torch.zeros_like(mean[b])
-                state = {n: v for n, v in state.items()
-                         if not (n.startswith("server_optimizer:") and n.endswith((a, b)))}
+            message[f"merge:{round}:{name}"] = message.pop(name)
+            state[name] = self.restart(name, mean[name], round)
+        if self.params.init == "random":
+            state = {n: v for n, v in state.items()
+                     if not (n.startswith("server_optimizer:") and n.endswith(tuple(adapter)))}
         return state, message
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
         merges, rest = split_merges(message)
-        for merged_in, a, up, down in merges:
-            merge_pair(model, a, self.adapter.scale() * up, down)
-            if self.params.init == "random":
-                up, down = torch.zeros_like(up), self.draw_down(a, down.shape, merged_in).to(down)
-            load_tensors(model, {a: down, a.replace(".lora_A.", ".lora_B."): up})
+        for merged_in, adapter in merges.items():
+            if self.params.merge:
+                load_tensors(model, adapter)
+                merge_adapter(model, adapter)
+            else:
+                for b, a in pairs(adapter):
+                    accumulate_pair(model, a, self.adapter.scale() * adapter[b], adapter[a])
+            load_tensors(model, {n: self.restart(n, t, merged_in) for n, t in adapter.items()})
         load_tensors(model, rest)
 
     def changed_base(self, model: nn.Module) -> list[str]:
-        return [base_weight_name(a) for _, a in pairs(named_tensors(model, ("adapter",)))]
+        if not self.params.merge:
+            return list(named_tensors(model, (ACCUMULATED,)))
+        return sorted({base_weight_name(n) for n in named_tensors(model, ("adapter",))})

@@ -41,8 +41,9 @@ class FLoRA(RankedMethod):
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
         merges, rest = split_merges(message)
-        for _, a, up, down in merges:
-            merge_pair(model, a, up, down)
+        for stacks in merges.values():
+            for b, a in pairs(stacks):
+                merge_pair(model, a, stacks[b], stacks[a])
         load_tensors(model, rest)
         pair = named_tensors(model, ("adapter",))
         fresh = {}

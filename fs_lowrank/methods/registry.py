@@ -10,7 +10,8 @@ from ..errors import UserError, nearest
 from .base import Method, Setting
 
 ENTRY_POINTS = "fs_lowrank.methods"
-_BUILT_IN = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora", "fedloru")
+_BUILT_IN = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora", "fedloru", "mfedloru",
+             "pfedloru", "pfedlora", "fedhm")
 _ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
 _METHODS: dict[str, type[Method]] = {}
 

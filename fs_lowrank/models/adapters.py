@@ -1,20 +1,25 @@
 """Putting LoRA on a model through PEFT, and loading named tensors into it, of any rank."""
 from __future__ import annotations
 
+import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import peft
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..config import AdapterSpec
 from ..errors import UserError, nearest
 from ..seeds import derive
-from .names import HEAD_MODULES, all_tensors
+from .names import HEAD_MODULES, all_tensors, tags
 
-_CLASSES = {"lora": peft.LoraConfig}
+_CLASSES = {"lora": peft.LoraConfig, "loha": peft.LoHaConfig, "lokr": peft.LoKrConfig}
 
 
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -32,16 +37,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
         UserError: no such module or layer (with the nearest that exists), a rank above a layer's width,
             an adapter method that is not known.
     """
-    if spec.method not in _CLASSES:
-        raise UserError(f"llm.adapter.args: adapter_method {spec.method!r} is not known"
-                        f"{nearest(spec.method, _CLASSES)}; known: {', '.join(sorted(_CLASSES))}")
-    target, layers = _targets(model, spec), _layers(model, spec)
-    is_sequence_classifier = any(hasattr(model, head) for head in HEAD_MODULES)
-    task = {"task_type": "SEQ_CLS"} if is_sequence_classifier else (
-        {"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {})
-    config = _CLASSES[spec.method](
-        r=spec.r, lora_alpha=spec.lora_alpha, lora_dropout=spec.lora_dropout, use_rslora=spec.use_rslora,
-        target_modules=target, layers_to_transform=layers, **task, **spec.extra)
+    config = _config(model, spec)
     torch.manual_seed(derive(seed, "adapter"))
     with warnings.catch_warnings():
         # PEFT asks transformers for an attribute by its old name.
@@ -55,6 +51,43 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
                 raise UserError(f"rank {spec.r} is above the width of {name}: its weight is "
                                 f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}")
     return wrapped
+
+
+def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
+    """PEFT's config of ``spec`` for ``model``."""
+    if spec.method not in _CLASSES:
+        raise UserError(f"llm.adapter.args: adapter_method {spec.method!r} is not known"
+                        f"{nearest(spec.method, _CLASSES)}; known: {', '.join(sorted(_CLASSES))}")
+    is_sequence_classifier = any(hasattr(model, head) for head in HEAD_MODULES)
+    task = {"task_type": "SEQ_CLS"} if is_sequence_classifier else (
+        {"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {})
+    if spec.method == "lora":
+        strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": spec.lora_dropout, "use_rslora": spec.use_rslora}
+    elif spec.use_rslora:
+        raise UserError(f"llm.adapter.args: use_rslora is LoRA's; {spec.method} scales by alpha / r")
+    else:
+        strength = {"alpha": spec.lora_alpha, "rank_dropout": spec.lora_dropout}
+    return _CLASSES[spec.method](
+        r=spec.r, **strength, target_modules=_targets(model, spec), layers_to_transform=_layers(model, spec), **task,
+        **spec.extra)
+
+
+def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
+    """Full names of the modules that ``add_adapter`` would put an adapter on.
+
+    Raises:
+        UserError: as ``add_adapter``; or it would put none.
+    """
+    config = _config(model, spec)
+    if config.target_modules is None:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        config.target_modules = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+    found = [n for n, _ in model.named_modules()
+             if config.target_modules and check_target_module_exists(config, n)]
+    if not found:
+        raise UserError("llm.adapter.args: target_modules is missing, and there is no usual choice for this model; "
+                        "name some modules")
+    return found
 
 
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | None:
@@ -84,13 +117,37 @@ def _layers(model: nn.Module, spec: AdapterSpec) -> list[int] | None:
 
 
 _LORA_WEIGHT = re.compile(r"^(?P<module>.+)\.lora_[AB]\.(?P<adapter>[^.]+)\.weight$")
+_ADAPTER_TENSOR = re.compile(r"^(?P<module>.+)\.(?:lora|hada|lokr)_\w+\.(?P<adapter>[^.]+)(?:\.weight)?$")
+
+#: an adapter of products that were accumulated; their scale is in its B
+ACCUMULATED = "accumulated"
+
+
+def add_beside(model: nn.Module, name: str, seed: int, *, r: int | None = None) -> nn.Module:
+    """Put a second adapter called ``name`` beside the shared one, on the same layers; both act from then on.
+
+    Args:
+        model: PEFT's model, as ``add_adapter`` returns it.
+        r: another rank than the shared adapter's.
+    """
+    config = copy.deepcopy(model.peft_config["default"])
+    config.modules_to_save = None
+    if r is not None:
+        config.r = r
+    torch.manual_seed(derive(seed, "adapter", name))
+    tuner = model.base_model
+    tuner.peft_config[name] = config
+    tuner.inject_adapter(tuner.model, name)
+    tuner.set_adapter(["default", name])
+    return model
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy named tensors into the model's own.
 
     A LoRA half may come at another rank than the model's: the parameter takes the new shape and PEFT's
-    scaling follows (``alpha / r``, or ``alpha / √r`` with rsLoRA), so one model serves clients of all ranks.
+    scaling follows (``alpha / r``, or ``alpha / √r`` with rsLoRA), so one model serves clients of all ranks;
+    so may nested pairs and factors.
 
     Raises:
         KeyError: a name that the model does not have. ValueError: a shape that cannot be loaded.
@@ -103,16 +160,19 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 parameter.copy_(tensor)
                 continue
             match = _LORA_WEIGHT.match(name)
-            if match is None:
+            if match is None and not tags(name) & {"nested", "factor"}:
                 raise ValueError(f"{name}: the model's shape is {tuple(parameter.shape)}, "
                                  f"the tensor's {tuple(tensor.shape)}")
             parameter.data = tensor.detach().clone().to(parameter)
-            _set_rank(model.get_submodule(match["module"]), match["adapter"])
+            if match is not None:
+                _set_rank(model.get_submodule(match["module"]), match["adapter"])
 
 
 def _set_rank(layer: nn.Module, adapter: str) -> None:
     layer.r[adapter] = layer.lora_A[adapter].weight.shape[0]
     layer.set_scale(adapter, 1.0)
+    if adapter == ACCUMULATED:
+        layer.scaling[adapter] = 1.0
 
 
 def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> None:
@@ -129,6 +189,63 @@ def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> No
         weight.add_((delta.T if getattr(layer, "fan_in_fan_out", False) else delta).reshape(weight.shape))
 
 
-def base_weight_name(down_name: str) -> str:
-    """The name of the frozen weight beside the ``lora_A`` parameter ``down_name``."""
-    return _LORA_WEIGHT.match(down_name)["module"] + ".base_layer.weight"
+def merge_adapter(model: nn.Module, names: Iterable[str]) -> None:
+    """``W ← W + ΔW`` of the shared adapter as it stands, scale included, in the layers that ``names`` belong to."""
+    for module in sorted({_ADAPTER_TENSOR.match(n)["module"] for n in names}):
+        layer = model.get_submodule(module)
+        with torch.no_grad():
+            weight = layer.get_base_layer().weight
+            weight.add_(layer.get_delta_weight("default").to(weight.dtype))
+
+
+def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> None:
+    """Append a pair to the adapter ``ACCUMULATED`` beside ``lora_A`` called ``down_name``; the base stays as it is.
+
+    Args:
+        up, down: as for ``merge_pair``.
+    """
+    down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
+    up_all = down_all.replace(".lora_A.", ".lora_B.")
+    own = dict(model.named_parameters())
+    # What it starts with, one pair with B = 0, stands for nothing.
+    kept = bool(own[up_all].any())
+    load_tensors(model, {up_all: torch.cat([own[up_all], up], 1) if kept else up,
+                         down_all: torch.cat([own[down_all], down]) if kept else down})
+
+
+def one_adapter(model: nn.Module) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
+    """The adapter ``ACCUMULATED`` and the shared one as a single LoRA adapter, in PEFT's names.
+
+    Returns:
+        Its config, of the rank of both together and scale 1, and its tensors with the head's.
+    """
+    tensors = {n: t for n, t in peft.get_peft_model_state_dict(model, adapter_name="default").items()
+               if ".lora_" not in n}
+    for name, layer in model.named_modules():
+        if ACCUMULATED not in getattr(layer, "lora_A", {}):
+            continue
+        parts = [a for a in (ACCUMULATED, "default") if bool(layer.lora_B[a].weight.any())] or ["default"]
+        tensors[f"{name}.lora_A.weight"] = torch.cat([layer.lora_A[a].weight for a in parts]).detach()
+        tensors[f"{name}.lora_B.weight"] = torch.cat(
+            [layer.lora_B[a].weight * layer.scaling[a] for a in parts], 1).detach()
+        rank = tensors[f"{name}.lora_A.weight"].shape[0]
+    config = copy.deepcopy(model.peft_config["default"])
+    config.r, config.lora_alpha, config.use_rslora = rank, rank, False
+    return config, tensors
+
+
+def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[str, Tensor]) -> Path:
+    """Write an adapter in PEFT's format."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors",
+              metadata={"format": "pt"})
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    return folder
+
+
+def base_weight_name(name: str) -> str:
+    """The name of the frozen weight beside the adapter's tensor called ``name``."""
+    return _ADAPTER_TENSOR.match(name)["module"] + ".base_layer.weight"

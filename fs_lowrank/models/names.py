@@ -9,6 +9,8 @@ A tag is a word that a method uses to say what trains and what is sent:
 ``personal`` any tensor of an adapter called ``personal``; so for any adapter that is not PEFT's ``default``
 ``head``     a classifier that is new for the task
 ``rest``     any tensor of ``base`` that carries no adapter; it trains only in a model from scratch
+``nested``   a pair nested in the shared one (``models.nested``)
+``factor``   a thin factor in the place of a full weight (``models.factorised``)
 ``x``        a name ``x:…`` is no tensor of the model but what a method keeps or sends beside them
 ``base``     everything else: the weights the model came with, and the running statistics of its norms
 ========== ==============================================================================
@@ -25,12 +27,25 @@ _ADAPTER_PARTS = ("lora_A", "lora_B", "hada_w1_a", "hada_w1_b", "hada_w2_a", "ha
                   "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 
 
+#: the adapter's tensors that are zero at the start, so that it changes nothing
+_ZERO_AT_START = frozenset({"lora_B", "hada_w2_b", "lokr_w1", "lokr_w1_a"})
+
+
+def zero_at_start(name: str) -> bool:
+    """Whether the adapter's tensor called ``name`` starts at zero; the others are drawn."""
+    return bool(tags(name) & _ZERO_AT_START)
+
+
 @lru_cache(maxsize=1 << 16)
 def tags(name: str) -> frozenset[str]:
     """The tags of the tensor called ``name`` in ``model.named_parameters()``."""
     if ":" in name:
         return frozenset({name.split(":", 1)[0]})
     parts = name.split(".")
+    if "nested" in parts:
+        return frozenset({"nested"})
+    if parts[-1].startswith("factor_"):
+        return frozenset({"factor"})
     for part in _ADAPTER_PARTS:
         if part in parts:
             adapter = parts[parts.index(part) + 1]
@@ -39,7 +54,7 @@ def tags(name: str) -> frozenset[str]:
         return frozenset()  # PEFT's untouched copy of a head: never trained, never sent
     if "modules_to_save" in parts or any(part in parts for part in HEAD_MODULES):
         return frozenset({"head"})
-    return frozenset({"base"} if "base_layer" in parts else {"base", "rest"})
+    return frozenset({"base"} if parts[-2:] == ["base_layer", "weight"] else {"base", "rest"})
 
 
 def select(names: Iterable[str], wanted: Iterable[str]) -> list[str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from torch import nn
 
 from ..errors import UserError
+from ..models.adapters import ACCUMULATED, one_adapter, save_adapter
+from ..models.factorised import plain
 
 
 @dataclass
@@ -44,10 +46,13 @@ class RunResult:
         Raises:
             UserError: there is no adapter that holds the result: the method trained or changed the base.
         """
-        if self.base_changed or not hasattr(self.model, "peft_config"):
+        peft_config = getattr(self.model, "peft_config", {})
+        if self.base_changed or "default" not in peft_config:
             raise UserError("this method changes the base weights, so no adapter holds its result; "
                             "save the whole model with save_model(folder)")
-        self.model.save_pretrained(str(folder))
+        if ACCUMULATED in peft_config:
+            return save_adapter(folder, *one_adapter(self.model))
+        self.model.save_pretrained(str(folder), selected_adapters=["default"])
         return Path(folder)
 
     def save_model(self, folder: str | Path) -> Path:
@@ -56,5 +61,6 @@ class RunResult:
         model = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()
+        model = plain(model)
         model.save_pretrained(str(folder))
         return Path(folder)

@@ -395,7 +395,7 @@ class LowRankServer(Server):
         round, session, method = self.state + 1, self.session, self.session.method
         started = time.perf_counter()
         # What stands in the model may be the last client's; from here on it is a copy at the last round.
-        load_tensors(session.model, method.view(self.core.state))
+        load_tensors(session.model, {**method.view(self.core.state), **session.untrained_personal})
         try:
             self._condense(round)
             message = self.aggregator.aggregate({"round": round})

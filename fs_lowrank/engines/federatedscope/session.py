@@ -117,7 +117,7 @@ class Session(Run):
     def conclude(self) -> RunResult:
         """Write what a finished run leaves behind; once."""
         if self.result is None:
-            load_tensors(self.model, self.method.view(self.server.state))
+            load_tensors(self.model, {**self.method.view(self.server.state), **self.untrained_personal})
             self.result = self._finish()
         return self.result
 

@@ -1,0 +1,119 @@
+"""mFedLoRU: clients with little room train low-rank updates of the low-rank pair.
+
+Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
+Regularization", appendix "Model-heterogeneous FedLoRU", Algorithm 3.
+
+    client k trains    W + s (B + s' B_d B_u)(A + s' A_d A_u),  with B_d = A_d = 0 at the start of every round
+    and sends          A_d (r × r_A), A_u (r_A × d_in), B_d (d_out × r_B), B_u (r_B × r)
+    the server takes   A_k = A + s' A_d A_u,  B_k = B + s' B_d B_u,  and goes on as FedLoRU does
+
+Up it sends ``r_B (d_out + r) + r_A (d_in + r)`` values a matrix instead of ``r (d_out + d_in)``. A client of
+rank 0 opts out and trains the pair itself. ``s' = α_A / r_A = 1/2`` as in the paper's experiments.
+"""
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..models.adapters import load_tensors
+from ..models.names import named_tensors, select, tags
+from ..models.nested import add_nested, nested_shapes
+from .base import Phase, State, Tensors, Update
+from .fedloru import FedLoRU
+from .registry import register_method
+
+
+@register_method("mfedloru")
+class MFedLoRU(FedLoRU):
+    source = "Park and Klabjan, 2024, Algorithm 3"
+    sends = "nested pairs inside A and B, of the client's rank"
+    additive = False
+    shared = ("adapter", "head", "nested")
+
+    @dataclass(frozen=True)
+    class Params(FedLoRU.Params):
+        nested_ranks: tuple[int, ...] = field(default=(), metadata={
+            "min": 0, "help": "r_A of every client, repeated in turn if shorter; 0: it trains the whole pair; "
+                              "empty: 0 for all"})
+        nested_ranks_b: tuple[int, ...] = field(default=(), metadata={
+            "min": 0, "help": "r_B of every client, if other than r_A"})
+        nested_scale: float = field(default=0.5, metadata={"above": 0.0, "help": "s' = alpha_A / r_A = alpha_B / r_B"})
+
+    def __init__(self, params, setting):
+        super().__init__(params, setting)
+        if self.adapter.method != "lora":
+            raise UserError(f"federate.method = {self.name} nests pairs in LoRA's; llm.adapter.args asks for "
+                            f"{self.adapter.method}")
+        wide = [r for r in (*params.nested_ranks, *params.nested_ranks_b) if r >= self.adapter.r]
+        if wide:
+            raise UserError(f"lowrank.nested_ranks: {wide[0]} is not below the adapter's rank, {self.adapter.r}, so "
+                            "nesting saves nothing; 0 lets the client train the whole pair")
+        of_a, of_b = params.nested_ranks, params.nested_ranks_b
+        if of_b and (len(of_a) != len(of_b) or any((a == 0) != (b == 0) for a, b in zip(of_a, of_b))):
+            raise UserError(f"lowrank.nested_ranks {of_a} and nested_ranks_b {of_b}: give one of each for every "
+                            "client; one that opts out has 0 in both lists")
+
+    def nested_ranks(self, client: int | None) -> tuple[int, int]:
+        """``r_A`` and ``r_B`` of ``client``; (0, 0) trains the whole pair. None: the largest of all."""
+        of_a = self.params.nested_ranks or (0,)
+        of_b = self.params.nested_ranks_b or of_a
+        if client is None:
+            return max(of_a), max(of_b)
+        return of_a[(client - 1) % len(of_a)], of_b[(client - 1) % len(of_b)]
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        return add_nested(super().adapt(model), self.params.nested_scale)
+
+    def initial_state(self, model: nn.Module) -> State:
+        state = super().initial_state(model)
+        return {**state, **self.fresh(state, 0)}
+
+    def fresh(self, state: State, round: int) -> dict[str, Tensor]:
+        """Nested pairs for the round after ``round``, of the largest rank: the first factor drawn, the second zero."""
+        made = {}
+        for a in select(state, {"lora_A"}):
+            down = state[a]
+            module, up = a[:a.index(".lora_A.")], state[a.replace(".lora_A.", ".lora_B.")]
+            for half, shape in nested_shapes(down.shape, up.shape, *self.nested_ranks(None)).items():
+                name = f"{module}.nested.{half}"
+                drawn = self.draw_down(name, shape, round) if half.endswith("_u") and shape[0] else torch.zeros(shape)
+                made[name] = drawn.to(down)
+        return made
+
+    def phases(self, round: int, client: int | None = None) -> list[Phase]:
+        nests = client is not None and self.nested_ranks(client)[0] > 0
+        return [Phase(train=(*(("nested",) if nests else ("adapter",)), *self.whole))]
+
+    def tailor(self, tensors: Tensors, client: int) -> Tensors:
+        rank = dict(zip("AB", self.nested_ranks(client)))
+        cuts = {"u": lambda t, r: t[:r], "d": lambda t, r: t[:, :r]}
+        return {n: cuts[n[-1]](t, rank[n[-3]]) if "nested" in tags(n) else t for n, t in tensors.items()}
+
+    def recover(self, update: Update, state: State) -> Update:
+        """The update as if the client had trained the pair itself."""
+        nested = select(update.tensors, {"nested"})
+        tensors = {n: t for n, t in update.tensors.items() if n not in nested}
+        for name in nested:
+            if name.endswith("_d"):
+                module, half = name[:-len(".nested.A_d")], name[-3]
+                pair = f"{module}.lora_{half}.default.weight"
+                product = update.tensors[name].flatten(1) @ update.tensors[name[:-1] + "u"].flatten(1)
+                tensors[pair] = state[pair] + self.params.nested_scale * product.reshape(state[pair].shape)
+        return dataclasses.replace(update, tensors=tensors)
+
+    def aggregate(self, updates, state, round):
+        state, message = super().aggregate([self.recover(u, state) for u in updates], state, round)
+        return {**state, **self.fresh(state, round)}, message
+
+    def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
+        super().apply(model, message, round)
+        self.renew(model, round)
+
+    def renew(self, model: nn.Module, round: int) -> None:
+        """A copy's nested pairs for the round after ``round``, at the rank that the copy has."""
+        own = named_tensors(model, ("nested",))
+        cuts = {"u": lambda t, like: t[:like.shape[0]], "d": lambda t, like: t[:, :like.shape[1]]}
+        fresh = self.fresh({n: p.detach() for n, p in named_tensors(model, ("adapter",)).items()}, round)
+        load_tensors(model, {n: cuts[n[-1]](t, own[n]) for n, t in fresh.items()})

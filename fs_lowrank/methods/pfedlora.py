@@ -1,0 +1,37 @@
+"""pFedLoRA: the whole model is shared, a low-rank pair stays with its client.
+
+Wu et al., "FedLoRA: Model-Heterogeneous Personalized Federated Learning with LoRA Tuning", 2024, as Park and
+Klabjan compare with it: "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to
+Implicit Regularization", appendix "pFedLoRA", Algorithm 4. Client k's model is ``W + s_per U_k L_k``.
+
+    variant 1:  E_per of (L, U) with W fixed,  then E_global of W with (L, U) fixed
+    variant 2:  E_per + E_global of both together
+    sent:       W, averaged as FedAvg does
+"""
+from dataclasses import dataclass, field
+
+from .base import Method, Phase
+from .registry import register_method
+
+
+@register_method("pfedlora")
+class PFedLoRA(Method):
+    source = "Wu et al., 2024; Park and Klabjan, 2024, Algorithm 4"
+    sends = "all weights; a pair of its own stays with the client"
+    shared = ("base", "head")
+    personal = ("adapter",)
+
+    @dataclass(frozen=True)
+    class Params:
+        variant: int = field(default=1, metadata={"min": 1, "max": 2, "help": "1: one after the other; 2: together"})
+        personal_steps: int = field(default=0, metadata={
+            "min": 0, "help": "E_per, in units of train.batch_or_epoch; 0: as train.local_update_steps"})
+        global_steps: int = field(default=0, metadata={
+            "min": 0, "help": "E_global; 0: as train.local_update_steps"})
+
+    def phases(self, round: int, client: int | None = None) -> list[Phase]:
+        own, everyone = self.params.personal_steps or None, self.params.global_steps or None
+        if self.params.variant == 1:
+            return [Phase(train=self.personal, steps=own), Phase(train=self.shared, steps=everyone)]
+        both = (*self.personal, *self.shared)
+        return [Phase(train=both, steps=own), Phase(train=both, steps=everyone)]

@@ -1,0 +1,79 @@
+"""A layer that runs either its full weight or two thin factors in its place."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..algebra import factor_shapes, product_norm_squared
+from ..errors import UserError
+
+
+class Factorised(nn.Module):
+    """A linear layer or convolution beside its factors.
+
+    With factors of rank 0, which is how it starts, the full weight acts; otherwise the factors do, and the
+    full weight lies idle. Loading tensors therefore decides (``models.adapters.load_tensors``).
+
+    Args:
+        base_layer: ``nn.Linear`` or an ungrouped, zero-padded ``nn.Conv2d``. It stays as ``base_layer``.
+    Raises:
+        UserError: another kind of layer.
+    """
+
+    def __init__(self, base_layer: nn.Module, name: str):
+        super().__init__()
+        is_conv = isinstance(base_layer, nn.Conv2d)
+        if not (isinstance(base_layer, nn.Linear) or is_conv and base_layer.groups == 1
+                and base_layer.padding_mode == "zeros" and not isinstance(base_layer.padding, str)):
+            raise UserError(f"{name} is a {type(base_layer).__name__} that has no factorised form; "
+                            "nn.Linear and ungrouped, zero-padded nn.Conv2d have one")
+        self.base_layer = base_layer
+        left, right = factor_shapes(base_layer.weight.shape, 0)
+        self.factor_U = nn.Parameter(base_layer.weight.new_empty(left))
+        self.factor_V = nn.Parameter(base_layer.weight.new_empty(right))
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base_layer
+        if self.factor_V.shape[0] == 0:
+            return base(x)
+        if isinstance(base, nn.Linear):
+            return F.linear(F.linear(x, self.factor_V), self.factor_U, base.bias)
+        (s1, s2), (p1, p2), (d1, d2) = base.stride, base.padding, base.dilation
+        x = F.conv2d(x, self.factor_V, None, (1, s2), (0, p2), (1, d2))
+        return F.conv2d(x, self.factor_U, base.bias, (s1, 1), (p1, 0), (d1, 1))
+
+
+def factorise_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
+    """Replace the modules called ``names`` by ``Factorised`` ones, in place."""
+    for name in sorted(names):
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, Factorised(model.get_submodule(name), name))
+    return model
+
+
+def factorised_layers(model: nn.Module) -> dict[str, Factorised]:
+    """The factorised layers by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, Factorised)}
+
+
+def empty_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of rank 0 for ``weight``: those with which the full weight acts."""
+    left, right = factor_shapes(weight.shape, 0)
+    return weight.new_empty(left), weight.new_empty(right)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """Put the base layers back, in place: what is saved is the model that came."""
+    for name, layer in factorised_layers(model).items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, layer.base_layer)
+    return model
+
+
+def frobenius(model: nn.Module) -> Tensor:
+    """``½ Σ ‖U V‖_F²`` over the factorised layers: Frobenius decay, whose gradient is ``(U V Vᵀ, UᵀU V)``."""
+    return torch.stack([product_norm_squared(m.factor_U, m.factor_V)
+                        for m in factorised_layers(model).values()]).sum() / 2

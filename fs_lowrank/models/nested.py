@@ -1,0 +1,54 @@
+"""Low-rank updates of low-rank updates: ``W + s (B + s_B B_d B_u)(A + s_A A_d A_u)``."""
+from __future__ import annotations
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Nested(nn.Module):
+    """The nested pairs of one LoRA layer; they act through hooks on the two halves of its shared pair.
+
+    ``A_d (r, r_A)``, ``A_u (r_A, d_in)``, ``B_d (d_out, r_B)``, ``B_u (r_B, r)``; for a convolution the
+    same with a kernel: ``A_u (r_A, d_in, k, k)``, the others ``1 × 1``. Rank 0 means none.
+    """
+
+    def __init__(self, layer: LoraLayer, scale: float):
+        super().__init__()
+        self.scale = scale
+        a, b = layer.lora_A["default"], layer.lora_B["default"]
+        for name, shape in nested_shapes(a.weight.shape, b.weight.shape, 0, 0).items():
+            self.register_parameter(name, nn.Parameter(a.weight.new_empty(shape)))
+        # Bound methods, so that a deep copy of the model hooks up its own.
+        a.register_forward_hook(self.beside_a)
+        b.register_forward_hook(self.beside_b)
+
+    def beside_a(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return self._beside(module, args[0], output, self.A_u, self.A_d)
+
+    def beside_b(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return self._beside(module, args[0], output, self.B_u, self.B_d)
+
+    def _beside(self, module: nn.Module, x: Tensor, output: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        if first.shape[0] == 0:
+            return output
+        if isinstance(module, nn.Linear):
+            return output + self.scale * F.linear(F.linear(x, first), second)
+        inner = F.conv2d(x, first, None, module.stride, module.padding, module.dilation)
+        return output + self.scale * F.conv2d(inner, second)
+
+
+def nested_shapes(a: torch.Size, b: torch.Size, rank_a: int, rank_b: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the nested pairs beside ``lora_A`` of shape ``a`` and ``lora_B`` of shape ``b``."""
+    ones = (1,) * (len(a) - 2)
+    return {"A_d": (a[0], rank_a, *ones), "A_u": (rank_a, *a[1:]),
+            "B_d": (b[0], rank_b, *ones), "B_u": (rank_b, *b[1:])}
+
+
+def add_nested(model: nn.Module, scale: float) -> nn.Module:
+    """Put nested pairs of rank 0 beside every shared LoRA pair, in place."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and "default" in module.lora_A:
+            module.nested = Nested(module, scale)
+    return model
