@@ -120,10 +120,12 @@ def _announce(config, name: str) -> None:
 
 def _results_table(results: dict) -> Table:
     from .runs.summary import human_bytes, per_client_and_round, seconds
-    table = Table(title="bytes are per client and round; the head is the new classifier", title_justify="left")
+    table = Table(title="bytes are per client and round, all traffic is the whole run; the head is the new classifier",
+                  title_justify="left")
     metrics = sorted({k for result in results.values() for k in result.final if k != "best_round"})
     columns = ["method", *(m.replace("_", "\n") for m in metrics), "majority\nclass", "uplink\nwith head",
-               "downlink\nwith head", "uplink\nno head", "downlink\nno head", "training\ntotal", "aggregation\na round"]
+               "downlink\nwith head", "uplink\nno head", "downlink\nno head", "all\ntraffic", "2KCP·T\n(papers)",
+               "training\ntotal", "aggregation\na round"]
     for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for name, result in results.items():
@@ -133,13 +135,22 @@ def _results_table(results: dict) -> Table:
             name, *(f"{result.final[m]:.3f}" if m in result.final else "-" for m in metrics),
             "-" if majority is None else f"{majority:.3f}",
             *(human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")),
+            human_bytes(result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]),
+            human_bytes(result.facts["formula_bytes"]),
             f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms")
     return table
 
 
 def _print_saved(result) -> None:
-    meanings = {"adapter": "the global adapter, for plain PEFT", "model": "the whole model, for plain transformers",
+    images = result.facts.get("images")
+    meanings = {"adapter": "the global adapter, for plain PEFT" + (" over its folder base" if images else ""),
+                "model": "the whole model, for " + ("fs_lowrank.models.vision.load_vision" if images else
+                                                    "plain transformers"),
+                "personal": "every client's own adapter over that model, for plain PEFT",
                 "curves": "learning curves"}
+    total, trains = result.facts["parameters"]["total"], result.facts["parameters"]["trainable"]
+    console.print(f"  parameters: {total:,} in the model, {trains:,} trained by a client ({100 * trains / total:.1f} %)",
+                  soft_wrap=True)
     for name, path in result.saved.items():
         if name in meanings:
             console.print(f"  {meanings[name]}: {path}", soft_wrap=True)

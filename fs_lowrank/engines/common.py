@@ -11,17 +11,20 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+import peft
 import torch
 from torch import Tensor, nn
 
+from ..algebra import nbytes
 from ..config import Config, load_config
 from ..data import build_data, load_raw
 from ..errors import UserError
 from ..methods import Client, Method, Update, create_method
-from ..models.adapters import load_tensors
+from ..models.adapters import adapter_name, load_tensors, save_adapter, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.frozen import FrozenPrefix
-from ..models.names import named_tensors, tags
+from ..models.names import is_statistic, named_tensors, tags
 from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from ..runs.environment import environment, model_fingerprint
 from ..runs.plots import plot_curves
@@ -57,7 +60,7 @@ def method_of(config: Config) -> Method:
     server = config.fedopt.optimizer
     return create_method(
         config.federate.method, adapter=config.adapter, rounds=config.federate.total_round_num, seed=config.seed,
-        uniform=config.federate.ignore_weight,
+        uniform=config.federate.ignore_weight, from_scratch=config.from_scratch,
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params)
 
@@ -78,20 +81,45 @@ class Run:
         self.config = config
         self.device = device_of(config)
         self.method = method_of(config)
-        raw = load_raw(config.data)
         self.tokenizer = build_tokenizer(config)
+        raw = load_raw(config.data)
+        if (raw.images is not None) != config.is_vision:
+            raise UserError(f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
+                            f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}")
         self.data = build_data(config, self.tokenizer, raw=raw)
         self._check_splits()
-        model = build_model(config, self.data.num_labels, self.tokenizer.pad_token_id)
+        model = self.plain_model()
         self.base_fingerprint = model_fingerprint(model)
-        self.model = self.method.adapt(model).to(self.device)
+        total = sum(p.numel() for p in model.parameters())
+        self.model = self.adapted(model)
         self.clients = [Client(i + 1, len(e), batches=self._passes(e)) for i, e in enumerate(self.data.clients)]
         self.server = Server(self.method, self.method.initial_state(self.model), len(self.clients),
                              config.sampled_per_round, config.lowrank.min_clients, config.seed,
                              drop_rate=config.lowrank.drop_rate, keep_messages=keep_messages)
         self.personal: dict[int, dict[str, Tensor]] = {}
         self.untrained_personal = self._personal_now()
+        #: of the plain model, and the most that any client trains in the course of the run
+        self.parameters = {"total": total, "trainable": max(self._trained_by(c.id) for c in self.clients)}
         self.prefix = self._frozen_prefix()
+
+    def plain_model(self) -> nn.Module:
+        """The model before the method puts anything on it; the same at every call."""
+        pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
+        return build_model(self.config, self.data.num_labels, pad, self.data.image_shape)
+
+    def adapted(self, model: nn.Module) -> nn.Module:
+        """``model`` with the method's parts on it, on the run's device."""
+        model = self.method.adapt(model)
+        if self.config.lowrank.base_init == "zero":
+            start_at_zero(model, self.config.seed)
+        return model.to(self.device)
+
+    def _trained_by(self, client: int) -> int:
+        """How many numbers ``client`` trains in some phase of some round."""
+        rounds = range(1, self.config.federate.total_round_num + 1)
+        trained = {tag for t in rounds for phase in self.method.phases(t, client) for tag in phase.train}
+        held = {**self.method.view(self.server.state, client), **self.untrained_personal}
+        return sum(t.numel() for n, t in held.items() if tags(n) & trained and not is_statistic(n))
 
     def _passes(self, examples):
         def batches():
@@ -100,6 +128,9 @@ class Run:
         return batches
 
     def _check_splits(self) -> None:
+        if not self.config.federate.make_global_eval and self.data.test is None:
+            raise UserError("federate.make_global_eval = False evaluates every client on its share of the test set, "
+                            "but there is no test set; give data.splits a share for it")
         for split in self.config.eval.split:
             if split == "train":
                 raise UserError("eval.split: held-out data is evaluated, test or val; a round's record has the "
@@ -179,9 +210,50 @@ class Run:
         return (freq > 0 and round % freq == 0) or round == self.config.federate.total_round_num
 
     def _evaluate(self) -> dict[str, dict[str, float]]:
+        """Metrics of the global model by split, and of the clients' own models as ``client_test``.
+
+        The clients' own are evaluated where they differ from the global one, and where
+        ``federate.make_global_eval`` is False, which leaves the global one out.
+        """
+        metrics = {}
+        if self.config.federate.make_global_eval:
+            metrics = {split: self._score(examples, split) for split, examples in self._held_out().items()}
+        if (self.untrained_personal or not self.config.federate.make_global_eval) and self.data.test is not None:
+            metrics["client_test"] = self._evaluate_clients()
+        return metrics
+
+    def _score(self, examples, owner: str) -> dict[str, float]:
         size = self.config.eval.batch_size or self.config.dataloader.batch_size
-        return {split: evaluate(self.model, examples, size, owner=split, prefix=self.prefix)
-                for split, examples in self._held_out().items()}
+        return evaluate(self.model, examples, size, owner=owner, prefix=self.prefix)
+
+    def _evaluate_clients(self) -> dict[str, float]:
+        """Every client's own model on its share of the test set (``FederatedData.client_tests``).
+
+        Returns:
+            ``acc`` and ``loss`` over all samples; over the clients ``acc_mean``, ``acc_std`` and
+            ``acc_worst_decile``, the mean of the lowest tenth (one client at least).
+        """
+        scores, sizes = [], []
+        for client, examples in zip(self.clients, self.data.client_tests):
+            if examples is None:
+                continue
+            self._load_client(client.id)
+            scores.append(self._score(examples, f"client {client.id} test"))
+            sizes.append(len(examples))
+        self._load_global()
+        accuracies = np.sort([s["acc"] for s in scores])
+        return {**{m: float(np.average([s[m] for s in scores], weights=sizes)) for m in ("acc", "loss")},
+                "acc_mean": float(accuracies.mean()), "acc_std": float(accuracies.std()),
+                "acc_worst_decile": float(accuracies[:max(len(accuracies) // 10, 1)].mean())}
+
+    def _load_client(self, client: int) -> None:
+        """Put the model of ``client`` into the one model."""
+        load_tensors(self.model, self.method.view(self.server.state, client))
+        load_tensors(self.model, self.personal.get(client, self.untrained_personal))
+
+    def _load_global(self) -> None:
+        """Make the one model a copy that stands at the last round, as every other copy would."""
+        load_tensors(self.model, {**self.method.view(self.server.state), **self.untrained_personal})
 
     # -- on disk -------------------------------------------------------------------------------------
 
@@ -268,26 +340,54 @@ class Run:
         value = record["metrics"].get(split, {}).get(metric)
         return None if value is None else (value if metric == "loss" else -value)
 
+    def _formula_bytes(self) -> int:
+        """The papers' estimate of all traffic, ``2 · K · C · P · bytes · rounds``: what a client sends, both ways.
+
+        It leaves out that round 1 sends nothing down, what a late client needs more, and ranks that differ.
+        """
+        sent = self.method.expected(self.server.state, 1, 1)
+        return 2 * self.config.sampled_per_round * nbytes(sent) * len(self.records.history)
+
+    def _save_personal(self) -> Path:
+        """Every client's own adapter, in PEFT's format, in a folder of its number."""
+        folder = self.outdir / "personal"
+        for client in self.personal:
+            self._load_client(client)
+            for name in {adapter_name(n) for n in self.personal[client]}:
+                save_adapter(folder / f"client_{client}", self.model.peft_config[name],
+                             peft.get_peft_model_state_dict(self.model, adapter_name=name))
+        self._load_global()
+        return folder
+
     def _finish(self) -> RunResult:
         history = self.records.history
         last = next((r["metrics"] for r in reversed(history) if r["metrics"]), {})
         final = {f"{split}_{name}": v for split, values in last.items() for name, v in values.items()}
+        for metric in {m for m in final if m.endswith("_acc")}:
+            split = metric.removesuffix("_acc")
+            final[f"{metric}_last5"] = float(np.mean(
+                [r["metrics"][split]["acc"] for r in history if split in r["metrics"]][-5:]))
         ranked = [r for r in history if r["metrics"] and self._key_value(r) is not None]
         if ranked:
             final["best_round"] = min(ranked, key=self._key_value)["round"]
         result = RunResult(
             history=history, final=final, outdir=self.outdir, model=self.model,
-            base_changed=bool(self.method.changed_base(self.model)) or "base" in self.method.shared,
+            base_changed="base" in self.method.shared or any(
+                "base" in tags(n) for n in self.method.changed_base(self.model)),
             facts={"method": self.method.name, "source": self.data.source, "data": self.data.fingerprint,
                    "model": self.base_fingerprint, "config": self.config.fingerprint(),
                    "clients": [c.num_samples for c in self.clients], "majority": self.data.majority,
-                   "labels": self.data.label_names})
+                   "parameters": self.parameters, "images": self.data.image_shape,
+                   "labels": self.data.label_names, "formula_bytes": self._formula_bytes()})
         if not result.base_changed:
             result.saved["adapter"] = result.save_adapter(self.outdir / "adapter")
         if result.base_changed or self.config.lowrank.save_merged:
             result.saved["model"] = result.save_model(self.outdir / "model")
-        for folder in result.saved.values():
-            self.tokenizer.save_pretrained(str(folder))
+        if self.personal:
+            result.saved["personal"] = self._save_personal()
+        for folder in (result.saved[what] for what in ("adapter", "model") if what in result.saved):
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(str(folder))
         result.saved["curves"] = plot_curves({self.method.name: history}, self.outdir / "curves.png",
                                              self.data.majority)
         summary = {"final": final, "bytes": dict(result.bytes), **result.facts,

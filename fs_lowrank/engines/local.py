@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from ..config import Config, check_local
 from ..errors import UserError
 from ..methods import RefusedUpdate
-from ..models.adapters import load_tensors
 from ..runs.result import RunResult
 from .common import Run
 from .server import TooFewClients
@@ -42,10 +41,6 @@ class LocalEngine(Run):
                             f"eval.best_res_update_round_wise_key = {watched}, a split that is not evaluated; "
                             f"evaluated are: {', '.join(self._held_out()) or 'none'}")
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
-
-    def _load_client(self, client: int) -> None:
-        load_tensors(self.model, self.method.view(self.server.state, client))
-        load_tensors(self.model, self.personal.get(client, self.untrained_personal))
 
     def _round(self, round: int) -> dict:
         started = time.perf_counter()
@@ -78,8 +73,7 @@ class LocalEngine(Run):
             if self.untrained_personal:
                 self.personal[client] = self._personal_now()
         trained = time.perf_counter()
-        # The one model becomes a copy that stands at the last round, as every other copy would.
-        load_tensors(self.model, {**self.method.view(server.state), **self.untrained_personal})
+        self._load_global()
         try:
             message = server.finish(round)
         except TooFewClients as error:

@@ -18,7 +18,8 @@ class TooFewClients(RuntimeError):
 
 
 def without_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: t for n, t in tensors.items() if "head" not in tags(n)}
+    # What travels beside a tensor, as ``x:…`` of its name, belongs to the head where the tensor does.
+    return {n: t for n, t in tensors.items() if "head" not in tags(n.rsplit(":", 1)[-1])}
 
 
 class Server:

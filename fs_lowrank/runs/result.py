@@ -1,6 +1,7 @@
 """The result of a run, in Python and on disk."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,8 +41,25 @@ class RunResult:
         keys = ("uplink_bytes", "uplink_bytes_without_head", "downlink_bytes", "downlink_bytes_without_head")
         return {key: sum(record[key] for record in self.history) for key in keys}
 
+    def bytes_to(self, target: float, metric: str = "test_acc") -> int | None:
+        """Bytes handed over, both ways, by the end of the first evaluated round that reached ``target``.
+
+        None if none did. ``metric`` is a split and a metric, as in ``final``; a loss is to fall to the target.
+        """
+        split, _, name = metric.rpartition("_")
+        total = 0
+        for record in self.history:
+            total += record["uplink_bytes"] + record["downlink_bytes"]
+            value = record["metrics"].get(split, {}).get(name)
+            if value is not None and (value <= target if name == "loss" else value >= target):
+                return total
+        return None
+
     def save_adapter(self, folder: str | Path) -> Path:
         """Save the global adapter (and head) in PEFT's format.
+
+        A network for images comes with it, in the folder ``base``: what it trained beside the adapter is in there.
+        ``PeftModel.from_pretrained(load_vision(folder / "base"), folder)`` is the whole.
 
         Raises:
             UserError: there is no adapter that holds the result: the method trained or changed the base.
@@ -53,11 +71,15 @@ class RunResult:
         if ACCUMULATED in peft_config:
             return save_adapter(folder, *one_adapter(self.model))
         self.model.save_pretrained(str(folder), selected_adapters=["default"])
+        if self.facts.get("images"):
+            copy.deepcopy(self.model).unload().save_pretrained(Path(folder) / "base")
         return Path(folder)
 
     def save_model(self, folder: str | Path) -> Path:
-        """Save the whole model, any adapter merged into it; loads with plain transformers."""
-        import copy
+        """Save the whole model, any adapter merged into it; loads with plain transformers.
+
+        A network for images loads with ``fs_lowrank.models.vision.load_vision``.
+        """
         model = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()

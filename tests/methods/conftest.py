@@ -123,7 +123,7 @@ class Federation:
     def jump(self, client: int, round: int, size: float = 0.3) -> None:
         """What stands for local training: every tensor that trains moves, and nothing else does."""
         generator = torch.Generator().manual_seed(1000 * client + round)
-        for phase in self.method.phases(round):
+        for phase in self.method.phases(round, client):
             for parameter in set_trainable(self.copies[client], phase.train):
                 with torch.no_grad():
                     parameter.add_(size * torch.randn(parameter.shape, generator=generator))

@@ -26,7 +26,7 @@ _WRAPPERS = ("pfedme", "ditto", "fedem", "fedrep", "fedopt", "local", "global", 
              "fedgc")
 #: our trainer for each task, and the framework's trainers whose place it takes
 TRAINERS = {"CausalLM": "lowrank_llmtrainer", "SequenceClassification": "lowrank_nlptrainer",
-            "Vision": "lowrank_cvtrainer"}
+            "ImageClassification": "lowrank_cvtrainer"}
 _REPLACED = ("general", "llmtrainer", "nlptrainer", "cvtrainer", "torchtrainer")
 
 #: parts of the framework that act where our methods do, by key: the values under which they are off, and why not both
@@ -47,7 +47,7 @@ _ACTS_ELSEWHERE = {
     "personalization.local_param": (([],), "which part stays with a client is the method's business"),
     "aggregator.robust_rule": (("fedavg",), "the method aggregates"),
     "attack.attack_method": (("",), "attackers wrap the framework's own workers"),
-    "feat_engr.type": (("",), "our data are text"),
+    "feat_engr.type": (("",), "our data come ready"),
     "federate.use_diff": ((False,), "what is sent is the method's business"),
     "federate.unseen_clients_rate": ((0.0,), "held-out data are evaluated instead"),
     "federate.data_weighted_aggr": ((False,), "updates weigh by the client's number of samples already; "
@@ -158,7 +158,7 @@ def check(cfg) -> None:
     cls = get_method_class(method)
     check_method_params(cls, _given_parameters(cfg, cls))
     if cfg.model.type and cfg.trainer.type.lower() in (*_REPLACED, *TRAINERS.values()):
-        cfg.trainer.type = TRAINERS.get(ours._infer_task(cfg.model.type), TRAINERS["Vision"])
+        cfg.trainer.type = TRAINERS.get(ours._infer_task(cfg.model.type), TRAINERS["ImageClassification"])
     if cfg.eval.freq < 1 <= cfg.federate.total_round_num:
         cfg.eval.freq = cfg.federate.total_round_num  # after the last round only; it divides by it
     if not cfg.eval.metrics:
@@ -212,7 +212,7 @@ def from_framework(cfg) -> Config:
     tree.update({f"lowrank.{key}": value for key, value in _given_parameters(cfg, cls).items()})
     tree["federate.method"] = method
     # The framework's default says only that it would not use the adapter by itself.
-    tree["llm.adapter.use"] = True if "adapter" in cls.shared else None
+    tree["llm.adapter.use"] = True if "adapter" in cls.shared or cls.either and cfg.llm.adapter.use else None
     # What became of the framework's trainer is our doing; which classes they are says the task.
     tree.pop("trainer.type", None)
     tree["device"] = cfg.device if isinstance(cfg.device, int) else "cpu"

@@ -21,6 +21,8 @@ def register_all() -> None:
     _once(register.register_data, register.data_dict, data.load)
     _once(register.register_splitter, register.splitter_dict, data.splitter)
     _once(register.register_model, register.model_dict, model.build)
+    # The first that answers is taken, and one of the framework's own fails on every name with "resnet" in it.
+    register.model_dict.update({key: register.model_dict.pop(key) for key in list(register.model_dict) if key != _KEY})
     _once(register.register_trainer, register.trainer_dict, trainer.choose)
     _once(register.register_worker, register.worker_dict, worker.choose)
     compat.mend(compat.LATE, locate.require())

@@ -394,8 +394,7 @@ class LowRankServer(Server):
     def _perform_federated_aggregation(self):
         round, session, method = self.state + 1, self.session, self.session.method
         started = time.perf_counter()
-        # What stands in the model may be the last client's; from here on it is a copy at the last round.
-        load_tensors(session.model, {**method.view(self.core.state), **session.untrained_personal})
+        session._load_global()  # what stands in the model may be the last client's
         try:
             self._condense(round)
             message = self.aggregator.aggregate({"round": round})
@@ -500,6 +499,9 @@ class LowRankServer(Server):
                                                                                      ("acc", "acc"))
                                if f"{split}_{key}" in means} for split in self._cfg.eval.split}
             metrics = {split: values for split, values in metrics.items() if values}
+        if self.session.role == "standalone" and self.session.untrained_personal and metrics:
+            # Between processes personal parts stay with their clients, who evaluate them without make_global_eval.
+            metrics["client_test"] = self.session._evaluate_clients()
         is_best = self._is_best(metrics)
         self._close_round(metrics)
         if is_best and self._cfg.federate.make_global_eval and self._cfg.federate.save_to:

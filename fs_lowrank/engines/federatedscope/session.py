@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from ...config import Config
 from ...errors import UserError
 from ...methods import Client
-from ...models.adapters import load_tensors
-from ...models.build import build_model
 from ...models.frozen import FrozenPrefix
 from ...runs.result import RunResult
 from ..common import Run
@@ -70,8 +68,7 @@ class Session(Run):
         self._handed_out += 1
         if self.shares_model or self.role != "standalone" or self._handed_out == 1:
             return self.model
-        fresh = build_model(self.config, self.data.num_labels, self.tokenizer.pad_token_id)
-        return self.method.adapt(fresh).to(self.device)
+        return self.adapted(self.plain_model())
 
     def client(self, number: int) -> Client:
         """The client that this worker is; its data are those of ``index`` in a process of its own."""
@@ -117,7 +114,7 @@ class Session(Run):
     def conclude(self) -> RunResult:
         """Write what a finished run leaves behind; once."""
         if self.result is None:
-            load_tensors(self.model, {**self.method.view(self.server.state), **self.untrained_personal})
+            self._load_global()
             self.result = self._finish()
         return self.result
 

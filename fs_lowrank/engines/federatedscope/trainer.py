@@ -7,6 +7,7 @@ from federatedscope.llm.trainer.trainer import LLMTrainer
 
 from ...methods import Update
 from ...models.adapters import load_tensors
+from ...models.names import all_tensors
 from ...training import evaluate
 from .config import TRAINERS
 from .session import current
@@ -69,7 +70,7 @@ class LowRank:
 
     def save_model(self, path, cur_round=-1):
         names = self.session.method.view(self.session.server.state)
-        tensors = dict(self.ctx.model.named_parameters())
+        tensors = all_tensors(self.ctx.model)
         torch.save({"cur_round": cur_round, "model": {n: tensors[n].detach().cpu() for n in names}}, path)
 
 
@@ -82,7 +83,7 @@ class LowRankNLPTrainer(LowRank, GeneralTorchTrainer):
 
 
 class LowRankCVTrainer(LowRank, GeneralTorchTrainer):
-    """Images: anything whose batches a model takes as keywords and answers with a loss."""
+    """Images: our networks, whose batches are ``pixel_values`` and ``labels``."""
 
 
 def choose(kind: str):

@@ -11,14 +11,14 @@ from fs_lowrank.methods import get_method_class
 
 pytestmark = pytest.mark.federatedscope
 METHODS = fs_lowrank.list_methods()
-AVERAGING = [m for m in METHODS if get_method_class(m).averages]
-OTHERS = [m for m in METHODS if not get_method_class(m).averages]
+SUMS = [m for m in METHODS if get_method_class(m).needs_only_sums()]
+OTHERS = [m for m in METHODS if m not in SUMS]
 #: AdamW would make a step of a gradient's last bit
 STEADY = {"train.optimizer.type": "SGD", "train.optimizer.lr": 0.05}
 SHARE = pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
 
 
-@pytest.mark.parametrize("method", AVERAGING)
+@pytest.mark.parametrize("method", SUMS)
 def test_secret_sharing_gives_the_same_mean(quick, assert_same, method):
     keys = {"federate.method": method, **STEADY}
     local = fs_lowrank.run(quick("local", keys))
@@ -45,7 +45,7 @@ def test_what_needs_a_weighted_sum_is_refused_to_other_methods(quick, method, ke
 
 
 @SHARE
-@pytest.mark.parametrize("method", AVERAGING)
+@pytest.mark.parametrize("method", SUMS)
 def test_online_aggregation(quick, assert_same, method, share):
     keys = {"federate.method": method, "federate.sample_client_num": 3, **STEADY}
     local = fs_lowrank.run(quick("local", keys))
