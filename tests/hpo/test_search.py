@@ -1,13 +1,19 @@
 """Searches on a tiny model: grids, pruning, rungs, failures, stopping, dead workers, confirmation, files."""
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
+import sys
 import time
+import urllib.request
+from pathlib import Path
 
 import optuna
 import pytest
 from optuna.trial import TrialState
 
-import fs_lowrank
+import fs_lowrank.cli
 from fs_lowrank import UserError, load_config
 from hpo import best, cli, plots, read_header
 from hpo import search as core
@@ -57,8 +63,9 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     assert head["study"] == "s" and head["trial"] == winner.number and head["values"]["val_acc"] == winner.value
     assert head["budget"]["client_steps"] == 16 and head["budget"]["trials"] == 2
     assert head["confirmed"]["metrics"]["val_acc"]["std"] is not None and head["confirmed"]["budget"]["rounds"] == 4
-    ran = fs_lowrank.run(written.replace(outdir=str(tmp_path / "ran")))
-    assert ran.final["val_acc"] == winner.value
+    ran = tmp_path / "ran"
+    assert fs_lowrank.cli.main(["run", "--cfg", str(out), "outdir", str(ran)]) == 0, "unchanged, by the command"
+    assert json.loads((ran / "summary.json").read_text())["final"]["val_acc"] == winner.value
 
     assert cli.main(["plot", "--dir", str(options.folder)]) == 0
     for name in ("history.png", "slices.png", "learning_rate.png", "plots.html"):
@@ -95,6 +102,45 @@ def test_pruner_stops_a_trial_at_once_and_its_cost_counts(search, monkeypatch):
 def test_every_sampler_and_pruner_is_made(config, name, sampler):
     settings = Settings(config.to_dict(), {}, sampler=sampler, pruner=name)
     assert make_pruner(settings) is not None and make_sampler(settings, 10, 0) is not None
+
+
+@pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
+def test_every_pruner_stops_hopeless_trials(search, config, name):
+    # From the second trial on the rate is so small that nothing is learned; the loss says so from the first round.
+    space = {"train.optimizer.lr": {"grid": [3e-2, *(k * 1e-7 for k in range(1, 10))]}}
+    options, _, _ = search(space, config.replace(**{"federate.total_round_num": 4, "train.local_update_steps": 6}),
+                           sampler="grid", pruner=name, objectives=("val_loss",))
+    found = trials(options)
+    pruned = [t for t in found if t.state == TrialState.PRUNED]
+    assert pruned and all(len(t.intermediate_values) < 4 for t in pruned)
+    assert all(t.user_attrs["budget"]["rounds"] == len(t.intermediate_values) for t in pruned)
+    assert next(t for t in found if t.params["train.optimizer.lr"] == 3e-2).state == TrialState.COMPLETE
+
+
+def test_the_dashboard_opens_on_our_storage(search):
+    pytest.importorskip("optuna_dashboard")
+    options, _, _ = search()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("optuna-dashboard")), str(options.where), "--port", str(port)]
+    served = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies", timeout=5) as answer:
+                    found = json.load(answer)
+                break
+            except OSError:
+                assert served.poll() is None, "the dashboard ended"
+                time.sleep(0.3)
+        assert [s["study_name"] for s in found["study_summaries"]][0] == "s"
+        number = found["study_summaries"][0]["study_id"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies/{number}", timeout=5) as answer:
+            assert len(json.load(answer)["trials"]) == 2
+    finally:
+        served.terminate()
+        served.wait(10)
 
 
 def test_random_points_go_on_where_they_stopped(search):
