@@ -37,9 +37,8 @@ _SECTIONS = {
     "quantization": {"method": "none", "nbits": 8},
     "data": {
         "save_data": False, "server_holds_all": False, "consistent_label_distribution": True,
-        "cSBM_phi": [0.5, 0.5, 0.5], "transform": [], "target_transform": [], "pre_transform": [],
-        "val_transform": [], "val_target_transform": [], "val_pre_transform": [], "test_transform": [],
-        "test_target_transform": [], "test_pre_transform": [], "file_path": "", "hetero_data_name": [],
+        "cSBM_phi": [0.5, 0.5, 0.5], "target_transform": [], "pre_transform": [],
+        "val_target_transform": [], "val_pre_transform": [], "test_target_transform": [], "test_pre_transform": [], "file_path": "", "hetero_data_name": [],
         "num_of_client_for_data": [], "max_seq_len": 384, "max_tgt_len": 128, "max_query_len": 128,
         "trunc_stride": 128, "cache_dir": "", "hetero_synth_batch_size": 32, "hetero_synth_prim_weight": 0.5,
         "hetero_synth_feat_dim": 128, "num_contrast": 0, "is_debug": False, "loader": "", "batch_size": 64,
@@ -116,7 +115,7 @@ _SECTIONS = {
     "eval": {"monitoring": []},
     "wandb": {"use": False, "name_user": "", "name_project": "", "online_track": True, "client_train_info": False},
     "model": {
-        "model_num_per_trainer": 1, "use_bias": True, "hidden": 256, "dropout": 0.5, "in_channels": 0,
+        "model_num_per_trainer": 1, "hidden": 256, "dropout": 0.5, "in_channels": 0,
         "out_channels": 1, "layer": 2, "graph_pooling": "mean", "embed_size": 8, "num_item": 0, "num_user": 0,
         "input_shape": [], "lambda_": 0.1, "gamma": 0, "num_of_trees": 10, "max_tree_depth": 3, "stage": "",
         "model_type": "google/bert_uncased_L-2_H-128_A-2", "pretrain_tasks": [], "downstream_tasks": [],

@@ -39,7 +39,8 @@ def compare(config: Config, methods: Sequence[str], engine: str = "local", *, re
     """The same run under several methods, each in a folder of its name below ``config.outdir``.
 
     Writes ``comparison.json`` and ``curves.png`` there. A hyperparameter of one method in ``config.lowrank``
-    is given to the methods that have it.
+    is given to the methods that have it. In a run of one round, clients are trained once and kept in ``clients``
+    there for all methods that train them alike (``lowrank.reuse_clients``).
 
     Raises:
         UserError: an unknown method, before anything runs; or what ``run`` raises.
@@ -53,6 +54,9 @@ def compare(config: Config, methods: Sequence[str], engine: str = "local", *, re
     outdir = Path(config.outdir) / config.expname
     configs = {name: config.replace(**{"federate.method": name, "outdir": str(outdir / name), "expname": ""})
                for name in names}
+    if config.federate.total_round_num == 1 and not config.lowrank.reuse_clients:
+        # All start from one model, so methods whose clients train the same train them once.
+        configs = {n: c.replace(**{"lowrank.reuse_clients": str(outdir / "clients")}) for n, c in configs.items()}
     results = {}
     for name, one in configs.items():
         if on_method:

@@ -118,14 +118,15 @@ def _announce(config, name: str) -> None:
                   f"{config.federate.total_round_num} rounds, lr {config.train.optimizer.lr}, seed {config.seed}")
 
 
-def _results_table(results: dict) -> Table:
+def _print_results(results: dict) -> None:
+    """The table of all methods, that of the clients' own models if there are any, and the whole traffic."""
     from .runs.summary import human_bytes, per_client_and_round, seconds
-    table = Table(title="bytes are per client and round, all traffic is the whole run; the head is the new classifier",
-                  title_justify="left")
-    metrics = sorted({k for result in results.values() for k in result.final if k != "best_round"})
+    table = Table(title="bytes are per client and round; the head is the new classifier", title_justify="left")
+    names = sorted({k for result in results.values() for k in result.final if k != "best_round"})
+    own = [n for n in names if n.startswith("client_test_")]
+    metrics = [n for n in names if n not in own]
     columns = ["method", *(m.replace("_", "\n") for m in metrics), "majority\nclass", "uplink\nwith head",
-               "downlink\nwith head", "uplink\nno head", "downlink\nno head", "all\ntraffic", "2KCP·T\n(papers)",
-               "training\ntotal", "aggregation\na round"]
+               "downlink\nwith head", "uplink\nno head", "downlink\nno head", "training\ntotal", "aggregation\na round"]
     for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for name, result in results.items():
@@ -135,10 +136,19 @@ def _results_table(results: dict) -> Table:
             name, *(f"{result.final[m]:.3f}" if m in result.final else "-" for m in metrics),
             "-" if majority is None else f"{majority:.3f}",
             *(human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")),
-            human_bytes(result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]),
-            human_bytes(result.facts["formula_bytes"]),
             f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms")
-    return table
+    console.print(table)
+    if own:
+        table = Table(title="every client's own model on its share of the test set", title_justify="left")
+        for column in ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in own)]:
+            table.add_column(column, justify="left" if column == "method" else "right")
+        for name, result in results.items():
+            table.add_row(name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in own))
+        console.print(table)
+    for name, result in results.items():
+        total = result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]
+        console.print(f"  {name}: {human_bytes(total)} in all, measured; {human_bytes(result.facts['formula_bytes'])} "
+                      "by the papers' 2 · clients a round · bytes sent · rounds", soft_wrap=True)
 
 
 def _print_saved(result) -> None:
@@ -169,7 +179,7 @@ def _run(args: argparse.Namespace) -> None:
     if not result.history:  # a client process of a distributed run: the results are the server's
         console.print(f"done; this client's log: {result.outdir}", soft_wrap=True)
         return
-    console.print(_results_table({result.facts["method"]: result}))
+    _print_results({result.facts["method"]: result})
     _print_saved(result)
 
 
@@ -187,7 +197,7 @@ def _compare(args: argparse.Namespace) -> None:
     sizes = sorted(first.facts["clients"])
     console.print(f"\ndata: {first.facts['source']}; {len(sizes)} clients of {sizes[0]} to {sizes[-1]} samples",
                   soft_wrap=True)
-    console.print(_results_table(results))
+    _print_results(results)
     for name, result in results.items():
         console.print(f"[bold]{name}[/]")
         _print_saved(result)

@@ -34,8 +34,11 @@ import yaml
 from . import _federatedscope_keys as framework_keys
 from .errors import UserError, nearest
 
-__all__ = ["AdapterSpec", "Config", "check_local", "check_method_params", "known_keys", "load_config",
+__all__ = ["VISION_MODELS", "AdapterSpec", "Config", "check_local", "check_method_params", "known_keys", "load_config",
            "parse_overrides"]
+
+#: networks of ours, by ``model.type`` (``models.vision``)
+VISION_MODELS = ("lenet", "fedma_cnn", "resnet10", "resnet18")
 
 
 # -- sections ------------------------------------------------------------------------------------------
@@ -66,7 +69,7 @@ class Federate:
     #: True weighs clients equally; False by their number of samples
     ignore_weight: bool = _key(False)
     #: the framework's default is False
-    make_global_eval: bool = _key(True, local=True)
+    make_global_eval: bool = _key(True)
     sampler: str = _key("uniform", local="uniform")
     use_ss: bool = _key(False, local=False)
     merge_test_data: bool = _key(False, local=False)
@@ -90,6 +93,12 @@ class Data:
     #: shares of train, validation, test
     splits: list[float] = _key([0.8, 0.1, 0.1], min=0.0)
     subsample: float = _key(1.0, above=0.0, max=1.0)
+    #: of images: steps such as ``[['RandomHorizontalFlip'], ['ToTensor'], ['Normalize', {'mean': …, 'std': …}]]``,
+    #: under torchvision's names; empty: normalised as is usual for the set
+    transform: list = _key([])
+    #: of held-out images; empty: ``transform`` without its random steps
+    val_transform: list = _key([])
+    test_transform: list = _key([])
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,9 @@ class Model:
     #: ``NAME_OR_PATH@huggingface_llm``, ``NAME_OR_PATH@transformers``, or a model of ours by name
     type: str = _key("")
     #: inferred from the suffix of ``type`` if empty; ``node`` is the framework's default and says nothing
-    task: str = _key("", choices=("", "CausalLM", "SequenceClassification"), also={"node": ""})
+    task: str = _key("", choices=("", "CausalLM", "SequenceClassification", "ImageClassification"), also={"node": ""})
+    #: of our networks for images
+    use_bias: bool = _key(True)
 
 
 @dataclass(frozen=True)
@@ -236,6 +247,20 @@ class Lowrank:
     timeout: float = _key(600.0, above=0.0, result=False)
     #: of the frozen weights and the arithmetic; trained tensors are the method's business
     dtype: str = _key("float32", choices=("float32", "bfloat16"))
+    #: norm of a ResNet; ``static`` is batch-norm that evaluates by the batch's own statistics
+    norm: str = _key("batch", choices=("batch", "static", "group", "none"))
+    #: multiplies the hidden widths of a network for images
+    width: float = _key(1.0, above=0.0)
+    #: a ``.safetensors`` file that a network for images starts from; without one it is trained from scratch
+    weights: str = _key("")
+    #: where layers with an adapter start in a network from scratch: at random, the adapter changing nothing; or at
+    #: zero, both halves of the pair random
+    base_init: str = _key("random", choices=("random", "zero"))
+    #: held-out samples by which a method chooses, drawn from the validation split; fewer where it has fewer
+    validation_samples: int = _key(500, min=1)
+    #: folder to keep clients' trained tensors in: what was trained once, from the same start on the same data, is
+    #: taken from there; empty: off
+    reuse_clients: str = _key("", result=False)
     #: also write the model with the adapter merged in
     save_merged: bool = _key(False, result=False)
     #: rounds between checkpoints; 0: none
@@ -385,6 +410,16 @@ class Config:
         return copy.deepcopy(self.lowrank.params)
 
     @property
+    def is_vision(self) -> bool:
+        """Whether the model is one of our networks for images."""
+        return self.model.type in VISION_MODELS
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the model was not pre-trained: what carries no adapter then trains whole."""
+        return self.is_vision and not self.lowrank.weights
+
+    @property
     def sampled_per_round(self) -> int:
         """How many clients a round asks, at least 1."""
         federate = self.federate
@@ -450,7 +485,7 @@ class Config:
 
         A new ``federate.method`` is taken as our name (``fedavg`` then trains all weights). It keeps the
         hyperparameters that it shares with the old method and that are not at the old default, and drops the
-        rest; whether adapters are used is decided anew.
+        rest; whether adapters are used is decided anew, unless the new method takes either.
         """
         changes = {**_flatten(_overrides(overrides)), **_flatten(_overrides(keys))}
         changes = {_resolved_name(key): value for key, value in changes.items()}
@@ -463,7 +498,8 @@ class Config:
                 for name in kept:
                     if name not in takes or kept[name] == defaults.get(name):
                         del tree["lowrank"][name]
-                tree["llm"]["adapter"]["use"] = False if method.lower() in framework_keys.WITH_ADAPTERS else None
+                if not getattr(new, "either", False):
+                    tree["llm"]["adapter"]["use"] = False if method.lower() in framework_keys.WITH_ADAPTERS else None
         if "model.type" in changes and self.model.task == _infer_task(self.model.type):
             tree["model"]["task"] = ""
         _merge(tree, changes)
@@ -766,6 +802,10 @@ def _build(tree: Mapping[str, Any], origin: _Origin) -> Config:
         model=dataclasses.replace(config.model, task=task), llm=dataclasses.replace(config.llm, adapter=adapter),
         lowrank=dataclasses.replace(config.lowrank, params=params))
     _check_together(config, origin)
+    tasks = getattr(method, "tasks", (task,))
+    if task and task not in tasks:
+        origin.fail("federate.method", f"= {method.name} is not for model.type = {config.model.type} ({task}); "
+                    f"it takes models of {', '.join(tasks)}")
     return config
 
 
@@ -947,6 +987,17 @@ def _check_together(config: Config, origin: _Origin) -> None:
     if config.lowrank.min_clients > config.sampled_per_round:
         origin.wrong("lowrank.min_clients", config.lowrank.min_clients,
                      f"at most the clients of a round, {config.sampled_per_round}")
+    if config.is_vision and config.model.task != "ImageClassification":
+        origin.wrong("model.task", config.model.task, f"ImageClassification, or nothing, with {config.model.type}")
+    for key, value, default in () if config.is_vision else (
+            ("norm", config.lowrank.norm, "batch"), ("width", config.lowrank.width, 1.0),
+            ("weights", config.lowrank.weights, ""), ("base_init", config.lowrank.base_init, "random")):
+        if value != default:
+            origin.fail(f"lowrank.{key}", f"= {value!r} is for networks of ours ({', '.join(VISION_MODELS)}); "
+                        f"model.type is {config.model.type!r}")
+    if config.lowrank.base_init == "zero" and not config.from_scratch:
+        origin.fail("lowrank.base_init", "= 'zero' would wipe out the pre-trained weights of lowrank.weights; it is "
+                    "for training from scratch")
     splits = config.data.splits
     if len(splits) != 3 or sum(splits) > 1 + 1e-6:
         origin.wrong("data.splits", splits, "three shares, of train, validation and test, that sum to 1 or less")
@@ -959,6 +1010,8 @@ def _check_together(config: Config, origin: _Origin) -> None:
 
 
 def _infer_task(model_type: str) -> str:
+    if model_type in VISION_MODELS:
+        return "ImageClassification"
     suffix = model_type.rpartition("@")[2] if "@" in model_type else ""
     return {"huggingface_llm": "CausalLM", "modelscope_llm": "CausalLM",
             "transformers": "SequenceClassification"}.get(suffix, "")
@@ -997,7 +1050,7 @@ def _resolve_method(config: Config, named: bool, origin: _Origin) -> tuple[Any, 
                         "framework would ignore the adapter and train all weights; say which method, such as fedlora, "
                         "or set llm.adapter.use")
     cls = _method_class(name, origin)
-    adapts = "adapter" in getattr(cls, "shared", ("adapter",))
+    adapts = "adapter" in getattr(cls, "shared", ("adapter",)) or (bool(use) and getattr(cls, "either", False))
     if use is False and adapts:
         origin.fail("llm.adapter.use", f"= False, but federate.method = {cls.name} trains adapters; "
                     "remove the key, or choose fedavg to train all weights")

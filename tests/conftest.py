@@ -109,6 +109,32 @@ def causal_settings(settings, tiny_causal, instructions_jsonl):
                 {"r": 2, "alpha": 6, "modules": ["q_proj", "v_proj"], "layers": [1, 2]}]}}}
 
 
+@pytest.fixture(scope="session")
+def tiny_images(tmp_path_factory):
+    """A folder of class folders: 210 gray pictures of 16 × 16 that are striped, checked or blank, with noise."""
+    from PIL import Image
+    folder, draw = tmp_path_factory.mktemp("tiny_images"), np.random.default_rng(0)
+    rows, columns = np.mgrid[:16, :16]
+    patterns = {"blank": np.zeros((16, 16)), "checked": (rows // 2 + columns // 2) % 2, "striped": rows // 2 % 2}
+    for kind, pattern in patterns.items():
+        (folder / kind).mkdir()
+        for i in range(70):
+            noisy = 60 + 120 * pattern + draw.integers(-40, 40, (16, 16))
+            Image.fromarray(noisy.astype(np.uint8)).save(folder / kind / f"{i:03}.png")
+    return folder
+
+
+@pytest.fixture
+def vision_settings(settings, tiny_images, monkeypatch):
+    """The same as a run of a narrow ResNet-10 with batch-norm, from scratch."""
+    monkeypatch.setenv("FS_LOWRANK_HOME", str(tiny_images.parent / "home"))
+    flip = [["RandomHorizontalFlip"], ["RandomCrop", {"size": 16, "padding": 1}], ["ToTensor"],
+            ["Normalize", {"mean": [0.4], "std": [0.25]}]]
+    return {**settings, "data": {**settings["data"], "type": str(tiny_images), "transform": flip},
+            "model": {"type": "resnet10"}, "lowrank": {"width": 1 / 16},
+            "llm": {"adapter": {"args": [{"r": 2, "alpha": 6}]}}}
+
+
 def pytest_terminal_summary(terminalreporter):
     """Why tests were skipped, one line a reason instead of one a test."""
     reasons: dict[str, int] = {}

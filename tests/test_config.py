@@ -395,11 +395,24 @@ def test_real_methods(monkeypatch):
     monkeypatch.undo()
     methods = pytest.importorskip("fs_lowrank.methods")
     for name in methods.list_methods():
-        config = make(federate__method=name)
+        vision = "SequenceClassification" not in methods.get_method_class(name).tasks
+        config = make(federate__method=name, model__type="lenet" if vision else "m@transformers")
         assert config.federate.method == name and load_config(config.to_dict()) == config
         methods.create_method(name, adapter=config.adapter, rounds=2, **config.method_params)
     with refused("did you mean 'rolora'"):
         make(federate__method="rolorra")
+    with refused("otfusion is not for model.type = m@transformers", "it takes models of ImageClassification"):
+        make(federate__method="otfusion", model__type="m@transformers")
+
+
+def test_methods_that_take_an_adapter_or_all_weights(monkeypatch):
+    monkeypatch.undo()
+    plain, adapted = make(federate__method="fedavg"), make(federate__method="fedlora")
+    assert plain.replace(federate__method="fedfisher").llm.adapter.use is False
+    assert adapted.replace(federate__method="fedfisher", model__type="m@transformers").llm.adapter.use is True
+    asked = make(federate__method="fedfisher", model__type="m@transformers", llm__adapter__use=True)
+    assert asked.llm.adapter.use is True and load_config(asked.to_dict()) == asked
+    assert make(federate__method="fedfisher", model__type="m@transformers").llm.adapter.use is False
 
 
 # -- the framework's keys --------------------------------------------------------------------------------

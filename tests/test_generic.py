@@ -1,4 +1,4 @@
-"""What holds for every method that is registered, on a tiny encoder and a tiny causal model."""
+"""What holds for every method that is registered, on a tiny encoder, causal model and vision model."""
 import json
 import math
 
@@ -11,6 +11,8 @@ from fs_lowrank import list_methods, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.methods import get_method_class
 from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.models.names import all_tensors
+from fs_lowrank.models.vision import load_vision
 from fs_lowrank.training import train_client
 
 METHODS = list_methods()
@@ -25,20 +27,29 @@ CASES += [("fedloru", {"lowrank.tau": 2, **more}) for more in (
 CASES += [(m, {"lowrank.tau": 2, "lowrank.nested_ranks": (1, 0), "llm.adapter.args.0.r": 3})
           for m in ("mfedloru", "pmfedloru")]
 CASES += [("pfedlora", {"lowrank.variant": 2}), ("fedhm", {"lowrank.rank_factors": (2, 8, 4)})]
-TASKS = ("encoder", "causal")
+#: of the methods that can work on little: what they send beside the weights, and within the bytes of averaging
+CASES += [(m, {"lowrank.fisher": "kfac", "lowrank.compress": c}) for m in METHODS for c in (False, True)
+          if "fisher" in get_method_class(m).Params.__dataclass_fields__]
+TASKS = {"encoder": "SequenceClassification", "causal": "CausalLM", "vision": "ImageClassification"}
+#: every method with every kind of model that it takes
+EACH = [(m, task) for task in TASKS for m in METHODS if TASKS[task] in get_method_class(m).tasks]
+ENCODER = [m for m, task in EACH if task == "encoder"]
 
 
 @pytest.fixture
-def make(settings, causal_settings, tmp_path, monkeypatch):
+def make(settings, causal_settings, vision_settings, tmp_path, monkeypatch):
     """``make(task, method, **keys)``: an engine with an outdir of its own; curves are not drawn."""
     import fs_lowrank.engines.common as common
     monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
-    made = []
+    made, of = [], {"encoder": settings, "causal": causal_settings, "vision": vision_settings}
 
     def make(task, method, keys=None, **callbacks):
         made.append(method)
-        config = load_config(causal_settings if task == "causal" else settings, {
-            "federate.method": method, "federate.client_num": 3, "federate.total_round_num": 3,
+        plain = {"model.type": "lenet", "model.use_bias": False} if get_method_class(method).chains_only else {}
+        if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
+            plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
+        config = load_config(of[task], {
+            **plain, "federate.method": method, "federate.client_num": 3, "federate.total_round_num": 3,
             "train.local_update_steps": 2, "outdir": str(tmp_path / str(len(made))), **(keys or {})})
         return LocalEngine(config, **callbacks)
     return make
@@ -63,19 +74,19 @@ def logits(model, examples, count=6):
 
 
 def without_seconds(history):
-    return [{k: v for k, v in json.loads(json.dumps(r)).items() if k != "seconds"} for r in history]
+    return [{k: v for k, v in json.loads(json.dumps(r)).items() if k not in ("seconds", "client_seconds")}
+            for r in history]
 
 
 # -- a run ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method, task", EACH)
 def test_a_run(make, method, task):
     seen = []
 
     def on_round(record):
         view = engine.method.view(engine.server.state)
-        own = dict(engine.model.named_parameters())
+        own = all_tensors(engine.model)
         assert all(torch.equal(own[n], view[n]) for n in view), "the model stands where the state does"
         seen.append(record["round"])
 
@@ -85,7 +96,8 @@ def test_a_run(make, method, task):
     assert seen == [1, 2, 3] and len(result.history) == 3
     for record in result.history:
         assert math.isfinite(record["loss"]) and record["selected"] == record["clients"] == [1, 2, 3]
-        assert record["metrics"].keys() == {"test", "val"} and not record["failed"]
+        own = {"client_test"} if engine.untrained_personal else set()
+        assert record["metrics"].keys() == {"test", "val"} | own and not record["failed"]
         assert all(math.isfinite(v) for m in record["metrics"].values() for v in m.values())
     allowed = set(engine.method.view(engine.server.state)) | set(engine.method.changed_base(engine.model))
     moved = {n for n, p in engine.model.named_parameters() if not torch.equal(p, start[n])}
@@ -97,9 +109,9 @@ def test_a_run(make, method, task):
     assert load_config(engine.outdir / "config.yaml") == engine.config
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENCODER)
 def test_it_learns(make, method):
-    lr, steps = (1e-2, 4) if method == "fedavg" else (3e-2, 6)
+    lr, steps = (1e-2, 4) if method == "fedavg" or get_method_class(method).either else (3e-2, 6)
     engine = make("encoder", method, {"federate.total_round_num": 5, "train.local_update_steps": steps,
                                       "train.optimizer": {"type": "AdamW", "lr": lr}, "eval.freq": -1})
     history = engine.run().history
@@ -111,7 +123,7 @@ def test_it_learns(make, method):
 def size(tensors, head=True):
     """``numel × itemsize``, counted here by hand from shapes."""
     kept = [t for n, t in tensors.items() if head or not ("classifier" in n or "score" in n)]
-    return sum(math.prod(t.shape) * {torch.float32: 4, torch.bfloat16: 2}[t.dtype] for t in kept)
+    return sum(math.prod(t.shape) * {torch.float32: 4, torch.bfloat16: 2, torch.uint8: 1}[t.dtype] for t in kept)
 
 
 def factors_only(message, rank_factors, client):
@@ -127,7 +139,7 @@ def factors_only(message, rank_factors, client):
     return got
 
 
-@pytest.mark.parametrize("method, keys", CASES)
+@pytest.mark.parametrize("method, keys", [c for c in CASES if c[0] in ENCODER])
 def test_bytes_are_what_was_handed_over(make, monkeypatch, method, keys):
     ranks = keys.get("lowrank.ranks")
     engine = make("encoder", method, {"federate.client_num": 5, "federate.sample_client_num": 2,
@@ -176,7 +188,7 @@ def test_bytes_are_what_was_handed_over(make, monkeypatch, method, keys):
     assert all(totals[k] == sum(r[k] for r in result.history) for k in totals)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ("encoder", "causal"))
 def test_rolora_sends_half_of_fedlora(make, task):
     def uplink(method):
         history = make(task, method, {"federate.total_round_num": 2}).run().history
@@ -188,7 +200,7 @@ def test_rolora_sends_half_of_fedlora(make, task):
 
 # -- who takes part ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENCODER)
 def test_partial_participation(make, method):
     engine = make("encoder", method, {"federate.client_num": 7, "eval.freq": -1, "federate.sample_client_rate": 0.45,
                                       "federate.total_round_num": 4})
@@ -218,7 +230,7 @@ def test_clients_of_different_ranks(make, monkeypatch, method, task, ranks):
     assert not any(r["failed"] for r in engine.run().history)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENCODER)
 def test_clients_that_drop_out(make, method):
     engine = make("encoder", method, {"federate.client_num": 5, "lowrank.drop_rate": 0.4, "eval.freq": -1})
     history = engine.run().history
@@ -231,8 +243,7 @@ def test_clients_that_drop_out(make, method):
 
 # -- seeds and weights ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method, task", EACH)
 def test_one_seed_one_result(make, method, task):
     engines = [make(task, method, {"seed": seed, "federate.sample_client_num": 2, "federate.total_round_num": 2,
                                    "train.local_update_steps": 1}) for seed in (1, 1, 2)]
@@ -246,7 +257,7 @@ def test_one_seed_one_result(make, method, task):
     assert engines[0].data.fingerprint != engines[2].data.fingerprint, "the split is part of the seed"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENCODER)
 def test_weights_by_samples_or_equal(make, monkeypatch, method):
     states = []
     for uniform in (False, True):
@@ -259,14 +270,15 @@ def test_weights_by_samples_or_equal(make, monkeypatch, method):
         engine.run()
         sizes = [1 if uniform else len(e) for e in engine.data.clients]
         assert uniform or len(set(sizes)) > 1
-        head = next(n for n in engine.server.state if "classifier" in n and "weight" in n)
-        mean = sum(n / sum(sizes) * sent[i][head].double() for i, n in enumerate(sizes, start=1))
-        torch.testing.assert_close(engine.server.state[head].double(), mean, atol=1e-7, rtol=1e-6)
+        if get_method_class(method).averages_head:
+            head = next(n for n in engine.server.state if "classifier" in n and "weight" in n)
+            mean = sum(n / sum(sizes) * sent[i][head].double() for i, n in enumerate(sizes, start=1))
+            torch.testing.assert_close(engine.server.state[head].double(), mean, atol=1e-7, rtol=1e-6)
         states.append(state_of(engine))
     assert not equal(*states)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENCODER)
 def test_one_client_one_round_is_local_training(make, method):
     keys = {"federate.client_num": 1, "federate.total_round_num": 1, "data.splitter": "iid", "data.splitter_args": []}
     alone, engine = (make("encoder", method, keys) for _ in range(2))
@@ -314,14 +326,17 @@ def test_the_frozen_half_keeps_every_bit_in_a_run(make, monkeypatch, method, opt
 # -- what is saved -------------------------------------------------------------------------------------
 
 def plain_model(task, place):
+    if task == "vision":
+        return load_vision(place)
     if task == "causal":
         return AutoModelForCausalLM.from_pretrained(str(place))
     return AutoModelForSequenceClassification.from_pretrained(str(place), num_labels=2)
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("method, keys", CASES)
+@pytest.mark.parametrize("method, keys, task", [(m, k, t) for m, k in CASES for t in TASKS if (m, t) in EACH])
 def test_what_is_saved_loads_with_the_plain_libraries(make, task, method, keys, tiny_encoder, tiny_causal):
+    if task == "vision" and not keys.get("lowrank.merge", True):
+        pytest.skip("a model from scratch has no base to keep the pairs beside")
     engine = make(task, method, {"lowrank.save_merged": True, "federate.total_round_num": 2,
                                  "train.optimizer": {"type": "AdamW", "lr": 0.02}, **keys})
     untrained, names = logits(engine.model, engine.data.test), [n for n, _ in engine.model.named_parameters()]
@@ -330,7 +345,7 @@ def test_what_is_saved_loads_with_the_plain_libraries(make, task, method, keys, 
     assert not torch.allclose(untrained, wanted, atol=1e-3)
     torch.testing.assert_close(logits(plain_model(task, engine.outdir / "model"), engine.data.test), wanted,
                                atol=1e-5, rtol=1e-5)
-    assert (engine.outdir / "model" / "tokenizer.json").exists()
+    assert (engine.outdir / "model" / "tokenizer.json").exists() == (task != "vision")
     # Saving has changed nothing: the pairs are beside the weights as before.
     assert [n for n, _ in result.model.named_parameters()] == names
     if result.base_changed:
@@ -338,12 +353,12 @@ def test_what_is_saved_loads_with_the_plain_libraries(make, task, method, keys, 
         with pytest.raises(ValueError, match="save_model"):
             result.save_adapter(engine.outdir / "adapter")
     else:
-        loaded = PeftModel.from_pretrained(
-            plain_model(task, tiny_causal if task == "causal" else tiny_encoder), str(engine.outdir / "adapter"))
+        bases = {"encoder": tiny_encoder, "causal": tiny_causal, "vision": engine.outdir / "adapter" / "base"}
+        loaded = PeftModel.from_pretrained(plain_model(task, bases[task]), str(engine.outdir / "adapter"))
         torch.testing.assert_close(logits(loaded, engine.data.test), wanted, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENCODER)
 def test_the_merged_model_is_saved_on_request_only(make, method):
     engine = make("encoder", method, {"federate.total_round_num": 1})
     result = engine.run()
@@ -355,7 +370,7 @@ def test_the_merged_model_is_saved_on_request_only(make, method):
 
 # -- half precision ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("method, task", [*((m, "encoder") for m in METHODS), ("rolora", "causal")])
+@pytest.mark.parametrize("method, task", [*((m, "encoder") for m in ENCODER), ("rolora", "causal")])
 def test_half_precision(make, monkeypatch, method, task):
     engine = make(task, method, {"lowrank.dtype": "bfloat16", "federate.total_round_num": 2})
     before, sent = state_of(engine), {}

@@ -1,6 +1,6 @@
-"""python -m benchmark.speed [server_step|clients|frozen_cache|overhead|all] [--out FOLDER]
+"""python -m benchmark.speed [server_step|clients|frozen_cache|overhead|vision|all] [--out FOLDER]
 
-Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo
+Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo fashion_mnist
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fs_lowrank import UserError
 
 from . import machine
 
-PARTS = ("server_step", "clients", "frozen_cache", "overhead")
+PARTS = ("server_step", "clients", "frozen_cache", "overhead", "vision")
 
 
 def table(folder: Path) -> str:

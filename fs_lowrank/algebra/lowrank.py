@@ -17,8 +17,10 @@ def stack_pairs(ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Sequenc
     Returns:
         ``(d_out, Σ r_k)`` and ``(Σ r_k, d_in)``.
     """
-    up = torch.cat([b * w for b, w in zip(ups, weights, strict=True)], dim=1)
-    return up, torch.cat(list(downs), dim=0)
+    # One scaling of the stack, column by column: K small ones would cost more than the product.
+    columns = [w for b, w in zip(ups, weights, strict=True) for _ in range(b.shape[1])]
+    up = torch.cat(list(ups), dim=1)
+    return up.mul_(up.new_tensor(columns)), torch.cat(list(downs), dim=0)
 
 
 def low_rank_sum_svd(

@@ -1,4 +1,4 @@
-"""Data of a federated run: a set by name or from the user's file, tokenized and divided among clients."""
+"""Data of a federated run: a set by name or from the user's files, made ready and divided among clients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,23 @@ import pandas as pd
 
 from fs_lowrank.data.examples import Examples
 from fs_lowrank.data.fetch import FETCHABLE, fetch, home, resolve
-from fs_lowrank.data.partition import PARTITIONERS, Partition, Rows, partition, register_partitioner
-from fs_lowrank.data.sources import CAUSAL_LM, CLASSIFICATION, RawData, data_args, load_raw
+from fs_lowrank.data.images import ImageExamples, Pipeline
+from fs_lowrank.data.partition import (
+    PARTITIONERS,
+    Partition,
+    Rows,
+    matching_shares,
+    partition,
+    register_partitioner,
+)
+from fs_lowrank.data.sources import (
+    CAUSAL_LM,
+    CLASSIFICATION,
+    IMAGE_CLASSIFICATION,
+    RawData,
+    data_args,
+    load_raw,
+)
 from fs_lowrank.data.tokenize import tokenize_causal, tokenize_classification
 from fs_lowrank.errors import UserError
 
@@ -22,9 +38,11 @@ __all__ = [
     "CAUSAL_LM",
     "CLASSIFICATION",
     "FETCHABLE",
+    "IMAGE_CLASSIFICATION",
     "PARTITIONERS",
     "Examples",
     "FederatedData",
+    "ImageExamples",
     "Partition",
     "RawData",
     "Rows",
@@ -45,18 +63,20 @@ class FederatedData:
     Attributes:
         clients: training examples of each client.
         validation, test: None where their split is empty.
-        task: ``"classification"`` or ``"causal_lm"``.
+        task: ``"classification"``, ``"causal_lm"`` or ``"image_classification"``.
         num_labels: 0 for a causal language model.
         source: where the data truly come from, in words.
-        fingerprint: SHA-256 in hex over all tokens, labels and the partition.
+        fingerprint: SHA-256 in hex over all tokens or images, labels and the partition.
         partition: its indices count the training rows that were kept, in the order of the source.
         majority: share of the most frequent class in ``test``, what a constant answer would score; None without one.
         skipped: rows left out, by reason.
+        image_shape: ``(channels, height, width)`` of what the model gets; None for text.
+        test_shares: rows of ``test`` that are each client's, for ``client_tests``.
     """
 
-    clients: list[Examples]
-    validation: Examples | None
-    test: Examples | None
+    clients: list[Examples | ImageExamples]
+    validation: Examples | ImageExamples | None
+    test: Examples | ImageExamples | None
     task: str
     label_names: list[str]
     num_labels: int
@@ -65,10 +85,22 @@ class FederatedData:
     partition: Partition
     majority: float | None
     skipped: dict[str, int] = field(default_factory=dict)
+    image_shape: tuple[int, int, int] | None = None
+    test_shares: list[np.ndarray] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def client_tests(self) -> list[Examples | ImageExamples | None]:
+        """Each client's part of the test set, distributed as its training data; None where it has none.
+
+        The test set is divided among the clients, every row to one of them, in proportion to their training rows:
+        class by class, or by the values of the column that the training data were divided by.
+        """
+        return [self.test.select(rows) if len(rows) else None for rows in self.test_shares] if self.test is not None \
+            else [None] * len(self.clients)
 
 
-def build_data(cfg: Any, tokenizer: Any, raw: RawData | None = None) -> FederatedData:
-    """Load (unless ``raw`` is given), split, tokenize and partition the data that ``cfg`` asks for.
+def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> FederatedData:
+    """Load (unless ``raw`` is given), split, make ready and partition the data that ``cfg`` asks for.
 
     ``data.splits`` [train, validation, test] stand for what the source does not split itself: a missing test set is
     that share of the rows, a missing validation set that share of them (of the training rows where the test set is
@@ -77,11 +109,13 @@ def build_data(cfg: Any, tokenizer: Any, raw: RawData | None = None) -> Federate
 
     Args:
         cfg: ``data.{type,root,args,splits,splitter,splitter_args,subsample}``, ``federate.client_num``,
-            ``llm.tok_len`` (tokens; ``data.args`` may override it by ``max_len``), ``seed``.
-        tokenizer: a transformers tokenizer.
+            ``llm.tok_len`` (tokens; ``data.args`` may override it by ``max_len``), ``seed``; for images
+            ``data.{transform,val_transform,test_transform}``.
+        tokenizer: a transformers tokenizer; none is needed for images.
 
     Raises:
-        UserError: see ``load_raw`` and ``partition``; or splits that leave nothing to train on.
+        UserError: see ``load_raw`` and ``partition``; splits that leave nothing to train on; a transform that is
+            wrong or does not fit the images.
     """
     if raw is None:
         raw = load_raw(cfg.data)
@@ -92,9 +126,14 @@ def build_data(cfg: Any, tokenizer: Any, raw: RawData | None = None) -> Federate
     skipped = dict(raw.skipped)
     max_len = args.get("max_len", None) or cfg.llm.tok_len
 
-    def tokens(frame: pd.DataFrame | None) -> tuple[Examples | None, pd.DataFrame | None]:
+    pipelines = _pipelines(cfg.data, raw) if raw.images is not None else {}
+
+    def ready(frame: pd.DataFrame | None, split: str):
+        """The rows as examples, and those of them that were kept."""
         if frame is None:
             return None, None
+        if raw.images is not None:
+            return ImageExamples(raw.images, frame["image"], frame["label"], pipelines[split]), frame
         if raw.task == CLASSIFICATION:
             return tokenize_classification(frame, tokenizer, max_len), frame
         options = {key: args[key] for key in ("template", "loss_on") if key in args}
@@ -103,15 +142,21 @@ def build_data(cfg: Any, tokenizer: Any, raw: RawData | None = None) -> Federate
             skipped["prompt too long"] = skipped.get("prompt too long", 0) + int((~kept).sum())
         return examples, frame[kept].reset_index(drop=True)
 
-    train_examples, train = tokens(train)
-    validation_examples, _ = tokens(validation)
-    test_examples, _ = tokens(test)
+    train_examples, train = ready(train, "train")
+    validation_examples, _ = ready(validation, "val")
+    test_examples, test = ready(test, "test")
+    image_shape = _image_shape(train_examples, validation_examples, test_examples) if pipelines else None
 
     fields = {name: train[name].to_numpy() for name in raw.fields if name in train}
     rows = Rows(len(train_examples), train_examples.labels, fields)
     name = getattr(cfg.data, "splitter", None) or "iid"
     parts = partition(name, rows, cfg.federate.client_num, _rng(seed, "partition"), _splitter_args(cfg.data))
     parts.label_names = raw.label_names or None
+    shares: list[np.ndarray] = []
+    if test_examples is not None:
+        held = Rows(len(test_examples), test_examples.labels,
+                    {name: test[name].to_numpy() for name in fields if name in test})
+        shares = matching_shares(parts, rows, held, _rng(seed, "client tests"))
 
     digest = hashlib.sha256()
     for part in (train_examples, validation_examples, test_examples):
@@ -133,7 +178,29 @@ def build_data(cfg: Any, tokenizer: Any, raw: RawData | None = None) -> Federate
         partition=parts,
         majority=majority,
         skipped=skipped,
+        image_shape=image_shape,
+        test_shares=shares,
     )
+
+
+def _pipelines(data_cfg: Any, raw: RawData) -> dict[str, Pipeline]:
+    """What makes batches of images, for ``train``, ``val`` and ``test``."""
+    usual = [["Normalize", {"mean": list(raw.mean), "std": list(raw.std)}]]
+    train = list(getattr(data_cfg, "transform", None) or usual)
+    found = {"train": Pipeline(train, "data.transform")}
+    for split in ("val", "test"):
+        own = getattr(data_cfg, f"{split}_transform", None)
+        found[split] = Pipeline(own, f"data.{split}_transform") if own else found["train"]
+    return found
+
+
+def _image_shape(*parts: ImageExamples | None) -> tuple[int, int, int]:
+    shapes = {part.pipeline.key: part.shape for part in parts if part is not None}
+    train = parts[0].batch([0], _rng(0, "shape"))["pixel_values"].shape[1:]
+    for key, shape in shapes.items():
+        if shape != tuple(train):
+            raise UserError(f"{key} makes images of shape {shape}, in training they are {tuple(train)}")
+    return tuple(train)
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:

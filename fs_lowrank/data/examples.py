@@ -66,9 +66,12 @@ class Examples:
             self.pad_token_type_id,
         )
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
+    def batch(self, indices: Sequence[int] | np.ndarray, augment: np.random.Generator | None = None
+              ) -> dict[str, torch.Tensor]:
         """One batch, padded on the right to its longest example.
 
+        Args:
+            augment: what images are varied by in training; text is not.
         Returns:
             int64 tensors: ``input_ids``, ``attention_mask`` and, when there are such, ``token_type_ids``, each
             ``(batch, longest)``; ``labels`` is ``(batch,)`` for classes and ``(batch, longest)`` for a causal

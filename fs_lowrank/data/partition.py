@@ -17,7 +17,7 @@ import numpy as np
 
 from fs_lowrank.errors import UserError, nearest
 
-__all__ = ["PARTITIONERS", "Partition", "Rows", "partition", "register_partitioner"]
+__all__ = ["PARTITIONERS", "Partition", "Rows", "matching_shares", "partition", "register_partitioner"]
 
 DRAWS = 50  # of the Dirichlet distribution, before samples are moved to reach the floor
 
@@ -122,6 +122,53 @@ def partition(
     if len(parts) != num_clients or not np.array_equal(everything, np.arange(rows.size)):
         raise RuntimeError(f"splitter {name!r} did not give every row to exactly one of {num_clients} clients")
     return Partition(parts, name, args, rows.labels)
+
+
+def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Generator) -> list[np.ndarray]:
+    """Divide held-out rows among the clients of ``parts`` so that each gets them distributed as its training rows.
+
+    Each class's rows go to the clients in proportion to their training rows of that class, by largest remainder. Where
+    the training rows were divided by a column, its values take the classes' place, if the held-out rows have it;
+    without classes only the sizes count. Every row goes to one client; a small client may get none.
+
+    Args:
+        train: the rows that ``parts`` divides. held: those to divide.
+    Returns:
+        for each client sorted int64 rows of ``held``.
+    """
+    kinds_of, held_of = _kinds_of(parts, train, held)
+    counts: dict[Any, np.ndarray] = {}
+    for client, rows in enumerate(parts.indices):
+        kinds, found = np.unique(kinds_of[rows], return_counts=True)
+        for kind, count in zip(kinds.tolist(), found, strict=True):
+            counts.setdefault(kind, np.zeros(len(parts)))[client] = count
+    shares: list[list[np.ndarray]] = [[] for _ in parts.indices]
+    for kind in np.unique(held_of).tolist():
+        members = rng.permutation(np.flatnonzero(held_of == kind))
+        # A kind that nobody trains on goes by size.
+        weights = counts.get(kind, parts.sizes().astype(float))
+        quota = weights / weights.sum() * len(members)
+        sizes = np.floor(quota + 1e-9).astype(np.int64)
+        # Among equal remainders chance decides, or the first clients would have them of every kind.
+        order = rng.permutation(len(quota))
+        sizes[order[np.argsort((sizes - quota)[order], kind="stable")][:len(members) - sizes.sum()]] += 1
+        for share, piece in zip(shares, np.split(members, np.cumsum(sizes)[:-1]), strict=True):
+            share.append(piece)
+    return [np.sort(np.concatenate(share)) if share else np.empty(0, np.int64) for share in shares]
+
+
+def _kinds_of(parts: Partition, train: Rows, held: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """What rows are alike by, for training and held-out rows."""
+    field = parts.args.get("field")
+    function = PARTITIONERS.get(parts.name)
+    takes = inspect.signature(function).parameters if function else ()
+    if field is None and "field" in takes and (function is by_field or train.labels is None):
+        field = next(iter(train.fields)) if len(train.fields) == 1 else "category"
+    if field in train.fields and field in held.fields:
+        return tuple(np.array([str(v) for v in rows.fields[field]]) for rows in (train, held))
+    if train.labels is not None and held.labels is not None:
+        return np.asarray(train.labels), np.asarray(held.labels)
+    return np.zeros(train.size, np.int64), np.zeros(held.size, np.int64)
 
 
 @register_partitioner("iid")

@@ -1,4 +1,4 @@
-"""Raw data sets by name, or from the user's files, in one shape: data frames of text before any tokenizer.
+"""Raw data sets by name, or from the user's files, in one shape: data frames, of text before any tokenizer.
 
 ``data.type`` is one of
 
@@ -6,7 +6,10 @@
 - ``NAME@glue``: GLUE's own TSV files under ``data.root``;
 - ``NAME@huggingface_datasets``: through the ``datasets`` library;
 - a ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, absolute or under ``data.root``; ``FILE@llm`` says that it holds
-  instructions.
+  instructions;
+- ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``svhn``: images from their standard files
+  (``data.image_files``); FederatedScope's ``CIFAR10@torchvision`` means the same;
+- a folder, absolute or under ``data.root``, with a folder of images for each class, perhaps in ``train`` and ``test``.
 
 ``data.args`` is a list of at most one mapping; a key that the data set does not know is an error.
 """
@@ -25,12 +28,14 @@ import pandas as pd
 
 from fs_lowrank.data.fetch import resolve
 from fs_lowrank.data.files import SUFFIXES, read_table, read_tsv
+from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
 from fs_lowrank.errors import UserError, nearest
 
-__all__ = ["CAUSAL_LM", "CLASSIFICATION", "RawData", "data_args", "load_raw"]
+__all__ = ["CAUSAL_LM", "CLASSIFICATION", "IMAGE_CLASSIFICATION", "RawData", "data_args", "load_raw"]
 
 CLASSIFICATION = "classification"
 CAUSAL_LM = "causal_lm"
+IMAGE_CLASSIFICATION = "image_classification"
 
 # What tokenization takes from data.args, whatever the data set.
 COMMON_ARGS = ("max_len",)
@@ -39,17 +44,20 @@ LANGUAGE_ARGS = (*COMMON_ARGS, "template", "loss_on")
 
 @dataclass
 class RawData:
-    """A data set as text.
+    """A data set as text or images.
 
     Attributes:
-        task: ``"classification"`` or ``"causal_lm"``.
+        task: ``"classification"``, ``"causal_lm"`` or ``"image_classification"``.
         train, validation, test: for classification the columns ``text``, perhaps ``text_pair``, and ``label`` (int64,
             an index into ``label_names``); for a causal language model ``instruction``, ``input``, ``output``, or
-            ``messages``; and those in ``fields``. ``validation`` and ``test`` are None without an official split.
+            ``messages``; for images ``image`` (int64, a row of ``images``) and ``label``; and those in ``fields``.
+            ``validation`` and ``test`` are None without an official split.
         label_names: empty for a causal language model.
         fields: further columns that a partitioner may divide by, such as ``domain``.
         source: where the data truly come from, in words.
         skipped: rows left out, by reason.
+        images: uint8 ``(n, channels, height, width)``; None for text.
+        mean, std: of the images' channels, for values from 0 to 1.
     """
 
     task: str
@@ -61,6 +69,9 @@ class RawData:
     source: str
     skipped: dict[str, int] = field(default_factory=dict)
     fingerprint: str = ""
+    images: np.ndarray | None = field(default=None, repr=False)
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self.fingerprint = self.fingerprint or _fingerprint(self)
@@ -108,6 +119,9 @@ def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
         return _hub(stem, args)
     if provider == "llm":
         return _own_file(_language_file(stem, root), args, language=True)
+    if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
+        # FederatedScope's way of writing them; what is read are the standard files.
+        stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
     if provider:
         raise UserError(
             f"unknown provider {provider!r} in data.type {name!r}{nearest(provider, PROVIDERS)}; "
@@ -117,14 +131,33 @@ def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
         return _own_file(_under(root, stem), args, language=None)
     if stem in FETCHED:
         return FETCHED[stem](args, home)
-    known = [*FETCHED, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
+    if stem.lower() in IMAGE_SETS:
+        _known(args, (), stem)
+        return _images(read_image_set(stem.lower(), root, home))
+    if stem and _under(root, stem).is_dir():
+        _known(args, FOLDER_ARGS, stem)
+        return _images(read_folder(_under(root, stem), args, home))
+    known = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
     raise UserError(
-        f"unknown data.type {name!r}{nearest(name, known)}; there are: {', '.join(FETCHED)}, "
-        f"NAME@glue and NAME@huggingface_datasets ({', '.join(GLUE)}), or a file ending with {', '.join(SUFFIXES)}"
+        f"unknown data.type {name!r}{nearest(name, known)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
+        f"NAME@glue and NAME@huggingface_datasets ({', '.join(GLUE)}), a file ending with {', '.join(SUFFIXES)}, "
+        f"or a folder of class folders with images (there is none at {_under(root, stem)})"
     )
 
 
 PROVIDERS = ("glue", "huggingface_datasets", "llm")
+
+
+def _images(found: ImageSet) -> RawData:
+    frames = {}
+    for split, rows in found.splits.items():
+        where = np.arange(rows.start, rows.stop)
+        columns = {"image": where, "label": found.labels[where]}
+        frames[split] = pd.DataFrame({**columns, **{name: values[where] for name, values in found.fields.items()}})
+    _several_classes(frames["train"]["label"], found.source)
+    return RawData(IMAGE_CLASSIFICATION, frames["train"], frames.get("validation"), frames.get("test"),
+                   found.label_names, list(found.fields), found.source, found.skipped, images=found.images,
+                   mean=found.mean, std=found.std)
 
 
 # Fetched sets
@@ -567,4 +600,6 @@ def _fingerprint(raw: RawData) -> str:
             continue
         for column in part:
             digest.update(json.dumps([str(column), part[column].tolist()], default=str).encode())
+    if raw.images is not None:
+        digest.update(f"images {raw.images.shape}".encode() + raw.images.tobytes())
     return digest.hexdigest()

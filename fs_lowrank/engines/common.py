@@ -5,9 +5,11 @@ resumed draws what it would have drawn, on every engine.
 """
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from ..algebra import nbytes
 from ..config import Config, load_config
 from ..data import build_data, load_raw
 from ..errors import UserError
-from ..methods import Client, Method, Update, create_method
+from ..methods import Client, Method, Update, Workbench, create_method
 from ..models.adapters import adapter_name, load_tensors, save_adapter, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.frozen import FrozenPrefix
@@ -34,6 +36,7 @@ from ..seeds import derive
 from ..training import evaluate, train_client
 from ..training.local import LocalResult
 from ..training.schedule import check_scheduler, lr_at
+from .reuse import Reuse
 from .server import Server
 
 logger = logging.getLogger("fs_lowrank")
@@ -61,6 +64,8 @@ def method_of(config: Config) -> Method:
     return create_method(
         config.federate.method, adapter=config.adapter, rounds=config.federate.total_round_num, seed=config.seed,
         uniform=config.federate.ignore_weight, from_scratch=config.from_scratch,
+        with_adapter=bool(config.llm.adapter.use),
+        only_sums=config.federate.use_ss or config.federate.online_aggr,
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params)
 
@@ -92,11 +97,16 @@ class Run:
         self.base_fingerprint = model_fingerprint(model)
         total = sum(p.numel() for p in model.parameters())
         self.model = self.adapted(model)
+        self.method.workbench = self._workbench() if self.method.selects else None
         self.clients = [Client(i + 1, len(e), batches=self._passes(e)) for i, e in enumerate(self.data.clients)]
         self.server = Server(self.method, self.method.initial_state(self.model), len(self.clients),
                              config.sampled_per_round, config.lowrank.min_clients, config.seed,
                              drop_rate=config.lowrank.drop_rate, keep_messages=keep_messages)
         self.personal: dict[int, dict[str, Tensor]] = {}
+        self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
+        #: seconds of each client in the round that runs: for training, for what its upload takes, and whether what it
+        #: trained came from ``reuse``
+        self.spent: dict[int, dict] = {}
         self.untrained_personal = self._personal_now()
         #: of the plain model, and the most that any client trains in the course of the run
         self.parameters = {"total": total, "trainable": max(self._trained_by(c.id) for c in self.clients)}
@@ -121,11 +131,28 @@ class Run:
         held = {**self.method.view(self.server.state, client), **self.untrained_personal}
         return sum(t.numel() for n, t in held.items() if tags(n) & trained and not is_statistic(n))
 
-    def _passes(self, examples):
+    def _passes(self, examples, size: int = 0):
+        size = size or self.config.dataloader.batch_size
+
         def batches():
-            for start in range(0, len(examples), self.config.dataloader.batch_size):
-                yield examples.batch(range(start, min(start + self.config.dataloader.batch_size, len(examples))))
+            for start in range(0, len(examples), size):
+                yield examples.batch(range(start, min(start + size, len(examples))))
         return batches
+
+    def _workbench(self) -> Workbench | None:
+        """What the server's step chooses by: the same held-out samples for every method.
+
+        Raises:
+            UserError: there is no validation split.
+        """
+        held_out, config = self.data.validation, self.config
+        if held_out is None:
+            raise UserError(f"federate.method = {config.federate.method} chooses among models by validation data, and "
+                            f"there are none; give data.splits a share for them (now {list(config.data.splits)})")
+        draw = np.random.default_rng(derive(config.seed, "validation"))
+        chosen = np.sort(draw.permutation(len(held_out))[:config.lowrank.validation_samples])
+        return Workbench(self.model, self._passes(held_out.select(chosen), config.eval.batch_size),
+                         derive(config.seed, "workbench"))
 
     def _check_splits(self) -> None:
         if not self.config.federate.make_global_eval and self.data.test is None:
@@ -173,18 +200,39 @@ class Run:
     def _fit(self, client: Client, examples, round: int, model: nn.Module,
              prefix: FrozenPrefix | None) -> tuple[Update, LocalResult]:
         """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors."""
-        config = self.config
-        result = train_client(
-            model, examples, self.method.phases(round, client.id), config,
-            lr=lr_at(round, config.federate.total_round_num, config.train.optimizer.lr, config.train.scheduler),
-            seed=derive(config.seed, "train", round, client.id), owner=f"client {client.id}", prefix=prefix)
+        config, phases = self.config, self.method.phases(round, client.id)
+        rounds, train = config.federate.total_round_num, config.train
+        options = {"lr": lr_at(round, rounds, train.optimizer.lr, train.scheduler),
+                   "seed": derive(config.seed, "train", round, client.id)}
+        started = time.perf_counter()
+        key = self.reuse.key(config, model, examples, phases, **options) if self.reuse else None
+        kept = self.reuse.find(key) if key else None
+        if kept:
+            load_tensors(model, kept[0])
+            result, seconds = LocalResult(**kept[1]["result"]), kept[1]["seconds"]
+        else:
+            result = train_client(model, examples, phases, config, owner=f"client {client.id}", prefix=prefix,
+                                  **options)
+            seconds = time.perf_counter() - started
+            if key:
+                self.reuse.keep(key, model, phases, {"result": dataclasses.asdict(result), "seconds": seconds})
+        trained = time.perf_counter()
         tensors = {n: t.detach() for n, t in self.method.upload(model, round, client).items()}
+        self.spent[client.id] = {"training": seconds, "upload": time.perf_counter() - trained, "reused": bool(kept)}
         return Update(client.id, client.num_samples, tensors), result
 
     def _record(self, round: int, *, selected: list[int], failed: list[dict], losses: Mapping[int, float],
                 uplink: Mapping[int, tuple[int, int]], downlink: Mapping[int, tuple[int, int]],
                 samples: Mapping[int, int], metrics: dict, seconds: Mapping[str, float]) -> dict:
-        """The line of ``rounds.jsonl``; bytes come by client, with and without the head."""
+        """The line of ``rounds.jsonl``; bytes come by client, with and without the head.
+
+        ``client_seconds`` says of each client that this process trained how long training and upload took, and
+        whether it was reused; the seconds are then those of the time it was trained.
+        """
+        spent, self.spent = self.spent, {}
+        seconds = dict(seconds)
+        # What was not trained again counts with the time it took when it was.
+        seconds["training"] += sum(s["training"] for s in spent.values() if s["reused"])
         return {
             "round": round, "selected": selected, "clients": sorted(losses), "failed": failed,
             "loss": sum(losses[c] * samples[c] for c in losses) / sum(samples[c] for c in losses), "metrics": metrics,
@@ -194,7 +242,7 @@ class Run:
             "downlink_bytes_without_head": sum(b for _, b in downlink.values()),
             "client_uplink_bytes": {c: b for c, (b, _) in uplink.items()},
             "client_downlink_bytes": {c: b for c, (b, _) in downlink.items()},
-            "adapter_norm": self._norms(), "seconds": dict(seconds),
+            "adapter_norm": self._norms(), "seconds": seconds, "client_seconds": spent,
         }
 
     def _norms(self) -> dict[str, float]:

@@ -90,6 +90,10 @@ class Setting:
     uniform: bool = False
     #: the model was not pre-trained: what carries no adapter (norms, first layer) trains whole, like a new head
     from_scratch: bool = False
+    #: ``llm.adapter.use``, for methods that take a model with an adapter and without
+    with_adapter: bool = False
+    #: the server will see no more than the weighted sum of what clients send
+    only_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,16 @@ class Method:
     #: True if the server needs no more than the weighted sum of what clients send: secret sharing then applies.
     #: None means: as ``averages``
     additive: ClassVar[bool | None] = None
-    #: True if the server's step needs ``workbench``
-    selects: ClassVar[bool] = False
+    #: True if the server's step needs ``workbench``; may depend on the hyperparameters
+    selects: bool = False
+    #: values of ``model.task`` that it can be used with
+    tasks: ClassVar[tuple[str, ...]] = ("SequenceClassification", "CausalLM", "ImageClassification")
+    #: True if it takes only nets that are a plain chain of layers without biases and norms (``models.chain``)
+    chains_only: ClassVar[bool] = False
+    #: True if the head, whatever becomes of the rest, is a weighted mean of the clients' heads
+    averages_head: ClassVar[bool] = True
+    #: True if it works on an adapter where ``llm.adapter.use`` asks for one, and on all weights otherwise
+    either: ClassVar[bool] = False
 
     @dataclass(frozen=True)
     class Params:

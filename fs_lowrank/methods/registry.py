@@ -11,7 +11,9 @@ from .base import Method, Setting
 
 ENTRY_POINTS = "fs_lowrank.methods"
 _BUILT_IN = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora", "fedloru", "mfedloru",
-             "pfedloru", "pfedlora", "fedhm")
+             "pfedloru", "pfedlora", "fedhm",
+             "one_shot.fedfisher", "one_shot.fisher_merge", "one_shot.regmean", "one_shot.otfusion",
+             "one_shot.pfnm", "one_shot.dense")
 _ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
 _METHODS: dict[str, type[Method]] = {}
 
@@ -65,8 +67,8 @@ def get_method_class(name: str) -> type[Method]:
 
 
 def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int | None = None, seed: int = 0,
-                  uniform: bool = False, from_scratch: bool = False, server_optimizer: dict | None = None,
-                  **params: object) -> Method:
+                  uniform: bool = False, from_scratch: bool = False, with_adapter: bool = False,
+                  only_sums: bool = False, server_optimizer: dict | None = None, **params: object) -> Method:
     """A method ready to be asked.
 
     Args:
@@ -75,6 +77,8 @@ def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int 
         seed: the run's seed; fresh draws come from it.
         uniform: weigh clients equally instead of by samples.
         from_scratch: the model was not pre-trained, so what carries no adapter trains whole.
+        with_adapter: for methods that take either, the adapter rather than all weights.
+        only_sums: the server will see no more than the weighted sum of what clients send.
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
         params: the method's hyperparameters.
     Raises:
@@ -82,7 +86,7 @@ def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int 
             method whose server step is not a mean.
     """
     cls = get_method_class(name)
-    setting = Setting(adapter or AdapterSpec(), rounds, seed, uniform, from_scratch)
+    setting = Setting(adapter or AdapterSpec(), rounds, seed, uniform, from_scratch, with_adapter, only_sums)
     method = cls(cls.Params(**check_method_params(cls, params)), setting)
     if server_optimizer is not None:
         from .server_optimizer import ServerOptimizer

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, nearest
+from ..models.names import is_statistic
 
 _PREFIX = "server_optimizer:"
 _V_RULES = {
@@ -66,6 +67,9 @@ class ServerOptimizer:
         """The new tensors and the memory to keep, both by name; ``state`` is not changed."""
         new, memory = {}, {}
         for name, average in mean.items():
+            if is_statistic(name):
+                new[name] = average  # no gradient has moved it, and a step could make a variance negative
+                continue
             delta = average - state[name]
             m_name, v_name = f"{_PREFIX}m:{name}", f"{_PREFIX}v:{name}"
             m = state.get(m_name, torch.zeros_like(delta))

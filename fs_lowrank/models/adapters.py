@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from ..config import AdapterSpec
 from ..errors import UserError, nearest
 from ..seeds import derive
-from .names import HEAD_MODULES, all_tensors, tags
+from .chain import resize
+from .convolution import compose
+from .names import HEAD_MODULES, all_tensors, tags, zero_at_start
 
 _CLASSES = {"lora": peft.LoraConfig, "loha": peft.LoHaConfig, "lokr": peft.LoKrConfig}
 
@@ -43,10 +45,12 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
         # PEFT asks transformers for an attribute by its old name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         wrapped = peft.get_peft_model(model, config)
+    compose(wrapped)
     for name, module in wrapped.named_modules():
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
-            widest = min(down.flatten(1).shape[1], up.shape[0])
+            # Of convolutions the longer side counts: the papers put rank 128 on layers of 64 channels.
+            widest = (max if down.ndim > 2 else min)(down.flatten(1).shape[1], up.shape[0])
             if spec.r > widest:
                 raise UserError(f"rank {spec.r} is above the width of {name}: its weight is "
                                 f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}")
@@ -58,7 +62,7 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
     if spec.method not in _CLASSES:
         raise UserError(f"llm.adapter.args: adapter_method {spec.method!r} is not known"
                         f"{nearest(spec.method, _CLASSES)}; known: {', '.join(sorted(_CLASSES))}")
-    is_sequence_classifier = any(hasattr(model, head) for head in HEAD_MODULES)
+    is_sequence_classifier = any(hasattr(model, head) for head in HEAD_MODULES) and not _own_targets(model)
     task = {"task_type": "SEQ_CLS"} if is_sequence_classifier else (
         {"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {})
     if spec.method == "lora":
@@ -90,9 +94,14 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
     return found
 
 
+def _own_targets(model: nn.Module) -> list[str] | None:
+    """What a network of ours wants adapters on (``models.vision``); None for all others."""
+    return getattr(model, "adapter_targets", None)
+
+
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | None:
     if spec.target_modules is None:
-        return None
+        return _own_targets(model)
     suffixes = {n.rsplit(".", 1)[-1] for n, m in model.named_modules()
                 if not list(m.children()) and getattr(m, "weight", None) is not None and m.weight.ndim >= 2}
     names = {n for n, _ in model.named_modules()}
@@ -114,6 +123,21 @@ def _layers(model: nn.Module, spec: AdapterSpec) -> list[int] | None:
         raise UserError(f"llm.adapter.args: no layer {beyond[0]}; the model's {len(stack[1])} layers are "
                         f"0 … {len(stack[1]) - 1}")
     return list(spec.layers)
+
+
+def start_at_zero(model: nn.Module, seed: int) -> None:
+    """Layers with an adapter start at ``W = 0`` with no half of the pair zero, as in the FedLoRU authors' code.
+
+    Args:
+        model: PEFT's model from scratch; one without adapters is left as it is.
+    """
+    torch.manual_seed(derive(seed, "adapter", "from zero"))
+    tensors = all_tensors(model)
+    with torch.no_grad():
+        for name in sorted(n for n in tensors if "adapter" in tags(n)):
+            tensors[base_weight_name(name)].zero_()
+            if zero_at_start(name):
+                nn.init.kaiming_uniform_(tensors[name], a=5 ** 0.5)
 
 
 _LORA_WEIGHT = re.compile(r"^(?P<module>.+)\.lora_[AB]\.(?P<adapter>[^.]+)\.weight$")
@@ -147,7 +171,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     A LoRA half may come at another rank than the model's: the parameter takes the new shape and PEFT's
     scaling follows (``alpha / r``, or ``alpha / √r`` with rsLoRA), so one model serves clients of all ranks;
-    so may nested pairs and factors.
+    so may nested pairs and factors, and the weights of layers that may grow (``models.chain``).
 
     Raises:
         KeyError: a name that the model does not have. ValueError: a shape that cannot be loaded.
@@ -158,6 +182,10 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             parameter = own[name]
             if parameter.shape == tensor.shape:
                 parameter.copy_(tensor)
+                continue
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if getattr(owner, "may_grow", False) and parameter.ndim == tensor.ndim:
+                resize(owner, tensor)
                 continue
             match = _LORA_WEIGHT.match(name)
             if match is None and not tags(name) & {"nested", "factor"}:
@@ -184,9 +212,12 @@ def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> No
     """
     layer = model.get_submodule(_LORA_WEIGHT.match(down_name)["module"])
     weight = layer.get_base_layer().weight
-    delta = up.flatten(1).to(weight.device) @ down.flatten(1).to(weight.device)
+    up, down = up.flatten(1).to(weight), down.flatten(1).to(weight)
     with torch.no_grad():
-        weight.add_((delta.T if getattr(layer, "fan_in_fan_out", False) else delta).reshape(weight.shape))
+        if getattr(layer, "fan_in_fan_out", False):
+            weight.addmm_(down.T, up.T)
+        else:
+            weight.view(weight.shape[0], -1).addmm_(up, down)
 
 
 def merge_adapter(model: nn.Module, names: Iterable[str]) -> None:
@@ -244,6 +275,11 @@ def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[s
     config.inference_mode = True
     config.save_pretrained(str(folder))
     return folder
+
+
+def adapter_name(name: str) -> str:
+    """The adapter that the tensor called ``name`` belongs to; the shared one is PEFT's ``default``."""
+    return _ADAPTER_TENSOR.match(name)["adapter"]
 
 
 def base_weight_name(name: str) -> str:

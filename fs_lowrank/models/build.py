@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..config import VISION_MODELS
 from ..data.fetch import FETCHABLE, resolve
 from ..errors import UserError, nearest
 from ..seeds import derive
@@ -45,8 +46,20 @@ def _load(what: str, loader, place: str, **options):
         raise UserError(f"model.type: cannot load the {what} of {place!r}{hint} ({first})") from error
 
 
+def _check_type(config) -> None:
+    """Raise ``UserError`` for a bare name that is none of our networks: all other models have a suffix."""
+    name = config.model.type
+    if "@" not in name and name not in VISION_MODELS:
+        raise UserError(f"model.type = {name!r}: no network of that name{nearest(name, VISION_MODELS)}; there are: "
+                        f"{', '.join(VISION_MODELS)}; a model for text is written NAME@transformers or "
+                        "NAME@huggingface_llm")
+
+
 def build_tokenizer(config):
-    """The model's tokenizer, with a padding token (the end-of-text token where it has none)."""
+    """The model's tokenizer, with a padding token (the end-of-text token where it has none); None for images."""
+    _check_type(config)
+    if config.is_vision:
+        return None
     from transformers import AutoTokenizer
     tokenizer = _load("tokenizer", AutoTokenizer, locate(model_name(config.model.type)))
     if tokenizer.pad_token_id is None:
@@ -54,14 +67,19 @@ def build_tokenizer(config):
     return tokenizer
 
 
-def build_model(config, num_labels: int | None, pad_token_id: int | None = None) -> nn.Module:
-    """The model in evaluation mode, in ``lowrank.dtype``, its new head drawn from the run's seed.
+def build_model(config, num_labels: int | None, pad_token_id: int | None = None,
+                image_shape: tuple[int, int, int] | None = None) -> nn.Module:
+    """The model in evaluation mode, in ``lowrank.dtype``, what is new in it drawn from the run's seed.
 
     Args:
-        num_labels: classes, for ``model.task: SequenceClassification``; ignored for ``CausalLM``.
+        num_labels: classes; ignored for ``CausalLM``.
+        image_shape: ``(channels, height, width)``, for ``ImageClassification``.
     Raises:
         UserError: the model cannot be found or loaded.
     """
+    _check_type(config)
+    if config.is_vision:
+        return _build_vision(config, num_labels, image_shape)
     import transformers
     place = locate(model_name(config.model.type))
     options = {"dtype": getattr(torch, config.dtype)}
@@ -81,4 +99,19 @@ def build_model(config, num_labels: int | None, pad_token_id: int | None = None)
         transformers.logging.set_verbosity(verbosity)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
+    return model.eval()
+
+
+def _build_vision(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    from .vision import VisionOptions, build_vision, load_weights
+    options = VisionOptions(config.model.type, num_classes, tuple(image_shape), config.lowrank.width,
+                            config.lowrank.norm, config.model.use_bias)
+    torch.manual_seed(derive(config.seed, "model"))
+    model = build_vision(options)
+    if config.lowrank.weights:
+        load_weights(model, config.lowrank.weights)
+    model.to(getattr(torch, config.dtype))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float()  # running statistics move by less than 16 bits can show
     return model.eval()

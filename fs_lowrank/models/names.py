@@ -23,8 +23,8 @@ from functools import lru_cache
 from torch import Tensor, nn
 
 HEAD_MODULES = ("classifier", "score", "fc")
-_ADAPTER_PARTS = ("lora_A", "lora_B", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b",
-                  "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+_ADAPTER_PARTS = ("lora_A", "lora_B", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2",
+                  "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 
 
 #: the adapter's tensors that are zero at the start, so that it changes nothing
@@ -69,10 +69,14 @@ def pairs(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     return [(a.replace(".lora_A.", ".lora_B."), a) for a in downs]
 
 
+def is_statistic(name: str) -> bool:
+    """Whether ``name`` is a running statistic of a batch-norm: shared and averaged, but no gradient trains it."""
+    return name.endswith((".running_mean", ".running_var"))
+
+
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The model's own parameters, and the running statistics of its norms (not copies)."""
-    statistics = {n: b for n, b in model.named_buffers() if n.rsplit(".", 1)[-1] in ("running_mean", "running_var")}
-    return {**dict(model.named_parameters()), **statistics}
+    return {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if is_statistic(n)}}
 
 
 def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:

@@ -69,13 +69,19 @@ def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str,
 
 
 def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]:
-    """Freeze everything but the parameters with one of the tags ``wanted``; return those."""
+    """Freeze everything but the parameters with one of the tags ``wanted``; return those.
+
+    A batch-norm that is frozen uses its running statistics and leaves them as they are.
+    """
     chosen = []
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(bool(tags(name) & set(wanted)))
         parameter.grad = None
         if parameter.requires_grad:
             chosen.append(parameter)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
+            module.train(model.training and module.weight.requires_grad)
     return chosen
 
 
@@ -106,15 +112,15 @@ def train_client(model: nn.Module, examples, phases: Sequence[Phase], config, *,
     each phase starts with a new optimizer, so nothing it remembers survives a switch of halves.
 
     Args:
-        examples: the client's data: ``len``, ``batch(indices) -> dict of tensors`` with ``labels``.
+        examples: the client's data: ``len``, ``batch(indices, augment) -> dict of tensors`` with ``labels``.
         phases: what trains, and how long.
         config: ``train``, ``dataloader`` and ``grad`` of the run's configuration.
-        lr: this round's learning rate. seed: decides the order of the data and dropout.
+        lr: this round's learning rate. seed: decides the order of the data, dropout, and how images are varied.
         owner: whose data it is, for ``prefix``'s kept states.
         prefix: the part below the first trainable layer, to be computed once (``models.frozen``).
     """
     device = next(model.parameters()).device
-    order = np.random.default_rng(seed)
+    order, augment = np.random.default_rng(seed), np.random.default_rng(derive(seed, "augment"))
     torch.manual_seed(derive(seed, "dropout"))
     model.train()
     if prefix is not None:
@@ -127,7 +133,7 @@ def train_client(model: nn.Module, examples, phases: Sequence[Phase], config, *,
         accumulate, waiting = config.grad.grad_accum_count, 0
         duration = config.train.local_update_steps if phase.steps is None else phase.steps
         for indices in _batches(len(examples), config, duration, order):
-            batch = to_device(examples.batch(indices), device)
+            batch = to_device(examples.batch(indices, augment), device)
             if prefix is None:
                 loss = loss_of(model, batch)
             else:

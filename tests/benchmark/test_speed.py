@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmark.speed import __main__ as runner
-from benchmark.speed import clients, frozen_cache, overhead, race, server_step
+from benchmark.speed import clients, frozen_cache, overhead, race, server_step, vision
 from fs_lowrank import load_config
 
 #: not square, and an odd number of modules
@@ -63,6 +63,14 @@ def test_clients_are_measured_in_a_process_of_their_own(settings):
     assert found["clients"] == 3 and found["updates_a_round"] == [3]
     assert found["base_bytes"] > 0 and found["adapter_bytes"] > 0
     assert found["peak_bytes"] >= found["setup_peak_bytes"] >= found["imported_peak_bytes"]
+
+
+def test_both_forms_of_convolutions_take_the_same_steps():
+    from fs_lowrank.models.vision import VisionOptions
+    kinds = (("lora", 2), ("loha", 2), ("lokr", 2))
+    found = vision.steps(VisionOptions("resnet10", 3, (1, 8, 8), width=1 / 16), kinds, size=4, repeats=2)
+    assert found["seconds"].keys() == {"full", *(f"{k} 2 {form}" for k, _ in kinds for form in ("ours", "peft"))}
+    assert all(apart < 1e-4 for apart in found["apart"].values())
 
 
 def test_the_table_has_a_line_for_each_figure(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fs_lowrank.data.fetch import FETCHABLE, Item, fetch, home, resolve, untar, unzip
+from fs_lowrank.data.fetch import FETCHABLE, Item, fetch, home, resolve, undeb, untar, unzip
 from fs_lowrank.errors import UserError
 
 module = importlib.import_module("fs_lowrank.data.fetch")  # its package offers the function under this name
@@ -281,3 +281,62 @@ def test_sentiment_archive_becomes_one_table(tmp_path):
     assert len(table) == 8 and list(table) == ["text", "rating", "domain"]
     assert table["text"][0] == 'so "so", movieReviewSnippets' and table["rating"][0] == -0.5
     assert (target / "LICENSE.txt").exists()
+
+
+# -- Debian --------------------------------------------------------------------------------------------
+
+
+def deb(path, files):
+    """A Debian package: an ``ar`` archive with the files in a tar."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:xz") as bundle:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"./{name}")
+            member.size = len(content)
+            bundle.addfile(member, io.BytesIO(content))
+    raw = b"!<arch>\n"
+    for name, content in (("debian-binary", b"2.0\n"), ("control.tar.xz", b"odd"), ("data.tar.xz", data.getvalue())):
+        raw += f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode() + content
+        raw += b"\n" * (len(content) % 2)
+    path.write_bytes(raw)
+    return path
+
+
+def test_files_of_a_debian_package(tmp_path):
+    path = deb(tmp_path / "x.deb", {"usr/share/a.bin": b"aaa", "usr/share/b.bin": b"bb"})
+    undeb(path, tmp_path, ("usr/share/b.bin", "usr/share/a.bin"))
+    assert (tmp_path / "a.bin").read_bytes() == b"aaa" and (tmp_path / "b.bin").read_bytes() == b"bb"
+    with pytest.raises(UserError, match="lacks 'usr/c'"):
+        undeb(path, tmp_path, ("usr/c",))
+    for raw, message in ((b"PK", "not a Debian package"), (path.read_bytes()[:-40], "damaged"),
+                         (path.read_bytes()[:72], "holds no files")):
+        (tmp_path / "bad.deb").write_bytes(raw)
+        with pytest.raises(UserError, match=message):
+            undeb(tmp_path / "bad.deb", tmp_path, ("usr/share/a.bin",))
+
+
+def test_fashion_mnist_through_apt(tmp_path, monkeypatch):
+    names = [f"usr/share/datasets/fashion-mnist/{name}" for name in module.FASHION_MNIST_FILES]
+    path = deb(tmp_path / "dataset-fashion-mnist_1_all.deb", {name: name.encode() for name in names})
+    sums = {Path(n).name: hashlib.sha256(n.encode()).hexdigest() for n in names}
+    (tmp_path / "apt-get").write_text(f"#!/bin/sh\ncp {path} .\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(UserError, match="train-images-idx3-ubyte.gz has SHA-256"):
+        fetch("fashion_mnist", tmp_path / "home", quiet)
+    assert resolve("fashion_mnist", tmp_path / "home") is None
+    monkeypatch.setattr(module, "FASHION_MNIST_FILES", sums)
+    folder = fetch("fashion_mnist", tmp_path / "home", quiet)
+    assert sorted(p.name for p in folder.iterdir()) == sorted([module.MARKER, *sums])
+    assert resolve("fashion_mnist", tmp_path / "home") == folder
+
+
+def test_apt_missing_or_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="apt-get is not installed"):
+        fetch("fashion_mnist", tmp_path / "home", quiet)
+    (tmp_path / "apt-get").write_text("#!/bin/sh\necho E: Unable to locate package x >&2\nexit 100\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    with pytest.raises(UserError, match="knows no package.*apt-get update"):
+        fetch("fashion_mnist", tmp_path / "home", quiet)

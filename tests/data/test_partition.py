@@ -3,7 +3,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fs_lowrank.data.partition import PARTITIONERS, Partition, Rows, partition, register_partitioner
+from fs_lowrank.data.partition import (
+    PARTITIONERS,
+    Partition,
+    Rows,
+    matching_shares,
+    partition,
+    register_partitioner,
+)
 from fs_lowrank.errors import UserError
 
 
@@ -162,3 +169,44 @@ def test_a_partitioner_that_loses_rows_is_caught():
             partition("lossy", rows(), 2, rng())
     finally:
         del PARTITIONERS["lossy"]
+
+
+# -- shares of held-out rows ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, args", CASES)
+def test_held_out_rows_go_to_one_client_each(name, args):
+    parts, held = partition(name, rows(), 8, rng(3), args), rows(90, seed=5)
+    shares = matching_shares(parts, rows(), held, rng(1))
+    assert np.sort(np.concatenate(shares)).tolist() == list(range(90))
+    assert len(shares) == 8 and all(share.dtype == np.int64 and (np.diff(share) > 0).all() for share in shares)
+    again = matching_shares(parts, rows(), held, rng(1))
+    assert all(np.array_equal(a, b) for a, b in zip(shares, again, strict=True))
+
+
+@pytest.mark.parametrize("name, args, by", [("lda", {"alpha": 0.1}, "labels"), ("lda", {"field": "domain"}, "domain"),
+                                            ("field", {"field": "domain"}, "domain"), ("meta", {}, "domain"),
+                                            ("shards", {}, "labels")])
+def test_shares_are_distributed_as_the_training_rows(name, args, by):
+    train, held = rows(), rows(120, seed=7)
+    parts = partition(name, train, 6, rng(3), args)
+    shares = matching_shares(parts, train, held, rng(1))
+    of_train, of_held = ((r.labels if by == "labels" else r.fields["domain"]) for r in (train, held))
+    for kind in np.unique(of_train):
+        counts = np.array([(of_train[part] == kind).sum() for part in parts.indices])
+        quota = counts / counts.sum() * (of_held == kind).sum()
+        got = np.array([(of_held[share] == kind).sum() for share in shares])
+        assert (np.abs(got - quota) < 1).all()
+
+
+def test_shares_by_size_where_there_is_nothing_else():
+    train, held = Rows(100), Rows(50)
+    parts = partition("quantity", train, 4, rng(3), {"alpha": 0.5})
+    sizes = [len(share) for share in matching_shares(parts, train, held, rng(1))]
+    assert all(abs(got - size / 2) < 1 for got, size in zip(sizes, parts.sizes(), strict=True))
+
+
+def test_a_kind_that_nobody_trains_on_goes_by_size():
+    train, held = Rows(40, np.zeros(40, np.int64)), Rows(8, np.ones(8, np.int64))
+    parts = partition("iid", train, 4, rng(3))
+    assert [len(share) for share in matching_shares(parts, train, held, rng(1))] == [2, 2, 2, 2]

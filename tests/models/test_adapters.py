@@ -153,8 +153,9 @@ def test_a_merge_is_what_the_adapter_did(layer, inputs):
     ("base_model.model.bert.encoder.layer.1.attention.self.query.base_layer.weight", {"base"}),
     ("base_model.model.classifier.modules_to_save.default.weight", {"head"}),
     ("base_model.model.classifier.original_module.weight", set()),
-    ("classifier.weight", {"head"}), ("score.weight", {"head"}), ("lm_head.weight", {"base"}),
-    ("bert.embeddings.word_embeddings.weight", {"base"}),
+    ("classifier.weight", {"head"}), ("score.weight", {"head"}), ("lm_head.weight", {"base", "rest"}),
+    ("bert.embeddings.word_embeddings.weight", {"base", "rest"}),
+    ("base_model.model.layer1.0.conv1.base_layer.bias", {"base", "rest"}), ("bn1.running_var", {"base", "rest"}),
     ("merge:3:base_model.model.up.lora_A.default.weight", {"merge"}),
     ("server_optimizer:m:base_model.model.up.lora_A.default.weight", {"server_optimizer"}),
 ])

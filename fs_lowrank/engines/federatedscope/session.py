@@ -61,6 +61,9 @@ class Session(Run):
     def outdir(self) -> Path:
         return self._outdir
 
+    def _workbench(self):
+        return None if self.role == "client" else super()._workbench()  # the server's step is the server's
+
     # -- models ------------------------------------------------------------------------------------
 
     def next_model(self) -> nn.Module:

@@ -10,7 +10,7 @@ from fs_lowrank.errors import UserError
 from fs_lowrank.methods import get_method_class
 
 pytestmark = pytest.mark.federatedscope
-METHODS = fs_lowrank.list_methods()
+METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in get_method_class(m).tasks]
 SUMS = [m for m in METHODS if get_method_class(m).needs_only_sums()]
 OTHERS = [m for m in METHODS if m not in SUMS]
 #: AdamW would make a step of a gradient's last bit
@@ -25,7 +25,9 @@ def test_secret_sharing_gives_the_same_mean(quick, assert_same, method):
     shared = fs_lowrank.run(quick("shared", {**keys, "federate.use_ss": True}), "federatedscope")
     assert_same(local, shared)
     # Five clients send a share of twice the width to each other and their sum to the server.
-    assert shared.history[0]["uplink_bytes"] == local.history[0]["uplink_bytes"] * 2 * 5
+    # Where products must be sent because sums are all that arrive, they are sent wherever that is so.
+    summed = fs_lowrank.run(quick("summed", {**keys, "federate.online_aggr": True}))
+    assert shared.history[0]["uplink_bytes"] == summed.history[0]["uplink_bytes"] * 2 * 5
 
 
 def test_secret_sharing_between_processes(quick, settings, assert_same, cluster, tmp_path):
@@ -63,8 +65,9 @@ def test_rounded_messages_keep_all_copies_one(quick, assert_same, method):
     assert_same(own, one, atol=1e-4)
     plain = fs_lowrank.run(quick("plain", {"federate.method": method, "federate.sample_client_num": 2}))
     assert own.history[0]["uplink_bytes"] < 0.35 * plain.history[0]["uplink_bytes"]
-    assert own.history[-1]["metrics"]["test"]["loss"] == pytest.approx(plain.history[-1]["metrics"]["test"]["loss"],
-                                                                       rel=0.1)
+    if get_method_class(method).averages_head:  # rounding is not made larger on the server
+        assert own.history[-1]["metrics"]["test"]["loss"] == pytest.approx(
+            plain.history[-1]["metrics"]["test"]["loss"], rel=0.1)
 
 
 @pytest.mark.parametrize("by_clients", [False, True], ids=["global", "clients"])

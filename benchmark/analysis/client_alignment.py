@@ -1,0 +1,191 @@
+"""How well clients' updates agree with the global update, round by round.
+
+Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
+Regularization", Appendix F.5, Figure 8:
+
+    mean over the round's clients of cos(W_k - W, W' - W)
+
+with W the global weights before the round, W_k a client's after its training and W' the new global ones, all as the
+network uses them: an adapted layer counts as W + s B A, so that methods with and without an adapter compare. The paper
+says "model weights were vectorized" and leaves this open. Weights that do not change add nothing.
+
+A method is watched through the contract for methods of one's own: a subclass of it, registered under another name,
+looks at the updates that its ``aggregate`` gets.
+
+Differs from the paper: LeNet on 6,000 images of MNIST (``fs-lowrank fetch mnist``) instead of ResNet-18 on CIFAR-100.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import fs_lowrank
+
+METHODS = ("fedavg", "fedlora", "fedloru")
+LABELS = {"fedavg": "FedAvg (all weights)", "fedlora": "FedLoRA", "fedloru": "FedLoRU"}
+#: learning rates of SGD
+RATES = {"fedavg": 0.02, "fedlora": 0.05, "fedloru": 0.05}
+#: F.5's first setting: 20 clients, half of them in each round, IID, trained from scratch
+BASE = {
+    "federate": {"client_num": 20, "sample_client_num": 10},
+    "data": {"type": "mnist", "splitter": "iid", "splits": [0.9, 0.0, 0.1], "subsample": 0.1},
+    "model": {"type": "lenet"},
+    "llm": {"adapter": {"args": [{"r": 8, "alpha": 16}]}},
+    "dataloader": {"batch_size": 32},
+    "train": {"local_update_steps": 10, "optimizer": {"type": "SGD", "momentum": 0.9}},
+    "eval": {"freq": 1000, "split": ["test"], "batch_size": 256},
+}
+
+
+def effective_change(after: Mapping[str, Tensor], before: Mapping[str, Tensor], scale: float) -> Tensor:
+    """The change of the weights as one vector, float32: ``s (B' A' - B A)`` for a pair, else the difference.
+
+    Args:
+        after: tensors by name; an ``lora_A`` always with its ``lora_B``.
+        before: the same names, and perhaps more.
+    """
+    parts = []
+    for name in sorted(after):
+        if ".lora_A." in name:
+            b = name.replace(".lora_A.", ".lora_B.")
+            parts.append(scale * (after[b].flatten(1) @ after[name].flatten(1)
+                                  - before[b].flatten(1) @ before[name].flatten(1)))
+        elif ".lora_B." not in name:
+            parts.append(after[name] - before[name])
+    return torch.cat([part.detach().float().flatten() for part in parts])
+
+
+def cosines(updates: list[Mapping[str, Tensor]], mean: Mapping[str, Tensor], before: Mapping[str, Tensor],
+            scale: float) -> list[float]:
+    """Each client's cosine to the global change; NaN where one of the two is zero."""
+    whole = effective_change(mean, before, scale)
+    result = []
+    for tensors in updates:  # one at a time: a vector is as large as the network
+        own = effective_change(tensors, before, scale)
+        norms = (own.norm() * whole.norm()).item()
+        result.append(torch.dot(own, whole).item() / norms if norms else math.nan)
+    return result
+
+
+def watch(method: str, rounds: list[dict]) -> str:
+    """Register a twin of ``method`` that appends each round's cosines to ``rounds``; returns its name."""
+    base = type(fs_lowrank.create_method(method))
+
+    class Watched(base):
+        source = f"{base.source}, watched"
+
+        def aggregate(self, updates, state, round):
+            mean, _ = self.average(updates, state)  # the new global tensors, before anything is merged or redrawn
+            rounds.append({"round": round, "cosines": cosines(
+                [u.tensors for u in updates], mean, state, self.adapter.scale())})
+            return super().aggregate(updates, state, round)
+
+    name = f"watched_{method}"
+    fs_lowrank.register_method(name)(Watched)
+    return name
+
+
+def study(base: Mapping, methods: tuple[str, ...], rounds: int, seeds: int, outdir: Path, *,
+          rates: Mapping[str, float] = RATES, tau: int = 10) -> list[dict]:
+    """One run per method and seed; all share split, clients of each round and batches."""
+    results = []
+    for method in methods:
+        for seed in range(seeds):
+            seen: list[dict] = []
+            config = fs_lowrank.load_config(dict(base), **{
+                "federate.method": watch(method, seen), "federate.total_round_num": rounds, "seed": seed,
+                "train.optimizer.lr": rates[method], "outdir": str(outdir / f"{method}_{seed}"),
+                **({"lowrank.tau": tau} if method == "fedloru" else {})})
+            final = fs_lowrank.run(config).final
+            results.append({"method": method, "seed": seed, "lr": rates[method], "test_acc": final["test_acc"],
+                            "rounds": seen})
+    return results
+
+
+def mean_curve(entry: dict) -> list[float]:
+    """The mean over clients, by round."""
+    return [sum(r["cosines"]) / len(r["cosines"]) for r in entry["rounds"]]
+
+
+def plot(result: dict, path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    settings = result["settings"]
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    for k, method in enumerate(settings["methods"]):
+        runs = [e for e in result["runs"] if e["method"] == method]
+        curves = torch.tensor([mean_curve(e) for e in runs])
+        rounds = [r["round"] for r in runs[0]["rounds"]]
+        accuracy = sum(e["test_acc"] for e in runs) / len(runs)
+        axis.plot(rounds, curves.mean(0), color=f"C{k}", lw=2, marker="o", ms=4,
+                  label=f"{LABELS.get(method, method)}, lr {runs[0]['lr']:g}; test accuracy {accuracy:.3f}")
+        if len(runs) > 1:
+            axis.fill_between(rounds, curves.amin(0), curves.amax(0), color=f"C{k}", alpha=0.15)
+    clients = settings["base"]["federate"]
+    taking = clients.get("sample_client_num", clients["client_num"])
+    orthogonal = 1 / math.sqrt(taking)
+    axis.axhline(orthogonal, color="grey", ls=":", label=f"orthogonal updates of {taking} equal clients")
+    axis.set(xlabel="round", ylabel="mean cosine to the global update", ylim=(0, 1))
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="best")
+    axis.set_title(f"{settings['base']['model']['type'].split('@')[0]} on {settings['base']['data']['type']}: "
+                   f"{clients['client_num']} clients, {taking} a round, {settings['seeds']} seed"
+                   + "s (mean; band: smallest to largest)" * (settings["seeds"] > 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None, base: Mapping = BASE) -> dict:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.client_alignment",
+                                     description=__doc__.split("\n")[0])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seeds", type=int, default=2, help="number of seeds, 0 to seeds - 1")
+    parser.add_argument("--tau", type=int, default=10, help="rounds between FedLoRU's accumulations")
+    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
+    args = parser.parse_args(argv)
+    began = time.perf_counter()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = study(base, tuple(args.methods), args.rounds, args.seeds, Path(folder), tau=args.tau)
+    result = {
+        "command": f"python -m benchmark.analysis.client_alignment --methods {' '.join(args.methods)} "
+                   f"--rounds {args.rounds} --seeds {args.seeds} --tau {args.tau}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "settings": {"base": base, "methods": args.methods, "rounds": args.rounds, "seeds": args.seeds,
+                     "tau": args.tau},
+        "seconds": round(time.perf_counter() - began, 1),
+        "runs": _short(runs),
+    }
+    (args.out / "client_alignment.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, args.out / "client_alignment.png")
+    for entry in runs:
+        curve = mean_curve(entry)
+        print(f"{entry['method']:<8} seed {entry['seed']}: cosine {curve[0]:.3f} in round 1, {curve[-1]:.3f} in round "
+              f"{len(curve)}; test accuracy {entry['test_acc']:.3f}")
+    return result
+
+
+def _short(value):
+    """Floats to five significant digits, all the way down."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
+    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+if __name__ == "__main__":
+    main()

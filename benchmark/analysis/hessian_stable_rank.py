@@ -1,0 +1,259 @@
+"""Stable rank of the loss Hessian against the amount of data.
+
+Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
+Regularization", Theorem 3.2, Figure 1 and Appendix D.3: on fewer samples, ||H||_F^2 / ||H||_2^2 is larger.
+
+Two studies on a small network:
+
+    same weights   H on N samples that training has not seen, of one network: what the theorem speaks of
+    own training   a network trained on its N samples only, H on these as training goes on: the paper's figure
+
+The paper counts training in epochs, of which a larger sample has more steps; here the axis is steps, so that both can
+be read off (an epoch is N / 50 steps).
+
+Products H v come from curvlinops. ||H||_2 is the largest Ritz value of Lanczos from a random start. For ||H||_F^2 the
+leading Ritz vectors Q are taken exactly and the rest by random probes g (Hutch++, Meyer et al., 2021):
+
+    ||H||_F^2 = ||H Q||_F^2 + E ||H (I - Q Q^T) g||^2
+
+Differs from the paper: its figure is ResNet-18 on CIFAR-100, and its estimate divides by the density of the largest
+singular value on a smoothed spectrum (eq. 87); here the two norms themselves are estimated. For a transformer, load it
+with ``attn_implementation="eager"``: fused attention has no second derivative on a CPU.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .rolora_two_layer import DATA, Data, load
+
+#: Lanczos steps, leading Ritz vectors that are taken exactly, random probes for the rest
+STEPS, LEADING, PROBES = 40, 20, 10
+#: of training
+LR, MOMENTUM, BATCH = 0.05, 0.9, 50
+#: steps of training at which the second study measures
+POINTS = (0, 5, 10, 20, 40, 80, 160, 320)
+
+
+def hessian(model: nn.Module, loss: nn.Module, x, y: torch.Tensor) -> tuple[Callable, int]:
+    """``V (D, k) -> H V`` for the mean loss over the samples, and D; H is over the parameters that train."""
+    from curvlinops import HessianLinearOperator
+    params = [p for p in model.parameters() if p.requires_grad]
+    operator = HessianLinearOperator(model, loss, params, [(x, y)], check_deterministic=False)
+    return (lambda v: operator @ v), sum(p.numel() for p in params)
+
+
+def lanczos(matmul: Callable, dim: int, steps: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ritz values (at most ``steps``, by falling magnitude) and vectors (dim, ...) from a random start.
+
+    Every new vector is made orthogonal to all before it, twice, so that no Ritz value appears more than once.
+    """
+    v = torch.randn(dim, generator=generator)
+    basis, diagonal, beside = [v / v.norm()], [], []
+    for _ in range(min(steps, dim)):
+        w = matmul(basis[-1].unsqueeze(1)).squeeze(1)
+        diagonal.append(torch.dot(w, basis[-1]))
+        found = torch.stack(basis, dim=1)
+        for _ in range(2):
+            w = w - found @ (found.T @ w)
+        beside.append(w.norm())
+        if beside[-1] < 1e-6 * max(abs(d) for d in diagonal):
+            break  # the space is exhausted
+        basis.append(w / beside[-1])
+    size = len(diagonal)
+    off = torch.stack(beside[:size - 1]) if size > 1 else torch.zeros(0)
+    small = torch.diag(torch.stack(diagonal)) + torch.diag(off, 1) + torch.diag(off, -1)
+    values, vectors = torch.linalg.eigh(small.double())
+    order = values.abs().argsort(descending=True)
+    return values[order].float(), torch.stack(basis[:size], dim=1) @ vectors[:, order].float()
+
+
+def stable_rank(matmul: Callable, dim: int, seed: int, *, steps: int = STEPS, leading: int = LEADING,
+                probes: int = PROBES) -> dict[str, float]:
+    """``stable_rank``, ``spectral`` (||H||_2), ``frobenius`` (||H||_F), and the standard error of the stable rank that
+    is due to the probes."""
+    generator = torch.Generator().manual_seed(seed)
+    values, vectors = lanczos(matmul, dim, steps, generator)
+    q = torch.linalg.qr(vectors[:, :leading]).Q
+    exact = matmul(q).square().sum()
+    g = torch.randn(dim, probes, generator=generator)
+    rest = matmul(g - q @ (q.T @ g)).square().sum(0)
+    spectral = values[0].abs()
+    frobenius2 = exact + rest.mean()
+    return {"stable_rank": (frobenius2 / spectral**2).item(), "spectral": spectral.item(),
+            "frobenius": frobenius2.sqrt().item(), "error": (rest.std() / probes**0.5 / spectral**2).item()}
+
+
+def network(inputs: int, hidden: int, classes: int, seed: int) -> nn.Module:
+    """Two hidden layers with ReLU, PyTorch's initialisation."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
+                         nn.Linear(hidden, classes))
+
+
+def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, generator: torch.Generator) -> Iterator[int]:
+    """SGD on cross-entropy, epoch after epoch; yields the number of steps done, 0 first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    order, done = iter(()), 0
+    yield done
+    while done < steps:
+        rows = next(order, None)
+        if rows is None:
+            order = iter(torch.randperm(len(y), generator=generator).split(BATCH))
+            continue
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        done += 1
+        yield done
+
+
+def measure(model: nn.Module, x: torch.Tensor, y: torch.Tensor, seed: int) -> dict[str, float]:
+    return stable_rank(*hessian(model, nn.CrossEntropyLoss(), x, y), seed)
+
+
+def study(data: Data, *, sizes: tuple[int, ...], compared: tuple[int, int], seeds: int, trained_on: int, steps: int,
+          hidden: int) -> dict:
+    """Both studies; see the module's docstring. ``steps`` of training on ``trained_on`` samples for the first."""
+    classes = int(data.y.max()) + 1
+    same, own = [], []
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(data.y), generator=generator)
+        x, y = data.x[order], data.y[order]
+        model = network(x.shape[1], hidden, classes, seed)
+        fresh_x, fresh_y = x[trained_on:], y[trained_on:]
+        for done in train(model, x[:trained_on], y[:trained_on], steps, generator):
+            for size in sizes if done in (0, steps) else ():
+                # Small samples vary more, so up to four disjoint ones are averaged.
+                parts = torch.randperm(max(sizes), generator=generator).split(size)[:4]
+                found = [measure(model, fresh_x[rows], fresh_y[rows], seed)["stable_rank"] for rows in parts]
+                same.append({"seed": seed, "steps": done, "samples": size, "stable_rank": sum(found) / len(found)})
+        for size in compared:
+            model, curve = network(x.shape[1], hidden, classes, seed), []
+            for done in train(model, x[:size], y[:size], max(POINTS), generator):
+                if done in POINTS:
+                    with torch.no_grad():
+                        loss = nn.functional.cross_entropy(model(x[:size]), y[:size]).item()
+                    curve.append({"steps": done, "epochs": done * BATCH / size, "loss": loss,
+                                  **measure(model, x[:size], y[:size], seed)})
+            own.append({"samples": size, "seed": seed, "curve": curve})
+    return {"same_weights": same, "own_training": own}
+
+
+def by_size(result: dict, steps: int) -> torch.Tensor:
+    """The first study's stable ranks after ``steps`` of training (seeds, sizes)."""
+    sizes, seeds = result["settings"]["sizes"], range(result["settings"]["seeds"])
+    found = {(e["seed"], e["samples"]): e["stable_rank"] for e in result["same_weights"] if e["steps"] == steps}
+    return torch.tensor([[found[seed, size] for size in sizes] for seed in seeds])
+
+
+def plot(result: dict, path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    settings = result["settings"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for k, steps in enumerate((0, settings["steps"])):
+        found = by_size(result, steps)
+        label = "at the start" if not steps else f"after {steps} steps on {settings['trained_on']} other samples"
+        left.plot(settings["sizes"], found.mean(0), "o-", lw=2, color=f"C{k + 2}", label=label)
+        left.fill_between(settings["sizes"], found.amin(0), found.amax(0), alpha=0.2, color=f"C{k + 2}")
+    left.set(xscale="log", yscale="log", xlabel="samples N", ylabel=r"$\|H\|_F^2\,/\,\|H\|_2^2$",
+             title="Same weights, Hessian on N fresh samples")
+    for k, size in enumerate(settings["compared"]):
+        runs = [e["curve"] for e in result["own_training"] if e["samples"] == size]
+        curves = torch.tensor([[point["stable_rank"] for point in curve] for curve in runs])
+        right.plot(POINTS, curves.mean(0), "o-", color=f"C{k}", lw=2, label=f"N = {size}")
+        right.fill_between(POINTS, curves.amin(0), curves.amax(0), color=f"C{k}", alpha=0.2)
+    right.set_xscale("symlog", linthresh=POINTS[1])
+    right.set(yscale="log", xlabel=f"steps of training, batches of {BATCH}",
+              title="Each network trained on its own N samples only")
+    right.set_xticks(POINTS, [str(p) for p in POINTS])
+    right.minorticks_off()
+    top = 1.3 * max(e["stable_rank"] for e in result["same_weights"] + [p for e in result["own_training"]
+                                                                        for p in e["curve"]])
+    for axis in (left, right):
+        axis.set(ylim=(1, top), yticks=[t for t in (1, 2, 5, 10, 20, 50, 100, 200, 500) if t < top])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.legend()
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"Stable rank of the loss Hessian: {DATA[settings['data']]}, {settings['parameters']:,} "
+                    f"parameters, {settings['seeds']} seeds (mean; band: smallest to largest)")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.hessian_stable_rank",
+                                     description=__doc__.split("\n")[0])
+    parser.add_argument("--data", choices=tuple(DATA), default="digits")
+    parser.add_argument("--root", type=Path, help="folder of IDX files, instead of the fetched ones")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[25, 50, 100, 200, 500, 1000])
+    parser.add_argument("--compared", type=int, nargs=2, default=[50, 500], help="sizes of the second study")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, 0 to seeds - 1")
+    parser.add_argument("--trained-on", type=int, default=400, help="samples of the first study's training")
+    parser.add_argument("--steps", type=int, default=320, help="steps of it")
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
+    args = parser.parse_args(argv)
+
+    try:
+        version = importlib.metadata.version("curvlinops-for-pytorch")
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit("this needs curvlinops: pip install curvlinops-for-pytorch") from None
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    data = load(args.data, args.root)
+    settings = {"sizes": args.sizes, "compared": args.compared, "seeds": args.seeds,
+                "trained_on": args.trained_on, "steps": args.steps, "hidden": args.hidden}
+    if max(max(args.sizes) + args.trained_on, *args.compared) > len(data.y):
+        raise SystemExit(f"--sizes, --trained-on and --compared ask for more than the {len(data.y)} training samples "
+                         f"of {args.data}")
+    flags = " ".join(f"--{key.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+                     for key, value in settings.items())
+    result = {
+        "command": f"python -m benchmark.analysis.hessian_stable_rank --data {args.data} {flags}"
+                   + (" --root DIR" if args.root else ""),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "curvlinops": version},
+        "settings": {"data": args.data, **settings, "lanczos_steps": STEPS, "leading": LEADING, "probes": PROBES,
+                     "lr": LR, "momentum": MOMENTUM, "batch": BATCH, "points": list(POINTS),
+                     "parameters": sum(p.numel() for p in network(data.x.shape[1], args.hidden, 10, 0).parameters())},
+        **study(data, **settings),
+    }
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"hessian_stable_rank_{args.data}"
+    stem.with_suffix(".json").write_text(json.dumps(_short(result), indent=1) + "\n")
+    plot(result, stem.with_suffix(".png"))
+    for steps in (0, args.steps):
+        means = by_size(result, steps).mean(0).tolist()
+        print(f"same weights, step {steps}: " + ", ".join(f"N = {n}: {m:.2f}" for n, m in zip(args.sizes, means)))
+    for size in args.compared:
+        runs = [e["curve"] for e in result["own_training"] if e["samples"] == size]
+        means = torch.tensor([[point["stable_rank"] for point in curve] for curve in runs]).mean(0).tolist()
+        print(f"own training, N = {size}: " + ", ".join(f"step {p}: {m:.2f}" for p, m in zip(POINTS, means)))
+    return result
+
+
+def _short(value):
+    """Floats to five significant digits, all the way down."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
+    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+if __name__ == "__main__":
+    main()

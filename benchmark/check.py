@@ -1,0 +1,172 @@
+"""Whether every job could run, found out before the first one starts."""
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fs_lowrank import Config, UserError
+
+from .execute import permitted
+from .plan import Cell, Job, Options, Script, Search, make_training_file
+from .store import write_text
+
+#: what a process needs beside the model: libraries, data, clients' tensors, activations
+_PROCESS_BYTES = 700e6
+#: weights in memory, and once more while they are read
+_COPIES = 2.0
+
+
+def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[str] = ()) -> None:
+    """Look at data, models, scorers, scripts, memory and places to write.
+
+    Raises:
+        UserError: names all that is wrong or missing, and how to get it.
+    """
+    problems: list[str] = []
+
+    def note(where: str, error: Exception) -> None:
+        text = f"{where}: {error}"
+        if text not in problems:
+            problems.append(text)
+
+    seen: set = set()
+    for job in jobs:
+        where = f"{job.suite.name}: {job.experiment.name}"
+        for what, key, look in _looks(job, options):
+            if (what, key) in seen:
+                continue
+            seen.add((what, key))
+            try:
+                look()
+            except UserError as error:
+                note(where, error)
+    try:
+        _check_memory(jobs, workers, gpus)
+        _check_gpus(gpus)
+    except UserError as error:
+        note("this machine", error)
+    for folder in (options.results, options.work):
+        try:
+            probe = Path(folder) / ".writable"
+            write_text(probe, "")
+            probe.unlink()
+        except UserError as error:
+            note("writing", error)
+    if problems:
+        hint = "" if options.data else " (where data are missing: --data FOLDER, or FS_LOWRANK_DATA)"
+        raise UserError(f"nothing was started; {len(problems)} thing{'s' * (len(problems) > 1)} to put right{hint}:\n  "
+                        + "\n  ".join(problems))
+
+
+def _looks(job: Job, options: Options):
+    """What to look at for a job: a kind, a key that is the same for the same thing, and the look."""
+    if isinstance(job, Script):
+        yield "script", job.experiment.script, lambda: _check_script(job.experiment.script)
+        return
+    config = job.config
+    if job.experiment.training_file is not None:
+        yield "training file", repr(job.experiment.training_file), lambda: make_training_file(job)
+    yield "method", (config.federate.method, repr(config.method_params)), lambda: _check_method(config)
+    data = (config.data.type, config.data.root, repr(config.data.args))
+    yield "data", data, lambda: _check_data(config)
+    yield "model", (config.model.type, config.is_vision), lambda: _check_model(config)
+    if isinstance(job, Search):
+        yield "search", job.key, lambda: _check_search(job)
+    if isinstance(job, Cell):
+        for spec in job.experiment.evaluation:
+            yield "evaluation", repr(spec), lambda spec=spec: _check_scorer(spec, options)
+
+
+def _check_method(config: Config) -> None:
+    from fs_lowrank import create_method
+    create_method(config.federate.method, adapter=config.adapter, rounds=config.federate.total_round_num,
+                  from_scratch=config.from_scratch, **config.method_params)
+
+
+def _check_data(config: Config) -> None:
+    from fs_lowrank.data import load_raw
+    load_raw(config.data)
+
+
+def _check_model(config: Config) -> None:
+    from fs_lowrank.models.build import build_tokenizer, locate, model_name
+    if config.is_vision:
+        return
+    place = Path(locate(model_name(config.model.type)))
+    if place.is_dir() and not any(place.glob("*.safetensors")) and not any(place.glob("pytorch_model*.bin")):
+        raise UserError(f"model.type: {config.model.type}: the folder {place} holds no weights")
+    build_tokenizer(config)
+
+
+def _check_search(search: Search) -> None:
+    from hpo.space import space_from
+    space = space_from(search.spec["space"], "learning_rates: search: space")
+    for point in space.for_config(search.config).grid(search.config) if space.all_grid else ():
+        search.config.replace(point)
+
+
+def _check_scorer(spec: dict, options: Options) -> None:
+    from . import scorers
+    if spec["scorer"] == "humaneval" and not permitted(spec, options.unsafe_code).get("run_unsafe_code"):
+        raise UserError("HumanEval executes code that the model writes, in a child process with limits on time, memory "
+                        "and network; give --unsafe-code to allow it")
+    scorers.check(permitted(spec, options.unsafe_code), Path(options.data or "."))
+
+
+def _check_script(module: str) -> None:
+    from importlib.util import find_spec
+    try:
+        found = find_spec(module)
+    except ImportError:
+        found = None
+    if found is None:
+        raise UserError(f"script: there is no module {module!r}")
+
+
+def weights_bytes(config: Config) -> float:
+    """Bytes of the model's weights on disk, where they are in a folder; 0 where that is not known."""
+    from fs_lowrank.models.build import locate, model_name
+    if config.is_vision:
+        return 0.0
+    try:
+        place = Path(locate(model_name(config.model.type)))
+    except UserError:
+        return 0.0
+    return float(sum(p.stat().st_size for p in place.glob("*.safetensors"))) if place.is_dir() else 0.0
+
+
+def _check_memory(jobs: Sequence[Job], workers: int, gpus: Sequence[str]) -> None:
+    largest, name = 0.0, ""
+    for config in {j.config.model.type: j.config for j in jobs if not isinstance(j, Script)}.values():
+        size = weights_bytes(config)
+        if size > largest:
+            largest, name = size, config.model.type
+    needed = _PROCESS_BYTES + _COPIES * largest
+    free = available_bytes()
+    if free is not None and needed * workers > free:
+        fit = int(free // needed)
+        raise UserError(f"memory: {workers} worker{'s' * (workers > 1)} with {name or 'these models'} need about "
+                        f"{needed * workers / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+                        + (f"try --workers {fit}" if fit else "this machine is too small for it"))
+
+
+def available_bytes() -> float | None:
+    """Memory that is free for new processes, in bytes; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError):
+        return None
+
+
+def _check_gpus(gpus: Sequence[str]) -> None:
+    if not gpus:
+        return
+    import torch
+    count = torch.cuda.device_count()
+    for gpu in gpus:
+        if not gpu.isdigit() or int(gpu) >= count:
+            raise UserError(f"--gpus {gpu}: torch finds {count} GPU{'s' * (count != 1)} here, numbered from 0")

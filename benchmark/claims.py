@@ -1,0 +1,227 @@
+"""The papers' claims, judged by rules that stand in the suite. See ``RULES`` for the conditions there are.
+
+A verdict is ``holds``, ``does not hold``, or ``not tested at this size`` where a figure that the rule needs is missing.
+"""
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fs_lowrank import UserError
+from fs_lowrank.errors import nearest
+
+HOLDS, FAILS, UNTESTED = "holds", "does not hold", "not tested at this size"
+
+#: condition -> the keys it needs besides ``metric`` and ``where``, and what it says
+RULES = {
+    "drops": (("methods", "along", "from", "to", "by"),
+              "the mean falls by more than `by` from one label of the axis to the other, and by more than the spread"),
+    "keeps": (("methods", "along", "from", "to", "within"),
+              "the mean falls by no more than `within`"),
+    "above": (("better", "than", "by"),
+              "the mean of `better` is above that of each of `than` by more than `by` and more than the spread"),
+    "close": (("methods", "to", "within"), "the means differ by no more than `within`"),
+    "ratio": (("of", "to", "about", "within"), "the quotient of the means is `about`, give or take `within`"),
+    "learns": (("methods", "by"), "the mean accuracy is above the majority class by more than `by`; else the claim is "
+                                  "not tested, for nothing was learned that could be lost"),
+    "value": (("methods",), "the mean is at least `at_least`, at most `at_most`"),
+}
+_OPTIONAL = ("metric", "where", "at_least", "at_most", "lower_is_better", "spread")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition of a rule with what was found."""
+
+    verdict: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean over seeds; ``std`` of a sample, None for one seed."""
+
+    mean: float
+    std: float | None
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4g}" + (f" ± {self.std:.2g}" if self.std is not None else "") + f" (n={self.n})"
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Mean and standard deviation; None for no value."""
+    if not values:
+        return None
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def noise(*found: Spread) -> float:
+    """The spread that a difference of means must exceed: the root of the sum of the variances over seeds."""
+    return math.sqrt(sum((f.std or 0.0) ** 2 for f in found))
+
+
+#: (method, labels by axis, metric) -> the figure
+Lookup = Callable[[str, Mapping[str, str], str], Spread | None]
+
+
+def check_rule(condition: Any, where: str) -> None:
+    """Refuse a condition of the wrong form.
+
+    Raises:
+        UserError: it names what is wrong.
+    """
+    if not isinstance(condition, Mapping) or condition.get("is") not in RULES:
+        is_ = condition.get("is") if isinstance(condition, Mapping) else condition
+        raise UserError(f"{where}: rule: no condition {is_!r}{nearest(str(is_), RULES)}; there are: {', '.join(RULES)}")
+    needs = RULES[condition["is"]][0]
+    known = ("is", *needs, *_OPTIONAL)
+    for key in condition:
+        if key not in known:
+            raise UserError(f"{where}: rule: {condition['is']}: unknown key {key!r}{nearest(key, known)}; "
+                            f"there are: {', '.join(known)}")
+    for key in needs:
+        if key not in condition:
+            raise UserError(f"{where}: rule: {condition['is']}: {key!r} is missing")
+
+
+def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
+    """Every condition of a rule, each method of its own."""
+    found: list[Condition] = []
+    for condition in rule:
+        found += _JUDGES[condition["is"]](condition, look)
+    return found
+
+
+def verdict(conditions: Sequence[Condition]) -> str:
+    """Of all conditions together."""
+    verdicts = {c.verdict for c in conditions}
+    return UNTESTED if UNTESTED in verdicts or not verdicts else FAILS if FAILS in verdicts else HOLDS
+
+
+def _where(condition: Mapping) -> dict[str, str]:
+    return {str(k): str(v) for k, v in condition.get("where", {}).items()}
+
+
+def _metric(condition: Mapping) -> str:
+    return condition.get("metric", "test_acc")
+
+
+def _condition(ok: bool, text: str) -> Condition:
+    return Condition(HOLDS if ok else FAILS, text)
+
+
+def _missing(what: str) -> Condition:
+    return Condition(UNTESTED, f"no figure for {what}")
+
+
+def _fall(condition: Mapping, look: Lookup):
+    """Per method: both ends of the axis and the fall between them."""
+    for method in condition["methods"]:
+        ends = [look(method, {**_where(condition), condition["along"]: str(condition[end])}, _metric(condition))
+                for end in ("from", "to")]
+        if None in ends:
+            yield method, None, None, 0.0
+        else:
+            sign = -1 if condition.get("lower_is_better") else 1
+            yield method, ends[0], ends[1], sign * (ends[0].mean - ends[1].mean)
+
+
+def _drops(condition: Mapping, look: Lookup) -> list[Condition]:
+    found = []
+    for method, first, last, fall in _fall(condition, look):
+        at = f"{method}, {condition['along']} {condition['from']} → {condition['to']}"
+        if first is None:
+            found.append(_missing(at))
+            continue
+        beyond = noise(first, last)
+        found.append(_condition(fall > condition["by"] and fall > beyond,
+                                f"{at}: {first} → {last}, falls by {fall:.4g} (asked: more than {condition['by']:g}, "
+                                f"spread {beyond:.2g})"))
+    return found
+
+
+def _keeps(condition: Mapping, look: Lookup) -> list[Condition]:
+    found = []
+    for method, first, last, fall in _fall(condition, look):
+        at = f"{method}, {condition['along']} {condition['from']} → {condition['to']}"
+        found.append(_missing(at) if first is None else _condition(
+            fall <= condition["within"], f"{at}: {first} → {last}, falls by {fall:.4g} "
+                                         f"(asked: at most {condition['within']:g})"))
+    return found
+
+
+def _above(condition: Mapping, look: Lookup) -> list[Condition]:
+    found, where, metric = [], _where(condition), _metric(condition)
+    sign = -1 if condition.get("lower_is_better") else 1
+    better = look(condition["better"], where, metric)
+    at = " ".join(f"{k}={v}" for k, v in where.items())
+    for other in condition["than"]:
+        worse = look(other, where, metric)
+        if better is None or worse is None:
+            found.append(_missing(f"{condition['better']} or {other} {at}".strip()))
+            continue
+        gap, beyond = sign * (better.mean - worse.mean), noise(better, worse) if condition.get("spread", True) else 0
+        found.append(_condition(
+            gap > condition["by"] and gap > beyond,
+            f"{condition['better']} {better} against {other} {worse} {at}: ahead by {gap:.4g} (asked: more than "
+            f"{condition['by']:g}, spread {beyond:.2g})"))
+    return found
+
+
+def _close(condition: Mapping, look: Lookup) -> list[Condition]:
+    found, where, metric = [], _where(condition), _metric(condition)
+    to = look(condition["to"], where, metric)
+    for method in condition["methods"]:
+        value = look(method, where, metric)
+        if value is None or to is None:
+            found.append(_missing(f"{method} or {condition['to']}"))
+        else:
+            gap = abs(value.mean - to.mean)
+            found.append(_condition(gap <= condition["within"], f"{method} {value} and {condition['to']} {to}: "
+                                    f"differ by {gap:.4g} (asked: at most {condition['within']:g})"))
+    return found
+
+
+def _ratio(condition: Mapping, look: Lookup) -> list[Condition]:
+    where, metric = _where(condition), _metric(condition)
+    of, to = look(condition["of"], where, metric), look(condition["to"], where, metric)
+    if of is None or to is None or to.mean == 0:
+        return [_missing(f"{condition['of']} or {condition['to']}")]
+    quotient = of.mean / to.mean
+    return [_condition(abs(quotient - condition["about"]) <= condition["within"],
+                       f"{metric}: {condition['of']} {of.mean:.5g} / {condition['to']} {to.mean:.5g} = {quotient:.4g} "
+                       f"(asked: {condition['about']:g} ± {condition['within']:g})")]
+
+
+def _value(condition: Mapping, look: Lookup) -> list[Condition]:
+    found, metric = [], _metric(condition)
+    low, high = condition.get("at_least", -math.inf), condition.get("at_most", math.inf)
+    for method in condition["methods"]:
+        value = look(method, _where(condition), metric)
+        bounds = (f"at least {low:g}", low > -math.inf), (f"at most {high:g}", high < math.inf)
+        asked = " and ".join(words for words, given in bounds if given)
+        found.append(_missing(f"{metric} of {method}") if value is None else _condition(
+            low <= value.mean <= high, f"{metric} of {method}: {value} (asked: {asked})"))
+    return found
+
+
+def _learns(condition: Mapping, look: Lookup) -> list[Condition]:
+    found, where = [], _where(condition)
+    for method in condition["methods"]:
+        value, majority = look(method, where, _metric(condition)), look(method, where, "majority")
+        if value is None or majority is None:
+            found.append(_missing(f"{method} or the majority class"))
+            continue
+        gap = value.mean - majority.mean
+        found.append(Condition(
+            HOLDS if gap > condition["by"] else UNTESTED,
+            f"{method} learns: {value} against {majority.mean:.4g} for the majority class (asked: more than "
+            f"{condition['by']:g} above)"))
+    return found
+
+
+_JUDGES = {"learns": _learns, "drops": _drops, "keeps": _keeps, "above": _above, "close": _close, "ratio": _ratio, "value": _value}

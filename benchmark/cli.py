@@ -1,0 +1,148 @@
+"""``python -m benchmark list | run SUITE… | report``."""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from fs_lowrank import UserError
+from fs_lowrank.errors import nearest
+
+from .plan import Options, Search, plan
+from .run import run
+from .suite import SIZES, load_suite, shipped
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmark", description="Suites in, results and a report out.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def common(command: argparse.ArgumentParser, size: str = "small") -> None:
+        command.add_argument("--size", default=size, choices=(*SIZES, *({size} - set(SIZES))),
+                             help=f"default: {size}")
+        command.add_argument("--engine", default="local", metavar="NAME", help="what runs it (default: local)")
+        command.add_argument("--results", default="results", metavar="FOLDER", help="default: results")
+        command.add_argument("--data", default=os.environ.get("FS_LOWRANK_DATA", ""), metavar="FOLDER",
+                             help="where the data lie that are not fetched (default: $FS_LOWRANK_DATA)")
+        command.add_argument("--only", default="", metavar="A,B", help="these experiments of the suite")
+        command.add_argument("--methods", default="", metavar="A,B", help="these methods, in the suite or not")
+
+    listing = commands.add_parser("list", help="the suites, or the experiments of some of them")
+    listing.add_argument("suites", nargs="*", metavar="SUITE")
+    common(listing)
+    listing.set_defaults(do=_list)
+    runs = commands.add_parser("run", help="run what is not there yet")
+    runs.add_argument("suites", nargs="+", metavar="SUITE", help="a name from `list`, or the path of a .yaml file")
+    common(runs)
+    runs.add_argument("--workers", type=int, metavar="N", help="processes side by side (default: 1, or one a GPU)")
+    runs.add_argument("--gpus", default="", metavar="0,1", help="a worker is given one of them each; or all")
+    runs.add_argument("--redo", action="store_true", help="repeat cells that are finished (searches are kept)")
+    runs.add_argument("--keep", action="store_true", help="keep the runs' folders: adapters, records, checkpoints")
+    runs.add_argument("--work", default="runs/benchmark", metavar="FOLDER", help="where runs lie meanwhile")
+    runs.add_argument("--unsafe-code", action="store_true", help="let HumanEval execute generated code")
+    runs.set_defaults(do=_run)
+    report = commands.add_parser("report", help="results/report.md, report.html and their plots")
+    report.add_argument("suites", nargs="*", metavar="SUITE", help="default: all that have results")
+    common(report, "all")
+    report.set_defaults(do=_report)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 success, 1 a cell failed, 2 wrong use, 130 interrupted)."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.do(args) or OK
+    except UserError as error:
+        from rich.markup import escape
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        return WRONG_USE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
+    from fs_lowrank.api import ENGINES
+    if args.engine not in ENGINES:
+        raise UserError(f"--engine {args.engine}: no such engine{nearest(args.engine, ENGINES)}; there are: "
+                        f"{', '.join(ENGINES)}")
+    extra = {k: getattr(args, k) for k in ("work", "redo", "keep", "unsafe_code") if hasattr(args, k)}
+    data = os.path.abspath(os.path.expanduser(args.data)) if args.data else ""
+    if data and not os.path.isdir(data):
+        raise UserError(f"--data {args.data}: there is no such folder")
+    return Options(tuple(suites), args.size, args.engine, args.results, data=data, only=_names(args.only),
+                   methods=_names(args.methods), **extra)
+
+
+def _list(args: argparse.Namespace) -> None:
+    table = Table()
+    if not args.suites:
+        for column in ("suite", "what", "small", "paper"):
+            table.add_column(column, overflow="fold")
+        for name in shipped():
+            sizes = {size: load_suite(name, size) for size in SIZES}
+            table.add_row(name, sizes["small"].title,
+                          *(f"{len(s.experiments)} experiments" for s in sizes.values()))
+        console.print(table)
+        return
+    for column in ("suite", "experiment", "what", "searches", "cells", "done"):
+        right = column in ("searches", "cells", "done")
+        table.add_column(column, overflow="fold", justify="right" if right else "left")
+    for name in args.suites:
+        options = _options(args, [name])
+        store = options.store
+        by_experiment: dict[str, list] = {}
+        for job in plan(options):
+            by_experiment.setdefault(job.experiment.name, []).append(job)
+        for experiment, jobs in by_experiment.items():
+            searches = sum(isinstance(j, Search) for j in jobs)
+            rated = [(j.rated(store) if hasattr(j, "rated") else j) for j in jobs]
+            done = sum(j is not None and j.kind == "cells" and j.result(store) is not None for j in rated)
+            table.add_row(name, experiment, jobs[0].experiment.title,
+                          *map(str, (searches, len(jobs) - searches, done)))
+    console.print(table)
+
+
+def _gpus(text: str) -> tuple[str, ...]:
+    if text != "all":
+        return _names(text)
+    import torch
+    if not torch.cuda.device_count():
+        raise UserError("--gpus all: torch finds no GPU here")
+    return tuple(str(i) for i in range(torch.cuda.device_count()))
+
+
+def _run(args: argparse.Namespace) -> int:
+    gpus = _gpus(args.gpus)
+    workers = max(1, len(gpus)) if args.workers is None else args.workers
+    if workers < 1:
+        raise UserError(f"--workers {workers}: expected 1 or more")
+    outcome = run(_options(args, args.suites), workers, gpus, console)
+    console.print(f"{outcome.finished} done, {len(outcome.failed)} failed, {outcome.remaining} remain, "
+                  f"{outcome.skipped} were done before", soft_wrap=True)
+    for failure in outcome.failed:
+        console.print(f"failed: {failure['suite']}/{failure['experiment']}  {failure['label']}: {failure['error']}",
+                      soft_wrap=True, markup=False)
+    if outcome.interrupted:
+        console.print("interrupted; the same command goes on where it stopped")
+        return INTERRUPTED
+    console.print("next: python -m benchmark report")
+    return FAILED if outcome.failed else OK
+
+
+def _report(args: argparse.Namespace) -> None:
+    from .report import write_report
+    for path in write_report(_options(args, args.suites)):
+        console.print(str(path), soft_wrap=True)

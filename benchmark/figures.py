@@ -1,0 +1,210 @@
+"""The report's pictures."""
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .results import Found, scale_of, title_of
+
+_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f",
+            "#bcbd22")
+_MARKERS = "osD^vP*X<>"
+#: panels side by side
+_COLUMNS = 4
+
+
+def draw_all(found: Found, folder: Path) -> dict[str, Path]:
+    """Draw what there is to draw of an experiment; the titles of the pictures and their files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{found.suite.name}-{found.suite.size}-{found.experiment.name}"
+    drawn = {}
+    for title, name, draw in (("", "axis", _along_axis), ("Learning curves", "curves", _curves),
+                              ("Accuracy against bytes", "traffic", _traffic), ("Bytes by method", "bytes", _bytes),
+                              ("Learning rates tried", "rates", _rates)):
+        figure = draw(found)
+        if figure is not None:
+            path = folder / f"{stem}-{name}.png"
+            figure.savefig(path, dpi=110)
+            drawn[title or title_of(found.experiment.metrics[0])] = path
+    return drawn
+
+
+def _figure(width: float, height: float):
+    import matplotlib
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _style(found: Found, method: str) -> dict:
+    index = found.methods.index(method)
+    return {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)], "markersize": 4}
+
+
+def _numbers(labels: Sequence[str]) -> list[float] | None:
+    try:
+        return [float(label) for label in labels]
+    except ValueError:
+        return None
+
+
+def _along_axis(found: Found):
+    """The first metric along the only axis, mean and standard deviation."""
+    metric = found.experiment.metrics[0]
+    if len(found.experiment.axes) != 1 or len(found.columns) < 2 or ":" in metric or scale_of(metric)[0] == 0:
+        return None
+    name, columns = next(iter(found.experiment.axes)), found.columns
+    at = _numbers(columns) or list(range(len(columns)))
+    figure = _figure(6, 4)
+    axes, scale = figure.subplots(), scale_of(metric)[0]
+    for method in found.methods:
+        points = [(x, found.figure(method, c, metric)) for x, c in zip(at, columns)]
+        points = [(x, f) for x, f in points if f is not None]
+        axes.errorbar([x for x, _ in points], [f.mean * scale for _, f in points],
+                      [(f.std or 0) * scale for _, f in points], label=method, capsize=3, **_style(found, method))
+    axes.set(xlabel=name, ylabel=title_of(metric), title=found.experiment.title)
+    axes.set_xticks(at, columns)
+    majority = _majority(found)
+    if majority and scale == 100:
+        axes.axhline(100 * majority, color="grey", ls=":", label="majority class")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _majority(found: Found) -> float | None:
+    return next((r["majority"] for rs in found.records.values() for r in rs if r.get("majority")), None)
+
+
+def curve_metric(found: Found) -> str | None:
+    """What the learning curves show: held-out accuracy where there is one, else loss."""
+    points = [p for rs in found.records.values() for r in rs for p in r.get("history", {}).get("evaluated", ())]
+    there = {name for p in points for name in p}
+    causal = _majority(found) is None and not any(n in there for n in ("client_test_acc",))
+    names = ("val_loss", "test_loss") if causal and "val_loss" in there else (
+        "val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss")
+    return next((n for n in names if n in there), None)
+
+
+def _grid(found: Found, title: str):
+    count = len(found.columns)
+    rows = -(-count // _COLUMNS)
+    figure = _figure(min(count, _COLUMNS) * 3.7 + 0.4, rows * 3.2 + 0.5)
+    panels = figure.subplots(rows, min(count, _COLUMNS), squeeze=False, sharey=True)
+    for axes in panels.flat[count:]:
+        axes.set_visible(False)
+    figure.suptitle(f"{found.experiment.title}: {title}", fontsize=11)
+    return figure, panels.flat[:count]
+
+
+def _axis_title(found: Found, column: str) -> str:
+    return ", ".join(f"{n} {label}" for n, label in zip(found.experiment.axes, column.split(" / "))) if column else ""
+
+
+def _lines(found: Found, title: str, x_label: str, x_of, log: bool = False):
+    from matplotlib.ticker import LogLocator, MaxNLocator
+    metric = curve_metric(found)
+    if metric is None or not found.columns:
+        return None
+    scale = scale_of(metric)[0]
+    figure, panels = _grid(found, title)
+    for index, (axes, column) in enumerate(zip(panels, found.columns)):
+        for method in found.methods:
+            runs = [[(x_of(p), p[metric] * scale) for p in r["history"]["evaluated"] if metric in p]
+                    for r in found.records.get((method, column), ()) if "history" in r]
+            runs = [run for run in runs if run]
+            if not runs:
+                continue
+            length = min(map(len, runs))
+            x = [statistics.fmean(run[i][0] for run in runs) for i in range(length)]
+            y = [[run[i][1] for run in runs] for i in range(length)]
+            style = _style(found, method)
+            axes.plot(x, [statistics.fmean(v) for v in y], label=method, lw=1.4, **style)
+            axes.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=style["color"], alpha=0.12, lw=0)
+        axes.set(xlabel=x_label, title=_axis_title(found, column))
+        axes.title.set_fontsize(9)
+        if log:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_minor_formatter(lambda value, _: "")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if index % _COLUMNS == 0:
+            axes.set_ylabel(title_of(metric))
+        axes.grid(alpha=0.3)
+    handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels())}
+    panels[0].figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6),
+                            fontsize=8)
+    return figure
+
+
+def _curves(found: Found):
+    return _lines(found, "learning curves (mean; band: smallest to largest over seeds)", "round", lambda p: p["round"])
+
+
+def _traffic(found: Found):
+    if not any("history" in r for rs in found.records.values() for r in rs):
+        return None
+    return _lines(found, "against bytes", "megabytes so far, all clients, both directions",
+                  lambda p: max((p["uplink"] + p["downlink"]) / 1e6, 1e-4), log=True)
+
+
+def _bytes(found: Found):
+    """Bytes of a client and round, in the first setting that has all methods."""
+    columns = [c for c in found.columns if all((m, c) in found.records for m in found.methods)] or found.columns
+    names = [m for m in found.methods if columns and found.figure(m, columns[0], "uplink")]
+    if len(names) < 2:
+        return None
+    figure = _figure(7, 0.42 * len(names) + 1.7)
+    axes, left = figure.subplots(), [0.0] * len(names)
+    parts = {"up, without head": [found.figure(m, columns[0], "uplink_without_head").mean for m in names],
+             "up, head": [_head(found, m, columns[0], "uplink") for m in names],
+             "down, without head": [found.figure(m, columns[0], "downlink_without_head").mean for m in names],
+             "down, head": [_head(found, m, columns[0], "downlink") for m in names]}
+    for (label, sizes), colour in zip(parts.items(), ("#1f77b4", "#aec7e8", "#2ca02c", "#98df8a")):
+        axes.barh(names, [s / 1e3 for s in sizes], left=[x / 1e3 for x in left], color=colour, label=label)
+        left = [a + b for a, b in zip(left, sizes)]
+    for index, total in enumerate(left):
+        axes.annotate(f" {total / 1e3:.4g}", (total / 1e3, index), va="center", fontsize=8)
+    axes.invert_yaxis()
+    at = _axis_title(found, columns[0])
+    axes.set(xlabel="kB per client and round", title=f"{found.experiment.title}{': ' + at if at else ''}")
+    axes.margins(x=0.12)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4)
+    return figure
+
+
+def _head(found: Found, method: str, column: str, direction: str) -> float:
+    return found.figure(method, column, direction).mean - found.figure(method, column, f"{direction}_without_head").mean
+
+
+def _rates(found: Found):
+    """What each search tried and found, a panel for each setting."""
+    key = "train.optimizer.lr"
+    by_setting: dict[str, list[Mapping]] = {}
+    for search in found.searches:
+        if all(key in p for p in search["tried"]):
+            by_setting.setdefault(", ".join(f"{k} {v}" for k, v in search["setting"].items()), []).append(search)
+    if not by_setting:
+        return None
+    count = len(by_setting)
+    figure = _figure(min(count, _COLUMNS) * 3.7 + 0.4, -(-count // _COLUMNS) * 3.2 + 0.5)
+    panels = figure.subplots(-(-count // _COLUMNS), min(count, _COLUMNS), squeeze=False, sharey=True)
+    for axes in panels.flat[count:]:
+        axes.set_visible(False)
+    handles: dict = {}
+    for axes, (setting, searches) in zip(panels.flat, by_setting.items()):
+        for search in searches:
+            points = sorted((p[key], p["value"]) for p in search["tried"])
+            style = _style(found, search["method"]) if search["method"] in found.methods else {"marker": "."}
+            axes.plot(*zip(*points), label=search["method"], lw=1.4, **style)
+        axes.set(xscale="log", xlabel="learning rate", title=setting)
+        axes.title.set_fontsize(9)
+        axes.grid(alpha=0.3)
+        handles.update({label: h for h, label in zip(*axes.get_legend_handles_labels())})
+    panels[0][0].set_ylabel(f"{found.searches[0]['objective']} at the end")
+    figure.suptitle(f"{found.experiment.title}: rates tried", fontsize=11)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6), fontsize=8)
+    return figure

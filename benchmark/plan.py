@@ -1,0 +1,366 @@
+"""What a suite asks for, as jobs: searches of learning rates, cells that train, scripts. Knows what is done already."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from fs_lowrank import Config, UserError, list_methods, load_config
+
+from .store import Store, digest
+from .suite import Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
+
+#: of a scorer's options: allows something, decides no result
+_PERMISSIONS = ("run_unsafe_code",)
+_RATE = "train.optimizer.lr"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line adds to a suite, for every worker the same.
+
+    Attributes:
+        data: folder of the data; a suite's ``data.root`` is below it. since: when this call began, in seconds.
+        overrides: config keys that decide no result, such as the device.
+    """
+
+    suites: tuple[str, ...]
+    size: str = "small"
+    engine: str = "local"
+    results: str = "results"
+    work: str = "runs/benchmark"
+    data: str = ""
+    only: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    redo: bool = False
+    keep: bool = False
+    unsafe_code: bool = False
+    since: float = 0.0
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def store(self) -> Store:
+        return Store(Path(self.results), Path(self.work))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of work. ``key`` is the hash of all that decides its result."""
+
+    suite: Suite
+    experiment: Experiment
+    options: Options
+
+    @property
+    def where(self) -> str:
+        return f"{self.suite.name}/{self.suite.size}/{self.experiment.name}"
+
+    @property
+    def folder(self) -> Path:
+        """Where its runs lie until it is finished."""
+        return Path(self.options.work) / self.key
+
+    def result(self, store: Store) -> dict | None:
+        return store.read(self.kind, self.key)
+
+    def done(self, store: Store) -> bool:
+        """Whether nothing is left to do in this call: finished, or failed since it began."""
+        redo = self.options.redo and self.kind == "cells"
+        finished = self.result(store)
+        if finished and (not redo or finished["finished"] >= self.options.since):
+            return True
+        failed = store.read("failed", self.key)
+        return bool(failed) and failed["finished"] >= self.options.since
+
+    def identity(self) -> dict:
+        """What a result file says of where it belongs."""
+        return {"suite": self.suite.name, "size": self.suite.size, "experiment": self.experiment.name,
+                "label": self.label, "hash": self.key}
+
+
+@dataclass(frozen=True)
+class Search(Job):
+    """A search of the learning rate for one method in one setting, by validation."""
+
+    kind = "searches"
+    method: MethodEntry
+    setting: Mapping[str, str]
+    config: Config
+
+    @property
+    def label(self) -> str:
+        at = " ".join(f"{k}={v}" for k, v in self.setting.items())
+        return f"learning rate of {self.method.label}" + (f" at {at}" if at else "")
+
+    @property
+    def spec(self) -> dict:
+        return self.experiment.rates["search"]
+
+    @cached_property
+    def key(self) -> str:
+        spec = {k: self.spec.get(k) for k in ("space", "seeds", "objective")}
+        return digest({"search": _own(self.config), "spec": spec, **_engine(self.options)})
+
+
+@dataclass(frozen=True)
+class Cell(Job):
+    """A method in a setting at a seed. With a search, ``config`` has no rate of its own yet."""
+
+    kind = "cells"
+    method: MethodEntry
+    setting: Mapping[str, str]
+    seed: int
+    unrated: Config
+    search: Search | None = None
+    rate: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.method.label, *(f"{k}={v}" for k, v in self.setting.items()), f"seed={self.seed}"])
+
+    @property
+    def column(self) -> str:
+        """The setting as a table's column: its labels, such as ``3 / 4``."""
+        return " / ".join(self.setting.values())
+
+    def rated(self, store: Store) -> Cell | None:
+        """The same with the rate that the search found; None before there is one."""
+        if self.search is None:
+            return self
+        if "_rated" in self.__dict__:
+            return self.__dict__["_rated"]
+        found = self.search.result(store)
+        if found is None:
+            return None
+        rate = {"from": "search", "search": found["hash"], "point": found["winner"]["point"],
+                "validation": found["winner"]["values"], "budget": found["budget"]}
+        cell = replace(self, unrated=self.unrated.replace(found["winner"]["point"]), search=None, rate=rate)
+        self.__dict__["_rated"] = cell  # asked for again and again; what a search found does not change
+        return cell
+
+    @property
+    def config(self) -> Config:
+        return self.unrated
+
+    @cached_property
+    def key(self) -> str:
+        """Before the search is done, of the search and the rest."""
+        evaluation = [{k: v for k, v in e.items() if k not in _PERMISSIONS} for e in self.experiment.evaluation]
+        content = {"config": _own(self.config), "evaluation": evaluation, "test": self.experiment.test,
+                   **_engine(self.options)}
+        return digest(content if self.search is None else {**content, "waits_for": self.search.key})
+
+
+@dataclass(frozen=True)
+class Script(Job):
+    """A module that runs a study of its own and writes a JSON."""
+
+    kind = "cells"
+
+    @property
+    def label(self) -> str:
+        return f"python -m {self.experiment.script} {' '.join(self.experiment.args)}".strip()
+
+    @cached_property
+    def key(self) -> str:
+        return digest({"script": self.experiment.script, "args": list(self.experiment.args),
+                       "values": dict(self.experiment.values)})
+
+
+def decisive(config: Config) -> dict:
+    """What decides a result, without the folder that the data happen to lie in."""
+    return {k: v for k, v in config.decisive().items() if k != "data.root"}
+
+
+def _own(config: Config) -> dict:
+    """What decides a result and is not a default: a key that the library gains changes no hash."""
+    defaults = _defaults(config.federate.method)
+    return {k: v for k, v in decisive(config).items() if k not in defaults or defaults[k] != v}
+
+
+@cache
+def _defaults(method: str) -> dict:
+    plain = load_config({"federate.method": method, "federate.client_num": 1}).decisive()
+    return {k: v for k, v in plain.items() if k not in ("federate.method", "federate.client_num")}
+
+
+def _engine(options: Options) -> dict:
+    return {} if options.engine == "local" else {"engine": options.engine}
+
+
+# -- from suites to jobs -------------------------------------------------------------------------------
+
+def plan(options: Options) -> list[Job]:
+    """Every job of every suite, each once, searches before the cells that wait for them.
+
+    Raises:
+        UserError: something of a suite does not fit together; the message says where.
+    """
+    jobs: dict[str, Job] = {}
+    for name in options.suites:
+        suite = load_suite(name, options.size)
+        for experiment in chosen(suite, options.only):
+            for job in jobs_of(suite, experiment, options):
+                jobs.setdefault(job.key, job)
+    return list(jobs.values())
+
+
+def chosen(suite: Suite, only: Sequence[str]) -> list[Experiment]:
+    """The experiments that ``--only`` names, by name; all without it."""
+    from fs_lowrank.errors import nearest
+    for name in only:
+        if name not in suite.experiments:
+            raise UserError(f"--only {name}: {suite.name} ({suite.size}) has no such experiment"
+                            f"{nearest(name, suite.experiments)}; there are: {', '.join(suite.experiments)}")
+    return [e for e in suite.experiments.values() if not only or e.name in only]
+
+
+def jobs_of(suite: Suite, experiment: Experiment, options: Options) -> list[Job]:
+    """Searches first, then cells, a seed after the other: what is there early covers the whole grid."""
+    if experiment.script:
+        return [Script(suite, experiment, options)]
+    import_all(suite.imports)
+    searches: dict[tuple, Search] = {}
+    cells = [_cell(suite, experiment, options, method, setting, seed, searches) for seed, setting, method in
+             itertools.product(experiment.seeds, settings(experiment), methods_of(experiment, options))]
+    return [*searches.values(), *cells]
+
+
+def settings(experiment: Experiment) -> Iterator[dict[str, str]]:
+    """Every combination of the axes' labels."""
+    for labels in itertools.product(*experiment.axes.values()):
+        yield dict(zip(experiment.axes, labels))
+
+
+def methods_of(experiment: Experiment, options: Options) -> list[MethodEntry]:
+    """The suite's methods, or those that ``--methods`` names, be they in the suite or not."""
+    entries = experiment.methods
+    if entries == "all":
+        entries = tuple(MethodEntry(name, name, {}) for name in list_methods())
+    if not options.methods:
+        return list(entries)
+    by_label = {e.label: e for e in entries}
+    return [by_label.get(name, MethodEntry(name, name, {})) for name in options.methods]
+
+
+def _cell(suite: Suite, experiment: Experiment, options: Options, method: MethodEntry, setting: Mapping[str, str],
+          seed: int, searches: dict[tuple, Search]) -> Cell:
+    rates, where = experiment.rates, f"{suite.path.name}: {suite.size}: {experiment.name}: {method.label}"
+    search, rate = None, {"from": "the suite's config, one for all methods", "budget": None}
+    try:
+        keys = _keys(experiment, options, method, setting)
+        if rates and "table" in rates:
+            if method.label not in rates["table"]:
+                raise UserError(f"learning_rates: table has no rate for {method.label}; there are: "
+                                f"{', '.join(rates['table'])}; give it one, or a search")
+            keys[_RATE] = rates["table"][method.label]
+            rate = {"from": "table", "budget": rates["budget"], "found_by": rates.get("found_by", "")}
+        elif rates:
+            place = _place(experiment, setting)
+            at = method.label, tuple(place.items())
+            search = searches.get(at) or _search(suite, experiment, options, method, place)
+            searches[at] = search
+        config = _config({**keys, "seed": seed}, experiment.samples, experiment.evaluations, experiment.test,
+                         options.work)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    rate["point"] = {_RATE: config.train.optimizer.lr}
+    return Cell(suite, experiment, options, method, dict(setting), seed, config, search, rate)
+
+
+def _place(experiment: Experiment, setting: Mapping[str, str]) -> dict[str, str]:
+    """Where a cell's rate is searched: at its own labels of the axes in ``each``, at those in ``at`` of the others."""
+    spec = experiment.rates["search"]
+    each, at = spec.get("each", []), {k: str(v) for k, v in spec.get("at", {}).items()}
+    for name in (*each, *at):
+        if name not in experiment.axes:
+            raise UserError(f"learning_rates: search: no axis {name!r}; there are: {', '.join(experiment.axes)}")
+    place = {}
+    for name, labels in experiment.axes.items():
+        place[name] = setting[name] if name in each else at.get(name, next(iter(labels)))
+        if place[name] not in labels:
+            raise UserError(f"learning_rates: search: at: {name} has no {place[name]!r}; there are: "
+                            f"{', '.join(labels)}")
+    return place
+
+
+def _search(suite: Suite, experiment: Experiment, options: Options, method: MethodEntry,
+            place: Mapping[str, str]) -> Search:
+    spec = experiment.rates["search"]
+    keys = lay(_keys(experiment, options, method, place), {"eval.freq": 0, **flatten(spec.get("config", {}))})
+    keys["seed"] = int(spec.get("seed", 100))
+    config = _config(keys, spec.get("samples", experiment.samples), None, "none", options.work)
+    return Search(suite, experiment, options, method, dict(place), config)
+
+
+def _keys(experiment: Experiment, options: Options, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, Any]:
+    """The config of a method in a setting, as dotted keys."""
+    keys = dict(experiment.config)
+    for name, label in setting.items():
+        keys = lay(keys, experiment.axes[name][label])
+    keys = lay(keys, {**method.config, "federate.method": method.method, **options.overrides})
+    if experiment.training_file is not None:
+        keys["data.type"], keys["data.root"] = _training_file(experiment), str(Path(options.work) / "data")
+    elif options.data:
+        keys["data.root"] = str(Path(options.data) / str(keys.get("data.root", "")))
+    return keys
+
+
+def _training_file(experiment: Experiment) -> str:
+    """Its name says what is in it, so that it is made once."""
+    made = experiment.training_file
+    return f"commonsense_{made.get('per_task') or 'all'}_{made.get('seed', 0)}.jsonl"
+
+
+def make_training_file(job: Job) -> None:
+    """Write the file that the job trains on, unless it is there.
+
+    Raises:
+        UserError: the training files that it is made of are missing.
+    """
+    from .scorers.commonsense import training_file
+    made, path = job.experiment.training_file, Path(job.options.work) / "data" / _training_file(job.experiment)
+    if not path.exists():
+        training_file(Path(job.options.data or "."), path, made.get("per_task"), int(made.get("seed", 0)))
+
+
+def samples_a_round(config: Config) -> int:
+    """What the clients of a round train on together, counting a sample as often as it is used."""
+    return (config.sampled_per_round * config.train.local_update_steps * config.dataloader.batch_size
+            * config.grad.grad_accum_count)
+
+
+def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | None, test: str, work: str) -> Config:
+    """The checked config, with the rounds that the budget of samples makes, and what is evaluated when.
+
+    In a run of one round clients do not depend on the method: they are trained once, for all that start alike.
+    """
+    config = load_config(keys)
+    changes: dict[str, Any] = {"lowrank.keep_checkpoints": 1}
+    rounds = config.federate.total_round_num
+    if samples:
+        if config.train.batch_or_epoch != "batch":
+            raise UserError("samples: a budget of samples needs train.batch_or_epoch batch; give "
+                            "federate.total_round_num instead")
+        of_a_round = samples_a_round(config)
+        if of_a_round > samples:
+            raise UserError(f"samples = {samples} is less than one round takes, {of_a_round}: "
+                            f"{config.sampled_per_round} clients × {config.train.local_update_steps} steps × "
+                            f"{config.dataloader.batch_size}")
+        rounds = samples // of_a_round
+        changes["federate.total_round_num"] = rounds
+    if evaluations:
+        changes["eval.freq"] = max(1, rounds // evaluations)
+    if test != "rounds":
+        if not config.data.splits[1]:
+            raise UserError(f"data.splits = {list(config.data.splits)}: curves and rates go by validation data; give "
+                            "the middle one a share")
+        changes["eval.split"] = ["val"]
+    if rounds == 1:
+        changes["lowrank.reuse_clients"] = str(Path(work).absolute() / "clients")
+    if "lowrank.checkpoint_freq" not in keys:
+        changes["lowrank.checkpoint_freq"] = max(1, rounds // 10)
+    return config.replace(changes)

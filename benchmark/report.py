@@ -1,0 +1,407 @@
+"""``python -m benchmark report``: one report in Markdown and HTML, and its pictures, from the results on disk."""
+from __future__ import annotations
+
+import dataclasses
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from fs_lowrank import UserError
+
+from .claims import HOLDS, UNTESTED, Condition, judge, verdict
+from .figures import draw_all
+from .plan import Options, chosen
+from .results import Found, best_of, find, scale_of, shown, title_of
+from .store import write_text
+from .suite import SIZES, Suite, load_suite, shipped
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A piece of the report: a ``heading``, ``text``, ``table`` (the first row is its head) or ``image`` (its file)."""
+
+    kind: str
+    text: str = ""
+    level: int = 2
+    rows: tuple[tuple[str, ...], ...] = ()
+
+
+def heading(text: str, level: int) -> Block:
+    return Block("heading", text, level)
+
+
+def text(content: str) -> Block:
+    return Block("text", content)
+
+
+def table(rows: Sequence[Sequence[str]]) -> Block:
+    return Block("table", rows=tuple(tuple(map(str, row)) for row in rows))
+
+
+def write_report(options: Options) -> list[Path]:
+    """Write ``report.md``, ``report.html`` and ``report/*.png`` below the results.
+
+    Raises:
+        UserError: there is nothing to report, or it cannot be written.
+    """
+    root = Path(options.results)
+    store = options.store
+    sizes = [options.size] if options.size in SIZES else list(SIZES)
+    names = options.suites or shipped()
+    claims: list[tuple[str, Suite, str, list]] = []
+    body: list[Block] = []
+    used: set[str] = set()
+    for name in names:
+        for size in sizes:
+            sized = dataclasses.replace(options, suites=(name,), size=size)
+            suite = load_suite(name, size)
+            if not suite.sized and size != sizes[0]:
+                continue
+            found = {e.name: find(suite, e, sized, store) for e in chosen(suite, options.only)}
+            used |= {r["hash"] for f in found.values() for rs in f.records.values() for r in rs}
+            if not any(f.cells or f.failed or f.searches for f in found.values()):
+                continue
+            judged = judged_claims(suite, found)
+            claims += [(claim, suite, *judged[claim]) for claim in judged]
+            body += _suite(suite, found, judged, root)
+    if not body:
+        raise UserError(f"{root} holds no result of {', '.join(names)}; run a suite first: python -m benchmark run "
+                        f"{names[0]}")
+    blocks = [heading("Benchmark report", 1), *_preface(options), *_summary(claims), *body, *_damaged(store, used)]
+    write_text(root / "report.md", markdown(blocks))
+    write_text(root / "report.html", page(blocks))
+    return [root / "report.md", root / "report.html"]
+
+
+def _preface(options: Options) -> list[Block]:
+    engine = "" if options.engine == "local" else f" --engine {options.engine}"
+    return [text(f"Written by `python -m benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
+                 "`failed/`. Figures are mean ± standard deviation over seeds; **bold** is ahead of every other method "
+                 "by more than the root of the summed variances. Rates are chosen on validation data; the test set is "
+                 "scored after the last round, unless it says otherwise. The papers' figures stand beside ours with "
+                 "their setting: where ours is smaller, the order and the gap compare, the figure does not.")]
+
+
+# -- claims --------------------------------------------------------------------------------------------
+
+def judged_claims(suite: Suite, found: dict[str, Found]) -> dict[str, tuple[str, list[tuple[str, list[Condition]]]]]:
+    """Claim -> its verdict, and for each experiment that is there the conditions."""
+    judged = {}
+    for name, claim in suite.claims.items():
+        by_experiment = [(e, judge(claim["rule"], found[e].look)) for e in claim["experiments"] if e in found]
+        verdicts = [verdict(conditions) for _, conditions in by_experiment]
+        tested = [v for v in verdicts if v != UNTESTED]
+        if not tested:
+            overall = UNTESTED
+        elif len(set(tested)) == 1:
+            overall = tested[0]
+        else:
+            overall = f"holds in {tested.count(HOLDS)} of {len(tested)} experiments"
+        judged[name] = (overall, by_experiment)
+    return judged
+
+
+def _summary(claims: list) -> list[Block]:
+    if not claims:
+        return []
+    rows = [("claim", "suite", "size", "verdict")]
+    rows += [(suite.claims[name]["says"], suite.name, suite.size if suite.sized else "", f"**{overall}**")
+             for name, suite, overall, _ in claims]
+    return [heading("The papers' claims", 2), text("Every verdict comes from the rule in the suite; the figures behind "
+            "it stand under the suite."), table(rows)]
+
+
+def _claims(suite: Suite, judged: dict) -> list[Block]:
+    blocks: list[Block] = []
+    for name, (overall, by_experiment) in judged.items():
+        claim = suite.claims[name]
+        blocks.append(heading(f"Claim: {claim['says']} — {overall}", 3))
+        rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in claim["rule"])
+        blocks.append(text(f"{claim.get('source', '')} Rule: {rules}.".strip()))
+        for experiment, conditions in by_experiment:
+            lines = [f"- {experiment}: **{verdict(conditions)}**"]
+            lines += [f"  - {c.text}: {c.verdict}" for c in conditions]
+            blocks.append(text("\n".join(lines)))
+        absent = [e for e in claim["experiments"] if e not in dict(by_experiment)]
+        if absent:
+            blocks.append(text(f"Not in this size: {', '.join(absent)}."))
+    return blocks
+
+
+def _plain(value) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{k}={v}" for k, v in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# -- suites --------------------------------------------------------------------------------------------
+
+def _suite(suite: Suite, found: dict[str, Found], judged: dict, root: Path) -> list[Block]:
+    blocks = [heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
+    blocks += [text(t) for t in (suite.source, suite.note) if t]
+    blocks += _claims(suite, judged)
+    for one in found.values():
+        if one.cells or one.failed or one.searches:
+            blocks += _experiment(one, root)
+    return blocks
+
+
+def _experiment(found: Found, root: Path) -> list[Block]:
+    experiment = found.experiment
+    blocks = [heading(experiment.title, 3)]
+    if experiment.note and experiment.note != found.suite.note:
+        blocks.append(text(experiment.note))
+    blocks.append(text(_setting(found)))
+    if found.cells < found.wanted:
+        blocks.append(text(f"**{found.cells} of {found.wanted} cells are there"
+                           + (f", {len(found.failed)} failed" if found.failed else "") + ".**"))
+    if experiment.script:
+        return blocks + _script(found) + _failures(found)
+    blocks += _tables(found)
+    blocks += _rates_table(found) + _bytes_table(found)
+    if experiment.plots:
+        for title, path in draw_all(found, root / "report").items():
+            blocks.append(Block("image", title, rows=((str(path.relative_to(root)),),)))
+    return blocks + _failures(found)
+
+
+def _setting(found: Found) -> str:
+    """The setting in a line, from the results themselves."""
+    records = [r for rs in found.records.values() for r in rs]
+    if not records or found.experiment.script:
+        return f"`{found.experiment.script} {' '.join(found.experiment.args)}`" if found.experiment.script else ""
+    first, config = records[0], records[0]["config"]
+    seeds = sorted({r["seed"] for r in records})
+    samples = sorted({r["samples"] for r in records if r["samples"]})
+    rounds = sorted({r["rounds"] for r in records})
+    heads = sorted({r["head"] for r in records})
+    steps = "steps" if config["train.batch_or_epoch"] == "batch" else "epochs"
+    parts = [f"Data: {first['data']['source']}", f"model `{first['model']['type']}`",
+             f"clients train on {_range(samples)} samples in all" if samples else "",
+             f"{_range(rounds)} rounds", f"batch {config['dataloader.batch_size']}",
+             f"{config['train.local_update_steps']} local {steps}",
+             f"{config['train.optimizer.type']}", f"split `{config['data.splitter']}`",
+             f"seeds {', '.join(map(str, seeds))}", f"head: {' / '.join(heads)}",
+             f"majority class {100 * first['majority']:.1f} %" if first.get("majority") else "",
+             "test set scored at every evaluation" if first["test"] == "rounds" else ""]
+    line = "; ".join(p for p in parts if p) + "."
+    fingerprints = {s: {r["data"]["fingerprint"] for r in records if (r["seed"], tuple(r["setting"].items())) == s}
+                    for s in {(r["seed"], tuple(r["setting"].items())) for r in records}}
+    if any(len(f) > 1 for f in fingerprints.values()):
+        line += " **The methods did not see the same data: their fingerprints differ within a setting and seed.**"
+    if len(heads) > 1:
+        line += " **The head is not treated alike by all methods.**"
+    return f"{line} Command: `{first['command']}`."
+
+
+def _range(values: Sequence) -> str:
+    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
+
+
+def _tables(found: Found) -> list[Block]:
+    """A table for each metric with settings as columns; for each scorer and setting one with its tasks as columns."""
+    blocks: list[Block] = []
+    plain = [m for m in found.experiment.metrics if m.count(":") < 2 or m.startswith(("bytes_to", "rounds_to"))]
+    for index, metric in enumerate(plain):
+        columns = {c: (c or title_of(metric), metric, c) for c in found.columns}
+        blocks += _table(found, title_of(metric), list(columns.values()), found.columns,
+                         index == 0 and not _scorer_of_reference(found))
+    by_scorer: dict[str, list[str]] = {}
+    for metric in found.experiment.metrics:
+        if metric not in plain:
+            by_scorer.setdefault(metric.partition(":")[0], []).append(metric)
+    for scorer, metrics in by_scorer.items():
+        for column in found.columns:
+            tasks = [m.split(":")[1] for m in metrics]
+            columns = [(task, metric, column) for task, metric in zip(tasks, metrics)]
+            title = f"Scorer `{scorer}`, {_scorer_in_words(found, scorer)}" + (f", {column}" if column else "")
+            blocks += _table(found, title, columns, tasks, _scorer_of_reference(found) == scorer)
+    return blocks
+
+
+def _scorer_of_reference(found: Found) -> str:
+    return str((found.experiment.reference or {}).get("scorer", ""))
+
+
+def _scorer_in_words(found: Found, scorer: str) -> str:
+    spec = next((s for s in found.experiment.evaluation if s["scorer"] == scorer), {})
+    return ", ".join(f"{k} {v}" for k, v in spec.items() if k not in ("scorer", "tasks")) or "all samples"
+
+
+def _table(found: Found, title: str, columns: list[tuple[str, str, str]], keys: list[str], paper: bool) -> list[Block]:
+    """Columns are (head, metric, setting); the paper's figures follow under their ``keys``."""
+    reference = found.experiment.reference if paper else None
+    values = (reference or {}).get("values", {})
+    beside = [k for k in keys if any(_paper(values, m, k) for m in found.methods)]
+    best = {head: best_of({m: found.figure(m, at, metric) for m in found.methods}, metric)
+            for head, metric, at in columns}
+    rows = [("method", *(head for head, _, _ in columns), *(f"paper: {k}" if k else "paper" for k in beside))]
+    for method in found.methods:
+        cells = []
+        for head, metric, at in columns:
+            figure = found.figure(method, at, metric)
+            cell = shown(figure, metric)
+            error = found.error(method, at, metric)
+            cell += f" (s.e. {error * scale_of(metric)[0]:.2f})" if error is not None else ""
+            cells.append(f"**{cell}**" if best[head] == method else cell)
+        rows.append((method, *cells, *(_paper(values, method, k) or "–" for k in beside)))
+    axes = " / ".join(found.experiment.axes)
+    seeds = {len(rs) for rs in found.records.values()}
+    n = "one seed" if seeds == {1} else f"{_range(sorted(seeds))} seeds"
+    blocks = [text(f"**{title}**{f', by {axes}' if axes else ''} ({n}):"), table(rows)]
+    if reference and beside:
+        blocks.append(text(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}."))
+    elif reference and values:
+        blocks += _reference_alone(reference)
+    return blocks
+
+
+def _paper(values: dict, method: str, key: str) -> str:
+    found = {str(k): v for k, v in values.get(method, {}).items()}.get(key)
+    if found is None:
+        return ""
+    return " ± ".join(map(str, found)) if isinstance(found, list) else str(found)
+
+
+def _reference_alone(reference: dict) -> list[Block]:
+    """The paper's figures as a table of their own, where no column of ours is one of theirs."""
+    keys = list(dict.fromkeys(str(k) for row in reference["values"].values() for k in row))
+    rows = [("the paper", *keys)]
+    rows += [(m, *(_paper(reference["values"], m, k) or "–" for k in keys)) for m in reference["values"]]
+    return [text(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}:"), table(rows)]
+
+
+def _rates_table(found: Found) -> list[Block]:
+    from hpo.best import budget_text
+    rates: dict[tuple[str, str], dict] = {}
+    for (method, column), records in found.records.items():
+        rates[method, column] = records[0]["learning_rate"]
+    if not rates:
+        return []
+    rows = [("method", "setting", "learning rate", "from", "validation", "what the search cost")]
+    merged: dict[tuple, list[str]] = {}
+    for (method, column), rate in rates.items():
+        budget = rate.get("budget") or "no search"
+        cost = budget_text(budget) if isinstance(budget, dict) and "client_steps" in budget else str(budget)
+        values = ", ".join(f"{k} {v:.4g}" for k, v in rate.get("validation", {}).items())
+        point = ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in rate["point"].values())
+        merged.setdefault((method, point, rate["from"], values, cost), []).append(column)
+    for (method, point, origin, values, cost), columns in merged.items():
+        rows.append((method, ", ".join(c for c in columns if c), point, origin, values, cost))
+    return [text("**Learning rates:**"), table(rows)]
+
+
+def _bytes_table(found: Found) -> list[Block]:
+    metrics = ("uplink_without_head", "downlink_without_head", "uplink", "downlink", "aggregation", "memory")
+    column = next((c for c in found.columns if all((m, c) in found.records for m in found.methods)),
+                  found.columns[0] if found.columns else None)
+    if column is None or not any(found.figure(m, column, "uplink") for m in found.methods):
+        return []
+    rows = [("method", *(title_of(m) for m in metrics))]
+    rows += [(m, *(shown(found.figure(m, column, k), k) for k in metrics)) for m in found.methods]
+    return [text("**Bytes, server and memory" + (f", {' / '.join(found.experiment.axes)} = {column}" if column else "")
+                 + ":**"), table(rows)]
+
+
+def _script(found: Found) -> list[Block]:
+    blocks: list[Block] = []
+    for records in found.records.values():
+        for record in records:
+            if record["metrics"]:
+                blocks.append(table([("figure", "value"), *((k, f"{v:.5g}") for k, v in record["metrics"].items())]))
+            blocks += [Block("image", found.experiment.title, rows=((name,),))
+                       for name in record["files"] if name.endswith(".png")]
+            blocks.append(text("Files: " + ", ".join(f"`{name}`" for name in record["files"]) + "."))
+    if found.experiment.reference and found.experiment.reference.get("values"):
+        blocks += _reference_alone(found.experiment.reference)
+    return blocks
+
+
+def _failures(found: Found) -> list[Block]:
+    return [text("**Failed:**\n" + "\n".join(f"- {f['label']}: {f['error']}" for f in found.failed))] \
+        if found.failed else []
+
+
+def _damaged(store, used: set[str]) -> list[Block]:
+    blocks = []
+    others = {p.stem for p in (store.results / "cells").glob("*.json")} - used
+    for key in sorted(others):
+        store.read("cells", key)
+    others -= {Path(p).stem for p in store.damaged}
+    if store.damaged:
+        blocks += [heading("Damaged files", 2), text("\n".join(
+            f"- `{Path(path).relative_to(store.results)}`: {why}; taken as missing" for path, why in
+            sorted(store.damaged.items())))]
+    if others:
+        blocks.append(text(f"{len(others)} more results in `cells/` belong to no cell of these suites, sizes and "
+                           "engine."))
+    return blocks
+
+
+# -- Markdown and HTML ---------------------------------------------------------------------------------
+
+def markdown(blocks: Sequence[Block]) -> str:
+    parts = []
+    for block in blocks:
+        if block.kind == "heading":
+            parts.append(f"{'#' * block.level} {block.text}")
+        elif block.kind == "table":
+            escape = lambda cell: cell.replace("|", "\\|")  # noqa: E731
+            lines = ["| " + " | ".join(map(escape, row)) + " |" for row in block.rows]
+            parts.append("\n".join([lines[0], "|" + " --- |" * len(block.rows[0]), *lines[1:]]))
+        elif block.kind == "image":
+            parts.append(f"![{block.text}]({block.rows[0][0]})")
+        else:
+            parts.append(block.text)
+    return "\n\n".join(p for p in parts if p) + "\n"
+
+
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse;margin:.6em 0;font-size:14px}
+td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}
+th{background:#f3f3f3}img{max-width:100%;margin:.6em 0}code{background:#f3f3f3;padding:0 .2em}
+h2{border-bottom:2px solid #ddd;margin-top:2em}h3{margin-top:1.6em}
+figure{margin:0}figcaption{color:#666;font-size:13px}"""
+
+
+def page(blocks: Sequence[Block]) -> str:
+    """The same as one HTML page."""
+    parts = []
+    for block in blocks:
+        if block.kind == "heading":
+            parts.append(f"<h{block.level}>{_inline(block.text)}</h{block.level}>")
+        elif block.kind == "table":
+            head, *rows = block.rows
+            cells = lambda row, tag: "".join(f"<{tag}>{_inline(c)}</{tag}>" for c in row)  # noqa: E731
+            parts.append(f"<table><tr>{cells(head, 'th')}</tr>"
+                         + "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows) + "</table>")
+        elif block.kind == "image":
+            parts.append(f'<figure><img src="{html.escape(block.rows[0][0])}" alt="{html.escape(block.text)}">'
+                         f"<figcaption>{_inline(block.text)}</figcaption></figure>")
+        elif block.text:
+            parts.append(_paragraph(block.text))
+    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Benchmark report</title>'
+            f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n")
+
+
+def _paragraph(content: str) -> str:
+    """Text, with lists of two levels."""
+    parts, depth = [], 0
+    for line in content.splitlines():
+        stripped = line.lstrip()
+        level = 1 + (len(line) > len(stripped)) if stripped.startswith("- ") else 0
+        while depth < level:
+            parts.append("<ul>")
+            depth += 1
+        while depth > level:
+            parts.append("</ul>")
+            depth -= 1
+        parts.append(f"<li>{_inline(stripped[2:])}</li>" if level else f"<p>{_inline(line)}</p>")
+    return "".join([*parts, "</ul>" * depth])
+
+
+def _inline(content: str) -> str:
+    escaped = html.escape(content, quote=False)
+    escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)
+    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escaped)

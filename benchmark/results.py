@@ -1,0 +1,177 @@
+"""Results as the report needs them: by experiment, method and setting, with mean and spread over seeds."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fs_lowrank.runs.summary import human_bytes
+
+from .claims import Spread, noise, spread
+from .plan import Cell, Options, Search, jobs_of, settings
+from .store import Store
+from .suite import Experiment, Suite
+
+_BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
+
+
+@dataclass
+class Found:
+    """What is there of one experiment.
+
+    Attributes:
+        records: (method, column) -> results, a seed each. columns: the settings that have any, in order.
+        searches: their results. failed: what went wrong. wanted: cells that the grid has.
+    """
+
+    suite: Suite
+    experiment: Experiment
+    records: dict[tuple[str, str], list[dict]] = field(default_factory=dict)
+    searches: list[dict] = field(default_factory=list)
+    failed: list[dict] = field(default_factory=list)
+    wanted: int = 0
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(method for method, _ in self.records))
+
+    @property
+    def columns(self) -> list[str]:
+        order = [" / ".join(s.values()) for s in settings(self.experiment)]
+        there = {column for _, column in self.records}
+        return [c for c in order if c in there]
+
+    @property
+    def cells(self) -> int:
+        return sum(map(len, self.records.values()))
+
+    def figure(self, method: str, column: str, metric: str) -> Spread | None:
+        values = [value(r, metric) for r in self.records.get((method, column), ())]
+        return spread([v for v in values if v is not None])
+
+    def error(self, method: str, column: str, metric: str) -> float | None:
+        """The standard error that a scorer gave with its figure, where there is one seed."""
+        records = self.records.get((method, column), ())
+        return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
+
+    def look(self, method: str, labels: Mapping[str, str], metric: str) -> Spread | None:
+        """The figure at these labels; None unless they leave one setting."""
+        fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
+        return self.figure(method, " / ".join(fitting[0].values()), metric) if len(fitting) == 1 else None
+
+
+def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -> Found:
+    """Every result of an experiment; also of methods that the suite does not name but ``--methods`` once did."""
+    found = Found(suite, experiment)
+    searches: dict[str, dict] = {}
+    for job in jobs_of(suite, experiment, options):
+        if isinstance(job, Search):
+            if record := job.result(store):
+                searches[job.key] = record
+            elif failed := store.read("failed", job.key):
+                found.failed.append(failed)
+            continue
+        found.wanted += 1
+        now = (job.rated(store) if isinstance(job, Cell) else job) or job
+        record = now.result(store)
+        if record is not None:
+            column = job.column if isinstance(job, Cell) else ""
+            found.records.setdefault((record["method"], column), []).append(
+                {**record, "setting": dict(getattr(job, "setting", {}))})
+        elif failed := store.read("failed", now.key):
+            found.failed.append(failed)
+    found.searches = list(searches.values())
+    return found
+
+
+# -- metrics -------------------------------------------------------------------------------------------
+
+def value(record: Mapping, metric: str) -> float | None:
+    """A figure of a result by name; None where it has none.
+
+    ``test_acc`` and the like; ``uplink`` … ``downlink_without_head`` and ``traffic`` (both directions), bytes per
+    client and round; ``aggregation``, ``training``, ``memory``; ``bytes_to:val_acc:0.7``, all bytes until a value is
+    reached; ``SCORER:TASK:METRIC``.
+    """
+    kind, _, rest = metric.partition(":")
+    if metric in record["metrics"]:
+        return record["metrics"][metric]
+    sent = record.get("bytes", {}).get("per_client_and_round", {})
+    if metric in _BYTES:
+        return sent.get(metric)
+    if kind.startswith("traffic"):
+        bare = metric.removeprefix("traffic")
+        return sent[f"uplink{bare}"] + sent[f"downlink{bare}"] if sent else None
+    if metric == "majority":
+        return record.get("majority")
+    if metric == "memory":
+        return record.get("peak_memory_bytes", {}).get("host")
+    if metric in ("aggregation", "training"):
+        return record.get("seconds", {}).get({"aggregation": "aggregation_median"}.get(metric, metric))
+    if kind in ("bytes_to", "rounds_to"):
+        name, _, target = rest.partition(":")
+        return _reaches(record["history"]["evaluated"], name, float(target), kind == "rounds_to")
+    task, _, name = rest.rpartition(":")
+    found = record.get("scores", {}).get(kind, {}).get(task, {}).get(name)
+    return found if isinstance(found, (int, float)) else None
+
+
+def _reaches(points: Sequence[Mapping], name: str, target: float, rounds: bool) -> float | None:
+    for point in points:
+        if name in point and (point[name] <= target if name.endswith("loss") else point[name] >= target):
+            return point["round"] if rounds else point["uplink"] + point["downlink"]
+    return None
+
+
+def shown(found: Spread | None, metric: str) -> str:
+    """Mean ± standard deviation in the metric's unit; ``–`` for none."""
+    if found is None:
+        return "not reached" if metric.partition(":")[0] in ("bytes_to", "rounds_to") else "–"
+    scale, digits = scale_of(metric)
+    if scale == 0:
+        return human_bytes(found.mean)
+    text = f"{found.mean * scale:.{digits}f}"
+    return text + (f" ± {found.std * scale:.{digits}f}" if found.std is not None else "")
+
+
+def scale_of(metric: str) -> tuple[float, int]:
+    """What a figure is multiplied by, and its digits; 0 for bytes."""
+    name = metric.rpartition(":")[2]
+    if metric.startswith("bytes_to") or metric.partition("_")[0] in ("uplink", "downlink", "traffic", "memory"):
+        return 0, 0
+    if metric.startswith("rounds_to"):
+        return 1, 0
+    if metric == "aggregation":
+        return 1000, 2
+    accuracy = "acc" in name or "exact_match" in name or "pass@" in name
+    return (100, 2) if accuracy else (1, 3)
+
+
+def title_of(metric: str) -> str:
+    """The metric in words, with its unit."""
+    kind, _, rest = metric.partition(":")
+    words = {"test_acc": "test accuracy, %", "test_loss": "test loss", "val_acc": "validation accuracy, %",
+             "client_test_acc": "accuracy of the clients' own models on their test shares, %",
+             "test_acc_last5": "test accuracy, mean of the last five evaluations, %",
+             "uplink": "sent up, per client and round", "downlink": "sent down, per client and round",
+             "uplink_without_head": "sent up without the head, per client and round",
+             "downlink_without_head": "sent down without the head, per client and round",
+             "traffic": "both directions, per client and round",
+             "traffic_without_head": "both directions without the head, per client and round",
+             "aggregation": "server aggregation, median of a round, ms", "memory": "peak memory"}
+    if kind in ("bytes_to", "rounds_to"):
+        name, _, target = rest.partition(":")
+        what = "all bytes, both directions" if kind == "bytes_to" else "rounds"
+        return f"{what}, until {name} is {target}"
+    return words.get(metric, metric.replace("_", " "))
+
+
+def best_of(row: Mapping[str, Spread | None], metric: str) -> str | None:
+    """The method that is ahead of every other by more than the spread; None if there is none, or no spread is known."""
+    there = {name: found for name, found in row.items() if found is not None}
+    if len(there) < 2 or any(found.std is None for found in there.values()):
+        return None
+    lower = scale_of(metric)[0] == 0 or metric.endswith("loss") or metric in ("aggregation", "training")
+    ranked = sorted(there, key=lambda n: there[n].mean, reverse=not lower)
+    first = there[ranked[0]]
+    ahead = all(abs(first.mean - there[n].mean) > noise(first, there[n]) for n in ranked[1:])
+    return ranked[0] if ahead else None

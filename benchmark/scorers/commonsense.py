@@ -1,0 +1,174 @@
+"""The commonsense tasks in the instruction form of LLM-Adapters, which RoLoRA's Tables 3 and 12 use.
+
+Hu et al., "LLM-Adapters: An Adapter Family for Parameter-Efficient Fine-Tuning of LLMs", EMNLP 2023.
+
+Files: ``commonsense/<task>/train.json`` and ``test.json``, lists of ``{instruction, input, output, answer}``. An
+instruction holds the question, the options and the form of the answer; ``split_row`` takes it apart and makes sure
+that nothing is lost on the way.
+"""
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from fs_lowrank.errors import UserError
+
+_CHOOSE = "Please choose the correct answer to the question: "
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a task's instruction is written: what precedes the question, the word before each option's number, and
+    what stands before the first option, between options, and before the line that tells the form of the answer."""
+
+    start: str
+    word: str = "Answer"
+    first: str = "\n\n"
+    between: str = " "
+    last: str = "\n\n"
+
+
+#: the eight tasks by the name of their folder
+FORMS = {
+    "ARC-Challenge": Form(_CHOOSE),
+    "ARC-Easy": Form(_CHOOSE),
+    "boolq": Form("Please answer the following question with true or false, question: ", word=""),
+    "hellaswag": Form("Please choose the correct ending to complete the given sentence: ", "Ending"),
+    "openbookqa": Form(_CHOOSE),
+    "piqa": Form("Please choose the correct solution to the question: ", "Solution", between="\n\n"),
+    "social_i_qa": Form(_CHOOSE),
+    "winogrande": Form("Please choose the correct answer to fill in the blank to complete the given sentence: ",
+                       "Option", last=" "),
+}
+_FORMAT = "Answer format: "
+HOW_TO_GET = ("these files are LLM-Adapters' dataset/<task>/{train,test}.json; "
+              "put them below the data root as commonsense/<task>/")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row: the question, its options (none for BoolQ), the place of the right one, and the answer as a word.
+
+    For BoolQ, ``right`` is 1 for true. ``form`` is what stands behind ``Answer format:``.
+    """
+
+    question: str
+    options: tuple[str, ...]
+    right: int
+    answer: str
+    form: str
+
+    def instruction(self, task: str) -> str:
+        """The instruction that this row came from."""
+        form, text = FORMS[task], self.question
+        for i, option in enumerate(self.options):
+            text += f"{form.between if i else form.first}{form.word}{i + 1}: {option}"
+        return f"{form.start}{text}{form.last}{_FORMAT}{self.form}"
+
+
+def split_row(task: str, row: dict) -> Question:
+    """``row`` taken apart.
+
+    Raises:
+        ValueError: the row does not have the form of its task, or would not be the same put together again.
+    """
+    form, instruction, answer = FORMS[task], row["instruction"], row["answer"]
+    text, found, choices = instruction.rpartition(_FORMAT)
+    if not (found and text.startswith(form.start) and text.endswith(form.last)):
+        raise ValueError(f"not an instruction of {task}: {instruction[:200]!r}")
+    text, options = text[len(form.start):len(text) - len(form.last)], []
+    if form.word:
+        # From the right: a number in the question then cuts nothing off the options. Some ARC rows have five
+        # options, or three, and an answer format of four.
+        number = next((n for n in range(9, 0, -1) if f"{form.word}{n}: " in text), 0)
+        for n in range(number, 0, -1):
+            text, found, option = text.rpartition(f"{form.between if n > 1 else form.first}{form.word}{n}: ")
+            if not found:
+                raise ValueError(f"option {n} of {number} is missing: {instruction[:200]!r}")
+            options.insert(0, option)
+        right = int(answer[-1:]) - 1 if answer[:-1] == form.word.lower() and answer[-1:].isdigit() else -1
+        valid = 0 <= right < len(options)
+    else:
+        right, valid = int(answer == "true"), answer in ("true", "false")
+    if not valid:
+        raise ValueError(f"answer {answer!r} is none of the options of {instruction[:200]!r}")
+    question = Question(text, tuple(options), right, answer, choices)
+    if question.instruction(task) != instruction:
+        raise ValueError(f"the options cannot be told from the question in {instruction[:200]!r}")
+    return question
+
+
+def path(root: Path, task: str, split: str) -> Path:
+    return root / "commonsense" / task / f"{split}.json"
+
+
+def read(root: Path, task: str, split: str) -> list[dict]:
+    """The rows of a file as they stand.
+
+    Raises:
+        UserError: no such file, or one that is not a list of instructions.
+    """
+    file = path(root, task, split)
+    if not file.is_file():
+        raise UserError(f"{task}: there is no {file}; {HOW_TO_GET}")
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from error
+    wanted = {"instruction", "input", "output", "answer"}
+    if not isinstance(rows, list) or not rows:
+        raise UserError(f"{file} should be a list of rows, and is not or is empty")
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict) or not wanted <= row.keys() or not all(isinstance(row[k], str) for k in wanted):
+            raise UserError(f"{file}: row {i} should have the texts {', '.join(sorted(wanted))}, got {str(row)[:200]}")
+    return rows
+
+
+def questions(root: Path, task: str, split: str) -> list[Question]:
+    """The rows of a file, taken apart.
+
+    Raises:
+        UserError: as ``read``; or a row that is not in its task's form, by file and row.
+    """
+    result = []
+    for i, row in enumerate(read(root, task, split)):
+        try:
+            result.append(split_row(task, row))
+        except ValueError as error:
+            raise UserError(f"{path(root, task, split)}: row {i}: {error}") from error
+    return result
+
+
+def training_file(data_root: Path | str, out: Path | str, per_task: int | None, seed: int) -> dict[str, int]:
+    """Write the training rows of all tasks into one JSONL file, to be used as ``data.type``.
+
+    Tasks come in alphabetical order, each thinned to ``per_task`` rows in the order of its file; the field
+    ``category`` names the task. What is drawn of one task does not depend on which others are there.
+
+    Returns:
+        rows by task; a task without a train.json is not among them.
+    Raises:
+        UserError: no task has a train.json.
+    """
+    root, out = Path(data_root), Path(out)
+    counts, lines = {}, []
+    for task in sorted(FORMS):
+        if not path(root, task, "train").is_file():
+            continue
+        rows = read(root, task, "train")
+        kept = range(len(rows))
+        if per_task is not None and per_task < len(rows):
+            kept = sorted(random.Random(f"{seed}:{task}").sample(kept, per_task))
+        for i in kept:
+            row = {key: rows[i][key] for key in ("instruction", "input", "output")}
+            lines.append(json.dumps({**row, "category": task}, ensure_ascii=False))
+        counts[task] = len(kept)
+    if not counts:
+        raise UserError(f"no task has a training file below {root / 'commonsense'}; {HOW_TO_GET}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial.replace(out)
+    return counts

@@ -1,0 +1,65 @@
+"""Deterministic generation for a batch of prompts."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+#: tokens that a stop word may spread over
+_NEWEST = 16
+
+
+@torch.no_grad()
+def continue_prompts(model, tokenizer, prompts: Sequence[Sequence[int]], *, batch_size: int, max_new_tokens: int,
+                     num_beams: int = 1, stop: Sequence[str] = ()) -> list[str]:
+    """What the model writes after each prompt, without it and without special tokens.
+
+    Greedy, or beam search with ``num_beams`` above 1; never sampled, and nothing of the model's own generation
+    settings counts but the end-of-text tokens. Batches are padded on the left and go by falling length.
+
+    Args:
+        prompts: token ids of each prompt.
+        stop: a text ends before the first of these.
+    """
+    from transformers import GenerationConfig, StoppingCriteria
+
+    class Stop(StoppingCriteria):
+        """A row is done once a stop word is among its newest tokens."""
+
+        def __call__(self, input_ids, scores, **kwargs):
+            newest = tokenizer.batch_decode(input_ids[:, width:][:, -_NEWEST:], skip_special_tokens=True)
+            return torch.tensor([any(s in text for s in stop) for text in newest], device=input_ids.device)
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter's layers are in it
+    device = next(inner.parameters()).device
+    own = inner.generation_config
+    ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    plain = GenerationConfig(do_sample=False, num_beams=num_beams, max_new_tokens=max_new_tokens, pad_token_id=pad,
+                             bos_token_id=own.bos_token_id, eos_token_id=ends)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    texts = [""] * len(prompts)
+    inner.generation_config = plain  # generate() fills what a config leaves open from the model's own
+    try:
+        for start in range(0, len(order), batch_size):
+            rows = order[start:start + batch_size]
+            width = len(prompts[rows[0]])
+            ids = torch.tensor([[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in rows], device=device)
+            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows], device=device)
+            made = inner.generate(input_ids=ids, attention_mask=mask, generation_config=plain,
+                                  stopping_criteria=[Stop()] if stop else None)
+            for i, tokens in zip(rows, made[:, width:]):
+                texts[i] = _cut(tokenizer.decode(tokens, skip_special_tokens=True), stop)
+    finally:
+        inner.generation_config = own
+    return texts
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    return text[:min((text.index(s) for s in stop if s in text), default=len(text))]
+
+
+def share(hits: Sequence[bool], metric: str) -> dict[str, float]:
+    """The share of True and its standard error (of the mean of n samples, with n - 1)."""
+    n, p = len(hits), sum(hits) / len(hits)
+    return {metric: p, f"{metric}_stderr": (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else 0.0}

@@ -1,0 +1,104 @@
+"""The papers' commonsense score: generate an answer to the instruction and parse it.
+
+As in LLM-Adapters' evaluation, which RoLoRA's Tables 3 and 12 use: a sample counts if the first of the task's answer
+words in the reply is the right one (``true``, ``solution2``, ``answer3``, ``ending1``, ``option2``); a reply without
+one is wrong, and is counted as unparsed too. So a score can be below chance, and does not compare with lm-eval's.
+
+Differs from the authors' script in the prompt, which here is the one that training used (the tokenizer's chat template,
+or Alpaca's text without the blanks that the script indents it by), and in the decoding, which is greedy unless
+``num_beams: 4`` asks for theirs.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from fs_lowrank.data.tokenize import tokenize_causal
+from fs_lowrank.errors import UserError, nearest
+
+from . import commonsense, decode
+
+#: lm-eval's names mean the same tasks
+ALIASES = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge", "social_iqa": "social_i_qa"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """``limit``: the first so many samples of each task; none for all. ``template``: as in ``data.args``."""
+
+    tasks: list[str]
+    limit: int | None = field(default=None, metadata={"min": 2})
+    batch_size: int = field(default=16, metadata={"min": 1})
+    max_new_tokens: int = field(default=32, metadata={"min": 1})
+    num_beams: int = field(default=1, metadata={"min": 1})
+    template: str = field(default="auto", metadata={"choices": ("auto", "chat", "alpaca")})
+
+
+def check(options: Options, root: Path) -> None:
+    """Raises:
+        UserError: an unknown task, a task named twice, or files that are missing or damaged.
+    """
+    folders = [_folder(task) for task in options.tasks]
+    if len(set(folders)) < len(folders):
+        raise UserError(f"evaluation: a task would be scored twice in {', '.join(options.tasks)}")
+    for folder in folders:
+        commonsense.read(root, folder, "test")
+
+
+def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
+    """Task → ``acc``, ``unparsed`` (share of replies without an answer), their standard errors, ``n``.
+
+    ``version`` names the rules above; ``decoding`` and ``template`` are the settings in words.
+    """
+    result = {}
+    for task in options.tasks:
+        rows = commonsense.read(root, _folder(task), "test")[:options.limit]
+        replies = decode.continue_prompts(model, tokenizer, prompts(rows, tokenizer, options.template),
+                                          batch_size=options.batch_size, max_new_tokens=options.max_new_tokens,
+                                          num_beams=options.num_beams)
+        answers = [parse(_folder(task), reply) for reply in replies]
+        chat = options.template != "alpaca" and getattr(tokenizer, "chat_template", None)
+        result[task] = {
+            **decode.share([answer == row["answer"] for answer, row in zip(answers, rows)], "acc"),
+            **decode.share([answer is None for answer in answers], "unparsed"),
+            "n": len(rows), "version": "first answer word, 1",
+            "decoding": f"{'greedy' if options.num_beams == 1 else f'{options.num_beams} beams'}, at most "
+                        f"{options.max_new_tokens} new tokens, batches of {options.batch_size} padded on the left",
+            "template": "chat" if chat else "alpaca", "data": f"commonsense/{_folder(task)}/test.json",
+        }
+    return result
+
+
+def parse(task: str, reply: str) -> str | None:
+    """The first answer word of ``task`` in ``reply``; None if there is none."""
+    word = commonsense.FORMS[task].word.lower()
+    pattern = {"": "true|false", "answer": "answer[1-5]", "ending": "ending[1-4]"}.get(word, f"{word}[12]")
+    found = re.search(pattern, reply)
+    return found and found[0]
+
+
+def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[int]]:
+    """Token ids of each row's prompt, exactly as training has them.
+
+    Raises:
+        UserError: a prompt is longer than the tokenizer says the model takes.
+    """
+    frame = pd.DataFrame(rows, columns=["instruction", "input", "output"])
+    examples, kept = tokenize_causal(frame, tokenizer, 1 << 20, template)
+    if not kept.all():
+        raise UserError(f"{int((~kept).sum())} of {len(rows)} prompts are longer than the model's limit of "
+                        f"{tokenizer.model_max_length} tokens")
+    # What carries no loss is the prompt.
+    return [ids[labels == -100].tolist() for ids, labels in zip(examples.columns["input_ids"],
+                                                                examples.columns["labels"])]
+
+
+def _folder(task: str) -> str:
+    folder = ALIASES.get(task, task)
+    if folder not in commonsense.FORMS:
+        raise UserError(f"scorer generate has no task {task!r}{nearest(task, [*commonsense.FORMS, *ALIASES])}; "
+                        f"there are: {', '.join(commonsense.FORMS)}")
+    return folder

@@ -1,0 +1,168 @@
+"""lm-eval's own tasks by log-likelihood (or as the task says), on local copies of their data.
+
+Every task definition, prompt, metric, group and standard error is lm-eval's; only the place of the data changes. Where
+``local_data`` knows a data set and its files are below the data root, they are read; otherwise lm-eval loads the data
+set as it always does, from a hub or its cache.
+
+How the place is changed: while the tasks are built, ``ConfigurableTask.download`` asks ``local_data`` first. Of the
+ways there are it is the one that leaves the definitions alone. A YAML that includes a built-in one and names other
+data replaces the built-in's entry, and with it the tags, so that a group may average a part of its subjects without a
+word; a mirror of the hub in the working directory depends on that directory. ``download`` is the documented method of
+a task that fetches its data, it knows the data set after every override, and if it were ever renamed the attempt to
+replace it fails at once instead of being ignored.
+
+A group's result names its tasks. A group is scored whole or not at all: one subject without data stops it.
+"""
+from __future__ import annotations
+
+import io
+import logging
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from fs_lowrank.errors import UserError, nearest
+
+from . import local_data
+
+#: draws for the metrics that have no closed standard error
+BOOTSTRAP = 1000
+
+
+@dataclass(frozen=True)
+class Options:
+    """``limit``: the first so many samples of each task; none for all. ``num_fewshot``: none for the task's own.
+    ``max_length``: in tokens; none for the model's. ``chat``: put the prompt into the tokenizer's chat template."""
+
+    tasks: list[str]
+    limit: int | None = field(default=None, metadata={"min": 2})
+    num_fewshot: int | None = field(default=None, metadata={"min": 0})
+    batch_size: int = field(default=16, metadata={"min": 1})
+    max_length: int | None = field(default=None, metadata={"min": 1})
+    chat: bool = False
+
+
+def check(options: Options, root: Path) -> None:
+    """Build every task, so that what is missing shows now.
+
+    Raises:
+        UserError: an unknown task; data that are neither local nor on a hub; a task that runs generated code; examples
+            in the prompt without data for them.
+    """
+    manager = _manager()
+    for name in options.tasks:
+        entry = manager.task_index.get(name)
+        if entry is None and not Path(name).is_file():
+            raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}; "
+                            "`lm-eval ls tasks` shows them all")
+        # Before the task is built: HumanEval's definition asks a hub for its metric when it is read.
+        if entry is not None and (entry.cfg or {}).get("unsafe_code"):
+            raise _unsafe(name)
+    with _local_first(root):
+        try:
+            tasks = manager.load(options.tasks)["tasks"]
+        except ValueError as error:
+            if "Duplicate task" not in str(error):
+                raise
+            raise UserError(f"evaluation: {error}; a task would be scored twice") from error
+    for name, task in tasks.items():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise _unsafe(name)
+        own = task.get_config("num_fewshot")
+        shots = own if own == 0 or options.num_fewshot is None else options.num_fewshot
+        if shots and not len(list(task.fewshot_docs() or [])):
+            raise UserError(f"{name} with num_fewshot {shots} needs examples, and the local copy has only the samples "
+                            "to score; add its train.json (mmlu: dev/<subject>_dev.csv) or set num_fewshot: 0")
+
+
+def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
+    """Task or group → lm-eval's metrics with their standard errors.
+
+    Beside them: ``n`` samples; ``version`` of lm-eval's task; ``num_fewshot``; ``data``, where a task's data came from;
+    ``tasks``, the members of a group. A metric behind a filter other than ``none`` keeps the filter's name.
+    """
+    from lm_eval import simple_evaluate
+    places: dict[str, str] = {}
+    # lm-eval draws progress bars; a live view may own the terminal.
+    with _local_first(root, places), redirect_stderr(io.StringIO()):
+        found = simple_evaluate(
+            model=_wrap(model, tokenizer, options), tasks=options.tasks, task_manager=_manager(), limit=options.limit,
+            num_fewshot=options.num_fewshot, apply_chat_template=options.chat, bootstrap_iters=BOOTSTRAP,
+            log_samples=False, random_seed=None, numpy_random_seed=None, torch_random_seed=None)
+    counts = {task: n["effective"] for task, n in found["n-samples"].items()}
+    members = _members(found.get("group_subtasks", {}), counts)
+    result = {}
+    for name, values in {**found["results"], **found.get("groups", {})}.items():
+        entry = {key.removesuffix(",none"): float(value) for key, value in values.items()
+                 if "," in key and isinstance(value, (int, float))}
+        entry["version"] = found["versions"].get(name)
+        if name in members:
+            entry.update(n=sum(counts[task] for task in members[name]), tasks=members[name])
+        else:
+            entry.update(n=counts[name], num_fewshot=found["n-shot"].get(name),
+                         data=places.get(name, "as lm-eval's task says"))
+        result[name] = entry
+    return result
+
+
+@cache
+def _manager():
+    """lm-eval's index of its tasks; it takes seconds to build."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError("the scorer lm_eval needs the package lm-eval: pip install 'fs-lowrank[eval]'") from error
+    return TaskManager()
+
+
+def _unsafe(name: str) -> UserError:
+    return UserError(f"lm-eval's task {name!r} runs generated code within this process; for HumanEval use "
+                     "{scorer: humaneval}, which runs it in a limited child process")
+
+
+@contextmanager
+def _local_first(root: Path, places: dict[str, str] | None = None):
+    """Within it, tasks are built on local data where there are some; ``places`` gets the source by task."""
+    from lm_eval.api.task import ConfigurableTask
+    places, original = {} if places is None else places, ConfigurableTask.download
+    logs = {logging.getLogger("lm_eval"): logging.ERROR,  # a line for every task
+            logging.getLogger("lm_eval.models"): logging.WARNING}  # prompts that are cut
+    levels = {log: log.level for log in logs}
+
+    def download(self, dataset_kwargs=None, **kwargs):
+        name, where = self.config.task, (self.DATASET_PATH, self.DATASET_NAME)
+        local = None if self.config.custom_dataset else local_data.find(root, *where)
+        if local is not None:
+            self.dataset, places[name] = local
+            return
+        try:
+            original(self, dataset_kwargs, **kwargs)
+        except Exception as error:  # whatever a hub or its cache raises; nothing is hidden
+            expected = local_data.expected(root, *where)
+            here = f"there is no {expected}" if expected else "no local copy of it is known"
+            raise UserError(f"{name} needs the data set {'/'.join(filter(None, where))}: {here}, and no hub gave it "
+                            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})") from error
+        places[name] = f"data set {'/'.join(filter(None, where))}"
+
+    ConfigurableTask.download = download
+    for log, level in logs.items():
+        log.setLevel(level)
+    try:
+        yield
+    finally:
+        ConfigurableTask.download = original
+        for log, level in levels.items():
+            log.setLevel(level)
+
+
+def _wrap(model, tokenizer, options: Options):
+    from lm_eval.models.huggingface import HFLM
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, max_length=options.max_length)
+
+
+def _members(subtasks: dict[str, list[str]], counts: dict[str, int]) -> dict[str, list[str]]:
+    """The tasks of each group, those of its groups among them, sorted."""
+    def leaves(name: str) -> set[str]:
+        return {name} if name in counts else {task for child in subtasks.get(name, ()) for task in leaves(child)}
+    return {group: sorted(leaves(group)) for group in subtasks if group not in counts}

@@ -1,0 +1,188 @@
+"""Local copies of the data sets behind lm-eval's tasks, with the fields that its task definitions ask for.
+
+Below the data root: ``commonsense/<task>/{train,test}.json`` (see ``commonsense``), ``mmlu/{dev,test}/<subject>_*.csv``
+and GLUE's own ``glue/<task>/*.tsv``.
+
+The instruction form leaves some things out. BoolQ's passages are not in it, so lm-eval's prompt then starts at the
+question. Social IQa's context and question, and the two halves of a HellaSwag context, are one text in it; they are
+divided at the last end of a sentence, and lm-eval's prompt puts them together again (in HellaSwag it also writes the
+first letter of the second half as a capital).
+"""
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from fs_lowrank.errors import UserError
+
+from . import commonsense
+from .commonsense import Question
+
+
+def _boolq(q: Question) -> dict:
+    return {"passage": "", "question": q.question.removesuffix("?"), "label": q.right}
+
+
+def _piqa(q: Question) -> dict:
+    return {"goal": q.question, "sol1": q.options[0], "sol2": q.options[1], "label": q.right}
+
+
+def _social_i_qa(q: Question) -> dict:
+    context, question = _last_sentence(q.question)
+    return {"context": context, "question": question, "label": str(q.right + 1),
+            **{f"answer{letter}": option for letter, option in zip("ABC", q.options)}}
+
+
+def _hellaswag(q: Question) -> dict:
+    label, _, context = q.question.partition(": ")
+    first, second = (context, "") if re.search(r"[.!?\])\"']$", context) else _last_sentence(context)
+    return {"activity_label": label, "ctx_a": first, "ctx_b": second, "endings": list(q.options), "label": str(q.right)}
+
+
+def _winogrande(q: Question) -> dict:
+    return {"sentence": q.question, "option1": q.options[0], "option2": q.options[1], "answer": str(q.right + 1)}
+
+
+def _arc(q: Question) -> dict:
+    labels = [chr(ord("A") + i) for i in range(len(q.options))]
+    return {"question": q.question, "choices": {"text": list(q.options), "label": labels}, "answerKey": labels[q.right]}
+
+
+def _openbookqa(q: Question) -> dict:
+    fields = _arc(q)
+    return {"question_stem": fields.pop("question"), **fields}
+
+
+def _last_sentence(text: str) -> tuple[str, str]:
+    """``text`` cut at the blank before its last sentence (else at its first blank); the blank itself is dropped."""
+    cuts = [m.end() for m in re.finditer(r"[.!?][\"')]* (?=\S)", text)] or [text.find(" ") + 1]
+    return text[:max(cuts[-1] - 1, 0)], text[cuts[-1]:]
+
+
+#: (lm-eval's dataset_path, dataset_name) -> folder below ``commonsense``, split that lm-eval scores, conversion
+_COMMONSENSE: dict[tuple[str, str | None], tuple[str, str, Callable[[Question], dict]]] = {
+    ("aps/super_glue", "boolq"): ("boolq", "validation", _boolq),
+    ("baber/piqa", None): ("piqa", "validation", _piqa),
+    ("lighteval/siqa", None): ("social_i_qa", "validation", _social_i_qa),
+    ("Rowan/hellaswag", None): ("hellaswag", "validation", _hellaswag),
+    ("allenai/winogrande", "winogrande_xl"): ("winogrande", "validation", _winogrande),
+    ("allenai/ai2_arc", "ARC-Easy"): ("ARC-Easy", "test", _arc),
+    ("allenai/ai2_arc", "ARC-Challenge"): ("ARC-Challenge", "test", _arc),
+    ("allenai/openbookqa", "main"): ("openbookqa", "test", _openbookqa),
+}
+#: GLUE task -> folder, file of each split, field -> column, labels in their order (None: numbers already)
+_PAIR = {"sentence1": "sentence1", "sentence2": "sentence2"}
+_DEV = {"train": "train.tsv", "validation": "dev.tsv"}
+_MNLI = ("entailment", "neutral", "contradiction")
+_GLUE = {
+    "sst2": ("SST-2", _DEV, {"sentence": "sentence"}, "label", None),
+    "rte": ("RTE", _DEV, _PAIR, "label", ("entailment", "not_entailment")),
+    "qnli": ("QNLI", _DEV, {"question": "question", "sentence": "sentence"}, "label",
+             ("entailment", "not_entailment")),
+    "qqp": ("QQP", _DEV, {"question1": "question1", "question2": "question2"}, "is_duplicate", None),
+    "mnli": ("MNLI", {"train": "train.tsv", "validation_matched": "dev_matched.tsv",
+                      "validation_mismatched": "dev_mismatched.tsv"},
+             {"premise": "sentence1", "hypothesis": "sentence2"}, "gold_label", _MNLI),
+}
+MMLU = ("cais/mmlu", "hails/mmlu_no_train")
+
+
+def find(root: Path, dataset_path: str, dataset_name: str | None) -> tuple[dict, str] | None:
+    """The local copy of an lm-eval data set as ``{split: datasets.Dataset}`` and its place in words, or None.
+
+    A split for examples in the prompt that is not at hand is there and empty.
+
+    Raises:
+        UserError: a file that is there is damaged.
+    """
+    key = (dataset_path, dataset_name)
+    if key in _COMMONSENSE:
+        task, scored, convert = _COMMONSENSE[key]
+        return _commonsense(root, task, scored, convert)
+    if dataset_path in MMLU and dataset_name:
+        return _mmlu(root, dataset_name)
+    if dataset_path == "nyu-mll/glue" and dataset_name in _GLUE:
+        return _glue(root, dataset_name)
+    return None
+
+
+def expected(root: Path, dataset_path: str, dataset_name: str | None) -> str:
+    """The file that ``find`` looks for, in words; empty for a data set it does not know."""
+    if (dataset_path, dataset_name) in _COMMONSENSE:
+        return f"{commonsense.path(root, _COMMONSENSE[dataset_path, dataset_name][0], 'test')}"
+    if dataset_path in MMLU and dataset_name:
+        return f"{root / 'mmlu' / 'test' / f'{dataset_name}_test.csv'}"
+    if dataset_path == "nyu-mll/glue" and dataset_name in _GLUE:
+        folder, files, *_ = _GLUE[dataset_name]
+        return f"{root / 'glue' / folder / [*files.values()][1]}"
+    return ""
+
+
+def _commonsense(root, task, scored, convert):
+    if not commonsense.path(root, task, "test").is_file():
+        return None
+    rows = {scored: [convert(q) for q in commonsense.questions(root, task, "test")], "train": []}
+    if commonsense.path(root, task, "train").is_file():
+        rows["train"] = [convert(q) for q in commonsense.questions(root, task, "train")]
+    return _datasets(rows, scored), f"commonsense/{task}, instruction form"
+
+
+def _mmlu(root: Path, subject: str):
+    test = root / "mmlu" / "test" / f"{subject}_test.csv"
+    if not test.is_file():
+        return None
+    dev = root / "mmlu" / "dev" / f"{subject}_dev.csv"
+    rows = {"test": _mmlu_rows(test, subject), "dev": _mmlu_rows(dev, subject) if dev.is_file() else []}
+    return _datasets(rows, "test"), f"mmlu/test/{test.name}"
+
+
+def _mmlu_rows(path: Path, subject: str) -> list[dict]:
+    """Six columns: question, four choices, and the answer as a letter or as a number from 0; a header may be there."""
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.reader(file))
+    if lines and lines[0][:1] == ["question"]:
+        lines = lines[1:]
+    rows = []
+    for i, line in enumerate(lines, start=1):
+        if len(line) != 6 or line[5].strip() not in {*"ABCD", *"0123"}:
+            raise UserError(f"{path}: row {i} should be a question, four choices and A-D or 0-3, got {line!r}")
+        answer = line[5].strip()
+        rows.append({"question": line[0], "subject": subject, "choices": line[1:5],
+                     "answer": int(answer) if answer.isdigit() else "ABCD".index(answer)})
+    if not rows:
+        raise UserError(f"{path} has no rows")
+    return rows
+
+
+def _glue(root: Path, task: str):
+    folder, files, fields, column, labels = _GLUE[task]
+    scored = [split for split in files if split != "train"]
+    if not all((root / "glue" / folder / files[split]).is_file() for split in scored):
+        return None
+    rows = {}
+    for split, name in files.items():
+        path = root / "glue" / folder / name
+        rows[split] = _glue_rows(path, fields, column, labels) if path.is_file() else []
+    return _datasets(rows, scored[0]), f"glue/{folder}, GLUE's own files"
+
+
+def _glue_rows(path: Path, fields: dict[str, str], column: str, labels: tuple[str, ...] | None) -> list[dict]:
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    rows = []
+    for i, line in enumerate(lines, start=1):
+        label = line.get(column)
+        if any(line.get(c) is None for c in fields.values()) or label not in (labels or ("0", "1")):
+            raise UserError(f"{path}: row {i} should have {', '.join(fields.values())} and {column} among "
+                            f"{', '.join(labels or ('0', '1'))}, got {line!r}")
+        value = labels.index(label) if labels else int(label)
+        rows.append({"idx": i - 1, **{f: line[c] for f, c in fields.items()}, "label": value})
+    return rows
+
+
+def _datasets(rows: dict[str, list[dict]], full: str) -> dict:
+    from datasets import Dataset
+    made = {split: Dataset.from_list(part) for split, part in rows.items() if part}
+    return {split: made[split] if part else made[full].select([]) for split, part in rows.items()}

@@ -1,0 +1,127 @@
+"""Results on disk: one JSON a cell, written aside and renamed, with a checksum; and who works on what.
+
+``RESULTS/cells/HASH.json`` is finished, ``failed/HASH.json`` is not and says why, ``searches/HASH.json`` is a search
+of learning rates. In the work folder ``claims/HASH.lock`` is locked by the process that works on it, so the lock of a
+process that died is free again, and ``HASH.json`` beside it says how far that process is.
+"""
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fs_lowrank import UserError
+
+KINDS = ("cells", "failed", "searches")
+
+
+def digest(content: object) -> str:
+    """12 hex digits over plain data."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class Store:
+    """The results below ``results`` and the claims below ``work``."""
+
+    def __init__(self, results: Path, work: Path):
+        self.results, self.work = Path(results), Path(work)
+        #: files that could not be used -> why
+        self.damaged: dict[str, str] = {}
+
+    def path(self, kind: str, key: str) -> Path:
+        return self.results / kind / f"{key}.json"
+
+    def read(self, kind: str, key: str) -> dict | None:
+        """The result; None where there is none, or where its file is damaged (then it is in ``damaged``)."""
+        path = self.path(kind, key)
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(record, dict) or "hash" not in record:
+                raise ValueError("it holds no result")
+            if record.pop("sha256", "") != digest(record):
+                raise ValueError("its checksum does not match; it was cut short or changed by hand")
+            if record["hash"] != key:
+                raise ValueError(f"it is the result of {record['hash']}")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            self.damaged[str(path)] = str(error)
+            return None
+        return record
+
+    def all(self, kind: str) -> list[dict]:
+        """Every result of a kind that can be read."""
+        paths = sorted((self.results / kind).glob("*.json"))
+        return [record for path in paths if (record := self.read(kind, path.stem))]
+
+    def write(self, kind: str, record: Mapping) -> Path:
+        """Write a result under its ``hash``; a finished one takes the place of a failed one.
+
+        Raises:
+            UserError: it cannot be written, a full disk perhaps; what was there is as it was.
+        """
+        path = self.path(kind, record["hash"])
+        content = json.loads(json.dumps(record))
+        lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in {**content, "sha256": digest(content)}.items()]
+        write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+        if kind == "cells":
+            self.path("failed", record["hash"]).unlink(missing_ok=True)
+        return path
+
+    # -- claims --------------------------------------------------------------------------------------
+
+    def _claim_file(self, key: str, suffix: str) -> Path:
+        return self.work / "claims" / f"{key}.{suffix}"
+
+    @contextlib.contextmanager
+    def claim(self, key: str) -> Iterator[bool]:
+        """Whether ``key`` is ours alone; it is as long as the block runs."""
+        path = self._claim_file(key, "lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    def mark(self, key: str, content: Mapping) -> None:
+        """Say how far the work on ``key`` is."""
+        write_text(self._claim_file(key, "json"), json.dumps(content), sync=False)
+
+    def marked(self, key: str) -> dict | None:
+        """What was last said of ``key``; left behind by a process that died."""
+        try:
+            return json.loads(self._claim_file(key, "json").read_text())
+        except (OSError, ValueError):
+            return None
+
+    def unmark(self, key: str) -> None:
+        self._claim_file(key, "json").unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, sync: bool = True) -> None:
+    """Write aside and rename.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; make room or choose another --results, "
+                        "and give the same command again") from error

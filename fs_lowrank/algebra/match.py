@@ -1,0 +1,120 @@
+"""Putting the neurons of one net in the order of another's: exact transport, and a nonparametric matching."""
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+
+
+def require(package: str, module: str, what: str) -> None:
+    """Raise ``UserError`` unless ``module`` of ``package`` can be imported."""
+    if importlib.util.find_spec(module) is None:
+        raise UserError(f'{what} needs {package}; run: pip install "fs-lowrank[oneshot]"')
+
+
+def exact_transport(mine: Tensor, theirs: Tensor) -> Tensor:
+    """The transport plan between two clouds of points of equal weights, under squared distance; by POT.
+
+    Args:
+        mine: ``(n, d)``. theirs: ``(m, d)``.
+    Returns:
+        float32 ``(n, m)``; rows sum to ``1/n``, columns to ``1/m``. Where ``n = m`` it is a permutation over ``n``.
+    """
+    import ot
+    cost = torch.cdist(mine.double(), theirs.double()).square()
+    n, m = cost.shape
+    plan = ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), cost.cpu().numpy(), numItermax=1_000_000)
+    return torch.from_numpy(plan).to(mine)
+
+
+def move_inputs(weight: Tensor, plan: Tensor) -> Tensor:
+    """A layer's weight after the neurons that feed it went by ``plan``.
+
+    Args:
+        weight: ``(d_out, n, …)``, a kernel behind it or not; or ``(d_out, n · positions)`` of a flattened image.
+        plan: ``(n, m)``.
+    Returns:
+        The same with ``m`` in the place of ``n``.
+    """
+    out, n, m = weight.shape[0], *plan.shape
+    moved = torch.einsum("onp,nm->omp", weight.reshape(out, n, -1), plan.to(weight))
+    return moved.reshape(out, m, *weight.shape[2:]) if weight.shape[1] == n else moved.reshape(out, -1)
+
+
+def move_outputs(weight: Tensor, plan: Tensor) -> Tensor:
+    """A layer's weight ``(n, …)`` after its own neurons went by ``plan`` ``(n, m)``: ``planᵀ W``."""
+    return torch.tensordot(plan.T.to(weight), weight, dims=1)
+
+
+def nonparametric_matching(nets: Sequence[np.ndarray], *, sigma: float = 1.0, sigma0: float = 1.0, gamma: float = 7.0,
+                           sweeps: int = 5, widest: int = 700,
+                           rng: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Which neurons of several nets are one neuron, by the maximum a posteriori estimate of a beta-Bernoulli process.
+
+    Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019, equations 6 to 9;
+    each net in turn is assigned by the Hungarian method while the others stand, as in the code of Wang et al. 2020
+    (FedMA), which leaves a factor 2 out of the popularity's logarithm and counts it up to 10.
+
+    Args:
+        nets: a layer's weights, ``(L_k, d)``, one row a neuron; ``d`` is common.
+        sigma: variance of a net's neurons around the global one. sigma0: variance of the global ones around zero.
+        gamma: mass of the process; a larger one makes more global neurons.
+        sweeps: times that every net is taken out and assigned anew. widest: neurons beyond which one is added at a
+            time only.
+    Returns:
+        Global weights, ``(L, d)``; and for every net the global indices of its neurons, ``(L_k,)``.
+    """
+    from scipy.optimize import linear_sum_assignment
+    count = len(nets)
+    scaled = [np.asarray(net, dtype=np.float64) / sigma for net in nets]
+    total = np.zeros((0, scaled[0].shape[1]))
+    popularity = np.zeros(0, dtype=np.int64)
+    assigned: list[np.ndarray] = [np.zeros(0, dtype=np.int64) for _ in nets]
+
+    def assign(k: int) -> None:
+        nonlocal total, popularity
+        own, size, known = scaled[k], len(scaled[k]), len(total)
+        added = min(size, max(widest - known, 1)) if known else size
+        if known + added < size:
+            added = size - known
+        precision = 1 / sigma0 + popularity / sigma
+        # ‖w + g‖² / (1/σ + s) − ‖g‖² / s, for every pair
+        norms = (total ** 2).sum(1)
+        cross = (own ** 2).sum(1)[:, None] + 2 * own @ total.T + norms
+        seen = np.minimum(popularity, 10)
+        old = cross / (1 / sigma + precision) - norms / precision + np.log(seen / (count - np.minimum(seen, count - 1)))
+        fresh = (own ** 2).sum(1)[:, None] / (1 / sigma0 + 1 / sigma) - 2 * np.log(np.arange(1, added + 1))
+        rows, columns = linear_sum_assignment(np.hstack([old, fresh + 2 * np.log(gamma / count)]), maximize=True)
+        place = np.empty(size, dtype=np.int64)
+        new = columns >= known
+        place[rows[~new]] = columns[~new]
+        place[rows[new]] = known + np.arange(new.sum())
+        total = np.vstack([total, np.zeros((new.sum(), total.shape[1]))])
+        popularity = np.concatenate([popularity, np.zeros(new.sum(), dtype=np.int64)])
+        total[place] += own
+        popularity[place] += 1
+        assigned[k] = place
+
+    def withdraw(k: int) -> None:
+        nonlocal total, popularity
+        total[assigned[k]] -= scaled[k]
+        popularity[assigned[k]] -= 1
+        kept = popularity > 0
+        position = np.cumsum(kept) - 1
+        for j in range(count):
+            if j != k:
+                assigned[j] = position[assigned[j]]
+        total, popularity = total[kept], popularity[kept]
+
+    for k in sorted(range(count), key=lambda k: -len(nets[k])):
+        assign(k)
+    for _ in range(sweeps if count > 1 else 0):
+        for k in rng.permutation(count):
+            withdraw(k)
+            assign(k)
+    return total / (1 / sigma0 + popularity / sigma)[:, None], assigned

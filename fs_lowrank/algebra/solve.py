@@ -1,0 +1,102 @@
+"""Minimising ``Σ_k (x − x_k)ᵀ F_k (x − x_k)`` by products with ``F = Σ_k F_k`` alone."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+
+def kron_multiply(outputs: Tensor, inputs: Tensor, matrix: Tensor) -> Tensor:
+    """``(inputs ⊗ outputs) vec(matrix)`` as a matrix: ``outputs @ matrix @ inputs``, both factors symmetric.
+
+    Args:
+        outputs: ``(d_out, d_out)``. inputs: ``(d_in, d_in)``. matrix: ``(d_out, d_in)``; vec stacks its columns.
+    """
+    return outputs @ matrix @ inputs
+
+
+def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, start: Tensor, *,
+                        tolerance: float = 1e-6, steps: int = 1000) -> tuple[Tensor, int]:
+    """Solve ``F x = target`` for a symmetric positive semi-definite ``F`` that may be singular.
+
+    Every step adds something in the range of ``F`` to ``start``, so where solutions are many, this finds the one
+    nearest to ``start``: the limit of gradient descent from there (Jhunjhunwala et al. 2024, Lemma 1), in fewer
+    products.
+
+    Args:
+        product: ``x`` ↦ ``F x``; same shape. target: in the range of ``F``. start: any tensor of that shape.
+        tolerance: stop when ``‖F x − target‖ ≤ tolerance · ‖F start − target‖``.
+    Returns:
+        ``x`` in float64, and the number of products it took besides the first.
+    """
+    x, target = start.double().clone(), target.double()
+    residual = target - product(x)
+    direction = residual.clone()
+    square = float((residual * residual).sum())
+    goal = tolerance ** 2 * square
+    for step in range(steps):
+        if square <= goal or square == 0.0:
+            return x, step
+        image = product(direction)
+        curvature = float((direction * image).sum())
+        # Rounding is all that is left where a direction has no curvature.
+        if curvature <= 0.0:
+            return x, step
+        x.add_(direction, alpha=square / curvature)
+        residual.sub_(image, alpha=square / curvature)
+        previous, square = square, float((residual * residual).sum())
+        direction = residual + (square / previous) * direction
+    return x, steps
+
+
+def adam(gradient: Callable[[list[Tensor]], list[Tensor]], start: list[Tensor], *, lr: float = 0.01,
+         betas: tuple[float, float] = (0.9, 0.99), eps: float = 0.01) -> Iterator[list[Tensor]]:
+    """The iterates of Adam from ``start`` on, ``start`` first (Kingma and Ba 2015, Algorithm 1); without end."""
+    x = [t.clone() for t in start]
+    m, v = ([torch.zeros_like(t) for t in x] for _ in range(2))
+    step = 0
+    while True:
+        yield [t.clone() for t in x]
+        step += 1
+        for at, grad, mean, square in zip(x, gradient(x), m, v):
+            mean.mul_(betas[0]).add_(grad, alpha=1 - betas[0])
+            square.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+            root = (square / (1 - betas[1] ** step)).sqrt_().add_(eps)
+            at.addcdiv_(mean, root, value=-lr / (1 - betas[0] ** step))
+
+
+def summed_moments(gradient: Callable[[list[Tensor]], list[Tensor]], start: list[Tensor], *, lr: float = 0.01,
+                   betas: tuple[float, float] = (0.9, 0.99), eps: float = 0.01,
+                   eps_inside: bool = False) -> Iterator[list[Tensor]]:
+    """The iterates of what the authors of FedFisher run instead of Adam, the first step's result first.
+
+    ``m ← g + 0.9 m``, ``d ← g² + 0.99 d``, ``x ← x − lr m / (√d + eps)``, or ``/ √(d + eps)`` with ``eps_inside``;
+    without bias correction.
+    """
+    x = [t.clone() for t in start]
+    m, d = ([torch.zeros_like(t) for t in x] for _ in range(2))
+    while True:
+        for at, grad, mean, square in zip(x, gradient(x), m, d):
+            mean.mul_(betas[0]).add_(grad)
+            square.mul_(betas[1]).addcmul_(grad, grad)
+            at.addcdiv_(mean, (square + eps).sqrt() if eps_inside else square.sqrt() + eps, value=-lr)
+        yield [t.clone() for t in x]
+
+
+def least_change(gram: Tensor, cross: Tensor, start: Tensor, precision: torch.dtype = torch.float32) -> Tensor:
+    """The ``X`` nearest to ``start`` among the minimisers of ``tr(X G Xᵀ) − 2 tr(X Cᵀ)``, in float64.
+
+    ``X = start + (C − start G) G⁺``: where ``G`` is singular, nothing moves in the directions it says nothing of.
+
+    Args:
+        gram: ``G``, ``(d_in, d_in)``, symmetric positive semi-definite. cross: ``C``, ``(d_out, d_in)``.
+        start: ``(d_out, d_in)``.
+        precision: in which ``gram`` is known; what is smaller than its rounding counts as zero.
+    """
+    gram, cross, start = gram.double(), cross.double(), start.double()
+    values, vectors = torch.linalg.eigh(gram)
+    # What lies below is rounding of the largest; its inverse would be noise.
+    kept = values > values[-1].clamp_min(0) * gram.shape[0] * torch.finfo(precision).eps
+    inverse = torch.where(kept, 1 / torch.where(kept, values, torch.ones_like(values)), torch.zeros_like(values))
+    return start + ((cross - start @ gram) @ vectors * inverse) @ vectors.T

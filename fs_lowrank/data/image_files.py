@@ -1,0 +1,368 @@
+"""Image sets from their standard files, or from folders of one folder a class; never a pickle.
+
+=================== ================================================================ =====================
+``data.type``       files, under ``data.root`` or a folder of theirs in it           fetched by
+=================== ================================================================ =====================
+``mnist``           ``train-images-idx3-ubyte`` …, plain or ``.gz``                  ``fs-lowrank fetch``
+``fashion_mnist``   the same; also where Debian's ``dataset-fashion-mnist`` puts it  ``fs-lowrank fetch``
+``cifar10``         the binary version: ``data_batch_1.bin`` … ``test_batch.bin``
+``cifar100``        the binary version: ``train.bin``, ``test.bin``
+``svhn``            ``train_32x32.mat``, ``test_32x32.mat``
+a folder            ``train/CLASS/FILE``, perhaps ``test/…`` and ``val/…``; or ``CLASS/FILE``
+=================== ================================================================ =====================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fs_lowrank.data.fetch import home as cache_home
+from fs_lowrank.data.fetch import resolve
+from fs_lowrank.data.idx import read_idx
+from fs_lowrank.errors import UserError, nearest
+
+__all__ = ["IMAGE_SETS", "ImageSet", "read_folder", "read_image_set"]
+
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+FASHION_MNIST_DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
+
+
+@dataclass
+class ImageSet:
+    """Images as they lie in the files.
+
+    Attributes:
+        images: uint8 ``(n, channels, height, width)``, all splits one after the other.
+        labels: int64 ``(n,)``.
+        splits: name to the range of its rows; ``train`` is always there.
+        label_names: in the order of the labels.
+        source: where the images come from, in words.
+        mean, std: of each channel, for values from 0 to 1, as is usual for the set.
+        fields: further values of each image that a partitioner may divide by.
+        skipped: files left out, by reason.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    splits: dict[str, range]
+    label_names: list[str]
+    source: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    fields: dict[str, np.ndarray]
+    skipped: dict[str, int]
+
+
+def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], **rest: Any) -> ImageSet:
+    splits, start = {}, 0
+    for name, (images, _) in parts.items():
+        splits[name] = range(start, start + len(images))
+        start += len(images)
+    return ImageSet(np.concatenate([images for images, _ in parts.values()]),
+                    np.concatenate([labels for _, labels in parts.values()]).astype(np.int64), splits,
+                    **{"fields": {}, "skipped": {}, **rest})
+
+
+def _find(name: str, folders: Sequence[Path], files: Sequence[Sequence[str]]) -> list[Path]:
+    """The first folder's files that has all of them; each may go by several names.
+
+    Raises:
+        UserError: none has; names what is missing where most are there.
+    """
+    best: tuple[int, Path, str] | None = None
+    for folder in folders:
+        found = [next((folder / n for n in names if (folder / n).is_file()), None) for names in files]
+        if all(found):
+            return found
+        missing = next(names[0] for names, path in zip(files, found) if path is None)
+        count = sum(path is not None for path in found)
+        if best is None or count > best[0]:
+            best = count, folder, missing
+    where = ", ".join(str(f) for f in folders)
+    if best is not None and best[0]:
+        raise UserError(f"data.type {name}: {best[1]} has no {best[2]}")
+    raise UserError(f"data.type {name}: no {files[0][0]} in any of: {where}; {_HINTS[name]}")
+
+
+_HINTS = {
+    "mnist": "run `fs-lowrank fetch mnist`, or name the folder of its four IDX files by data.root",
+    "fashion_mnist": "run `fs-lowrank fetch fashion_mnist`, or name the folder of its four IDX files by data.root",
+    "cifar10": "unpack cifar-10-binary.tar.gz there (its Python version is pickled, and pickles are not read), or name "
+               "a folder of class folders",
+    "cifar100": "unpack cifar-100-binary.tar.gz there (its Python version is pickled, and pickles are not read), or "
+                "name a folder of class folders",
+    "svhn": "put train_32x32.mat and test_32x32.mat there",
+}
+
+
+def _idx_set(name: str, root: Path, home: Path | None, *, names: list[str], source: str, mean: float, std: float,
+             more: Sequence[Path] = ()) -> ImageSet:
+    fetched = resolve(name, home)
+    plain = name.replace("_", "-")
+    folders = [root, root / name, root / plain, root / "raw",
+               *(root / folder / "raw" for folder in ("MNIST" if name == "mnist" else "FashionMNIST",)),
+               *([fetched] if fetched else []), *more]
+    stems = [(f"{split}-{what}-idx{d}-ubyte", f"{split}-{what}.idx{d}-ubyte")
+             for split in ("train", "t10k") for what, d in (("images", 3), ("labels", 1))]
+    files = _find(name, folders, [[f + z for f in stem for z in ("", ".gz")] for stem in stems])
+    parts = {}
+    for split, pixels, classes in ((TRAIN, *files[:2]), (TEST, *files[2:])):
+        images, labels = read_idx(pixels), read_idx(classes)
+        if images.ndim != 3 or images.dtype != np.uint8:
+            raise UserError(f"{pixels}: expected bytes in three dimensions, got {images.dtype} {images.shape}")
+        _labels(classes, labels, len(images), len(names))
+        parts[split] = images[:, None], labels
+    return _joined(parts, label_names=names, source=source, mean=(mean,), std=(std,))
+
+
+def _labels(path: Path, labels: np.ndarray, count: int, classes: int) -> None:
+    if labels.shape != (count,):
+        raise UserError(f"{path}: {labels.shape} labels came for {count} images")
+    if count and not 0 <= labels.min() <= labels.max() < classes:
+        bad = labels[(labels < 0) | (labels >= classes)][0]
+        raise UserError(f"{path}: label {bad} is none of 0 … {classes - 1}")
+
+
+def _mnist(root: Path, home: Path | None) -> ImageSet:
+    return _idx_set("mnist", root, home, names=[str(i) for i in range(10)], mean=0.1307, std=0.3081,
+                    source="MNIST, handwritten digits (LeCun, Cortes, Burges), its own training and test sets")
+
+
+def _fashion_mnist(root: Path, home: Path | None) -> ImageSet:
+    names = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
+    return _idx_set("fashion_mnist", root, home, names=names, mean=0.2860, std=0.3530, more=[FASHION_MNIST_DEBIAN],
+                    source="Fashion-MNIST (Xiao, Rasul, Vollgraf, 2017), its own training and test sets")
+
+
+def _records(path: Path, ahead: int, count: int | None) -> np.ndarray:
+    """uint8 ``(n, ahead + 3072)``: CIFAR's binary records."""
+    size = ahead + 3072
+    try:
+        raw = np.fromfile(path, dtype=np.uint8)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    expected = None if count is None else count * size
+    if len(raw) % size or not len(raw) or expected not in (None, len(raw)):
+        raise UserError(f"{path}: truncated or too long: {len(raw)} bytes came, expected "
+                        f"{expected if expected else f'a multiple of {size}'}")
+    return raw.reshape(-1, size)
+
+
+def _cifar10(root: Path, home: Path | None) -> ImageSet:
+    batches = [f"data_batch_{i}.bin" for i in range(1, 6)]
+    files = _find("cifar10", [root, root / "cifar-10-batches-bin", root / "cifar10"],
+                  [[f] for f in (*batches, "test_batch.bin")])
+    read = [_records(path, 1, 10_000) for path in files]
+    for path, part in zip(files, read):
+        _labels(path, part[:, 0], len(part), 10)
+    parts = {split: (np.concatenate([p[:, 1:].reshape(-1, 3, 32, 32) for p in some]),
+                     np.concatenate([p[:, 0] for p in some]))
+             for split, some in ((TRAIN, read[:-1]), (TEST, read[-1:]))}
+    names = "airplane automobile bird cat deer dog frog horse ship truck".split()
+    return _joined(parts, label_names=names, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
+                   source="CIFAR-10 (Krizhevsky, 2009), its own training and test sets")
+
+
+def _cifar100(root: Path, home: Path | None) -> ImageSet:
+    files = _find("cifar100", [root, root / "cifar-100-binary", root / "cifar100"], [["train.bin"], ["test.bin"]])
+    read = [_records(path, 2, count) for path, count in zip(files, (50_000, 10_000))]
+    for path, part in zip(files, read):
+        _labels(path, part[:, 0], len(part), 20)
+        _labels(path, part[:, 1], len(part), 100)
+    written = files[0].with_name("fine_label_names.txt")
+    names = written.read_text(encoding="utf-8").split() if written.is_file() else []
+    parts = {split: (part[:, 2:].reshape(-1, 3, 32, 32), part[:, 1]) for split, part in zip((TRAIN, TEST), read)}
+    return _joined(parts, label_names=names if len(names) == 100 else [str(i) for i in range(100)],
+                   mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
+                   fields={"coarse": np.concatenate([part[:, 0] for part in read]).astype(np.int64)},
+                   source="CIFAR-100 (Krizhevsky, 2009), its own training and test sets")
+
+
+def _svhn(root: Path, home: Path | None) -> ImageSet:
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise UserError("data.type svhn: its .mat files need the package scipy: pip install scipy") from error
+    files = _find("svhn", [root, root / "svhn", root / "SVHN"], [["train_32x32.mat"], ["test_32x32.mat"]])
+    parts = {}
+    for split, path in zip((TRAIN, TEST), files):
+        try:
+            found = loadmat(path, variable_names=["X", "y"])
+            pixels, labels = found["X"], found["y"].reshape(-1)
+        except Exception as error:  # scipy has no error of its own for a damaged file
+            raise UserError(f"{path}: cannot be read as SVHN's 32x32 file: {error}") from error
+        if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
+            raise UserError(f"{path}: X is {pixels.dtype} {pixels.shape}, expected uint8 (32, 32, 3, n)")
+        labels = labels.astype(np.int64) % 10  # zero is written as 10
+        _labels(path, labels, pixels.shape[3], 10)
+        parts[split] = np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)), labels
+    return _joined(parts, label_names=[str(i) for i in range(10)], mean=(0.4377, 0.4438, 0.4728),
+                   std=(0.1980, 0.2010, 0.1970),
+                   source="SVHN (Netzer et al., 2011), cropped digits, its own training and test sets")
+
+
+IMAGE_SETS = {"mnist": _mnist, "fashion_mnist": _fashion_mnist, "cifar10": _cifar10, "cifar100": _cifar100,
+              "svhn": _svhn}
+
+
+def read_image_set(name: str, root: Path, home: str | Path | None = None) -> ImageSet:
+    """The set ``name`` of ``IMAGE_SETS``.
+
+    Args:
+        root: where to look for its files, before the folder of fetched data (``home``).
+    Raises:
+        UserError: files that are missing, truncated or not what they should be; names file and remedy.
+    """
+    return IMAGE_SETS[name](root, None if home is None else Path(home))
+
+
+# Folders
+
+FOLDER_ARGS = ("size", "channels")
+_SPLIT_NAMES = {TRAIN: TRAIN, "val": VALIDATION, "valid": VALIDATION, VALIDATION: VALIDATION, TEST: TEST}
+
+
+def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None = None) -> ImageSet:
+    """The images under ``folder``, one folder a class, in the order of their names.
+
+    Decoded images are kept under ``home``, so that the next start is quick; a file that was added, removed or
+    written to makes them be decoded anew.
+
+    Args:
+        args: ``size``, to which images are made (``[height, width]`` or a number for both), if they differ;
+            ``channels``, 1 or 3; by default 1 where all images are gray.
+    Raises:
+        UserError: no class folders, a class that training has not, images of different sizes, or one that cannot be
+            read; names the file.
+    """
+    size, channels = _size(args.get("size")), args.get("channels")
+    if channels not in (None, 1, 3):
+        raise UserError(f"data.args: channels = {channels!r}: expected 1 or 3")
+    listed, skipped = _listing(folder)
+    names = sorted(listed[TRAIN])
+    if len(names) < 2:
+        raise UserError(f"{folder}: found {len(names)} folder(s) with images ({', '.join(names) or 'none'}); expected "
+                        "one for each class, or train/ and test/ with one for each class in them")
+    files: list[Path] = []
+    labels: list[int] = []
+    splits: dict[str, range] = {}
+    for split, classes in listed.items():
+        for kind in classes:
+            if kind not in names:
+                raise UserError(f"{folder}: class {kind!r} of {split} does not occur in training"
+                                f"{nearest(kind, names)}")
+        start = len(files)
+        for label, kind in enumerate(names):
+            files += classes.get(kind, [])
+            labels += [label] * len(classes.get(kind, []))
+        splits[split] = range(start, len(files))
+    images = _decoded(folder, files, size, channels, home)
+    middle = (0.5,) * images.shape[1]
+    return ImageSet(images, np.array(labels, dtype=np.int64), splits, names, f"the user's images in {folder.name}",
+                    middle, middle, {}, skipped)
+
+
+def _size(size: Any) -> tuple[int, int] | None:
+    pair = [size, size] if isinstance(size, int) and not isinstance(size, bool) else size
+    if size is None:
+        return None
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(s, int) and s > 0 for s in pair):
+        raise UserError(f"data.args: size = {size!r}: expected pixels, or [height, width]")
+    return tuple(pair)
+
+
+def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, int]]:
+    """Split → class → files, and what was left out. Without a folder ``train`` all of it is training data."""
+    skipped: dict[str, int] = {}
+
+    def classes(where: Path) -> dict[str, list[Path]]:
+        found = {}
+        for kind in sorted(p for p in where.iterdir() if p.is_dir() and not p.name.startswith(".")):
+            entries = sorted(os.scandir(kind), key=lambda e: e.name)
+            kept = [Path(e.path) for e in entries if e.name.lower().endswith(SUFFIXES) and not e.name.startswith(".")]
+            if len(kept) < len(entries):
+                skipped["not an image, by its name"] = skipped.get("not an image, by its name", 0) \
+                    + len(entries) - len(kept)
+            if kept:
+                found[kind.name] = kept
+        return found
+
+    try:
+        if not (folder / TRAIN).is_dir():
+            return {TRAIN: classes(folder)}, skipped
+        found = {}
+        for name, split in _SPLIT_NAMES.items():
+            if (folder / name).is_dir():
+                if split in found:
+                    raise UserError(f"{folder}: {name} is a second folder of {split} images")
+                found[split] = classes(folder / name)
+        return found, skipped
+    except OSError as error:
+        raise UserError(f"cannot list {folder}: {error}") from error
+
+
+def _decoded(folder: Path, files: list[Path], size: tuple[int, int] | None, channels: int | None,
+             home: str | Path | None) -> np.ndarray:
+    digest = hashlib.sha256(json.dumps([str(folder.resolve()), size, channels]).encode())
+    for path in files:
+        info = path.stat()
+        digest.update(f"{path.relative_to(folder)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
+    kept = cache_home(home) / "images" / f"{digest.hexdigest()[:24]}.npy"
+    if kept.is_file():
+        try:
+            images = np.load(kept, allow_pickle=False)
+            if images.dtype == np.uint8 and images.ndim == 4 and len(images) == len(files):
+                return images
+        except (OSError, ValueError):
+            kept.unlink(missing_ok=True)  # damaged: decoded anew and written again
+    images = _decode(files, size, channels)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        part = kept.with_name(f".{kept.name}.{os.getpid()}")
+        with part.open("wb") as file:
+            np.save(file, images, allow_pickle=False)
+        part.replace(kept)
+    except OSError as error:
+        import logging
+        logging.getLogger("fs_lowrank").warning("could not keep the decoded images in %s: %s", kept.parent, error)
+    return images
+
+
+def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
+    """uint8 ``(n, channels, height, width)``, decoded by several threads: the decoders do not hold Python's lock."""
+    from PIL import Image, UnidentifiedImageError
+
+    def read(path: Path) -> np.ndarray:
+        try:
+            with Image.open(path) as image:
+                gray = image.mode in ("1", "L", "LA", "I", "I;16")
+                wanted = "L" if (channels == 1 or channels is None and gray) else "RGB"
+                image = image if image.mode == wanted else image.convert(wanted)
+                if size is not None and image.size != size[::-1]:
+                    image = image.resize(size[::-1], Image.Resampling.BILINEAR)
+                return np.asarray(image)
+        except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read as an image: {error}") from error
+
+    with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
+        found = list(pool.map(read, files))
+    first = found[0].shape[:2]
+    for path, image in zip(files, found):
+        if image.shape[:2] != first:
+            raise UserError(f"{path}: is {image.shape[0]} × {image.shape[1]}, {files[0].name} is {first[0]} × "
+                            f"{first[1]}; say to what size to make them: data.args [{{size: {first[0]}}}]")
+    depth = channels or (3 if any(image.ndim == 3 for image in found) else 1)
+    out = np.empty((len(found), depth, *first), dtype=np.uint8)
+    for row, image in zip(out, found):
+        row[:] = image if image.ndim == 2 else image.transpose(2, 0, 1)
+    return out

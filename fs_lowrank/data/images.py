@@ -1,0 +1,306 @@
+"""Images kept as bytes, and the steps that make batches of them: those of ``data.transform``, on tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fs_lowrank.errors import UserError, nearest
+
+__all__ = ["STEPS", "ImageExamples", "Pipeline"]
+
+_CHUNK = 4096
+
+
+# Steps. Each takes a batch (n, channels, height, width), of bytes or of floats, and a generator; one that is random
+# is left out where there is none. Arguments and defaults are torchvision's, so that a configuration means the same.
+
+
+def _pair(name: str, value: Any) -> tuple[int, int]:
+    sizes = [value, value] if isinstance(value, int) and not isinstance(value, bool) else value
+    whole = isinstance(sizes, (list, tuple)) and all(isinstance(s, int) and not isinstance(s, bool) for s in sizes)
+    if not whole or len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"{name} = {value!r}: expected a size in pixels, or [height, width]")
+    return tuple(sizes)
+
+
+def _share(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} = {value!r}: expected a number from 0 to 1")
+    return float(value)
+
+
+def _to_tensor() -> Callable:
+    return lambda x, rng: _floats(x)
+
+
+def _floats(x: Tensor) -> Tensor:
+    return x if x.is_floating_point() else x.float() / 255
+
+
+def _normalize(mean: Any, std: Any) -> Callable:
+    values = {}
+    for name, value in (("mean", mean), ("std", std)):
+        value = [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+        numbers = isinstance(value, (list, tuple)) and all(isinstance(v, (int, float)) for v in value)
+        if not numbers or not value or name == "std" and min(value) <= 0:
+            raise ValueError(f"{name} = {value!r}: expected a number for each channel"
+                             + (", above 0" if name == "std" else ""))
+        values[name] = torch.tensor(value, dtype=torch.float32)[:, None, None]
+
+    def apply(x: Tensor, rng) -> Tensor:
+        for name, value in values.items():
+            if len(value) not in (1, x.shape[1]):
+                raise ValueError(f"{name} has {len(value)} numbers, the images have {x.shape[1]} channel(s)")
+        return (_floats(x) - values["mean"]) / values["std"]
+
+    return apply
+
+
+def _flip(axis: int, p: Any) -> Callable:
+    chance = _share("p", p)
+
+    def apply(x: Tensor, rng: np.random.Generator) -> Tensor:
+        chosen = torch.from_numpy(rng.random(len(x)) < chance)
+        return torch.where(chosen[:, None, None, None], x.flip(axis), x)
+
+    return apply
+
+
+def _padded(x: Tensor, padding: int, mode: str) -> Tensor:
+    if not padding:
+        return x
+    if mode == "constant" or x.is_floating_point():
+        return torch.nn.functional.pad(x, [padding] * 4, mode=mode)
+    return torch.nn.functional.pad(x.float(), [padding] * 4, mode=mode).to(x.dtype)
+
+
+def _padding(padding: Any, padding_mode: Any) -> tuple[int, str]:
+    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+        raise ValueError(f"padding = {padding!r}: expected a number of pixels for all four sides")
+    if padding_mode not in ("constant", "reflect"):
+        raise ValueError(f"padding_mode = {padding_mode!r}: expected constant or reflect")
+    return padding, padding_mode
+
+
+def _random_crop(size: Any, padding: Any = 0, padding_mode: Any = "constant") -> Callable:
+    height, width = _pair("size", size)
+    padding, mode = _padding(padding, padding_mode)
+
+    def apply(x: Tensor, rng: np.random.Generator) -> Tensor:
+        x = _padded(x, padding, mode)
+        free = x.shape[2] - height + 1, x.shape[3] - width + 1
+        if min(free) < 1:
+            raise ValueError(f"cannot cut {height} × {width} out of {x.shape[2]} × {x.shape[3]}")
+        tops, lefts = (torch.from_numpy(rng.integers(0, f, len(x))) for f in free)
+        windows = x.unfold(2, height, 1).unfold(3, width, 1)
+        return windows[torch.arange(len(x)), :, tops, lefts].contiguous()
+
+    return apply
+
+
+def _center_crop(size: Any) -> Callable:
+    height, width = _pair("size", size)
+
+    def apply(x: Tensor, rng) -> Tensor:
+        top, left = round((x.shape[2] - height) / 2), round((x.shape[3] - width) / 2)
+        if min(top, left) < 0:
+            raise ValueError(f"cannot cut {height} × {width} out of {x.shape[2]} × {x.shape[3]}")
+        return x[:, :, top:top + height, left:left + width]
+
+    return apply
+
+
+def _pad(padding: Any, padding_mode: Any = "constant") -> Callable:
+    padding, mode = _padding(padding, padding_mode)
+    return lambda x, rng: _padded(x, padding, mode)
+
+
+def _resize(size: Any) -> Callable:
+    _pair("size", size)
+
+    def apply(x: Tensor, rng) -> Tensor:
+        if isinstance(size, int):  # the shorter side
+            scale = size / min(x.shape[2:])
+            target = tuple(size if s == min(x.shape[2:]) else int(s * scale) for s in x.shape[2:])
+        else:
+            target = tuple(size)
+        out = torch.nn.functional.interpolate(x.float(), target, mode="bilinear", antialias=True)
+        return out if x.is_floating_point() else out.round().clamp(0, 255).to(x.dtype)
+
+    return apply
+
+
+def _grayscale(num_output_channels: Any = 1) -> Callable:
+    if num_output_channels not in (1, 3):
+        raise ValueError(f"num_output_channels = {num_output_channels!r}: expected 1 or 3")
+
+    def apply(x: Tensor, rng) -> Tensor:
+        gray = x if x.shape[1] == 1 else (x.float() * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(
+            1, keepdim=True)
+        gray = gray if x.is_floating_point() else gray.round().to(x.dtype)
+        return gray.expand(-1, num_output_channels, -1, -1)
+
+    return apply
+
+
+def _random_horizontal_flip(p: Any = 0.5) -> Callable:
+    return _flip(3, p)
+
+
+def _random_vertical_flip(p: Any = 0.5) -> Callable:
+    return _flip(2, p)
+
+
+STEPS: dict[str, Callable[..., Callable]] = {
+    "ToTensor": _to_tensor,
+    "Normalize": _normalize,
+    "Resize": _resize,
+    "CenterCrop": _center_crop,
+    "Pad": _pad,
+    "Grayscale": _grayscale,
+    "RandomCrop": _random_crop,
+    "RandomHorizontalFlip": _random_horizontal_flip,
+    "RandomVerticalFlip": _random_vertical_flip,
+}
+
+
+class Pipeline:
+    """The steps of one of ``data``'s ``transform`` keys, in order.
+
+    Args:
+        steps: ``[name]`` or ``[name, arguments]`` each, as FederatedScope writes torchvision's.
+        key: where they stand, for messages.
+
+    Raises:
+        UserError: no such step or argument (with the nearest), or a value out of its range.
+    """
+
+    def __init__(self, steps: Sequence[Any], key: str = "data.transform"):
+        self.key = key
+        self.steps: list[tuple[str, Callable]] = []
+        for step in steps:
+            parts = [step] if isinstance(step, str) else step
+            shaped = isinstance(parts, (list, tuple)) and 1 <= len(parts) <= 2 and isinstance(parts[0], str)
+            args = parts[1] if shaped and len(parts) == 2 else {}
+            if not shaped or not isinstance(args, Mapping):
+                raise UserError(f"{key}: {step!r} is no step; write [NAME] or [NAME, {{ARGUMENT: VALUE}}]")
+            self.steps.append((parts[0], self._make(parts[0], dict(args))))
+
+    def _make(self, name: str, args: dict[str, Any]) -> Callable:
+        if name not in STEPS:
+            raise UserError(f"{self.key}: no step {name!r}{nearest(name, STEPS)}; there are: {', '.join(STEPS)}")
+        known = inspect.signature(STEPS[name]).parameters
+        for arg in args:
+            if arg not in known:
+                takes = f"it takes: {', '.join(known)}" if known else "it takes none"
+                raise UserError(f"{self.key}: {name} has no argument {arg!r}{nearest(arg, known)}; {takes}")
+        missing = [n for n, p in known.items() if p.default is p.empty and n not in args]
+        if missing:
+            raise UserError(f"{self.key}: {name} needs the argument {missing[0]!r}")
+        try:
+            return STEPS[name](**args)
+        except ValueError as error:
+            raise UserError(f"{self.key}: {name}: {error}") from None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether some step draws."""
+        return any(name.startswith("Random") for name, _ in self.steps)
+
+    def __call__(self, x: Tensor, rng: np.random.Generator | None = None) -> Tensor:
+        """float32 ``(n, channels, height, width)`` from bytes of that form.
+
+        Args:
+            rng: for the random steps; without it they are left out, a random crop being cut from the middle.
+        """
+        for name, step in self.steps:
+            try:
+                if rng is not None or not name.startswith("Random"):
+                    x = step(x, rng)
+                elif name == "RandomCrop":
+                    x = step(x, _Middle())
+            except ValueError as error:
+                raise UserError(f"{self.key}: {name}: {error}") from None
+        return _floats(x).contiguous()
+
+
+class _Middle:
+    """Stands in for a generator where a crop must not be random."""
+
+    def integers(self, low: int, high: int, count: int) -> np.ndarray:
+        return np.full(count, (high - low) // 2, dtype=np.int64)
+
+
+@dataclass
+class ImageExamples:
+    """``n`` images with a class each; the same interface as ``Examples``.
+
+    Attributes:
+        images: uint8 ``(m, channels, height, width)``, shared by all selections.
+        rows: int64 ``(n,)``, which of them.
+        labels: int64 ``(n,)``.
+        pipeline: makes a batch's floats of their bytes.
+    """
+
+    images: np.ndarray = field(repr=False)
+    rows: np.ndarray = field(repr=False)
+    labels: np.ndarray = field(repr=False)
+    pipeline: Pipeline = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.images.ndim != 4 or self.images.dtype != np.uint8:
+            raise ValueError(f"images must be uint8 (n, channels, height, width), got {self.images.dtype} "
+                             f"{self.images.shape}")
+        self.rows = np.asarray(self.rows, dtype=np.int64)
+        self.labels = np.asarray(self.labels, dtype=np.int64)
+        if self.rows.shape != self.labels.shape:
+            raise ValueError(f"{self.rows.shape} images came with labels of shape {self.labels.shape}")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """One for each image, int64 ``(n,)``: none needs more room than another."""
+        return np.ones(len(self.rows), dtype=np.int64)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(channels, height, width)`` of what ``batch`` gives."""
+        return tuple(self.batch([0])["pixel_values"].shape[1:])
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> ImageExamples:
+        """The images at ``indices``, in that order; nothing is copied."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        return ImageExamples(self.images, self.rows[chosen], self.labels[chosen], self.pipeline)
+
+    def batch(self, indices: Sequence[int] | np.ndarray, augment: np.random.Generator | None = None
+              ) -> dict[str, Tensor]:
+        """One batch.
+
+        Args:
+            augment: draws the random steps of the pipeline; without it there are none.
+        Returns:
+            ``pixel_values``, float32 ``(batch, channels, height, width)``, and ``labels``, int64 ``(batch,)``.
+        """
+        chosen = np.asarray(indices, dtype=np.int64)
+        if not chosen.size:
+            raise ValueError("a batch needs at least one example")
+        pixels = torch.from_numpy(self.images[self.rows[chosen]])
+        return {"pixel_values": self.pipeline(pixels, augment), "labels": torch.from_numpy(self.labels[chosen])}
+
+    def fingerprint(self) -> str:
+        """SHA-256 in hex over images and labels; equal contents give equal fingerprints on every machine."""
+        digest = hashlib.sha256(np.array([len(self), *self.images.shape[1:]], "<i8").tobytes())
+        for start in range(0, len(self), _CHUNK):
+            digest.update(self.images[self.rows[start:start + _CHUNK]].tobytes())
+        digest.update(b"classes\0" + self.labels.astype("<i8").tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,110 @@
+"""Clients' trained tensors kept on disk, so that what was trained once is not trained again.
+
+A client's local training is decided by its data, the tensors it starts from, what trains how long, and the settings of
+the training loop; the key of an entry is a hash over all of them, and over nothing else. So runs whose methods differ
+only in what the server does share their clients, whatever the methods are called.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..config import Config
+from ..errors import UserError
+from ..methods import Phase
+from ..models.names import all_tensors, is_statistic, select
+from ..runs.environment import versions
+
+logger = logging.getLogger("fs_lowrank")
+
+#: sections of the configuration that the training loop reads; the rate comes separately, as the round has it
+_SECTIONS = ("train.", "dataloader.", "grad.", "model.", "llm.", "data.transform")
+_KEYS = ("seed", "lowrank.dtype", "lowrank.norm", "lowrank.width")
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 in hex over names, shapes, dtypes and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        plain = tensors[name].detach().cpu().contiguous().flatten()
+        digest.update(f"{name}{tuple(tensors[name].shape)}{plain.dtype}".encode())
+        digest.update(plain.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+class Reuse:
+    """A folder of trained tensors.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).expanduser()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"lowrank.reuse_clients = {folder}: cannot be used as a folder: {error}") from error
+
+    @staticmethod
+    def key(config: Config, model: nn.Module, examples, phases: Iterable[Phase], *, lr: float, seed: int) -> str | None:
+        """The entry of a training that is about to start; None for one that no hash can tell (a penalty is code).
+
+        Args:
+            model: as it stands. examples, phases, lr, seed: as for ``train_client``.
+        """
+        phases = list(phases)
+        if any(phase.penalty is not None for phase in phases):
+            return None
+        settings = {k: v for k, v in config.decisive().items()
+                    if k in _KEYS or k.startswith(_SECTIONS) and k != "train.scheduler.type"}
+        decided = {
+            "settings": settings, "lr": lr, "seed": seed, "data": examples.fingerprint(), "start": digest_of(
+                all_tensors(model)), "device": next(model.parameters()).device.type, "versions": versions(),
+            "adapter": config.adapter.to_args() if config.llm.adapter.use else None,
+            "phases": [[sorted(phase.train), phase.steps] for phase in phases]}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True, default=repr).encode()).hexdigest()[:24]
+
+    def find(self, key: str) -> tuple[dict[str, Tensor], dict] | None:
+        """The tensors and facts kept under ``key``; None if there are none, or they cannot be read."""
+        path = self.folder / f"{key}.safetensors"
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                facts = json.loads(file.metadata()["facts"])
+            if digest_of(tensors) != facts.pop("digest"):
+                raise ValueError("its checksum does not match")
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be used (%s); training anew", path, error)
+            return None
+        return tensors, facts
+
+    def keep(self, key: str, model: nn.Module, phases: Iterable[Phase], facts: dict) -> None:
+        """Keep what trained in ``model``, and its running statistics.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        own = all_tensors(model)
+        names = {*select(own, {tag for phase in phases for tag in phase.train}), *filter(is_statistic, own)}
+        tensors = {n: own[n].detach().cpu().contiguous().clone() for n in sorted(names)}
+        path = self.folder / f"{key}.safetensors"
+        aside = path.with_suffix(f".writing_{os.getpid()}")
+        try:
+            save_file(tensors, aside, {"facts": json.dumps({**facts, "digest": digest_of(tensors)})})
+            os.replace(aside, path)
+        except (OSError, SafetensorError) as error:
+            aside.unlink(missing_ok=True)
+            raise UserError(f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "
+                            "make room, or leave the key out") from error

@@ -1,0 +1,116 @@
+"""What the one-shot methods share: all weights or an adapter, the model's own Fisher, and choosing by validation."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ...algebra import weighted_mean
+from ...errors import UserError
+from ...models.curvature import diagonal_fisher
+from ...models.names import select
+from ...seeds import derive
+from ..base import Client, Method, State, Tensors, Update, Workbench
+
+#: what the Fisher is multiplied by where only sums arrive: they may be fixed-point numbers, and it is small
+SUM_SCALE = 2.0 ** 8
+
+
+class OneShot(Method):
+    """Trains and sends all weights; or the adapter and the head, where ``llm.adapter.use`` asks for it."""
+
+    averages = averages_head = False
+    either = True
+    shared = ("base", "head")
+
+    def __init__(self, params, setting):
+        if setting.with_adapter and self.either:
+            self.shared = ("adapter", "head")
+        super().__init__(params, setting)
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        return super().adapt(model) if "adapter" in self.shared else model
+
+    def trained(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that are sent: without running statistics, which have no gradient."""
+        return select(dict(model.named_parameters()), self.shared)
+
+    def draw_seed(self, round: int, client: Client) -> int:
+        """For labels drawn from the model of ``client``."""
+        return derive(self.setting.seed, "fisher", round, client.id)
+
+    def diagonal(self, model: nn.Module, round: int, client: Client, draws: int) -> dict[str, Tensor]:
+        """The Fisher's diagonal at ``model`` over the client's data, in float32, by parameter."""
+        return diagonal_fisher(model, client.batches(), self.trained(model), draws=draws,
+                               seed=self.draw_seed(round, client))
+
+    def means(self, updates: list[Update], state: State) -> dict[str, Tensor]:
+        """``Σ p_k W_k`` of the model's own tensors."""
+        names = select(state, self.shared)
+        return weighted_mean([{n: u.tensors[n] for n in names} for u in updates], self.weights(updates))
+
+
+def entries(kind: str, tensors: Tensors) -> dict[str, Tensor]:
+    """``tensors`` under names ``KIND:name``, which are no tensors of the model."""
+    return {f"{kind}:{n}": t for n, t in tensors.items()}
+
+
+def diagonal_sums(parts: list[Tensors], weights: list[float], name: str, only_sums: bool) -> tuple[Tensor, Tensor]:
+    """``Σ p_k F_k`` and ``Σ p_k F_k W_k`` of the parameter ``name``, in float64.
+
+    Args:
+        only_sums: clients have sent the products, as ``with_products`` gives them.
+    """
+    total = sum(p * t[f"fisher:{name}"].double() for p, t in zip(weights, parts))
+    if only_sums:
+        products = sum(p * t[f"product:{name}"].double() for p, t in zip(weights, parts))
+        return total / SUM_SCALE, products / SUM_SCALE
+    return total, sum(p * t[f"fisher:{name}"].double() * t[name].double() for p, t in zip(weights, parts))
+
+
+def with_products(fisher: Tensors, own: Tensors) -> dict[str, Tensor]:
+    """``fisher:…`` and ``product:…`` of what a client sends where only sums arrive."""
+    scaled = {n: f * SUM_SCALE for n, f in fisher.items()}
+    return {**entries("fisher", scaled), **entries("product", {n: f * own[n].float() for n, f in scaled.items()})}
+
+
+def logits_of(model: nn.Module, tensors: Tensors, batch: Tensors) -> Tensor:
+    """``model``'s logits on ``batch`` with ``tensors`` in the place of its own, which stay as they are."""
+    device = next(model.parameters()).device
+    inputs = {k: v.to(device) for k, v in batch.items() if k != "labels"}
+    return functional_call(model, dict(tensors), kwargs=inputs).logits
+
+
+@torch.no_grad()
+def accuracy(workbench: Workbench, tensors: Tensors) -> float:
+    """Share of the validation samples (or predicted tokens) that the model with ``tensors`` gets right."""
+    workbench.model.eval()
+    right = count = 0
+    for batch in workbench.validation():
+        logits, labels = logits_of(workbench.model, tensors, batch), batch["labels"]
+        if labels.ndim == 2:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        kept = labels.to(logits.device) != -100
+        right += int((logits.argmax(-1) == labels.to(logits.device))[kept].sum())
+        count += int(kept.sum())
+    return right / max(count, 1)
+
+
+def best(workbench: Workbench, candidates: Iterable[Tensors]) -> dict[str, Tensor]:
+    """The candidate of the highest validation accuracy, the first of several; candidates are finite or passed over.
+
+    Raises:
+        UserError: none is finite.
+    """
+    found, score = None, -1.0
+    for candidate in candidates:
+        if not all(bool(torch.isfinite(t).all()) for t in candidate.values() if t.is_floating_point()):
+            continue
+        now = accuracy(workbench, candidate)
+        if now > score:
+            found, score = {n: t.detach().clone() for n, t in candidate.items()}, now
+    if found is None:
+        raise UserError("the server's step came to nothing finite; choose a smaller step, or another solver")
+    return found

@@ -1,0 +1,189 @@
+"""DENSE: a generator learns images that the ensemble of the clients' models is sure of, and one model learns from them.
+
+Zhang et al., "DENSE: Data-Free One-Shot Federated Learning", NeurIPS 2022, Algorithm 1.
+
+    every epoch       a new generator and its inputs z are trained, to the ensemble's answer  f(x) = Σ_k p_k f_k(x):
+                      L = CE(f(x), y) + λ₁ L_BN − λ₂ KL(f(x) ‖ student(x)) where the two disagree,   y at random
+                      its best images join those of the epochs before
+                      the student learns them:  L_S = KL(f(x) ‖ student(x)) at temperature 20
+
+The student starts at the mean; the epoch that is best on validation data is kept. ``L_BN`` is the distance of each
+batch-norm's input to its running statistics, and zero in nets without one. As in the code of Jhunjhunwala et al. 2024:
+``f`` weighs by ``p_k``, and images are cropped and flipped at random. Their range is that of the validation images.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ...algebra import weighted_mean
+from ...seeds import derive
+from ..registry import register_method
+from .base import OneShot, accuracy, logits_of
+
+TEMPERATURE, PADDING = 20.0, 4
+
+
+class Generator(nn.Module):
+    """Noise ``(n, latent)`` to images of ``shape`` between ``low`` and ``high``; the authors' net."""
+
+    def __init__(self, latent: int, width: int, shape: tuple[int, int, int], low: float, high: float):
+        super().__init__()
+        self.shape, self.start = shape, (-(-shape[1] // 4), -(-shape[2] // 4))
+        self.low, self.high, self.width = low, high, width
+        self.first = nn.Linear(latent, 2 * width * self.start[0] * self.start[1])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(2 * width), nn.BatchNorm2d(2 * width), nn.BatchNorm2d(width)])
+        self.convs = nn.ModuleList([nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False),
+                                    nn.Conv2d(2 * width, width, 3, padding=1, bias=False),
+                                    nn.Conv2d(width, shape[0], 3, padding=1)])
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.norms[0](self.first(z).reshape(len(z), 2 * self.width, *self.start))
+        grow = nn.functional.interpolate
+        x = nn.functional.leaky_relu(self.norms[1](self.convs[0](grow(x, scale_factor=2.0))), 0.2)
+        x = nn.functional.leaky_relu(self.norms[2](self.convs[1](grow(x, size=self.shape[1:]))), 0.2)
+        return self.low + (self.high - self.low) * torch.sigmoid(self.convs[2](x))
+
+    def draw(self, generator: torch.Generator) -> None:
+        """All weights anew, as the authors draw them: normal around 0, or 1 in norms, by 0.02."""
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                parameter.data.zero_()
+                if name == "weight":
+                    parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
+                    parameter.data += float(isinstance(module, nn.BatchNorm2d))
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """``KL(teacher ‖ student)`` of each sample, times the temperature's square."""
+    logs = (student / temperature).log_softmax(-1)
+    return nn.functional.kl_div(logs, (teacher / temperature).softmax(-1), reduction="none").sum(-1) * temperature ** 2
+
+
+def vary(images: Tensor, generator: torch.Generator) -> Tensor:
+    """The batch shifted by up to ``PADDING`` pixels, and half of it mirrored."""
+    height, width = images.shape[2:]
+    top, left = torch.randint(0, 2 * PADDING + 1, (2,), generator=generator).tolist()
+    moved = nn.functional.pad(images, [PADDING] * 4)[:, :, top:top + height, left:left + width]
+    mirrored = (torch.rand(len(images), generator=generator) < 0.5).to(images.device)
+    return torch.where(mirrored[:, None, None, None], moved.flip(3), moved)
+
+
+@register_method("dense")
+class Dense(OneShot):
+    source = "Zhang et al., NeurIPS 2022"
+    sends = "all weights"
+    either = False
+    selects = True
+    tasks = ("ImageClassification",)
+
+    @dataclass(frozen=True)
+    class Params:
+        epochs: int = field(default=20, metadata={"min": 1, "help": "generators trained, each with its images"})
+        generator_steps: int = field(default=30, metadata={"min": 1, "help": "T_G, steps of each generator"})
+        images: int = field(default=256, metadata={"min": 2, "help": "made by each generator"})
+        latent: int = field(default=256, metadata={"min": 1, "help": "width of the generator's input"})
+        channels: int = field(default=64, metadata={"min": 1, "help": "of the generator"})
+        generator_lr: float = field(default=1e-3, metadata={"above": 0.0, "help": "of Adam"})
+        student_lr: float = field(default=0.01, metadata={"above": 0.0, "help": "of SGD with momentum 0.9"})
+        lambda1: float = field(default=1.0, metadata={"min": 0.0, "help": "of the batch-norm loss"})
+        lambda2: float = field(default=0.5, metadata={"min": 0.0, "help": "of the boundary loss"})
+
+    def aggregate(self, updates, state, round):
+        weights, parts = self.weights(updates), [u.tensors for u in updates]
+        message = weighted_mean(parts, weights)
+        with torch.enable_grad():
+            message = {**message, **self.distil(parts, weights, message, derive(self.workbench.seed, "dense", round))}
+        return {**state, **message}, message
+
+    def distil(self, parts, weights, start, seed: int) -> dict[str, Tensor]:
+        """The student's best tensors; ``losses`` keeps what generators and student came to, epoch by epoch."""
+        p, model = self.params, self.workbench.model
+        draw = torch.Generator().manual_seed(seed)
+        own = dict(model.named_parameters())
+        student = {n: t.clone().requires_grad_(n in own) for n, t in start.items()}
+        first = next(iter(self.workbench.validation()))["pixel_values"].to(next(iter(start.values())).device)
+        generator = Generator(p.latent, p.channels, tuple(first.shape[1:]), float(first.min()), float(first.max()))
+        generator.to(first.device)
+        optimizer = torch.optim.SGD([t for n, t in student.items() if n in own], lr=p.student_lr, momentum=0.9)
+        pool: list[Tensor] = []
+        kept, score = {n: t.detach().clone() for n, t in student.items()}, accuracy(self.workbench, student)
+        self.losses: dict[str, list[float]] = {"generator_first": [], "generator_last": [], "student": []}
+        model.eval()
+        for _ in range(p.epochs):
+            pool.append(self.images(model, generator, parts, weights, student, draw))
+            total = 0.0
+            for i in torch.randperm(len(pool), generator=draw).tolist():
+                images = vary(pool[i], draw)
+                with torch.no_grad():
+                    teacher = self.ensemble(model, parts, weights, images)
+                loss = divergence(logits_of(model, student, {"pixel_values": images}), teacher, TEMPERATURE).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += float(loss.detach())
+            self.losses["student"].append(total / len(pool))
+            now = accuracy(self.workbench, student)
+            if now > score and all(bool(torch.isfinite(t).all()) for t in student.values()):
+                kept, score = {n: t.detach().clone() for n, t in student.items()}, now
+        return kept
+
+    def images(self, model, generator, parts, weights, student, draw) -> Tensor:
+        """The best images of a generator trained anew."""
+        p, device = self.params, next(generator.parameters()).device
+        generator.draw(draw)
+        generator.train()
+        classes = logits_of(model, parts[0], {"pixel_values": torch.zeros(
+            1, *generator.shape, device=device)}).shape[1]
+        z = torch.randn(p.images, p.latent, generator=draw).to(device).requires_grad_()
+        wanted = torch.randint(0, classes, (p.images,), generator=draw).sort()[0].to(device)
+        optimizer = torch.optim.Adam([*generator.parameters(), z], lr=p.generator_lr, betas=(0.5, 0.999))
+        found, lowest, course = None, float("inf"), []
+        for _ in range(p.generator_steps):
+            images = generator(z)
+            seen = vary(images, draw)
+            with Statistics(model) as statistics:
+                teacher = self.ensemble(model, parts, weights, seen)
+            learnt = logits_of(model, {n: t.detach() for n, t in student.items()}, {"pixel_values": seen})
+            apart = (learnt.argmax(-1) != teacher.argmax(-1)).float()
+            loss = (nn.functional.cross_entropy(teacher, wanted) + p.lambda1 * statistics.distance()
+                    - p.lambda2 * (divergence(learnt, teacher) * apart).mean())
+            course.append(float(loss.detach()))
+            if found is None or course[-1] < lowest:
+                found, lowest = images.detach(), course[-1]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        self.losses["generator_first"].append(course[0])
+        self.losses["generator_last"].append(course[-1])
+        return found
+
+    @staticmethod
+    def ensemble(model, parts, weights, images: Tensor) -> Tensor:
+        """``Σ_k p_k f_k(images)``."""
+        return sum(w * logits_of(model, part, {"pixel_values": images}) for w, part in zip(weights, parts))
+
+
+class Statistics:
+    """How far what enters each batch-norm lies from its running statistics, over the forward passes inside."""
+
+    def __init__(self, model: nn.Module):
+        self.norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d) and m.track_running_stats]
+        self.apart: list[Tensor] = []
+
+    def __enter__(self):
+        self.hooks = [m.register_forward_pre_hook(self.note) for m in self.norms]
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def note(self, module, args) -> None:
+        var, mean = torch.var_mean(args[0].float(), (0, 2, 3), correction=0)
+        self.apart.append((module.running_mean - mean).norm() + (module.running_var - var).norm())
+
+    def distance(self) -> Tensor | float:
+        return sum(self.apart) if self.apart else 0.0

@@ -1,0 +1,255 @@
+"""FedFisher: the global model is the mode of the product of the clients' posteriors, by their Fisher information.
+
+Jhunjhunwala, Wang and Joshi, "FedFisher: Leveraging Fisher Information for One-Shot Federated Learning", AISTATS 2024,
+Algorithm 1.
+
+    client k sends    W_k, and F_k = (1/n_k) Σ_x E_y [∇log p(y|x) ∇log p(y|x)ᵀ] at W_k, y drawn from the model
+    the server takes  W = argmin Σ_k p_k (W − W_k)ᵀ F_k (W − W_k), of its minimisers the one nearest to Σ_k p_k W_k
+
+``fisher`` is the form of ``F_k``: its diagonal; one Kronecker product ``A ⊗ G`` a layer (what is neither a linear nor a
+convolutional layer is then averaged); or all of it, for tiny nets. ``solver`` is how the minimiser is found:
+
+- ``closed``: for diag ``(Σ p_k F_k W_k) / (Σ p_k F_k)``, and the mean where the sum is zero; for full a pseudo-inverse;
+- ``cg``: conjugate gradients from the mean, whose limit is the nearest minimiser (Lemma 1);
+- ``adam``: the paper's, ``steps`` steps; every 100 of them, the start and the end are scored on validation data;
+- ``reference``: the authors' code, which differs: moments that are sums, without bias correction, the iterates after
+  steps 1, 101, … scored, and for K-FAC ``√(d + ε)`` in the place of ``√d + ε``. Its validation data came from the
+  clients' training data; ours never do.
+
+With ``fisher: diag`` sums are enough: where the server may see no more, clients send ``F_k W_k`` too.
+``compress`` brings ``W_k`` and ``F_k`` to 16 bits a weight each, the bytes of plain averaging; ``cg`` then ends where
+the residual reaches the rounding of the factors.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from ...algebra import adam, conjugate_gradients, kron_multiply, least_change, summed_moments, weighted_mean
+from ...errors import UserError
+from ...models.curvature import check_full_size, full_fisher, kronecker_fisher, matrix_layers, require_curvlinops
+from ..base import Client, State, Tensors
+from ..registry import register_method
+from .base import OneShot, best, diagonal_sums, entries, with_products
+from .compress import VECTOR_BITS, compress, expand, shapes, vectors_kept
+
+#: steps between two iterates that are scored
+SCORED = 100
+
+
+@dataclass
+class Block:
+    """Parameters whose part of the objective stands alone: ``F`` as a product, ``F W`` and where to start."""
+
+    product: Callable[[Tensor], Tensor]
+    target: Tensor
+    start: Tensor
+    #: the minimiser nearest to the start, without iterating
+    closed: Callable[[], Tensor] | None
+    #: name -> its part of the block
+    split: Callable[[Tensor], dict[str, Tensor]]
+
+
+@register_method("fedfisher")
+class FedFisher(OneShot):
+    source = "Jhunjhunwala et al., AISTATS 2024, Algorithm 1"
+    sends = "all weights, and their Fisher information (diagonal, Kronecker factors or full)"
+    additive = True
+    tasks = ("SequenceClassification", "ImageClassification")
+
+    @dataclass(frozen=True)
+    class Params:
+        fisher: str = field(default="diag", metadata={
+            "choices": ("diag", "kfac", "full"), "help": "form of the Fisher information"})
+        solver: str = field(default="auto", metadata={
+            "choices": ("auto", "closed", "cg", "adam", "reference"),
+            "help": "how the minimiser is found; auto is closed for diag, cg otherwise"})
+        draws: int = field(default=1, metadata={
+            "min": 0, "help": "labels drawn from the model for each sample; 0 takes the exact expectation"})
+        steps: int = field(default=2000, metadata={"min": 1, "help": "of adam and reference; most that cg takes"})
+        lr: float = field(default=0.01, metadata={"above": 0.0, "help": "of adam and reference"})
+        tolerance: float = field(default=1e-6, metadata={
+            "min": 1e-7, "help": "cg ends when the residual has fallen by this factor; float32 tells no less"})
+        compress: bool = field(default=False, metadata={
+            "help": "quantise weights and Fisher to the bytes of plain averaging"})
+
+    def __init__(self, params, setting):
+        super().__init__(params, setting)
+        self.solver = params.solver if params.solver != "auto" else ("closed" if params.fisher == "diag" else "cg")
+        self.selects = self.solver in ("adam", "reference")
+        if params.fisher == "kfac":
+            require_curvlinops()
+            if self.solver == "closed":
+                raise UserError("lowrank.solver = closed: a sum of Kronecker products has no closed-form inverse; "
+                                "choose cg, adam or reference, or fisher diag or full")
+        if params.fisher == "full" and params.compress:
+            raise UserError("lowrank.compress is for fisher diag and kfac; the full one is for tiny nets")
+        if setting.only_sums and (params.fisher != "diag" or params.compress):
+            raise UserError("a server that sees only the sum of the updates can work with lowrank.fisher = diag and "
+                            "lowrank.compress = False: Kronecker factors and codes do not add up to those of a sum")
+        #: linear and convolutional layers that are adapted -> whether they have a bias; known once there is a model
+        self.layers: dict[str, bool] = {}
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        model = super().adapt(model)
+        names = self.trained(model)
+        if self.params.fisher == "full":
+            check_full_size({n: p for n, p in model.named_parameters() if n in set(names)})
+        self.layers = matrix_layers(model, names)
+        self.parameters = names
+        if self.params.fisher == "kfac" and not self.layers:
+            raise UserError("lowrank.fisher = kfac: none of what trains is a linear or convolutional layer; "
+                            "choose diag")
+        return model
+
+    # -- client ------------------------------------------------------------------------------------
+
+    def upload(self, model: nn.Module, round: int, client: Client) -> dict[str, Tensor]:
+        own = super().upload(model, round, client)
+        seed, draws = self.draw_seed(round, client), self.params.draws
+        if self.params.fisher == "diag":
+            diagonal = self.diagonal(model, round, client, draws)
+            fisher = with_products(diagonal, own) if self.setting.only_sums else entries("fisher", diagonal)
+        elif self.params.fisher == "kfac":
+            factors = kronecker_fisher(model, client.batches(), self.layers, draws=draws, seed=seed)
+            fisher = {f"{kind}:{n}": m for n, pair in factors.items() for kind, m in zip(("inputs", "outputs"), pair)}
+        else:
+            fisher = {"fisher:": full_fisher(model, client.batches(), self.parameters, draws=draws, seed=seed)}
+        return self._within_budget(own, fisher) if self.params.compress else {**own, **fisher}
+
+    def _within_budget(self, own: Tensors, fisher: Tensors) -> dict[str, Tensor]:
+        weights = {n: own[n] for n in self.parameters}
+        rest = {n: t for n, t in own.items() if n not in weights}
+        matrices = {n: t for n, t in fisher.items() if not n.startswith("fisher:")}
+        plain = {**weights, **{n: t for n, t in fisher.items() if n not in matrices}}
+        return {**rest, **compress(plain, matrices, vectors_kept(weights, {n: len(m) for n, m in matrices.items()}))}
+
+    def _fisher_shapes(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Names, shapes and dtypes of what comes beside the weights."""
+        def meta(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device="meta")
+
+        if self.params.fisher == "full":
+            size = sum(own[n].numel() for n in self.parameters)
+            return {"fisher:": meta(size, size).double()}
+        if self.params.fisher == "diag":
+            kinds = ("fisher", "product") if self.setting.only_sums else ("fisher",)
+            return {f"{kind}:{n}": meta(*own[n].shape) for n in self.parameters for kind in kinds}
+        made = {}
+        for layer, bias in self.layers.items():
+            weight = own[f"{layer}.weight"]
+            inside = weight[0].numel() + bias
+            made |= {f"inputs:{layer}": meta(inside, inside), f"outputs:{layer}": meta(len(weight), len(weight))}
+        return made
+
+    def _plain_and_matrices(self, own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
+        fisher = self._fisher_shapes(own)
+        matrices = {n: len(m) for n, m in fisher.items() if not n.startswith("fisher:")}
+        plain = {**{n: own[n] for n in self.parameters}, **{n: t for n, t in fisher.items() if n not in matrices}}
+        return plain, matrices
+
+    def expected(self, state: State, round: int, client: int) -> dict[str, Tensor]:
+        own = super().expected(state, round, client)
+        if not self.params.compress:
+            return {**own, **self._fisher_shapes(own)}
+        plain, matrices = self._plain_and_matrices(own)
+        weights = {n: own[n] for n in self.parameters}
+        rest = {n: t for n, t in own.items() if n not in weights}
+        return {**rest, **shapes(plain, matrices, vectors_kept(weights, matrices))}
+
+    # -- server ------------------------------------------------------------------------------------
+
+    def aggregate(self, updates, state, round):
+        parts = [dict(u.tensors) for u in updates]
+        own = self.view(state)
+        if self.params.compress:
+            plain, matrices = self._plain_and_matrices(own)
+            parts = [{**{n: t for n, t in part.items() if ":" not in n}, **expand(part, plain, matrices)}
+                     for part in parts]
+        weights = self.weights(updates)
+        mean = weighted_mean([{n: part[n] for n in own} for part in parts], weights)
+        message = {**mean, **self.solve(parts, weights, mean)}
+        return {**state, **message}, message
+
+    def solve(self, parts: list[dict[str, Tensor]], weights: list[float], mean: Tensors) -> dict[str, Tensor]:
+        """The minimiser, by name, in the dtypes of ``mean``; from what each client sent and ``p_k``."""
+        if self.solver in ("closed", "cg"):
+            found: dict[str, Tensor] = {}
+            # A residual below the rounding of the factors would be fitted to their noise.
+            tolerance = max(self.params.tolerance, 2.0 ** (1 - VECTOR_BITS) if self.params.compress else 0.0)
+            # One block at a time in float64, so that the server holds the clients' factors and little more.
+            for block in self.blocks(parts, weights, mean, torch.float64):
+                x = block.closed() if self.solver == "closed" else conjugate_gradients(
+                    block.product, block.target, block.start, tolerance=tolerance, steps=self.params.steps)[0]
+                found |= block.split(x)
+            return {n: t.to(mean[n].dtype) for n, t in found.items()}
+        blocks = list(self.blocks(parts, weights, mean, torch.float32))
+
+        def gradient(x: list[Tensor]) -> list[Tensor]:
+            return [block.product(at) - block.target for block, at in zip(blocks, x)]
+
+        def named(x: list[Tensor]) -> dict[str, Tensor]:
+            return {**mean, **{n: t.to(mean[n].dtype) for block, at in zip(blocks, x)
+                               for n, t in block.split(at).items()}}
+
+        start, steps = [block.start for block in blocks], self.params.steps
+        if self.solver == "adam":
+            iterates = islice(adam(gradient, start, lr=self.params.lr), steps + 1)
+            scored = (named(x) for i, x in enumerate(iterates) if i % SCORED == 0 or i == steps)
+        else:
+            iterates = islice(summed_moments(gradient, start, lr=self.params.lr,
+                                             eps_inside=self.params.fisher == "kfac"), steps)
+            scored = (named(x) for i, x in enumerate(iterates) if i % SCORED == 0)
+        return best(self.workbench, scored)
+
+    def blocks(self, parts: list[dict[str, Tensor]], weights: list[float], mean: Tensors,
+               dtype: torch.dtype) -> Iterator[Block]:
+        """The objective ``Σ p_k (W − W_k)ᵀ F_k (W − W_k)`` in parts that do not depend on each other."""
+        if self.params.fisher == "kfac":
+            for layer, bias in self.layers.items():
+                yield self._kronecker_block(layer, bias, parts, weights, mean, dtype)
+            return
+        sizes = [mean[n].numel() for n in self.parameters]
+
+        def flat(tensors: Tensors) -> Tensor:
+            return torch.cat([tensors[n].flatten().to(dtype) for n in self.parameters])
+
+        def split(x: Tensor) -> dict[str, Tensor]:
+            return {n: t.reshape(mean[n].shape) for n, t in zip(self.parameters, x.split(sizes))}
+
+        start = flat(mean)
+        if self.params.fisher == "full":
+            total = sum(p * part["fisher:"].to(dtype) for p, part in zip(weights, parts))
+            target = sum(p * (part["fisher:"].to(dtype) @ flat(part)) for p, part in zip(weights, parts))
+            yield Block(lambda x: total @ x, target, start,
+                        lambda: least_change(total, target[None], start[None], torch.float64)[0], split)
+            return
+        sums = {n: diagonal_sums(parts, weights, n, self.setting.only_sums) for n in self.parameters}
+        total, target = (flat({n: s[i] for n, s in sums.items()}) for i in (0, 1))
+        known = total > 0
+        yield Block(lambda x: total * x, target, start,
+                    lambda: torch.where(known, target / torch.where(known, total, 1.0), start), split)
+
+    def _kronecker_block(self, layer: str, bias: bool, parts, weights, mean, dtype) -> Block:
+        """One layer: its weight ``(d_out, d_in)`` with the bias as a last column, ``F_k X = G_k X A_k``."""
+        names = [f"{layer}.weight", *([f"{layer}.bias"] if bias else [])]
+
+        def matrix(tensors: Tensors) -> Tensor:
+            return torch.cat([tensors[n].to(dtype).reshape(len(tensors[n]), -1) for n in names], 1)
+
+        def split(x: Tensor) -> dict[str, Tensor]:
+            columns = x.split([x.shape[1] - bias, *([1] if bias else [])], 1)
+            return {n: t.reshape(mean[n].shape) for n, t in zip(names, columns)}
+
+        factors = [(p * part[f"outputs:{layer}"].to(dtype), part[f"inputs:{layer}"].to(dtype))
+                   for p, part in zip(weights, parts)]
+
+        def product(x: Tensor) -> Tensor:
+            return sum(kron_multiply(g, a, x) for g, a in factors)
+
+        target = sum(kron_multiply(g, a, matrix(part)) for (g, a), part in zip(factors, parts))
+        return Block(product, target, matrix(mean), None, split)

@@ -1,0 +1,112 @@
+"""Convolutions with an adapter, in one convolution.
+
+PEFT convolves twice: the input by ``W``, and again by the adapter. But a ``k×k`` convolution into ``r`` channels and a
+``1×1`` one out of them are one convolution by the product of their kernels, and convolutions add up:
+
+    W * x + s B * (A * x) = (W + s B A) * x
+
+so the sum is formed once a step and applied once. The result is the same to rounding, gradients reach ``A`` and ``B``
+through the product, and names, saving and merging stay PEFT's. For a rank that is small beside the channels of a small
+image the two thin convolutions cost less than the product; which is taken is decided by counting, layer by layer.
+"""
+from __future__ import annotations
+
+import torch
+from peft.tuners.loha.layer import Conv2d as LoHaConv2d
+from peft.tuners.lokr.layer import Conv2d as LoKrConv2d
+from peft.tuners.lora.layer import Conv2d as LoRAConv2d
+from torch import Tensor, nn
+
+#: what a number that passes through memory costs, in multiplications
+_TRAFFIC = 40
+
+
+class _Composed:
+    """What the layers share: one convolution of the whole weight where that is possible and cheaper."""
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        weight = None
+        if not (args or kwargs or self.disable_adapters or self.merged):
+            weight = self._whole_weight(x)
+        if weight is None:
+            return super().forward(x, *args, **kwargs)
+        base = self.get_base_layer()
+        return base._conv_forward(x, weight, base.bias)
+
+    def _plain(self) -> bool:
+        """Whether the layer is of the kind whose kernels add up, at full precision."""
+        base = self.get_base_layer()
+        return (type(base) is nn.Conv2d and base.groups == 1 and base.dilation == (1, 1)
+                and base.weight.dtype in (torch.float32, torch.float64))
+
+    def _whole_weight(self, x: Tensor) -> Tensor | None:
+        """The kernel of base and active adapters together; None leaves the layer to PEFT."""
+        raise NotImplementedError
+
+
+class ComposedLoRA(_Composed, LoRAConv2d):
+    """PEFT's LoRA on a convolution."""
+
+    def _whole_weight(self, x):
+        if not self._plain() or self.lora_variant:
+            return None
+        active, weight = [a for a in self.active_adapters if a in self.lora_A], self.get_base_layer().weight
+        for name in active:
+            halves = self.lora_A[name], self.lora_B[name]
+            drops = self.training and not isinstance(self.lora_dropout[name], nn.Identity)
+            if drops or halves[1].bias is not None or any(
+                    h.weight.dtype != weight.dtype or h._forward_hooks for h in halves):
+                return None
+        if not active or not self._pays(x, sum(self.lora_A[name].weight.shape[0] for name in active)):
+            return None
+        shape, flat = weight.shape, weight.flatten(1)
+        for name in active:
+            flat = torch.addmm(flat, self.lora_B[name].weight.flatten(1), self.lora_A[name].weight.flatten(1),
+                               alpha=self.scaling[name])
+        return flat.view(shape)
+
+    def _pays(self, x: Tensor, rank: int) -> bool:
+        """Whether forming the product costs less than the two thin convolutions, in multiplications a step."""
+        outside, inside = self.get_base_layer().weight.flatten(1).shape
+        up, across = self.get_base_layer().stride
+        positions = x.shape[0] * -(-x.shape[-2] // up) * -(-x.shape[-1] // across)
+        thin, full = rank * (inside + outside) + _TRAFFIC * (rank + outside), outside * inside
+        if not torch.is_grad_enabled():
+            return positions * thin > rank * full
+        # Forward and twice backward; but W itself takes no gradient unless it is in the sum.
+        return positions * (3 * thin - full) > 3 * rank * full
+
+
+class _ComposedLycoris(_Composed):
+    """PEFT forms the adapter's kernel anyway, and convolves by it a second time."""
+
+    def _whole_weight(self, x):
+        active = [a for a in self.active_adapters if a in self._available_adapters]
+        weight = self.get_base_layer().weight
+        if not active or not self._plain() or any(self.training and self.module_dropout[a] for a in active):
+            return None
+        for name in active:
+            drops = self.training and bool(self.rank_dropout[name])
+            delta = self.get_delta_weight(name, apply_rank_dropout=drops)
+            if delta.dtype != weight.dtype:
+                return None
+            weight = weight + delta
+        return weight
+
+
+class ComposedLoHa(_ComposedLycoris, LoHaConv2d):
+    """PEFT's LoHa on a convolution."""
+
+
+class ComposedLoKr(_ComposedLycoris, LoKrConv2d):
+    """PEFT's LoKr on a convolution."""
+
+
+_FORMS = {LoRAConv2d: ComposedLoRA, LoHaConv2d: ComposedLoHa, LoKrConv2d: ComposedLoKr}
+
+
+def compose(model: nn.Module) -> None:
+    """Let every convolution of ``model`` that carries an adapter run as one; in place, parameters untouched."""
+    for module in model.modules():
+        if type(module) in _FORMS:
+            module.__class__ = _FORMS[type(module)]

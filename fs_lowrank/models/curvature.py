@@ -1,0 +1,327 @@
+"""What a layer's inputs and gradients say about a model on some data: Fisher information and input Grams.
+
+The Fisher is that of the model's own distribution, ``F = (1/n) Σ_x E_{y ~ p(y|x)} [∇log p(y|x) ∇log p(y|x)ᵀ]``
+(Jhunjhunwala et al. 2024, equation 3): no label of the data enters. ``draws`` is the number of ``y`` drawn for each
+``x``; 0 takes the expectation exactly, at the cost of one backward pass a class.
+"""
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+
+Batches = Iterable[Mapping[str, Tensor]]
+
+#: a full Fisher of more parameters than this would not fit into memory (a square matrix of 8-byte numbers)
+LARGEST_FULL = 4096
+
+
+def require_curvlinops() -> None:
+    """Raise ``UserError`` unless the library of the K-FAC estimate is installed."""
+    if importlib.util.find_spec("curvlinops") is None:
+        raise UserError('fisher: kfac needs curvlinops; run: pip install "fs-lowrank[oneshot]", then: '
+                        "pip install --no-deps curvlinops-for-pytorch (its own requirements would replace torch)")
+
+
+def matrix_layers(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
+    """Linear and convolutional layers whose weight is among the parameters ``names``: layer -> whether its bias is too.
+
+    A convolution in groups is left out: its Fisher has not one factor for all its inputs.
+    """
+    names, found = set(names), {}
+    for name, module in model.named_modules():
+        plain = isinstance(module, nn.Linear) or isinstance(module, nn.Conv2d) and module.groups == 1
+        if plain and f"{name}.weight" in names:
+            found[name] = f"{name}.bias" in names
+    return found
+
+
+@contextmanager
+def _only(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, nn.Parameter]]:
+    """The parameters ``names``, which alone have gradients inside; dropout is off and norms use what they have kept."""
+    own, wanted = dict(model.named_parameters()), set(names)
+    before, training = {n: p.requires_grad for n, p in own.items()}, {m: m.training for m in model.modules()}
+    model.eval()
+    for name, parameter in own.items():
+        parameter.requires_grad_(name in wanted)
+    try:
+        with torch.enable_grad():
+            yield {n: own[n] for n in sorted(wanted)}
+    finally:
+        for name, parameter in own.items():
+            parameter.requires_grad_(before[name])
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _on(model: nn.Module, batches: Batches) -> Iterator[dict[str, Tensor]]:
+    device = next(model.parameters()).device
+    for batch in batches:
+        yield {k: v.to(device) for k, v in batch.items()}
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits.float()
+    if logits.ndim != 2:
+        raise UserError(f"the Fisher is of one class a sample, this model answers {tuple(logits.shape[1:])} to each; "
+                        "it applies to classifiers")
+    return logits
+
+
+def _log_likelihoods(logits: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Scalars: for each draw (or each class) the batch's summed log-likelihood.
+
+    Each sample's is scaled so that the outer products of its gradients add up to the sample's Fisher.
+    """
+    logs = logits.log_softmax(-1)
+    weights = logs.detach().exp()
+    for _ in range(draws):
+        # Drawn on the CPU, so that a seed means the same everywhere.
+        drawn = torch.multinomial(weights.cpu(), 1, generator=generator).to(logs.device)
+        yield logs.gather(1, drawn).sum() * draws ** -0.5
+    for label in range(logits.shape[1] if draws == 0 else 0):
+        yield (logs[:, label] * weights[:, label].sqrt()).sum()
+
+
+# -- the diagonal --------------------------------------------------------------------------------------
+
+def _known(module: nn.Module) -> bool:
+    """Whether ``_squares`` knows each sample's gradients in ``module``."""
+    if isinstance(module, nn.Conv2d):
+        return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    if isinstance(module, nn.BatchNorm2d):
+        return module.track_running_stats
+    if isinstance(module, nn.Embedding):
+        return module.max_norm is None and not module.scale_grad_by_freq
+    return isinstance(module, (nn.Linear, nn.LayerNorm, nn.GroupNorm))
+
+
+def _squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Sums over samples of each sample's squared gradients, from a layer's input and its output's gradient."""
+    x, g = x.detach(), g.detach().float()
+    if isinstance(module, nn.Embedding):
+        return {"weight": _embedding_squares(module, x, g)}
+    x = x.float()
+    if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm2d)):
+        return _norm_squares(module, x, g)
+    if isinstance(module, nn.Conv2d):
+        x = nn.functional.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
+        x, g = x.transpose(1, 2), g.flatten(2).transpose(1, 2)
+    elif x.ndim == 2:
+        # One outer product a sample, so its square is one of squares.
+        return {"weight": (g * g).T @ (x * x), "bias": (g * g).sum(0)}
+    x, g = x.flatten(1, -2), g.flatten(1, -2)  # (samples, positions, width)
+    total = x.new_zeros(g.shape[-1], x.shape[-1])
+    share = max(1, (1 << 24) // total.numel())  # samples at a time, so that memory stays bounded
+    for a, b in zip(x.split(share), g.split(share)):
+        total += torch.bmm(b.transpose(1, 2), a).square_().sum(0)
+    return {"weight": total, "bias": g.sum(1).square().sum(0)}
+
+
+def _norm_squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    if isinstance(module, nn.LayerNorm):
+        plain = nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+        over = tuple(range(1, x.ndim - len(module.normalized_shape)))
+    else:
+        plain = nn.functional.group_norm(x, module.num_groups, eps=module.eps) if isinstance(module, nn.GroupNorm) \
+            else nn.functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
+        over = tuple(range(2, x.ndim))
+    each = {"weight": g * plain, "bias": g}
+    return {n: (t.sum(over) if over else t).square().sum(0) for n, t in each.items()}
+
+
+def _embedding_squares(module: nn.Embedding, ids: Tensor, g: Tensor) -> Tensor:
+    rows, ids, g = module.num_embeddings, ids.flatten(1), g.flatten(1, -2)
+    if module.padding_idx is not None:
+        g = g * (ids != module.padding_idx)[..., None]
+    # A word that comes twice in a sample has one gradient there.
+    own = ids + rows * torch.arange(len(ids), device=ids.device)[:, None]
+    kinds, place = own.flatten().unique(return_inverse=True)
+    summed = g.new_zeros(len(kinds), g.shape[-1]).index_add_(0, place, g.flatten(0, 1))
+    return g.new_zeros(rows, g.shape[-1]).index_add_(0, kinds % rows, summed.square_())
+
+
+def diagonal_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, draws: int = 1,
+                    seed: int = 0) -> dict[str, Tensor]:
+    """The diagonal of the Fisher over the parameters ``names``.
+
+    Where all of them belong to linear or convolutional layers, norms and embeddings, whole batches go through at the
+    cost of an epoch or two; otherwise one sample at a time, which any model allows.
+
+    Args:
+        batches: the data once, as model inputs; ``labels`` are ignored.
+        draws, seed: see the module.
+    Returns:
+        float32 tensors of the parameters' shapes, none below zero, by name.
+    """
+    owners = {n: model.get_submodule(n.rpartition(".")[0]) for n in names}
+    by_sample = any(not _known(m) or n.rpartition(".")[2] not in ("weight", "bias") for n, m in owners.items())
+    layers = sorted({n.rpartition(".")[0] for n in names})
+    with _only(model, names) as parameters:
+        total = {n: torch.zeros(p.shape, device=p.device) for n, p in parameters.items()}
+        generator = torch.Generator().manual_seed(seed)
+        add = _add_by_sample if by_sample else _add_by_layer
+        count = 0
+        for batch in _on(model, batches):
+            size = len(batch["labels"])
+            for part in ([{k: v[i:i + 1] for k, v in batch.items()} for i in range(size)] if by_sample else [batch]):
+                add(model, part, parameters, layers, total, draws, generator)
+            count += size
+    return {n: t / count for n, t in total.items()}
+
+
+def _add_by_sample(model, sample, parameters, layers, total, draws, generator) -> None:
+    scalars = list(_log_likelihoods(_logits(model, sample), draws, generator))
+    for scalar in scalars:
+        grads = torch.autograd.grad(scalar, list(parameters.values()), retain_graph=scalar is not scalars[-1],
+                                    allow_unused=True)
+        for name, grad in zip(parameters, grads):
+            if grad is not None:
+                total[name] += grad.float().square()
+
+
+def _add_by_layer(model, batch, parameters, layers, total, draws, generator) -> None:
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    size = len(batch["labels"])
+
+    def keep(name):
+        def hook(module, args, output):
+            if name in seen:
+                raise UserError(f"{name} is used more than once in a forward pass; the diagonal Fisher of a shared "
+                                "layer is not the sum of its uses")
+            x = args[0]
+            if len(x) == 1 < size:  # positions, looked up once for all samples
+                x, output = (t.expand(size, *t.shape[1:]) for t in (x, output))
+            seen[name] = x, output
+            return output
+        return hook
+
+    hooks = [model.get_submodule(n).register_forward_hook(keep(n)) for n in layers]
+    try:
+        logits = _logits(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    scalars, used = list(_log_likelihoods(logits, draws, generator)), sorted(seen)
+    for scalar in scalars:
+        # Gradients of outputs only: those of weights would be sums over the batch, which nobody wants.
+        grads = torch.autograd.grad(scalar, [seen[n][1] for n in used], retain_graph=scalar is not scalars[-1],
+                                    allow_unused=True)
+        for name, grad in zip(used, grads):
+            if grad is None:
+                continue
+            for part, square in _squares(model.get_submodule(name), seen[name][0], grad).items():
+                if f"{name}.{part}" in total:
+                    total[f"{name}.{part}"] += square.reshape(total[f"{name}.{part}"].shape)
+
+
+# -- Kronecker factors ---------------------------------------------------------------------------------
+
+class _Logits(nn.Module):
+    """A model as a function of its inputs that answers logits alone."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return _logits(self.model, inputs)
+
+
+def kronecker_fisher(model: nn.Module, batches: Batches, layers: Mapping[str, bool], *, draws: int = 1,
+                     seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+    """K-FAC (Martens and Grosse 2015; convolutions: Grosse and Martens 2016) of ``layers``, by curvlinops.
+
+    A layer's Fisher is about ``A ⊗ G``: ``A`` of its inputs (with a last entry of one where its bias counts), ``G`` of
+    its outputs' gradients. Only the product has a meaning; how it is shared between the two is the library's way.
+
+    Args:
+        layers: from ``matrix_layers``.
+    Returns:
+        ``(A, G)`` in float32, ``(d_in, d_in)`` and ``(d_out, d_out)``, by layer; ``d_in`` of a convolution counts its
+        inputs times its kernel, as its weight flattened from the second dimension on.
+    """
+    require_curvlinops()
+    from curvlinops import KFACLinearOperator
+    names = [f"{n}.weight" for n in layers] + [f"{n}.bias" for n, bias in layers.items() if bias]
+    with _only(model, names) as parameters:
+        data = [({k: v for k, v in b.items() if k != "labels"}, b["labels"]) for b in _on(model, batches)]
+        operator = KFACLinearOperator(
+            _Logits(model), nn.CrossEntropyLoss(), list(parameters.values()), data, check_deterministic=False,
+            fisher_type="mc" if draws else "type-2", mc_samples=max(draws, 1), seed=seed,
+            separate_weight_and_bias=False, num_data=sum(len(y) for _, y in data), num_per_example_loss_terms=1,
+            batch_size_fn=lambda inputs: len(next(iter(inputs.values()))))
+        operator.compute_kronecker_factors()
+    made = {}
+    for name in layers:
+        inputs = operator._input_covariances[f"model.{name}"]
+        outputs = operator._gradient_covariances[f"model.{name}"]
+        made[name] = tuple((0.5 * (m + m.T)).detach().float() for m in (inputs, outputs))
+    return made
+
+
+# -- all of it -----------------------------------------------------------------------------------------
+
+def full_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, draws: int = 0,
+                seed: int = 0) -> Tensor:
+    """The whole Fisher over the parameters ``names`` in sorted order, each flattened: float64 ``(d, d)``.
+
+    Raises:
+        UserError: more parameters than ``LARGEST_FULL``.
+    """
+    with _only(model, names) as parameters:
+        check_full_size(parameters)
+        size = sum(p.numel() for p in parameters.values())
+        total = torch.zeros(size, size, dtype=torch.float64)
+        generator, count = torch.Generator().manual_seed(seed), 0
+        for batch in _on(model, batches):
+            for i in range(len(batch["labels"])):
+                sample = {k: v[i:i + 1] for k, v in batch.items()}
+                scalars = list(_log_likelihoods(_logits(model, sample), draws, generator))
+                for scalar in scalars:
+                    grads = torch.autograd.grad(scalar, list(parameters.values()), allow_unused=True,
+                                                retain_graph=scalar is not scalars[-1])
+                    flat = torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten()
+                                      for p, g in zip(parameters.values(), grads)]).double().cpu()
+                    total.addr_(flat, flat)
+                count += 1
+    return total / count
+
+
+def check_full_size(parameters: Mapping[str, Tensor]) -> None:
+    """Raise ``UserError`` if the full Fisher over ``parameters`` would be too large."""
+    size = sum(p.numel() for p in parameters.values())
+    if size > LARGEST_FULL:
+        raise UserError(f"fisher: full is a square matrix over all {size} parameters, which is for nets of up to "
+                        f"{LARGEST_FULL}; choose kfac or diag")
+
+
+# -- inputs --------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def input_grams(model: nn.Module, batches: Batches, layers: Iterable[str]) -> dict[str, Tensor]:
+    """``(1/m) Σ x xᵀ`` over the ``m`` inputs of each linear layer: float32 ``(d_in, d_in)`` by layer."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def keep(name):
+        def hook(module, args):
+            x = args[0].detach().float().flatten(0, -2)
+            sums[name] = sums[name] + x.T @ x if name in sums else x.T @ x
+            counts[name] = counts.get(name, 0) + len(x)
+        return hook
+
+    hooks = [model.get_submodule(n).register_forward_pre_hook(keep(n)) for n in layers]
+    try:
+        with _only(model, ()):
+            for batch in _on(model, batches):
+                model(**{k: v for k, v in batch.items() if k != "labels"})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: sums[name] / counts[name] for name in layers}

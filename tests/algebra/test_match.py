@@ -1,0 +1,73 @@
+"""Transport and matching of neurons."""
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fs_lowrank.algebra import exact_transport, match, move_inputs, move_outputs, nonparametric_matching
+from fs_lowrank.errors import UserError
+
+
+def test_the_transport_between_permuted_clouds_is_the_permutation():
+    draw = torch.Generator().manual_seed(0)
+    theirs, order = torch.randn(9, 5, generator=draw), torch.randperm(9, generator=draw)
+    plan = exact_transport(theirs[order], theirs)
+    assert torch.equal(plan * 9, torch.eye(9)[order])
+    torch.testing.assert_close(move_outputs(theirs[order], plan * 9), theirs)
+
+
+def test_transport_between_clouds_of_two_sizes():
+    plan = exact_transport(torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [0.1], [1.0], [1.1]]))
+    torch.testing.assert_close(plan, torch.tensor([[0.25, 0.25, 0, 0], [0, 0, 0.25, 0.25]]))
+
+
+def test_inputs_move_with_kernels_and_through_a_flattening():
+    draw = torch.Generator().manual_seed(1)
+    order = torch.randperm(3, generator=draw)
+    plan = torch.eye(3)[order].T  # neuron i goes to the place of order's i
+    kernel, dense = torch.randn(2, 3, 4, 4, generator=draw), torch.randn(2, 12, generator=draw)
+    torch.testing.assert_close(move_inputs(kernel, plan), kernel[:, order])
+    torch.testing.assert_close(move_inputs(dense, plan), dense.reshape(2, 3, 4)[:, order].flatten(1))
+    wider = torch.zeros(3, 5)
+    wider[:, :3] = torch.eye(3)
+    assert move_inputs(dense, wider).shape == (2, 20) and not move_inputs(dense, wider)[:, 12:].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(2, 12), copies=st.integers(2, 4), seed=st.integers(0, 99))
+def test_matching_permuted_copies(size, copies, seed):
+    rng = np.random.default_rng(seed)
+    net = 3 * rng.normal(size=(size, 8)) + 20 * np.eye(size, 8)
+    orders = [rng.permutation(size) for _ in range(copies)]
+    weights, places = nonparametric_matching([net[o] for o in orders], rng=rng)
+    assert len(weights) == size, "the net does not grow"
+    for order, place in zip(orders, places):
+        assert len(set(place)) == size
+        np.testing.assert_allclose(weights[place], net[order] * copies / (copies + 1))
+
+
+def test_neurons_of_two_kinds_make_a_wider_net():
+    one, two = np.diag([9.0, 9, 9, 0, 0, 0])[:3], np.diag([0, 0, 9.0, 9, 9, 9])[2:5]
+    weights, places = nonparametric_matching([one, two], rng=np.random.default_rng(0))
+    assert len(weights) == 5
+    shared = set(places[0]) & set(places[1])
+    assert len(shared) == 1
+    np.testing.assert_allclose(weights[shared.pop()], [0, 0, 6, 0, 0, 0])
+    alone = next(iter(set(places[0]) - set(places[1])))
+    assert weights[alone].max() == pytest.approx(4.5), "half way to the prior"
+
+
+def test_gamma_decides_how_many():
+    rng = np.random.default_rng(5)
+    nets = [rng.normal(size=(10, 4)) for _ in range(3)]
+    few, many = (len(nonparametric_matching(nets, gamma=g, rng=np.random.default_rng(0))[0]) for g in (1e-3, 1e6))
+    assert 10 <= few < many <= 30
+    capped = nonparametric_matching(nets, gamma=1e6, widest=12, rng=np.random.default_rng(0), sweeps=0)[0]
+    assert len(capped) < many
+
+
+def test_a_missing_package(monkeypatch):
+    monkeypatch.setattr(match.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'otfusion needs POT; run: pip install "fs-lowrank\[oneshot\]"'):
+        match.require("POT", "ot", "otfusion")

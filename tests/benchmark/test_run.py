@@ -1,0 +1,247 @@
+"""``run`` and ``report`` from end to end on tiny models: workers that die, cells that fail, files that are damaged."""
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmark.cli import main
+from benchmark.execute import dig, quotient
+from benchmark.plan import Options, plan
+from benchmark.worker import disk_full
+from fs_lowrank import UserError
+
+METHODS = """
+    import os, signal
+    from pathlib import Path
+    from fs_lowrank import register_method
+    from fs_lowrank.methods.fedlora import FedLoRA
+
+    class Watched(FedLoRA):
+        source, sends = "a test", "A and B"
+
+    @register_method("bad_lora")
+    class Bad(Watched):
+        def aggregate(self, updates, state, round):
+            raise RuntimeError("it never works")
+
+    @register_method("deadly_lora")
+    class Deadly(Watched):
+        def aggregate(self, updates, state, round):
+            if round == 3 and not Path("died").exists():
+                Path("died").write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().aggregate(updates, state, round)
+"""
+SUITE = """
+    title: A tiny one
+    imports: [own_methods]
+    config:
+      model: {type: MODEL@transformers}
+      data: {type: DATA, splits: [0.7, 0.1, 0.2]}
+      llm: {tok_len: 24, adapter: {args: [{r: 2, alpha: 6, modules: [query], layers: [2]}]}}
+      dataloader: {batch_size: 8}
+      train: {local_update_steps: 1, optimizer: {type: AdamW}}
+      federate: {client_num: 2, total_round_num: 4}
+    methods: [rolora, fedlora]
+    seeds: [0, 1]
+    metrics: [test_acc, traffic]
+    experiments:
+      main:
+        title: Two methods
+        grid: {federate.client_num: [2, 3]}
+        learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}, at: {clients: 2}}}
+        reference: {from: Table 9, setting: a large model, values: {rolora: {2: [95.5, 0.1], 3: 94}}}
+      trouble: {methods: [bad_lora, deadly_lora], seeds: [0]}
+    claims:
+      half:
+        says: RoLoRA sends half
+        source: here
+        experiments: [main]
+        rule:
+        - {is: ratio, metric: uplink_without_head, of: rolora, to: fedlora, about: 0.5, within: 0.01,
+           where: {clients: 2}}
+      lost:
+        says: Something else is tested
+        source: here
+        experiments: [main]
+        rule: [{is: above, better: flora, than: [rolora], by: 0, where: {clients: 2}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_encoder, reviews_csv):
+    folder = tmp_path_factory.mktemp("benchmark")
+    (folder / "own_methods.py").write_text(textwrap.dedent(METHODS))
+    (folder / "tiny.yaml").write_text(textwrap.dedent(SUITE).replace("MODEL", str(tiny_encoder))
+                                      .replace("DATA", str(reviews_csv)))
+    return folder
+
+
+def bench(folder, *args, wait=True):
+    """The command, as a user gives it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+                   "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])}
+    command = [sys.executable, "-m", "benchmark", *args]
+    if not wait:
+        return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def done(place):
+    return bench(place, "run", "tiny.yaml", "--workers", "2")
+
+
+def results(place, kind):
+    return [json.loads(p.read_text()) for p in sorted((place / "results" / kind).glob("*.json"))]
+
+
+def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "died (signal 9: out of memory, perhaps); another takes its place" in done.stdout
+    failed, = results(place, "failed")
+    assert failed["label"] == "bad_lora seed=0" and "it never works" in failed["error"]
+    cells = results(place, "cells")
+    assert len(cells) == 9 and len(results(place, "searches")) == 2
+    deadly, = (c for c in cells if c["method"] == "deadly_lora")
+    assert deadly["rounds"] == 4 and len(deadly["history"]["loss"]) == 4 and (place / "died").exists()
+
+
+def test_a_result_says_everything(place, done):
+    cell = next(c for c in results(place, "cells") if c["method"] == "rolora" and c["seed"] == 1)
+    assert {"test_acc", "test_loss", "val_acc"} <= set(cell["metrics"])
+    assert all("test_acc" not in p for p in cell["history"]["evaluated"])  # looked at once
+    assert cell["learning_rate"]["from"] == "search" and cell["learning_rate"]["budget"]["trials"] == 2
+    assert cell["config"]["train.optimizer.lr"] == cell["learning_rate"]["point"]["train.optimizer.lr"]
+    assert cell["samples"] == cell["rounds"] * int(cell["setting"]["clients"]) * 8
+    assert cell["bytes"]["uplink_bytes"] > cell["bytes"]["uplink_bytes_without_head"] > 0
+    assert cell["head"] == "trained, sent and averaged" and cell["peak_memory_bytes"]["host"] > 1e7
+    assert len(cell["data"]["fingerprint"]) == 64 and cell["versions"]["torch"]
+    assert "data.root" not in cell["config"] and cell["command"].startswith("python -m benchmark run tiny.yaml")
+    search, _ = results(place, "searches")
+    assert [p["train.optimizer.lr"] for p in search["tried"]] == [1e-3, 1e-2] and search["objective"] == "val_acc"
+
+
+def test_again_damaged_and_report(place, done):
+    cell = next(c for c in results(place, "cells") if c["experiment"] == "main")
+    path = place / "results" / "cells" / f"{cell['hash']}.json"
+    path.write_text(path.read_text()[:-200])
+    again = bench(place, "run", "tiny.yaml", "--only", "main", "--workers", "1")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "damaged, and taken as missing" in again.stdout and path.name in again.stdout
+    assert "1 done, 0 failed, 0 remain, 9 were done before" in again.stdout
+    assert json.loads(path.read_text())["metrics"]["test_acc"] == cell["metrics"]["test_acc"]
+    report = bench(place, "report", "tiny.yaml")
+    assert report.returncode == 0, report.stdout + report.stderr
+    text = (place / "results" / "report.md").read_text()
+    assert "| RoLoRA sends half | tiny |  | **holds** |" in text
+    assert "| Something else is tested | tiny |  | **not tested at this size** |" in text
+    assert "| method | 2 | 3 | paper: 2 | paper: 3 |" in text and "95.5 ± 0.1" in text
+    assert "- bad_lora seed=0: " in text and "it never works" in text
+    assert "2 trials" in text and "one seed" in text and str(place) not in text
+    for name in ("axis", "curves", "traffic", "bytes", "rates"):
+        assert (place / "results" / "report" / f"tiny-small-main-{name}.png").stat().st_size > 5000
+    page = (place / "results" / "report.html").read_text()
+    assert page.count("<table>") == page.count("</table>") > 5 and "<script" not in page
+
+
+def test_an_interrupted_cell_goes_on_from_its_checkpoint(place):
+    text = (place / "tiny.yaml").read_text().replace("total_round_num: 4", "total_round_num: 60")
+    (place / "long.yaml").write_text(text[:text.index("experiments:")].replace("[0, 1]", "[0]")
+                                     .replace("[rolora, fedlora]", "[fedlora]"))
+    first = bench(place, "run", "long.yaml", "--results", "long", wait=False)
+    for _ in range(600):
+        reached = sorted(place.glob("runs/benchmark/*/checkpoint/round_*"))
+        if reached:
+            break
+        time.sleep(0.1)
+    first.send_signal(signal.SIGTERM)
+    out, _ = first.communicate(timeout=60)
+    assert first.returncode == 130 and "the same command goes on where it stopped" in out
+    records = reached[0].parents[1] / "rounds.jsonl"
+    before = records.read_text().splitlines()[:int(reached[0].name[-6:])]
+    again = bench(place, "run", "long.yaml", "--results", "long", "--keep")
+    assert again.returncode == 0 and "1 done" in again.stdout, again.stdout + again.stderr
+    after = records.read_text().splitlines()
+    assert len(after) == 60 and after[:len(before)] == before  # seconds and all: those rounds were not run again
+
+
+def test_everything_missing_is_said_before_anything_trains(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    text = textwrap.dedent(SUITE)
+    wrong = text.replace("MODEL", "/no/such/model").replace("DATA", "nowhere.csv").replace("imports: [own_methods]", "")
+    (place / "wrong.yaml").write_text(wrong.replace("[bad_lora, deadly_lora]", "[fedlora]"))
+    assert main(["run", "wrong.yaml", "--results", "elsewhere"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "nothing was started; 2 things to put right" in error
+    assert "nowhere.csv" in error and "there is no folder '/no/such/model'" in error
+    assert not (place / "elsewhere" / "cells").exists()
+
+
+def test_wrong_use(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    for args, words in ((["run", "gleu"], "did you mean 'glue'"),
+                        (["report", "analysis", "--results", "none"], "holds no result"),
+                        (["run", "glue", "--only", "sst"], "no such experiment; did you mean 'sst2'"),
+                        (["run", "glue", "--workers", "0"], "--workers 0"),
+                        (["run", "glue", "--engine", "locl"], "'local'"),
+                        (["run", "glue", "--data", "nowhere"], "there is no such folder")):
+        assert main(args) == 2
+        assert words in " ".join(capsys.readouterr().err.split()), args
+
+
+def test_too_little_memory(place, monkeypatch):
+    from benchmark import check
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr(check, "available_bytes", lambda: 1e9)
+    (place / "small.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", "")
+                                      .replace("[bad_lora, deadly_lora]", "[fedlora]"))
+    options = Options(("small.yaml",))
+    with pytest.raises(UserError, match=r"memory: 3 workers .* 1.0 GB are free; try --workers 1"):
+        check.check(plan(options), options, workers=3)
+
+
+def test_done_redo_and_failed_before(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    (place / "one.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", "")
+                                    .replace("[bad_lora, deadly_lora]", "[fedlora]"))
+    options = Options(("one.yaml",), results="redo", only=("trouble",), since=100.0)
+    cell, again = plan(options)[0], plan(dataclasses.replace(options, redo=True))[0]
+    store = options.store
+    store.write("failed", {**cell.identity(), "error": "then", "finished": 50.0})
+    assert not cell.done(store)  # a cell that failed in an earlier call is tried again
+    store.write("failed", {**cell.identity(), "error": "now", "finished": 150.0})
+    assert cell.done(store)
+    store.write("cells", {**cell.identity(), "finished": 50.0})
+    assert cell.done(store) and not again.done(store)
+    store.write("cells", {**cell.identity(), "finished": 150.0})
+    assert again.done(store)
+
+
+def test_full_disk_is_recognised_below_other_errors():
+    try:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            raise UserError("could not save") from error
+    except UserError as error:
+        assert disk_full(error)
+    assert not disk_full(ValueError("no"))
+
+
+def test_values_of_a_script():
+    found = {"file": {"rows": [{"x": 1.0}, {"x": 3.0}], "y": 4}}
+    assert dig(found, "file.rows.*.x") == 2.0 and quotient(found, "file.y / file.rows.0.x") == 4.0
+    with pytest.raises(UserError, match="there is no 'z', only rows, y"):
+        dig(found, "file.z")
+    with pytest.raises(UserError, match="expected a number"):
+        dig(found, "file.rows")

@@ -1,0 +1,77 @@
+"""Result files: whole or damaged, a full disk, and claims of processes."""
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmark.store import Store
+from fs_lowrank import UserError
+
+RECORD = {"hash": "abc", "metrics": {"test_acc": 0.5}, "finished": 1.0}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "results", tmp_path / "work")
+
+
+def test_round_trip(store):
+    store.write("failed", {**RECORD, "error": "no"})
+    store.write("cells", RECORD)
+    assert store.read("cells", "abc") == RECORD
+    assert store.read("failed", "abc") is None  # the finished one takes its place
+    assert store.read("cells", "other") is None and not store.damaged
+    assert store.all("cells") == [RECORD]
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda text: text[:40], "Expecting|Unterminated"),
+    (lambda text: text.replace("0.5", "0.9"), "checksum does not match"),
+    (lambda text: "[]", "it holds no result"),
+    (lambda text: "", "Expecting value"),
+])
+def test_damaged_files_are_named_and_taken_as_missing(store, damage, words):
+    path = store.write("cells", RECORD)
+    path.write_text(damage(path.read_text()))
+    assert store.read("cells", "abc") is None
+    (named, why), = store.damaged.items()
+    assert named == str(path)
+    pytest.importorskip("re").search(words, why) or pytest.fail(why)
+
+
+def test_a_copied_file_is_no_result_of_another_cell(store):
+    path = store.write("cells", RECORD)
+    path.rename(path.with_name("def.json"))
+    assert store.read("cells", "def") is None and "result of abc" in next(iter(store.damaged.values()))
+
+
+def test_full_disk(store, monkeypatch):
+    store.write("cells", RECORD)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="cannot be written: No space left on device; make room"):
+        store.write("cells", {**RECORD, "metrics": {}})
+    monkeypatch.undo()
+    assert store.read("cells", "abc") == RECORD
+    assert [p.name for p in (store.results / "cells").iterdir()] == ["abc.json"]
+
+
+def test_claims_exclude_each_other_and_end_with_their_process(store):
+    with store.claim("k") as ours:
+        assert ours
+        with store.claim("k") as again:
+            assert not again
+    code = ("import os, sys; from pathlib import Path; from benchmark.store import Store\n"
+            f"store = Store(Path('x'), Path({str(store.work)!r}))\n"
+            "with store.claim('k') as ours:\n    print(ours, flush=True); sys.stdin.read(1); os.kill(os.getpid(), 9)\n")
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "True\n"
+    with store.claim("k") as ours:
+        assert not ours
+    child.communicate("x")
+    with store.claim("k") as ours:
+        assert ours

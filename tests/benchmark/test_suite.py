@@ -1,0 +1,158 @@
+"""Suites: what a YAML may say, what it becomes, and what is refused with which words."""
+import dataclasses
+import textwrap
+
+import pytest
+
+from benchmark.plan import Cell, Options, Search, jobs_of, plan
+from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
+from fs_lowrank import UserError
+
+FIVE_LINES = """
+    config: {model: {type: MODEL@transformers}, data: {type: DATA, splits: [0.7, 0.1, 0.2]}}
+    methods: [rolora, fedlora]
+    grid: {federate.client_num: [3, 6]}
+    seeds: [0, 1]
+"""
+
+
+@pytest.fixture
+def write(tmp_path, tiny_encoder, reviews_csv):
+    def write(text, name="mine.yaml"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text).replace("MODEL", str(tiny_encoder)).replace("DATA", str(reviews_csv)))
+        return str(path)
+    return write
+
+
+def options(path, **changes):
+    return Options((path,), **changes)
+
+
+def test_five_lines_are_a_suite(write):
+    cells = plan(options(write(FIVE_LINES)))
+    assert len(cells) == 8 and all(isinstance(c, Cell) for c in cells)
+    first = cells[0]
+    assert (first.method.label, first.setting, first.seed) == ("rolora", {"clients": "3"}, 0)
+    assert first.config.federate.client_num == 3 and first.config.federate.method == "rolora"
+    assert first.config.eval.split == ["val"]  # the test set is scored once, after the run
+    assert len({c.key for c in cells}) == 8
+    assert [c.seed for c in cells] == [0] * 4 + [1] * 4  # what is there early covers the grid
+
+
+def test_any_method_by_name(write):
+    jobs = plan(options(write(FIVE_LINES), methods=("ffa_lora", "rolora")))
+    assert {j.method.label for j in jobs} == {"ffa_lora", "rolora"}
+    with pytest.raises(UserError, match="no method 'rollora'; did you mean 'rolora'"):
+        plan(options(write(FIVE_LINES), methods=("rollora",)))
+
+
+def test_hash_goes_by_what_decides(write):
+    key = lambda text, **o: plan(options(write(text), **o))[0].key  # noqa: E731
+    same = key(FIVE_LINES)
+    assert key(FIVE_LINES + "    title: other words\n") == same
+    assert key(FIVE_LINES, data="/elsewhere", work="/other") == same
+    assert key(FIVE_LINES, engine="federatedscope") != same
+    assert key(FIVE_LINES.replace("splits: [0.7", "subsample: 0.9, splits: [0.7")) != same
+    assert key(FIVE_LINES.replace("data:", "lowrank: {min_clients: 1}, data:")) == same  # a default changes nothing
+
+
+def test_budget_of_samples_sets_rounds(write):
+    text = FIVE_LINES.replace("config: {", "samples: 1000\n    evaluations: 4\n    config: {"
+                              "dataloader: {batch_size: 8}, train: {local_update_steps: 2}, ")
+    by_clients = {c.setting["clients"]: c.config for c in plan(options(write(text)))}
+    assert by_clients["3"].federate.total_round_num == 1000 // (3 * 2 * 8)
+    assert by_clients["6"].federate.total_round_num == 1000 // (6 * 2 * 8)
+    assert by_clients["3"].eval.freq == 5
+    with pytest.raises(UserError, match="samples = 40 is less than one round takes, 48: 3 clients × 2 steps × 8"):
+        plan(options(write(text.replace("1000", "40"))))
+
+
+def test_search_is_shared_over_seeds_and_settings(write):
+    space = "{space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}"
+    text = FIVE_LINES + "    learning_rates: {search: " + space + ", at: {clients: 6}}}\n"
+    jobs = plan(options(write(text)))
+    searches = [j for j in jobs if isinstance(j, Search)]
+    assert [s.label for s in searches] == [f"learning rate of {m} at clients=6" for m in ("rolora", "fedlora")]
+    assert all(s.config.eval.split == ["val"] and s.config.seed == 100 for s in searches)
+    each = plan(options(write(text.replace("at: {clients: 6}", "each: [clients]"))))
+    assert sum(isinstance(j, Search) for j in each) == 4
+    assert searches[0].key in {j.key for j in each}  # the same search, whatever asks for it
+    with pytest.raises(UserError, match="no axis 'client'; there are: clients"):
+        plan(options(write(text.replace("at: {clients: 6}", "each: [client]"))))
+
+
+def test_table_of_rates(write):
+    text = FIVE_LINES + "    learning_rates: {table: {rolora: 0.01, fedlora: 0.02}, budget: 8 trials each}\n"
+    rates = {c.method.label: (c.config.train.optimizer.lr, c.rate["budget"]) for c in plan(options(write(text)))}
+    assert rates == {"rolora": (0.01, "8 trials each"), "fedlora": (0.02, "8 trials each")}
+    with pytest.raises(UserError, match="table has no rate for fedlora; there are: rolora"):
+        plan(options(write(text.replace(", fedlora: 0.02", ""))))
+    with pytest.raises(UserError, match="give 'budget'"):
+        plan(options(write(text.replace(", budget: 8 trials each", ""))))
+
+
+def test_experiments_lay_configs_over_each_other(write):
+    path = write("""
+        config: {data: {type: a.csv}, llm: {adapter: {args: [{r: 4}]}}, federate: {client_num: 2}}
+        methods: [fedlora]
+        small:
+          config: {data: {subsample: 0.5}}
+          experiments:
+            one: {}
+            two: {config: {data.type: b.csv, llm.adapter.args.0.r: 8}, methods: [rolora], seeds: [7]}
+        """)
+    suite = load_suite(path, "small")
+    one, two = suite.experiments.values()
+    assert one.config["data.type"] == "a.csv" and one.config["data.subsample"] == 0.5
+    cell = jobs_of(suite, two, options(path))[0]
+    assert (cell.config.data.type, cell.config.adapter.r, cell.config.federate.method, cell.seed) == (
+        "b.csv", 8, "rolora", 7)
+    with pytest.raises(UserError, match="has no size 'paper'; there is: small"):
+        load_suite(path, "paper")
+
+
+@pytest.mark.parametrize("text, words", [
+    ("methds: [rolora]\nconfig: {a: 1}", "unknown key 'methds'; did you mean 'methods'"),
+    ("config: {data: {typ: x}, federate: {client_num: 2}}\nmethods: [rolora]", "unknown key 'data.typ'"),
+    ("config: {a: 1}", "'methods' is missing"),
+    ("config: {a: 1}\nmethods: [rolora, rolora]", "'rolora' is there twice"),
+    ("config: {a: 1}\nmethods: [rolora]\nmethods: [x]", "line 3: the key 'methods' is there twice"),
+    ("config: {a: 1}\nmethods: [rolora]\nseeds: 3", "seeds: expected a list"),
+    ("config: {a: 1}\nmethods: [rolora]\ngrid: {x: 3}", "grid: x: expected a list of values"),
+    ("config: {a: 1}\nmethods: [rolora]\ntest: twice", "test = 'twice'"),
+    ("config: {a: 1}\nmethods: [rolora]\nreference: nothing", "no figures 'nothing'"),
+    ("config: [", "not valid YAML"),
+    ("config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [main], rule: [{is: dropps}]}}",
+     "no condition 'dropps'; did you mean 'drops'"),
+    ("config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [man], rule: []}}",
+     "no experiment 'man'; did you mean 'main'"),
+    ("config: {a: 1}\nmethods: [rolora]\ngrid: {federate.client_num: [1]}\nclaims: {c: {says: x, experiments: [main], "
+     "rule: [{is: close, methods: [a], to: b, within: 1, where: {client: 1}}]}}", "no axis 'client'"),
+])
+def test_wrong_suites(write, text, words):
+    with pytest.raises(UserError, match=words.replace("[", r"\[").replace("(", r"\(")):
+        plan(options(write(text)))
+
+
+def test_unknown_suite():
+    with pytest.raises(UserError, match="no suite 'gleu'; did you mean 'glue'"):
+        load_suite("gleu", "small")
+
+
+def test_flat_keys():
+    assert flatten({"a": {"b": 1, "c.d": 2}, "e": []}) == {"a.b": 1, "a.c.d": 2, "e": []}
+    assert lay({"a.b": 1, "a.c": 2}, {"a": [3]}) == {"a": [3]}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_suites_fit_together(name, size):
+    suite = load_suite(name, size)
+    for experiment in suite.experiments.values():
+        jobs = jobs_of(suite, dataclasses.replace(experiment, seeds=experiment.seeds[:1]), Options((name,), size))
+        assert jobs, experiment.name
+        methods = {j.method.label for j in jobs if isinstance(j, Cell)}
+        assert not methods or set((experiment.reference or {}).get("values", {})) <= methods | {"flora", "flexlora"}
+    for claim in suite.claims.values():
+        assert claim["source"]

@@ -1,0 +1,233 @@
+"""Image sets from their standard files and from folders; what is wrong with them is said."""
+import gzip
+import struct
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fs_lowrank.data import build_data, load_raw
+from fs_lowrank.data import image_files as module
+from fs_lowrank.errors import UserError
+
+DRAW = np.random.default_rng(0)
+
+
+def load(name, root, home=None, args=()):
+    return load_raw(SimpleNamespace(type=str(name), root=str(root), args=list(args)), home)
+
+
+def idx(path, array, pack=lambda raw: raw):
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(pack(header + array.astype(np.uint8).tobytes()))
+
+
+def mnist(folder, pack=lambda raw: raw, suffix="", form="{}-{}-idx{}-ubyte"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", 12), ("t10k", 5)):
+        idx(folder / (form.format(split, "images", 3) + suffix), np.full((count, 28, 28), count), pack)
+        idx(folder / (form.format(split, "labels", 1) + suffix), np.arange(count) % 10, pack)
+    return folder
+
+
+@pytest.mark.parametrize("where, pack, suffix, form", [
+    ("", bytes, "", "{}-{}-idx{}-ubyte"), ("mnist", gzip.compress, ".gz", "{}-{}-idx{}-ubyte"),
+    ("MNIST/raw", bytes, "", "{}-{}.idx{}-ubyte")])
+def test_mnist_wherever_its_files_lie(tmp_path, where, pack, suffix, form):
+    mnist(tmp_path / where, pack, suffix, form)
+    raw = load("mnist", tmp_path)
+    assert raw.images.shape == (17, 1, 28, 28) and raw.images.dtype == np.uint8
+    assert raw.train["label"].tolist() == [*range(10), 0, 1] and raw.test["label"].tolist() == [0, 1, 2, 3, 4]
+    assert set(raw.images[raw.test["image"]].ravel()) == {5} and raw.task == "image_classification"
+    assert raw.num_labels == 10 and raw.source.startswith("MNIST") and raw.validation is None
+
+
+def test_fashion_mnist_from_the_systems_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FASHION_MNIST_DEBIAN", mnist(tmp_path / "system"))
+    raw = load("fashion_mnist", tmp_path / "nowhere", tmp_path)
+    assert raw.label_names[1] == "Trouser" and len(raw.train) == 12
+    # FederatedScope's way of writing it.
+    assert load("FashionMNIST@torchvision", tmp_path / "nowhere", tmp_path).fingerprint == raw.fingerprint
+
+
+def test_mnist_that_is_not_there_or_not_whole(tmp_path):
+    with pytest.raises(UserError, match="no train-images-idx3-ubyte in any of.*fs-lowrank fetch mnist"):
+        load("mnist", tmp_path, tmp_path)
+    folder = mnist(tmp_path)
+    (folder / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(UserError, match=f"{folder} has no t10k-labels-idx1-ubyte"):
+        load("mnist", tmp_path, tmp_path)
+    mnist(tmp_path)
+    path = folder / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError, match=f"{path}: truncated"):
+        load("mnist", tmp_path, tmp_path)
+    mnist(tmp_path)
+    idx(folder / "train-labels-idx1-ubyte", np.arange(11) % 10)
+    with pytest.raises(UserError, match=r"train-labels-idx1-ubyte: \(11,\) labels came for 12 images"):
+        load("mnist", tmp_path, tmp_path)
+    idx(folder / "train-labels-idx1-ubyte", np.arange(12))
+    with pytest.raises(UserError, match="label 10 is none of 0 … 9"):
+        load("mnist", tmp_path, tmp_path)
+
+
+@pytest.fixture
+def small_cifar(monkeypatch):
+    """CIFAR's files with few records each."""
+    records = module._records
+    monkeypatch.setattr(module, "_records", lambda path, ahead, count: records(path, ahead, count // 1000))
+
+
+def test_cifar10_binary(tmp_path, small_cifar):
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for i, name in enumerate([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]):
+        rows = DRAW.integers(0, 256, (10, 3073)).astype(np.uint8)
+        rows[:, 0], rows[:, 1] = np.arange(10), i
+        rows.tofile(folder / name)
+    raw = load("CIFAR10", tmp_path)
+    assert raw.images.shape == (60, 3, 32, 32) and len(raw.train) == 50 and raw.label_names[3] == "cat"
+    assert raw.images[:, 0, 0, 0].tolist() == [i for i in range(6) for _ in range(10)]
+    (folder / "data_batch_3.bin").write_bytes(b"\0" * 30_729)
+    with pytest.raises(UserError, match="data_batch_3.bin: truncated or too long: 30729 bytes came, expected 30730"):
+        load("cifar10", tmp_path)
+    (folder / "data_batch_3.bin").unlink()
+    with pytest.raises(UserError, match="cifar-10-batches-bin has no data_batch_3.bin"):
+        load("cifar10", tmp_path)
+    with pytest.raises(UserError, match="pickled, and pickles are not read"):
+        load("cifar10", tmp_path / "else")
+
+
+def test_cifar100_binary(tmp_path, small_cifar):
+    for name, count in (("train.bin", 50), ("test.bin", 10)):
+        rows = np.zeros((count, 3074), np.uint8)
+        rows[:, 0], rows[:, 1] = np.arange(count) % 20, np.arange(count) % 100
+        rows.tofile(tmp_path / name)
+    raw = load("cifar100", tmp_path)
+    assert raw.num_labels == 100 and raw.fields == ["coarse"] and raw.train["coarse"].tolist()[21] == 1
+    assert raw.train["label"].tolist()[21] == 21 and raw.images.shape == (60, 3, 32, 32)
+    (tmp_path / "fine_label_names.txt").write_text("\n".join(f"kind{i}" for i in range(100)))
+    assert load("cifar100", tmp_path).label_names[7] == "kind7"
+
+
+def test_svhn(tmp_path):
+    scipy_io = pytest.importorskip("scipy.io")
+    for split, count in (("train", 12), ("test", 4)):
+        pixels = np.zeros((32, 32, 3, count), np.uint8)
+        pixels[:, :, 1] = np.arange(count)
+        scipy_io.savemat(tmp_path / f"{split}_32x32.mat", {"X": pixels, "y": np.arange(1, count + 1)[:, None] % 10 + 1})
+    raw = load("svhn", tmp_path)
+    assert raw.images.shape == (16, 3, 32, 32) and raw.train["label"].tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3]
+    assert raw.images[3, 1].max() == 3 and raw.images[3, 0].max() == 0
+    (tmp_path / "test_32x32.mat").write_bytes(b"MATLAB no more")
+    with pytest.raises(UserError, match="test_32x32.mat: cannot be read as SVHN"):
+        load("svhn", tmp_path)
+
+
+# -- folders -------------------------------------------------------------------------------------------
+
+def picture(path, value, size=(6, 5), mode="L"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value if mode == "L" else (value, 0, 9)).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """train and test with two classes, seven pictures in all, and things that are none."""
+    root = tmp_path / "pictures"
+    for i in range(3):
+        picture(root / "train" / "cat" / f"{i}.png", 10 + i)
+    picture(root / "train" / "dog" / "0.png", 20)
+    picture(root / "train" / "dog" / "1.JPG", 21)
+    picture(root / "test" / "dog" / "0.png", 30)
+    picture(root / "test" / "cat" / "0.png", 31)
+    (root / "train" / "dog" / "notes.txt").write_text("x")
+    (root / "train" / "dog" / ".hidden.png").write_text("x")
+    return root
+
+
+def test_a_folder_of_class_folders(folder, tmp_path):
+    raw = load(folder, "", tmp_path / "home")
+    assert raw.label_names == ["cat", "dog"] and raw.train["label"].tolist() == [0, 0, 0, 1, 1]
+    assert raw.images.shape == (7, 1, 5, 6) and raw.test["label"].tolist() == [0, 1]
+    assert raw.images[raw.test["image"], 0, 0, 0].tolist() == [31, 30] and raw.validation is None
+    assert raw.skipped == {"not an image, by its name": 2}
+    assert load("pictures", folder.parent, tmp_path / "home").fingerprint == raw.fingerprint
+    assert load(folder / "train", "", tmp_path / "home").test is None, "only classes: all of it is for training"
+    (folder / "test").rename(folder / "val")
+    assert len(load(folder, "", tmp_path / "home").validation) == 2
+
+
+def test_decoded_once_until_something_changes(folder, tmp_path, monkeypatch):
+    decoded = []
+    decode = module._decode
+    monkeypatch.setattr(module, "_decode", lambda files, *a: decoded.append(len(files)) or decode(files, *a))
+    first = load(folder, "", tmp_path / "home")
+    again = load(folder, "", tmp_path / "home")
+    assert decoded == [7] and first.fingerprint == again.fingerprint
+    kept = next((tmp_path / "home" / "images").glob("*.npy"))
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert load(folder, "", tmp_path / "home").fingerprint == first.fingerprint and decoded == [7, 7]
+    picture(folder / "train" / "cat" / "0.png", 99)
+    assert load(folder, "", tmp_path / "home").images[0].max() == 99 and decoded == [7, 7, 7]
+    load(folder, "", tmp_path / "home", [{"channels": 3}])
+    assert decoded == [7, 7, 7, 7]
+
+
+def test_colours_and_sizes(folder, tmp_path):
+    picture(folder / "train" / "cat" / "9.png", 50, mode="RGB")
+    raw = load(folder, "", tmp_path)
+    assert raw.images.shape == (8, 3, 5, 6) and raw.images[3, :, 0, 0].tolist() == [50, 0, 9]
+    assert raw.images[0, :, 0, 0].tolist() == [10, 10, 10] and len(raw.mean) == 3
+    assert load(folder, "", tmp_path, [{"channels": 1}]).images.shape == (8, 1, 5, 6)
+    picture(folder / "train" / "cat" / "8.png", 60, size=(4, 4))
+    with pytest.raises(UserError, match=r"8.png: is 4 × 4, 0.png is 5 × 6; .*data.args"):
+        load(folder, "", tmp_path)
+    assert load(folder, "", tmp_path, [{"size": 8}]).images.shape == (9, 3, 8, 8)
+    assert load(folder, "", tmp_path, [{"size": [4, 7]}]).images.shape == (9, 3, 4, 7)
+
+
+@pytest.mark.parametrize("args, message", [
+    ([{"siz": 3}], "no key 'siz'; did you mean 'size'"), ([{"size": 0}], "size = 0"),
+    ([{"channels": 2}], "channels = 2: expected 1 or 3")])
+def test_wrong_arguments(folder, tmp_path, args, message):
+    with pytest.raises(UserError, match=message):
+        load(folder, "", tmp_path, args)
+
+
+def test_folders_that_are_wrong(folder, tmp_path):
+    (folder / "train" / "cat" / "bad.png").write_bytes(b"no picture")
+    with pytest.raises(UserError, match="bad.png: cannot be read as an image"):
+        load(folder, "", tmp_path)
+    (folder / "train" / "cat" / "bad.png").unlink()
+    picture(folder / "test" / "bird" / "0.png", 1)
+    with pytest.raises(UserError, match="class 'bird' of test does not occur in training"):
+        load(folder, "", tmp_path)
+    (tmp_path / "one" / "only").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"found 0 folder\(s\) with images \(none\)"):
+        load(tmp_path / "one", "", tmp_path)
+    with pytest.raises(UserError, match="unknown data.type 'cifr10'; did you mean 'cifar10'.*there is none at"):
+        load("cifr10", tmp_path, tmp_path)
+
+
+# -- in a run ------------------------------------------------------------------------------------------
+
+def test_built_without_a_tokenizer(tiny_images, tmp_path, config):
+    cfg = config(tiny_images, splits=(0.8, 0.1, 0.1), clients=4, splitter="lda", splitter_args=[{"alpha": 0.5}])
+    cfg.data.transform = [["RandomCrop", {"size": 12}]]
+    raw = load(tiny_images, "", tmp_path)
+    built = build_data(cfg, raw=raw)
+    assert built.task == "image_classification" and built.image_shape == (1, 12, 12) and built.num_labels == 3
+    assert len(built.test) == len(built.validation) == 21 and sum(map(len, built.clients)) == 168
+    assert all(c.images is raw.images for c in built.clients)
+    assert built.fingerprint == build_data(cfg, raw=raw).fingerprint
+    cfg.data.test_transform = [["CenterCrop", {"size": 11}]]
+    with pytest.raises(UserError, match=r"data.test_transform makes images of shape \(1, 11, 11\)"):
+        build_data(cfg, raw=raw)
+
+
+def test_the_usual_normalisation_where_none_is_asked_for(tmp_path, config):
+    mnist(tmp_path)
+    built = build_data(config("mnist", tmp_path, splits=(1, 0, 0), clients=2))
+    np.testing.assert_allclose(built.test.batch([0])["pixel_values"].numpy(), (5 / 255 - 0.1307) / 0.3081, atol=1e-5)

@@ -1,0 +1,135 @@
+"""Networks from scratch in the embedded engine: what trains whole, running statistics, augmentation, resuming."""
+import json
+
+import pytest
+import torch
+
+import fs_lowrank
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.errors import UserError
+from fs_lowrank.models.names import all_tensors, is_statistic
+
+
+@pytest.fixture
+def make(vision_settings, tmp_path, monkeypatch):
+    import fs_lowrank.engines.common as common
+    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+
+    def make(name, keys=None, **callbacks):
+        return LocalEngine(fs_lowrank.load_config(vision_settings, {
+            "federate.client_num": 3, "federate.total_round_num": 2, "outdir": str(tmp_path / name), **(keys or {})}),
+            **callbacks)
+    return make
+
+
+def same(a, b):
+    a, b = all_tensors(a.model), all_tensors(b.model)
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_it_learns(make):
+    result = make("run", {"federate.total_round_num": 4, "train.local_update_steps": 8, "eval.freq": 0,
+                          "data.splitter": "iid", "data.splitter_args": [], "federate.client_num": 2}).run()
+    assert result.final["test_acc"] > 0.8
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedlora"])
+def test_what_carries_no_adapter_trains_and_is_averaged_with_its_statistics(make, monkeypatch, method):
+    engine = make("run", {"federate.method": method, "federate.total_round_num": 1})
+    start = {n: t.clone() for n, t in all_tensors(engine.model).items()}
+    sent, upload = {}, engine.method.upload
+    monkeypatch.setattr(engine.method, "upload", lambda m, r, c: sent.setdefault(
+        c.id, {n: t.detach().clone() for n, t in upload(m, r, c).items()}))
+    engine.run()
+    sizes = [len(e) for e in engine.data.clients]
+    now, frozen = all_tensors(engine.model), {n for n in start if method == "fedlora" and "base_layer" in n}
+    assert sent[1].keys() == start.keys() - frozen and sum(map(is_statistic, sent[1])) == 24
+    for name in start:
+        if name in frozen:
+            assert torch.equal(now[name], start[name])
+            continue
+        mean = sum(n / sum(sizes) * sent[i][name].double() for i, n in enumerate(sizes, start=1))
+        torch.testing.assert_close(now[name].double(), mean, atol=1e-6, rtol=1e-6)
+        assert not torch.equal(now[name], start[name]) or "lora_A" in name
+
+
+def test_the_parameter_counts_are_told(make):
+    engine = make("run", {"federate.total_round_num": 1})
+    assert engine.run().facts["parameters"] == engine.parameters
+    assert json.loads((engine.outdir / "summary.json").read_text())["parameters"] == engine.parameters
+    counts = {m: make(m, {"federate.method": m}).parameters["trainable"] for m in ("fedavg", "ffa_lora", "rolora")}
+    total, trains = engine.parameters["total"], engine.parameters["trainable"]
+    assert counts["fedavg"] == total > trains == counts["rolora"] > counts["ffa_lora"]
+
+
+def test_resumed_bit_by_bit(make):
+    keys = {"federate.sample_client_num": 2, "federate.total_round_num": 3}
+    whole = make("whole", keys).run()
+    make("parts", keys, on_round=lambda record: record["round"] == 2).run()
+    resumed = make("parts", keys).run(resume=True)
+    assert same(whole, resumed) and len(resumed.history) == 3
+
+
+def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypatch):
+    engine, again = make("a"), make("b")
+    data, seen = type(engine.data.test), []
+    batch = data.batch
+    monkeypatch.setattr(data, "batch", lambda self, indices, augment=None: seen.append(augment is not None)
+                        or batch(self, indices, augment))
+    engine._evaluate()
+    list(engine.clients[0].batches())
+    assert seen and not any(seen)
+    seen.clear()
+    first = engine.run()
+    assert any(seen) and same(first, again.run())
+    plain = make("c", {"data.transform": [["ToTensor"], ["Normalize", {"mean": [0.4], "std": [0.25]}]]}).run()
+    assert not same(first, plain)
+
+
+def test_both_ways_to_begin(make):
+    random, zero = make("random"), make("zero", {"lowrank.base_init": "zero"})
+    bases = [n for n in all_tensors(zero.model) if "base_layer" in n]
+    assert bases and not any(all_tensors(zero.model)[n].any() for n in bases)
+    assert all(all_tensors(random.model)[n].any() for n in bases)
+    assert all(zero.server.state[n].any() != random.server.state[n].any()
+               for n in zero.server.state if "lora_B" in n)
+    result = zero.run()
+    assert not any(all_tensors(result.model)[n].any() for n in bases)
+
+
+def test_from_given_weights_norms_and_stem_stay_frozen(make, tmp_path):
+    start = make("start", {"federate.method": "fedavg"}).run()
+    weights = start.save_model(tmp_path / "net") / "model.safetensors"
+    engine = make("tuned", {"lowrank.weights": str(weights)})
+    before = {n: t.clone() for n, t in all_tensors(engine.model).items()}
+    assert torch.equal(before["base_model.model.bn1.running_mean"], all_tensors(start.model)["bn1.running_mean"])
+    result = engine.run()
+    moved = {n for n, t in all_tensors(result.model).items() if not torch.equal(t, before[n])}
+    assert moved and all("lora_" in n or ".fc." in n for n in moved)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Yogi"])
+def test_a_server_optimizer_leaves_statistics_to_the_mean(make, kind):
+    engine = make("run", {"federate.method": "fedavg", "fedopt.use": True,
+                          "fedopt.optimizer": {"type": kind, "lr": 1.0}})
+    engine.run()
+    variances = [t for n, t in all_tensors(engine.model).items() if n.endswith("running_var")]
+    assert variances and all((t > 0).all() for t in variances)
+    assert not any(is_statistic(n) and ":" in n for n in engine.server.state)
+
+
+@pytest.mark.parametrize("keys, message", [
+    ({"model.type": "lenet", "data.transform": [["Resize", {"size": 8}]]}, "images of 8 × 8 are too small"),
+    ({"data.transform": [["RandomCrop", {"size": 20}]]}, "cannot cut 20 × 20 out of 16 × 16"),
+    ({"data.transform": [["Normalise"]]}, "did you mean 'Normalize'"),
+    ({"lowrank.weights": "nowhere.safetensors"}, "cannot read weights from nowhere.safetensors")])
+def test_what_is_wrong_is_said_before_the_run(make, keys, message):
+    with pytest.raises(UserError, match=message):
+        make("run", keys)
+
+
+def test_text_for_a_network_for_images_and_the_other_way_round(make, reviews_csv, tiny_encoder):
+    with pytest.raises(UserError, match="model.type = resnet10 takes images, but .* holds text"):
+        make("run", {"data.type": str(reviews_csv), "data.transform": []})
+    with pytest.raises(UserError, match="takes text, but .* holds images"):
+        make("run", {"model.type": f"{tiny_encoder}@transformers", "lowrank.width": 1.0})

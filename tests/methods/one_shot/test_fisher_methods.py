@@ -1,0 +1,366 @@
+"""FedFisher, FisherMerge and RegMean on nets small enough for brute force."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fs_lowrank.algebra import conjugate_gradients, kron_multiply, nbytes
+from fs_lowrank.errors import UserError
+from fs_lowrank.methods import create_method
+from fs_lowrank.methods.one_shot.base import accuracy
+from fs_lowrank.models.curvature import diagonal_fisher, full_fisher, input_grams, kronecker_fisher
+
+
+def clients(bench, kind=None, count=3, **options):
+    return [bench.net(kind or bench.small, seed=k, **options) for k in range(count)]
+
+
+def flat(tensors, names):
+    return torch.cat([tensors[n].double().flatten() for n in names])
+
+
+def close(a, b, **tolerances):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name].double(), b[name].double(), **{"atol": 1e-6, "rtol": 1e-5, **tolerances},
+                                   msg=lambda m, n=name: f"{n}: {m}")
+
+
+# -- the diagonal --------------------------------------------------------------------------------------
+
+def test_the_diagonal_closed_form(bench):
+    ran = bench.one_round("fedfisher", clients(bench), fisher="diag")
+    for name, found in ran.message.items():
+        above = below = 0
+        for p, update in zip(ran.weights, ran.updates):
+            f, w = (np.asarray(update.tensors[n], dtype=np.float64) for n in (f"fisher:{name}", name))
+            above, below = above + p * f * w, below + p * f
+        wanted = np.where(below > 0, above / np.where(below > 0, below, 1),
+                          sum(p * np.asarray(u.tensors[name]) for p, u in zip(ran.weights, ran.updates)))
+        np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_what_no_client_knows_of_is_the_mean(bench):
+    models = clients(bench)
+    for model in models:
+        model.two.weight.data[3] = -5  # a neuron that is never active: nothing behind it or in it has a gradient
+        model.one.weight.data.abs_()
+    ran = bench.one_round("fedfisher", models, fisher="diag")
+    mean = sum(p * m.two.weight[3].double() for p, m in zip(ran.weights, models))
+    assert all(not u.tensors["fisher:two.weight"][3].any() for u in ran.updates)
+    torch.testing.assert_close(ran.message["two.weight"][3].double(), mean.detach(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fisher", ["diag", "full"])
+def test_cg_is_the_closed_form(bench, fisher):
+    closed, cg = (bench.one_round("fedfisher", clients(bench), fisher=fisher, solver=s, draws=5, tolerance=1e-7,
+                                  steps=20000) for s in ("closed", "cg"))
+    if fisher == "diag":
+        return close(closed.message, cg.message, atol=1e-4)
+    # Where F hardly sees anything the two stop at different places.
+    names = sorted(closed.message)
+    total = sum(p * u.tensors["fisher:"].double() for p, u in zip(closed.weights, closed.updates))
+    apart, size = (flat(closed.message, names) - flat(t, names) for t in (cg.message, bench.tensors(bench.net())))
+    assert apart @ total @ apart < 1e-6 * (size @ total @ size)
+
+
+def test_the_sent_fisher_is_of_the_client_s_own_model_and_data(bench):
+    models = clients(bench)
+    ran = bench.one_round("fedfisher", models, fisher="diag", draws=0)
+    for update, model, data in zip(ran.updates, models, ran.data):
+        wanted = diagonal_fisher(model, data, sorted(dict(model.named_parameters())), draws=0)
+        assert all(torch.equal(update.tensors[f"fisher:{n}"], f) for n, f in wanted.items())
+        assert all(torch.equal(update.tensors[n], p) for n, p in model.named_parameters())
+
+
+def test_draws_follow_seed_round_and_client(bench):
+    same = clients(bench, count=1) * 2
+    data = [bench.data(21)] * 2
+    name = "fisher:two.weight"
+    first, again, later = (bench.one_round("fedfisher", same, data=data, sizes=[21, 21], round=r) for r in (1, 1, 2))
+    one, two = (u.tensors[name] for u in first.updates)
+    assert not torch.equal(one, two), "each client draws for itself"
+    assert torch.equal(one, again.updates[0].tensors[name]) and not torch.equal(one, later.updates[0].tensors[name])
+
+
+# -- Kronecker factors ---------------------------------------------------------------------------------
+
+def explicit(ran, layer, bias=False):
+    """``(Σ p F_k, Σ p F_k w_k, w̄)`` of a layer in full, ``F_k = A ⊗ G`` over the columns of ``[W b]``."""
+    total = target = mean = 0
+    for p, update in zip(ran.weights, ran.updates):
+        t = {n: v.double() for n, v in update.tensors.items()}
+        matrix = t[f"{layer}.weight"].flatten(1)
+        if bias:
+            matrix = torch.cat([matrix, t[f"{layer}.bias"][:, None]], 1)
+        f = torch.kron(t[f"inputs:{layer}"], t[f"outputs:{layer}"])
+        total, target, mean = total + p * f, target + p * f @ matrix.T.flatten(), mean + p * matrix
+    return total, target, mean
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_kfac_lands_at_the_minimiser_nearest_the_mean(bench, bias):
+    models = clients(bench, bench.pictures, bias=bias)
+    ran = bench.one_round("fedfisher", models, kind=bench.pictures, fisher="kfac", draws=0, steps=100000,
+                          tolerance=1e-7) if not bias else None
+    if bias:  # the last column of every matrix
+        class Biased(bench.pictures):
+            def __init__(self):
+                super().__init__(bias=True)
+        ran = bench.one_round("fedfisher", models, kind=Biased, data=[
+            bench.data(20 + 3 * k, seed=k, kind=bench.pictures) for k in range(3)], validation=bench.data(
+                10, kind=bench.pictures), fisher="kfac", draws=0, steps=100000, tolerance=1e-7)
+    for layer in ("conv1", "classifier"):
+        total, target, mean = explicit(ran, layer, bias)
+        found = ran.message[f"{layer}.weight"].double().flatten(1)
+        if bias:
+            found = torch.cat([found, ran.message[f"{layer}.bias"].double()[:, None]], 1)
+        assert (total @ found.T.flatten() - target).norm() < 1e-5 * target.norm()
+        values, vectors = torch.linalg.eigh(total)
+        null = vectors[:, values < 1e-9 * values[-1]]
+        moved = (found - mean).T.flatten()
+        assert (null.T @ moved).norm() < 1e-3 * (1 + moved.norm()), "nothing moves where nothing is known"
+
+
+def test_kfac_s_factors_are_the_estimate_s(bench):
+    model = bench.net()
+    ran = bench.one_round("fedfisher", [model], fisher="kfac", draws=0)
+    wanted = kronecker_fisher(model, ran.data[0], dict.fromkeys(("one", "two", "classifier"), False), draws=0)
+    for layer, (a, g) in wanted.items():
+        assert torch.equal(ran.updates[0].tensors[f"inputs:{layer}"], a)
+        assert torch.equal(ran.updates[0].tensors[f"outputs:{layer}"], g)
+
+
+def test_one_client_gets_its_model_back(bench):
+    model = bench.net(bench.pictures)
+    for name, params in (("fedfisher", {"fisher": "diag"}), ("fedfisher", {"fisher": "kfac"}),
+                         ("fedfisher", {"fisher": "full"}), ("fedfisher", {"fisher": "kfac", "solver": "adam",
+                                                                           "steps": 100}),
+                         ("fisher_merge", {}), ("regmean", {}), ("fisher_merge", {"rule": "mean"})):
+        ran = bench.one_round(name, [model], kind=bench.pictures, **params)
+        close(ran.message, bench.tensors(model))
+
+
+# -- all of it -----------------------------------------------------------------------------------------
+
+def test_full_is_brute_force(bench):
+    models = clients(bench)
+    ran = bench.one_round("fedfisher", models, fisher="full", draws=0, solver="closed")
+    names = sorted(dict(models[0].named_parameters()))
+    total = target = mean = 0
+    for p, model, data in zip(ran.weights, models, ran.data):
+        f, w = full_fisher(model, data, names).double(), flat(bench.tensors(model), names)
+        total, target, mean = total + p * f, target + p * f @ w, mean + p * w
+    found = flat(ran.message, names)
+    assert (total @ found - target).norm() < 1e-4 * target.norm()
+    wanted = mean + torch.linalg.pinv(total, rcond=1e-12, hermitian=True) @ (target - total @ mean)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+    def objective(w):
+        return sum(p * (w - flat(bench.tensors(m), names)) @ full_fisher(m, d, names).double()
+                   @ (w - flat(bench.tensors(m), names)) for p, m, d in zip(ran.weights, models, ran.data))
+    assert objective(found) < 1e-8 * objective(mean), "fewer samples than parameters: all can be fitted"
+
+
+# -- the paper's solver, and the authors' ---------------------------------------------------------------
+
+@pytest.mark.parametrize("fisher", ["diag", "kfac"])
+@pytest.mark.parametrize("solver", ["adam", "reference"])
+def test_scored_iterates(bench, fisher, solver, monkeypatch):
+    from fs_lowrank.methods.one_shot import fedfisher
+    seen = []
+
+    def best(workbench, candidates):
+        seen.extend({n: t.clone() for n, t in c.items()} for c in candidates)
+        return seen[-1]
+    monkeypatch.setattr(fedfisher, "best", best)
+    ran = bench.one_round("fedfisher", clients(bench), fisher=fisher, solver=solver, steps=250)
+    # adam: the start, 100, 200 and the last; the authors' code: after steps 1, 101, 201
+    assert len(seen) == {"adam": 4, "reference": 3}[solver]
+    mean = {n: sum(p * u.tensors[n] for p, u in zip(ran.weights, ran.updates)) for n in ran.message}
+    distance = [max(float((s[n] - mean[n]).abs().max()) for n in mean) for s in seen]
+    assert (distance[0] < 1e-6) == (solver == "adam") and distance[-1] > distance[0]
+
+
+def test_of_the_iterates_the_best_on_validation_data_is_taken(bench):
+    models = clients(bench)
+    ran = bench.one_round("fedfisher", models, fisher="kfac", solver="adam", steps=200)
+    mean = {n: sum(p * u.tensors[n] for p, u in zip(ran.weights, ran.updates)) for n in ran.message}
+    assert ran.method.selects and accuracy(ran.method.workbench, ran.message) >= accuracy(ran.method.workbench, mean)
+    assert not create_method("fedfisher", fisher="kfac").selects
+
+
+def test_cg_beats_adam_on_the_objective(bench):
+    models = clients(bench)
+
+    def objective(ran):
+        total = 0
+        for layer in ran.method.layers:
+            for p, u in zip(ran.weights, ran.updates):
+                d = (ran.message[f"{layer}.weight"] - u.tensors[f"{layer}.weight"]).double()
+                total += p * float((d * kron_multiply(u.tensors[f"outputs:{layer}"].double(),
+                                                      u.tensors[f"inputs:{layer}"].double(), d)).sum())
+        return total
+    one = bench.one_round("fedfisher", models, fisher="kfac")
+    two = bench.one_round("fedfisher", models, fisher="kfac", solver="adam", steps=400)
+    assert objective(one) <= objective(two) * (1 + 1e-6)
+
+
+# -- sums ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["fedfisher", "fisher_merge"])
+def test_the_sum_of_the_updates_is_enough(bench, name):
+    from fs_lowrank.algebra import weighted_mean
+    from fs_lowrank.methods import Update, get_method_class
+    models = clients(bench)
+    plain = bench.one_round(name, models)
+    ran = bench.one_round(name, models, options={"only_sums": True})
+    mean = weighted_mean([dict(u.tensors) for u in ran.updates], ran.weights)
+    state = ran.method.initial_state(ran.model)
+    _, message = ran.method.aggregate([Update(1, 69, mean)], state, 1)
+    close(message, plain.message, atol=1e-5, rtol=1e-4)
+    assert get_method_class(name).needs_only_sums()
+
+
+def test_what_does_not_add_up_is_refused():
+    for params in ({"fisher": "kfac"}, {"fisher": "full"}, {"compress": True}):
+        with pytest.raises(UserError, match="sees only the sum"):
+            create_method("fedfisher", only_sums=True, **params)
+
+
+# -- FisherMerge and RegMean ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rule", ["floor", "mean"])
+def test_fisher_merge_s_two_rules(bench, rule):
+    models, floor = clients(bench), 1e-3
+    ran = bench.one_round("fisher_merge", models, rule=rule, floor=floor, draws=0)
+    both = 0
+    for name, found in ran.message.items():
+        fs = [diagonal_fisher(m, d, [name], draws=0)[name].double() for m, d in zip(models, ran.data)]
+        ws = [dict(m.named_parameters())[name].detach().double() for m in models]
+        raised = [f.clamp_min(floor) for f in fs] if rule == "floor" else fs
+        total = sum(p * f for p, f in zip(ran.weights, raised))
+        wanted = sum(p * f * w for p, f, w in zip(ran.weights, raised, ws)) / total
+        if rule == "mean":
+            wanted = torch.where(total < floor, sum(p * w for p, w in zip(ran.weights, ws)), wanted)
+            both += int((total < floor).any()) + int((total >= floor).any())
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-4)
+    assert rule == "floor" or both > 3
+
+
+def test_regmean_by_its_formula(bench):
+    models = clients(bench)
+    ran = bench.one_round("regmean", models, scales=(0.9,))
+    for layer in ("one", "two", "classifier"):
+        above = below = 0
+        for p, m, d in zip(ran.weights, models, ran.data):
+            g = input_grams(m, d, [layer])[layer].double().numpy()
+            g = 0.9 * g + 0.1 * np.diag(np.diag(g))
+            above, below = above + p * m.get_submodule(layer).weight.detach().double().numpy() @ g, below + p * g
+        found = ran.message[f"{layer}.weight"].double().numpy()
+        np.testing.assert_allclose(found @ below, above, atol=1e-5)
+
+
+def test_regmean_with_equal_grams_is_the_mean(bench):
+    models = clients(bench)
+    for model in models:
+        model.two.weight.data = models[0].two.weight.data.clone()
+        model.one.weight.data = models[0].one.weight.data.clone()
+    data = [bench.data(21)] * 3
+    ran = bench.one_round("regmean", models, data=data, sizes=[21, 21, 21])
+    close(ran.message, {n: sum(u.tensors[n] for u in ran.updates) / 3 for n in ran.message}, atol=1e-5)
+
+
+def test_a_singular_gram_moves_nothing_where_nothing_is_known(bench):
+    models = clients(bench)
+    for model in models:
+        model.one.weight.data[:4] = 0  # four neurons that are always silent
+    ran = bench.one_round("regmean", models, scales=(1.0,))
+    assert all(bool(torch.isfinite(t).all()) for t in ran.message.values())
+    mean = sum(p * m.two.weight[:, :4].double() for p, m in zip(ran.weights, models))
+    torch.testing.assert_close(ran.message["two.weight"][:, :4].double(), mean.detach(), atol=1e-6, rtol=1e-6)
+
+
+def test_regmean_chooses_on_validation_data(bench):
+    models = clients(bench)
+    ran = bench.one_round("regmean", models)
+    alone = [bench.one_round("regmean", models, scales=(s,)).message for s in (0.1, 0.9)]
+    scores = [accuracy(ran.method.workbench, m) for m in alone]
+    close(ran.message, alone[scores.index(max(scores))])
+
+
+# -- compression ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, params", [("fedfisher", {"fisher": "diag"}), ("fedfisher", {"fisher": "kfac"}),
+                                          ("regmean", {})])
+def test_compression_to_the_bytes_of_averaging(bench, name, params):
+    models = clients(bench, bench.pictures)
+    plain, small = (bench.one_round(name, models, kind=bench.pictures, compress=c, **params) for c in (False, True))
+    size = sum(p.numel() for p in models[0].parameters())
+    scales = sum(t.element_size() * t.numel() for n, t in small.updates[0].tensors.items() if n.startswith("scale:"))
+    codes = {n: t for n, t in small.updates[0].tensors.items() if n.startswith("codes:")}
+    assert codes and all(t.dtype == torch.uint8 for t in codes.values())
+    # This net's factors are large beside its weights, and every matrix keeps one vector at least.
+    assert nbytes(small.updates[0].tensors) <= 4 * size * (1.25 if params or name == "fedfisher" else 1.05) + scales
+    assert nbytes(small.updates[0].tensors) < nbytes(plain.updates[0].tensors)
+    assert all(bool(torch.isfinite(t).all()) for t in small.message.values())
+    if params.get("fisher") == "diag":
+        # 16 bits lose 2^-16 of the largest value; where the Fisher is not rounded away little changes.
+        total = sum(p * u.tensors["fisher:classifier.weight"] for p, u in zip(plain.weights, plain.updates))
+        known = total > 1e-2 * total.max()
+        torch.testing.assert_close(small.message["classifier.weight"][known],
+                                   plain.message["classifier.weight"][known], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name, params", [("fedfisher", {"fisher": "diag"}), ("fedfisher", {"fisher": "kfac"}),
+                                          ("regmean", {}), ("fisher_merge", {})])
+def test_an_all_zero_layer(bench, name, params):
+    models = clients(bench)
+    for model in models:
+        model.two.weight.data.zero_()
+    for compress in (False, True) if name != "fisher_merge" else (None,):
+        options = {} if compress is None else {"compress": compress}
+        ran = bench.one_round(name, models, **params, **options)
+        assert all(bool(torch.isfinite(t).all()) for t in ran.message.values())
+        assert not ran.message["two.weight"].any()
+
+
+# -- what else a user can get wrong --------------------------------------------------------------------
+
+def test_clients_without_some_classes(bench):
+    models = clients(bench)
+    data = [[{**b, "labels": torch.full_like(b["labels"], k)} for b in bench.data(21, seed=k)] for k in range(3)]
+    for name, params in (("fedfisher", {}), ("fedfisher", {"fisher": "kfac"}), ("fisher_merge", {}), ("regmean", {})):
+        ran = bench.one_round(name, models, data=data, sizes=[21] * 3, **params)
+        assert all(bool(torch.isfinite(t).all()) for t in ran.message.values())
+
+
+def test_wrong_hyperparameters():
+    for params, said in (({"fisher": "kfac", "solver": "closed"}, "no closed-form"),
+                         ({"fisher": "full", "compress": True}, "tiny nets"),
+                         ({"fisher": "kfa"}, "diag, kfac, full"), ({"steps": 0}, "at least 1")):
+        with pytest.raises(UserError, match=said):
+            create_method("fedfisher", **params)
+    with pytest.raises(UserError, match="scales is empty"):
+        create_method("regmean", scales=())
+
+
+def test_a_net_too_large_for_the_full_fisher():
+    class Wide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classifier = torch.nn.Linear(200, 100)
+    with pytest.raises(UserError, match="choose kfac or diag"):
+        create_method("fedfisher", fisher="full").adapt(Wide())
+
+
+def test_lemma_one_on_a_case_known_by_hand():
+    # Two clients in the plane: F_1 = diag(1, 0) at (2, 5), F_2 = diag(1, 0) at (4, -1). The minimisers are (3, y), the
+    # mean is (3, 2), and so the nearest is the mean; with p = (3/4, 1/4) they are (2.5, y) and the nearest (2.5, 3.5).
+    f = torch.diag(torch.tensor([1.0, 0.0], dtype=torch.float64))
+    w = torch.tensor([[2.0, 5.0], [4.0, -1.0]], dtype=torch.float64)
+    for p, wanted in (((0.5, 0.5), (3.0, 2.0)), ((0.75, 0.25), (2.5, 3.5))):
+        p = torch.tensor(p, dtype=torch.float64)
+        found, _ = conjugate_gradients(lambda x: f @ x, f @ (p @ w), p @ w)
+        assert found.tolist() == pytest.approx(wanted) and not math.isnan(float(found.sum()))
