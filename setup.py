@@ -13,6 +13,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
+    package_data={"benchmark": ["suites/*.yaml"], "hpo": ["spaces/*.yaml"]},
     install_requires=[
         "torch>=2.8", "transformers>=5.0", "peft>=0.18", "datasets>=4.0", "accelerate>=1.0", "safetensors>=0.5",
         "numpy>=2.0", "pandas>=2.2", "pillow>=10", "pyyaml>=6.0", "rich>=13", "matplotlib>=3.8",
@@ -22,7 +23,8 @@ setup(
         "federatedscope": ["grpcio", "protobuf", "pympler", "scipy", "scikit-learn"],
         "eval": ["lm-eval>=0.4.13"],
         "hpo": ["optuna>=5.0", "plotly>=6", "cmaes>=0.11", "scipy"],
-        "oneshot": ["scipy", "einops", "einconv"],
+        # K-FAC needs curvlinops and backpack on top, with --no-deps: theirs would bring torchvision and another torch.
+        "oneshot": ["scipy", "POT", "einops", "einconv", "linear_operator", "opt-einsum", "unfoldNd", "tqdm"],
         "gguf": ["gguf"],
         "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "scikit-learn",
                 "optuna>=5.0", "plotly>=6", "cmaes>=0.11"],

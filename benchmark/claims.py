@@ -224,4 +224,5 @@ def _learns(condition: Mapping, look: Lookup) -> list[Condition]:
     return found
 
 
-_JUDGES = {"learns": _learns, "drops": _drops, "keeps": _keeps, "above": _above, "close": _close, "ratio": _ratio, "value": _value}
+_JUDGES = {"drops": _drops, "keeps": _keeps, "above": _above, "close": _close, "ratio": _ratio, "learns": _learns,
+           "value": _value}

@@ -200,7 +200,10 @@ def _rates(found: Found):
             points = sorted((p[key], p["value"]) for p in search["tried"])
             style = _style(found, search["method"]) if search["method"] in found.methods else {"marker": "."}
             axes.plot(*zip(*points), label=search["method"], lw=1.4, **style)
+        rates = sorted({p[key] for search in searches for p in search["tried"]})
         axes.set(xscale="log", xlabel="learning rate", title=setting)
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axes.set_xticks([], minor=True)
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3)
         handles.update({label: h for h, label in zip(*axes.get_legend_handles_labels())})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank import Config, UserError, list_methods, load_config
+from fs_lowrank.errors import nearest
 
 from .store import Store, digest
 from .suite import Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
@@ -200,8 +201,13 @@ def plan(options: Options) -> list[Job]:
         UserError: something of a suite does not fit together; the message says where.
     """
     jobs: dict[str, Job] = {}
-    for name in options.suites:
-        suite = load_suite(name, options.size)
+    suites = [load_suite(name, options.size) for name in options.suites]
+    there = [name for suite in suites for name in suite.experiments]
+    for name in options.only:
+        if name not in there:
+            raise UserError(f"--only {name}: {', '.join(s.name for s in suites)} ({options.size}) has no such "
+                            f"experiment{nearest(name, there)}; there are: {', '.join(there)}")
+    for suite in suites:
         for experiment in chosen(suite, options.only):
             for job in jobs_of(suite, experiment, options):
                 jobs.setdefault(job.key, job)
@@ -210,11 +216,6 @@ def plan(options: Options) -> list[Job]:
 
 def chosen(suite: Suite, only: Sequence[str]) -> list[Experiment]:
     """The experiments that ``--only`` names, by name; all without it."""
-    from fs_lowrank.errors import nearest
-    for name in only:
-        if name not in suite.experiments:
-            raise UserError(f"--only {name}: {suite.name} ({suite.size}) has no such experiment"
-                            f"{nearest(name, suite.experiments)}; there are: {', '.join(suite.experiments)}")
     return [e for e in suite.experiments.values() if not only or e.name in only]
 
 

@@ -1,6 +1,6 @@
 """How fast the fast forms are, each against the slow form it replaces, in one run.
 
-    python -m benchmark.speed [server_step|clients|frozen_cache|overhead|vision|all]
+    python -m benchmark.speed [server_step|clients|frozen_cache|overhead|vision|one_shot|all]
 
 Only ratios from one run mean anything: the variants are timed in turn, so that other load on the machine
 falls on all of them, and the median is kept.

@@ -1,4 +1,4 @@
-"""python -m benchmark.speed [server_step|clients|frozen_cache|overhead|vision|all] [--out FOLDER]
+"""python -m benchmark.speed [server_step|clients|frozen_cache|overhead|vision|one_shot|all] [--out FOLDER]
 
 Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo fashion_mnist
 """
@@ -14,7 +14,7 @@ from fs_lowrank import UserError
 
 from . import machine
 
-PARTS = ("server_step", "clients", "frozen_cache", "overhead", "vision")
+PARTS = ("server_step", "clients", "frozen_cache", "overhead", "vision", "one_shot")
 
 
 def table(folder: Path) -> str:

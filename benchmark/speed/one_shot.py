@@ -2,20 +2,20 @@
 from __future__ import annotations
 
 import gc
-import time
-from types import SimpleNamespace
+from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
-from fs_lowrank.algebra import nbytes
+from fs_lowrank.algebra import adam, nbytes, weighted_mean
 from fs_lowrank.methods import Client, Update, Workbench, create_method
 from fs_lowrank.models.curvature import diagonal_fisher, kronecker_fisher, matrix_layers
 from fs_lowrank.models.vision import VisionOptions, build_vision
 
 from . import race, row, threads
 
-CLIENTS, SAMPLES, BATCH, EPOCHS = 5, 500, 64, 30
+CLIENTS, SAMPLES, BATCH, EPOCHS, STEPS = 5, 500, 64, 30, 2000
 #: training before the Fisher is taken; the objective's shape is that of trained nets
 WARM = 2
 
@@ -83,38 +83,25 @@ class Round:
 
 
 def _solvers() -> list[dict]:
-    """Seconds of the server's step: cg as it is by default, and the paper's 2,000 steps of Adam with their scores."""
-    round = Round(CLIENTS)
-    other = SimpleNamespace(method=create_method("fedfisher", fisher="kfac", solver="adam"))
-    other.method.adapt(network("fedma_cnn", (3, 32, 32)))
-    other.method.workbench = round.method.workbench
-    found = {}
+    """Seconds of the server's step: cg as it is by default, and 2,000 steps of the paper's Adam without its scores."""
+    round, found = Round(CLIENTS), {}
+    parts, weights = [u.tensors for u in round.updates], round.method.weights(round.updates)
+    mean = weighted_mean(parts, weights)
 
-    def cg():
-        found["cg"] = round.aggregate()
-
-    def adam():
+    def last_of_adam():
         with torch.no_grad():
-            blocks = list(other.method.blocks([u.tensors for u in round.updates], [1 / CLIENTS] * CLIENTS,
-                                              round_mean, torch.float32))
-            from itertools import islice
-
-            from fs_lowrank.algebra import adam as iterates
-
-            def gradient(x):
-                return [b.product(at) - b.target for b, at in zip(blocks, x)]
-            *_, last = islice(iterates(gradient, [b.start for b in blocks]), STEPS + 1)
+            blocks = list(round.method.blocks(parts, weights, mean, torch.float32))
+            iterates = adam(lambda x: [b.product(at) - b.target for b, at in zip(blocks, x)], [b.start for b in blocks])
+            *_, last = islice(iterates, STEPS + 1)
             found["adam"] = {n: t for b, at in zip(blocks, last) for n, t in b.split(at).items()}
 
-    STEPS = 2000
-    round_mean = {n: sum(u.tensors[n] for u in round.updates) / CLIENTS for n in round.state}
-    seconds = race({"cg": cg, "adam": adam}, repeats=1)
-    low, high = (round.objective({**round_mean, **found[s]}) for s in ("cg", "adam"))
-    start = round.objective(round_mean)
+    seconds = race({"cg": lambda: found.update(cg=round.aggregate()), "adam": last_of_adam}, repeats=1)
+    low, high, start = (round.objective(t) for t in (found["cg"], found["adam"], mean))
     ratio = seconds["adam"] / seconds["cg"]
-    return [row("K-FAC, FedMA CNN, 5 clients", "2,000 Adam steps / cg", ratio, "≥ 10", ratio >= 10 and low <= high,
-                f"{seconds['adam']:.1f} s, {seconds['cg']:.1f} s; objective {high:.3g} and {low:.3g}, {start:.3g} at "
-                "the mean")]
+    note = (f"{seconds['adam']:.1f} s, {seconds['cg']:.1f} s; objective {high:.3g} and {low:.3g}, {start:.3g} at the "
+            "mean")
+    return [row(f"K-FAC, FedMA CNN, {CLIENTS} clients", f"{STEPS:,} Adam steps / cg", ratio, "≥ 10, objective no worse",
+                ratio >= 10 and low <= high, note)]
 
 
 def _passes() -> list[dict]:
@@ -125,9 +112,9 @@ def _passes() -> list[dict]:
         model = trained(kind, shape, data, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         names = sorted(dict(model.named_parameters()))
-        layers = matrix_layers(model, names)
-        seconds = race({"epoch": lambda: epoch(model, data, optimizer), "diag": lambda: diagonal_fisher(
-            model, data, names), "kfac": lambda: kronecker_fisher(model, data, layers)}, repeats=3)
+        seconds = race({"epoch": partial(epoch, model, data, optimizer),
+                        "diag": partial(diagonal_fisher, model, data, names),
+                        "kfac": partial(kronecker_fisher, model, data, matrix_layers(model, names))}, repeats=3)
         for fisher in ("diag", "kfac"):
             share = seconds[fisher] / (EPOCHS * seconds["epoch"])
             rows.append(row(f"{fisher} Fisher, {kind}", "share of 30 epochs", share, "≤ 0.15", share <= 0.15,
@@ -145,9 +132,10 @@ def _memory() -> list[dict]:
         del round
         gc.collect()
     grows = (peaks[5] - peaks[2]) / 3 / factors
-    return [row("K-FAC server step, FedMA CNN", "peak bytes per further client / what it sent", grows, "≤ 3", grows <= 3,
-                f"{factors / 1e6:.1f} MB sent; in float64 one layer's factors are twice that, and no copy of all is "
-                f"made; peak {peaks[2] / 1e6:.0f} MB with 2 clients, {peaks[5] / 1e6:.0f} MB with 5")]
+    note = (f"{factors / 1e6:.1f} MB sent, of which one layer at a time is held in float64; peak above the updates "
+            f"{peaks[2] / 1e6:.0f} MB with 2 clients, {peaks[5] / 1e6:.0f} MB with 5")
+    return [row("K-FAC server step, FedMA CNN", "peak bytes per further client / what it sent", grows, "≤ 3",
+                grows <= 3, note)]
 
 
 def _peak(step) -> int:
@@ -164,7 +152,5 @@ def _peak(step) -> int:
 
 
 def run() -> dict:
-    started = time.perf_counter()
     with threads(1):
-        rows = [*_solvers(), *_passes(), *_memory()]
-    return {"rows": rows, "threads": 1, "took": time.perf_counter() - started}
+        return {"rows": [*_solvers(), *_passes(), *_memory()], "threads": 1}

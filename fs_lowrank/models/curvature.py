@@ -25,7 +25,8 @@ def require_curvlinops() -> None:
     """Raise ``UserError`` unless the library of the K-FAC estimate is installed."""
     if importlib.util.find_spec("curvlinops") is None:
         raise UserError('fisher: kfac needs curvlinops; run: pip install "fs-lowrank[oneshot]", then: '
-                        "pip install --no-deps curvlinops-for-pytorch (its own requirements would replace torch)")
+                        "pip install --no-deps curvlinops-for-pytorch backpack-for-pytorch (their own requirements "
+                        "would bring torchvision and another torch)")
 
 
 def matrix_layers(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:

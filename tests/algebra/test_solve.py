@@ -1,4 +1,6 @@
 """The minimisers: conjugate gradients against closed forms, Kronecker products against explicit ones."""
+from itertools import islice
+
 import pytest
 import torch
 
@@ -63,7 +65,7 @@ def test_adam_is_torch_s():
     target = torch.ones(6)
     parameter = torch.nn.Parameter(torch.zeros(6))
     optimizer = torch.optim.Adam([parameter], lr=0.01, betas=(0.9, 0.99), eps=0.01)
-    for iterate, step in zip(adam(lambda x: [matrix @ x[0] - target], [torch.zeros(6)]), range(50)):
+    for iterate in islice(adam(lambda x: [matrix @ x[0] - target], [torch.zeros(6)]), 50):
         torch.testing.assert_close(iterate[0], parameter.detach(), atol=1e-6, rtol=1e-5)
         parameter.grad = (matrix @ parameter - target).detach()
         optimizer.step()

@@ -149,7 +149,7 @@ def test_the_full_fisher():
 
 
 def by_hand(model, batches):
-    """K-FAC's factors of every layer by their definition: ``E[a aᵀ]`` and ``E[g gᵀ]``, over positions for a convolution."""
+    """K-FAC's factors of every layer by definition: ``E[a aᵀ]`` and ``E[g gᵀ]``, over positions for a convolution."""
     model = model.double()
     inputs, grads, factors = {}, {}, {}
     for name in ("conv", "fc", "last"):

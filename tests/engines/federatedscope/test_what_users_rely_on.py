@@ -23,7 +23,8 @@ def test_secret_sharing_gives_the_same_mean(quick, assert_same, method):
     keys = {"federate.method": method, **STEADY}
     local = fs_lowrank.run(quick("local", keys))
     shared = fs_lowrank.run(quick("shared", {**keys, "federate.use_ss": True}), "federatedscope")
-    assert_same(local, shared)
+    # A ratio of two sums divides the rounding of fixed-point numbers by the smaller one.
+    assert_same(local, shared, atol=1e-5 if get_method_class(method).averages else 1e-3)
     # Five clients send a share of twice the width to each other and their sum to the server.
     # Where products must be sent because sums are all that arrive, they are sent wherever that is so.
     summed = fs_lowrank.run(quick("summed", {**keys, "federate.online_aggr": True}))

@@ -1,0 +1,186 @@
+"""FedFisher with the full Fisher on a two-layer ReLU net: its loss against the width and against local steps.
+
+Jhunjhunwala et al., "FedFisher", AISTATS 2024, section 3, Figure 1, with the details of appendix D.1.
+
+Two clients with 100 samples each in two dimensions: x ~ N(b_i, diag(1, 2^-1.2)) brought to length 1, y = w_iᵀ x, where
+w_i ~ N(u_i, I), b_i ~ N(v_i, I), u_i, v_i ~ N(0, 1). The net is f(x) = Σ_r a_r relu(w_rᵀ x) with a_r = ±1/√m at random
+and fixed, w_r ~ N(0, 1/2). Each client takes K steps of gradient descent, rate 0.1, on (1/n) Σ (y - f(x))² / 2; its
+Fisher is (1/n) Σ ∇f ∇fᵀ there. The global model comes from gradient descent on Σ_i (W - W_i)ᵀ F_i (W - W_i) from the
+mean of the W_i, rate 0.001 (Algorithm 1, line 14). The paper does not say how many steps the server takes, and much
+depends on it: the limit, which is the minimiser nearest to the mean (Lemma 1), lies far out along the directions in
+which ΣF_i is all but zero. So the figure is drawn for several numbers of steps; the iterate after any number of them is
+had exactly from the eigenvalues of ΣF_i.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CLIENTS, SAMPLES, RATE, SERVER_RATE = 2, 100, 0.1, 0.001
+#: of the server; the claims are checked for the first
+SERVER_STEPS = (10_000, 100_000, 1_000_000)
+WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
+STEPS = (16, 64, 256, 1024, 2048, 4096, 8192)
+#: fixed in the other panel
+AT_STEPS, AT_WIDTH = 2048, 512
+
+
+def make_data(seed: int) -> tuple[Tensor, Tensor]:
+    """``x (clients, samples, 2)`` of unit length and ``y (clients, samples)``, float64."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    weights, centres = (normal(CLIENTS, 1) + normal(CLIENTS, 2) for _ in range(2))
+    spread = torch.tensor([1.0, 2 ** -1.2], dtype=torch.float64).sqrt()
+    x = centres[:, None] + spread * normal(CLIENTS, SAMPLES, 2)
+    x = x / x.norm(dim=2, keepdim=True)
+    return x, torch.einsum("ksd,kd->ks", x, weights)
+
+
+def make_net(width: int, seed: int) -> tuple[Tensor, Tensor]:
+    """First layer ``(width, 2)``, and the fixed second one ``(width,)``."""
+    draw = torch.Generator().manual_seed(1_000_003 * seed + width)
+    first = torch.randn(width, 2, generator=draw, dtype=torch.float64) * math.sqrt(0.5)
+    signs = 2.0 * torch.randint(0, 2, (width,), generator=draw) - 1
+    return first, signs.double() / math.sqrt(width)
+
+
+def answers(first: Tensor, second: Tensor, x: Tensor) -> Tensor:
+    """``f(x)`` of each client's net: ``first (clients, width, 2)``, ``x (clients, samples, 2)``."""
+    return torch.relu(x @ first.transpose(1, 2)) @ second
+
+
+def train(first: Tensor, second: Tensor, x: Tensor, y: Tensor, steps: int) -> Tensor:
+    """All clients' first layers after ``steps`` of gradient descent, ``(clients, width, 2)``."""
+    first = first.expand(len(x), *first.shape).clone()
+    for _ in range(steps):
+        before = x @ first.transpose(1, 2)
+        error = (torch.relu(before) @ second - y) / x.shape[1]
+        first -= RATE * ((before > 0) * error[..., None] * second).transpose(1, 2) @ x
+    return first
+
+
+def jacobians(first: Tensor, second: Tensor, x: Tensor) -> Tensor:
+    """``∇f`` at every sample of every client, ``(clients, samples, width · 2)``."""
+    active = (x @ first.transpose(1, 2) > 0) * second
+    return (active[..., None] * x[:, :, None]).flatten(2)
+
+
+def fuse(local: Tensor, second: Tensor, x: Tensor, server_steps: int) -> Tensor:
+    """The server's model ``(width, 2)`` after ``server_steps`` of ``W ← W - 0.001 Σ_i F_i (W - W_i)`` from the mean.
+
+    With ``ΣF_i = JᵀJ / n`` and ``U, λ`` of ``JJᵀ / n``: ``W = mean + Jᵀ U diag((1 - (1 - 0.001 λ)^T) / λ) Uᵀ c / n``,
+    where ``c`` holds ``J_i (W_i - mean)``.
+    """
+    slopes, flat, samples = jacobians(local, second, x), local.flatten(1), x.shape[1]
+    mean = flat.mean(0)
+    away, rows = torch.einsum("ksp,kp->ks", slopes, flat - mean).flatten(), slopes.flatten(0, 1)
+    values, vectors = torch.linalg.eigh(rows @ rows.T / samples)
+    values = values.clamp_min(1e-300)
+    gain = -torch.expm1(server_steps * torch.log1p(-SERVER_RATE * values)) / values
+    return (mean + rows.T @ (vectors @ (gain * (vectors.T @ away))) / samples).reshape(local.shape[1:])
+
+
+def loss(first: Tensor, second: Tensor, x: Tensor, y: Tensor) -> float:
+    """The global loss ``(1/N) Σ (y - f(x))² / 2`` of one net over all clients' samples."""
+    return float((answers(first.expand(len(x), *first.shape), second, x) - y).square().mean() / 2)
+
+
+def trial(width: int, steps: int, seed: int) -> dict[str, float]:
+    """Losses of one seed: of FedFisher's model by its server's steps, of the mean, and the clients' own at home."""
+    (x, y), (first, second) = make_data(seed), make_net(width, seed)
+    local = train(first, second, x, y, steps)
+    fused = {f"fedfisher {t}": loss(fuse(local, second, x, t), second, x, y) for t in SERVER_STEPS}
+    return {**fused, "mean": loss(local.mean(0), second, x, y),
+            "local": float((answers(local, second, x) - y).square().mean() / 2)}
+
+
+def sweep(settings: list[tuple[int, int]], seeds: int) -> list[dict]:
+    """One entry a setting ``(width, steps)``: mean and standard deviation of every loss over the seeds."""
+    entries = []
+    for width, steps in settings:
+        trials = [trial(width, steps, seed) for seed in range(seeds)]
+        entry = {"width": width, "steps": steps}
+        for name in trials[0]:
+            values = torch.tensor([t[name] for t in trials], dtype=torch.float64)
+            entry[name] = {"mean": float(values.mean()), "median": float(values.median()),
+                           "standard_error": float(values.std() / math.sqrt(max(seeds, 1))) if seeds > 1 else 0.0}
+        entries.append(entry)
+    return entries
+
+
+def study(width_seeds: int, step_seeds: int, widths=WIDTHS, steps=STEPS) -> dict:
+    """Both panels of the figure, and whether their claims hold for the means."""
+    by_width = sweep([(width, AT_STEPS) for width in widths], width_seeds)
+    by_steps = sweep([(AT_WIDTH, step) for step in steps], step_seeds)
+    falls, bends = ([e[f"fedfisher {SERVER_STEPS[0]}"]["mean"] for e in entries] for entries in (by_width, by_steps))
+    lowest = bends.index(min(bends))
+    return {"settings": {"clients": CLIENTS, "samples": SAMPLES, "rate": RATE, "server_rate": SERVER_RATE,
+                         "server_steps": SERVER_STEPS, "width_seeds": width_seeds,
+                         "step_seeds": step_seeds, "steps_of_width_panel": AT_STEPS, "width_of_steps_panel": AT_WIDTH},
+            "by_width": by_width, "by_steps": by_steps,
+            "claims": {"falls_with_every_width": all(a > b for a, b in zip(falls, falls[1:])),
+                       "widest_over_narrowest": falls[-1] / falls[0],
+                       "lowest_at_steps": by_steps[lowest]["steps"],
+                       "first_falls": bends[0] > bends[lowest], "then_rises": bends[-1] > bends[lowest]}}
+
+
+def plot(result: dict, path: Path) -> None:
+    """Both panels, on logarithmic axes."""
+    import matplotlib
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    set_to = result["settings"]
+    for axes, entries, key, title in (
+            (left, result["by_width"], "width", f"{set_to['steps_of_width_panel']} local steps, "
+                                                f"{set_to['width_seeds']} seeds"),
+            (right, result["by_steps"], "steps", f"width {set_to['width_of_steps_panel']}, "
+                                                 f"{set_to['step_seeds']} seeds")):
+        for name, label, marker in (*((f"fedfisher {t}", f"FedFisher, {t:,} server steps", "o")
+                                      for t in set_to["server_steps"]), ("mean", "mean of the models", "s")):
+            axes.errorbar([e[key] for e in entries], [e[name]["mean"] for e in entries],
+                          [e[name]["standard_error"] for e in entries], marker=marker, capsize=3, label=label)
+        axes.set(xscale="log", yscale="log", xlabel={"width": "width", "steps": "local steps"}[key],
+                 ylabel="training loss, mean ± standard error", title=title)
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.fedfisher_synthetic",
+                                     description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=50, help="seeds of the panel by width, 0 to seeds - 1")
+    parser.add_argument("--step-seeds", type=int, default=10, help="seeds of the panel by local steps")
+    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
+    args = parser.parse_args(argv)
+    began = time.perf_counter()
+    result = {"command": f"python -m benchmark.analysis.fedfisher_synthetic --seeds {args.seeds} --step-seeds "
+                         f"{args.step_seeds}",
+              "versions": {"python": platform.python_version(), "torch": torch.__version__},
+              **study(args.seeds, args.step_seeds)}
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "fedfisher_synthetic.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, args.out / "fedfisher_synthetic.png")
+    for entry in (*result["by_width"], *result["by_steps"]):
+        print(f"width {entry['width']:<5} steps {entry['steps']:<6} " + "  ".join(
+            f"{n} {entry[n]['mean']:.3g}" for n in entry if isinstance(entry[n], dict)))
+    print(result["claims"])
+    return result
+
+
+if __name__ == "__main__":
+    main()
