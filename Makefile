@@ -21,6 +21,8 @@ $(VENV)/.installed: setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	@echo "== installing fs-lowrank and the libraries it stands on"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "== installing curvlinops, alone: what it asks for would bring another torch"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps curvlinops-for-pytorch backpack-for-pytorch
 	@touch $@
 
 demo: $(VENV)/.installed

@@ -26,8 +26,9 @@ setup(
         # K-FAC needs curvlinops and backpack on top, with --no-deps: theirs would bring torchvision and another torch.
         "oneshot": ["scipy", "POT", "einops", "einconv", "linear_operator", "opt-einsum", "unfoldNd", "tqdm"],
         "gguf": ["gguf"],
-        "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "scikit-learn",
-                "optuna>=5.0", "plotly>=6", "cmaes>=0.11"],
+        "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "scikit-learn", "lm-eval>=0.4.13",
+                "optuna>=5.0", "plotly>=6", "cmaes>=0.11",
+                "scipy", "POT", "einops", "einconv", "linear_operator", "opt-einsum", "unfoldNd", "tqdm"],
     },
     entry_points={"console_scripts": ["fs-lowrank = fs_lowrank.cli:main"]},
 )

@@ -38,7 +38,8 @@ _SECTIONS = {
     "data": {
         "save_data": False, "server_holds_all": False, "consistent_label_distribution": True,
         "cSBM_phi": [0.5, 0.5, 0.5], "target_transform": [], "pre_transform": [],
-        "val_target_transform": [], "val_pre_transform": [], "test_target_transform": [], "test_pre_transform": [], "file_path": "", "hetero_data_name": [],
+        "val_target_transform": [], "val_pre_transform": [], "test_target_transform": [], "test_pre_transform": [],
+        "file_path": "", "hetero_data_name": [],
         "num_of_client_for_data": [], "max_seq_len": 384, "max_tgt_len": 128, "max_query_len": 128,
         "trunc_stride": 128, "cache_dir": "", "hetero_synth_batch_size": 32, "hetero_synth_prim_weight": 0.5,
         "hetero_synth_feat_dim": 128, "num_contrast": 0, "is_debug": False, "loader": "", "batch_size": 64,

@@ -159,8 +159,8 @@ def _print_saved(result) -> None:
                 "personal": "every client's own adapter over that model, for plain PEFT",
                 "curves": "learning curves"}
     total, trains = result.facts["parameters"]["total"], result.facts["parameters"]["trainable"]
-    console.print(f"  parameters: {total:,} in the model, {trains:,} trained by a client ({100 * trains / total:.1f} %)",
-                  soft_wrap=True)
+    console.print(f"  parameters: {total:,} in the model, {trains:,} trained by a client "
+                  f"({100 * trains / total:.1f} %)", soft_wrap=True)
     for name, path in result.saved.items():
         if name in meanings:
             console.print(f"  {meanings[name]}: {path}", soft_wrap=True)

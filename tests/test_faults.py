@@ -79,7 +79,8 @@ def check_equal_runs(engine, reference):
     """Bit by bit: state, model, personal parts, records, histories, files, and what a later round would draw on."""
     equal(tensors_of(engine), tensors_of(reference))
     assert records_of(engine.outdir) == records_of(reference.outdir)
-    drop = [[{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.records.history] for e in (engine, reference)]
+    drop = [[{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.records.history]
+            for e in (engine, reference)]
     assert drop[0] == drop[1]
     equal(saved_by(engine.outdir), saved_by(reference.outdir))
     assert engine.server.synced == reference.server.synced

@@ -45,7 +45,8 @@ def make(settings, causal_settings, vision_settings, tmp_path, monkeypatch):
 
     def make(task, method, keys=None, **callbacks):
         made.append(method)
-        plain = {"model.type": "lenet", "model.use_bias": False} if get_method_class(method).chains_only else {}
+        plain = {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5} if get_method_class(
+            method).chains_only else {}
         if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
             plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
         config = load_config(of[task], {
@@ -130,12 +131,12 @@ def factors_only(message, rank_factors, client):
     """What FedHM's client gets of a message: the factors of its own rank, and not the weights they stand for."""
     factor = rank_factors[(client - 1) % len(rank_factors)]
     got = {n: t for n, t in message.items() if not n.startswith("svd:")}
-    for name in (n.removeprefix("svd:") for n in message if n.startswith("svd:")):
-        layer, half = name.rsplit(".", 1)
-        weight = got.pop(f"{layer}.base_layer.weight", None)
-        d_out, d_in = (weight if weight is not None else shape).shape
-        shape, rank = torch.empty(d_out, d_in), max(round(d_out / factor), 1)
-        got[name] = torch.empty((d_out, rank) if half == "factor_U" else (rank, d_in))
+    if len(got) == len(message):
+        return message  # another method's
+    for name in [n.removesuffix(".base_layer.weight") for n in got if n.endswith(".base_layer.weight")]:
+        d_out, d_in = got.pop(f"{name}.base_layer.weight").shape
+        rank = max(round(d_out / factor), 1)
+        got |= {f"{name}.factor_U": torch.empty(d_out, rank), f"{name}.factor_V": torch.empty(rank, d_in)}
     return got
 
 
@@ -261,7 +262,8 @@ def test_one_seed_one_result(make, method, task):
 def test_weights_by_samples_or_equal(make, monkeypatch, method):
     states = []
     for uniform in (False, True):
-        own = {"lowrank.average_by": "samples"} if "average_by" in get_method_class(method).Params.__dataclass_fields__ else {}
+        fields = get_method_class(method).Params.__dataclass_fields__
+        own = {"lowrank.average_by": "samples"} if "average_by" in fields else {}
         engine = make("encoder", method, {"federate.ignore_weight": uniform, "federate.total_round_num": 1, **own})
         sent = {}
         upload = engine.method.upload
@@ -362,7 +364,8 @@ def test_what_is_saved_loads_with_the_plain_libraries(make, task, method, keys, 
 def test_the_merged_model_is_saved_on_request_only(make, method):
     engine = make("encoder", method, {"federate.total_round_num": 1})
     result = engine.run()
-    assert set(result.saved) == {"model" if result.base_changed else "adapter", "curves"}
+    own = {"personal"} if engine.untrained_personal else set()
+    assert set(result.saved) == {"model" if result.base_changed else "adapter", "curves"} | own
     assert (engine.outdir / "model").exists() == result.base_changed
     assert result.base_changed == (method in ("fedavg", "flora")) or method not in ("fedavg", "fedlora", "ffa_lora",
                                                                                     "rolora", "flexlora", "flora")
@@ -382,7 +385,7 @@ def test_half_precision(make, monkeypatch, method, task):
     result = engine.run()
     assert all(math.isfinite(r["loss"]) and not r["failed"] for r in result.history)
     assert next(p for n, p in engine.model.named_parameters() if "embed" in n).dtype == torch.bfloat16
-    if get_method_class(method).needs_only_sums():
+    if get_method_class(method).averages_head and get_method_class(method).needs_only_sums():
         # Tensors of both widths travel together, and still each client's own is averaged.
         sizes = [len(e) for e in engine.data.clients]
         for name in sent[1, 1]:

@@ -1,7 +1,9 @@
 """The methods by name. Nothing else in the package asks for a method by name."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -34,7 +36,9 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     return register
 
 
-def _load() -> None:
+@cache
+def _load(path: tuple[str, ...]) -> None:
+    """Import what registers methods, once for each ``sys.path``: looking for packages takes time."""
     for module in _BUILT_IN:
         import_module(f"{__package__}.{module}")
     for point in entry_points(group=ENTRY_POINTS):
@@ -47,7 +51,7 @@ def _load() -> None:
 
 def list_methods() -> list[str]:
     """Names of all methods, built in and registered by other packages, sorted."""
-    _load()
+    _load(tuple(sys.path))
     return sorted(_METHODS)
 
 
@@ -57,7 +61,7 @@ def get_method_class(name: str) -> type[Method]:
     Raises:
         UserError: no such method; names the nearest.
     """
-    _load()
+    _load(tuple(sys.path))
     key = str(name).lower()
     key = _ALIASES.get(key, key)
     if key not in _METHODS:

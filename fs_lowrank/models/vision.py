@@ -36,6 +36,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from ..config import VISION_MODELS
 from ..errors import UserError, nearest
+from .chain import resize
 
 __all__ = ["VisionModel", "VisionOptions", "build_vision", "load_vision", "load_weights"]
 
@@ -105,7 +106,9 @@ class VisionModel(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_file({n: t.detach().cpu().contiguous() for n, t in self.state_dict().items()}, folder / WEIGHTS)
-        (folder / OPTIONS).write_text(json.dumps(dataclasses.asdict(self.options), indent=1) + "\n")
+        options = dataclasses.asdict(self.options)
+        grown = {n: list(m.weight.shape) for n, m in self.named_modules() if getattr(m, "may_grow", False)}
+        (folder / OPTIONS).write_text(json.dumps({**options, **({"grown": grown} if grown else {})}, indent=1) + "\n")
 
 
 def _norm(options: VisionOptions, channels: int) -> nn.Module:
@@ -229,10 +232,17 @@ def load_vision(folder: str | Path) -> VisionModel:
     folder = Path(folder)
     try:
         values = json.loads((folder / OPTIONS).read_text())
+        grown = dict(values.pop("grown", {}))
         options = VisionOptions(**{**values, "image_shape": tuple(values["image_shape"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        model = build_vision(options)
+        for name, shape in grown.items():  # widths that a method gave it
+            layer = model.get_submodule(name)
+            resize(layer, layer.weight.new_empty([int(size) for size in shape]))
+            layer.may_grow = True
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise UserError(f"{folder / OPTIONS}: cannot be read as a network's options: {error}") from error
-    model = build_vision(options)
     load_weights(model, folder / WEIGHTS, new_head=False)
     return model.eval()
 

@@ -303,7 +303,7 @@ def test_two_thin_convolutions_are_the_one(stride, padding, kernel):
 
 def test_frobenius_decay_adds_its_gradient(toy):
     net = factorise_layers(toy.net().double(), ["up", "conv"])
-    for name, layer in (("up", net.up), ("conv", net.conv)):
+    for layer in (net.up, net.conv):
         left, right = factorise(layer.base_layer.weight.detach(), 3)
         layer.factor_U, layer.factor_V = torch.nn.Parameter(left), torch.nn.Parameter(right)
     frobenius(net).backward()

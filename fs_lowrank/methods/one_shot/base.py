@@ -16,6 +16,8 @@ from ..base import Client, Method, State, Tensors, Update, Workbench
 
 #: what the Fisher is multiplied by where only sums arrive: they may be fixed-point numbers, and it is small
 SUM_SCALE = 2.0 ** 8
+#: a Fisher that such numbers could not tell from their rounding; it then counts as none
+SMALLEST_SUM = 1e-8
 
 
 class OneShot(Method):
@@ -66,7 +68,9 @@ def diagonal_sums(parts: list[Tensors], weights: list[float], name: str, only_su
     total = sum(p * t[f"fisher:{name}"].double() for p, t in zip(weights, parts))
     if only_sums:
         products = sum(p * t[f"product:{name}"].double() for p, t in zip(weights, parts))
-        return total / SUM_SCALE, products / SUM_SCALE
+        total, products = total / SUM_SCALE, products / SUM_SCALE
+        known = total >= SMALLEST_SUM
+        return total * known, products * known
     return total, sum(p * t[f"fisher:{name}"].double() * t[name].double() for p, t in zip(weights, parts))
 
 

@@ -10,7 +10,8 @@ Algorithm 1.
 convolutional layer is then averaged); or all of it, for tiny nets. ``solver`` is how the minimiser is found:
 
 - ``closed``: for diag ``(Σ p_k F_k W_k) / (Σ p_k F_k)``, and the mean where the sum is zero; for full a pseudo-inverse;
-- ``cg``: conjugate gradients from the mean, whose limit is the nearest minimiser (Lemma 1);
+- ``cg``: conjugate gradients from the mean, whose limit is the nearest minimiser (Lemma 1), until the residual has
+  fallen by ``tolerance``; what is left then lies where the Fisher hardly sees anything;
 - ``adam``: the paper's, ``steps`` steps; every 100 of them, the start and the end are scored on validation data;
 - ``reference``: the authors' code, which differs: moments that are sums, without bias correction, the iterates after
   steps 1, 101, … scored, and for K-FAC ``√(d + ε)`` in the place of ``√d + ε``. Its validation data came from the
@@ -72,7 +73,7 @@ class FedFisher(OneShot):
             "min": 0, "help": "labels drawn from the model for each sample; 0 takes the exact expectation"})
         steps: int = field(default=2000, metadata={"min": 1, "help": "of adam and reference; most that cg takes"})
         lr: float = field(default=0.01, metadata={"above": 0.0, "help": "of adam and reference"})
-        tolerance: float = field(default=1e-6, metadata={
+        tolerance: float = field(default=1e-4, metadata={
             "min": 1e-7, "help": "cg ends when the residual has fallen by this factor; float32 tells no less"})
         compress: bool = field(default=False, metadata={
             "help": "quantise weights and Fisher to the bytes of plain averaging"})

@@ -77,6 +77,22 @@ def test_a_wider_net_is_held_trained_and_sent(bench):
     torch.testing.assert_close(fresh(**batch).logits, ran.model(**batch).logits)
 
 
+def test_a_checkpoint_holds_the_wider_net(vision_settings, tmp_path, monkeypatch):
+    import fs_lowrank
+    import fs_lowrank.engines.common as common
+    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+
+    def config(name):
+        return fs_lowrank.load_config(vision_settings, {
+            "federate.method": "pfnm", "federate.client_num": 3, "federate.total_round_num": 3, "model.type": "lenet",
+            "model.use_bias": False, "lowrank.width": 0.5, "outdir": str(tmp_path / name)})
+    whole = fs_lowrank.run(config("whole"))
+    fs_lowrank.run(config("cut"), on_round=lambda record: record["round"] == 2)
+    rest = fs_lowrank.run(config("cut"), resume=True)
+    a, b = (dict(r.model.named_parameters()) for r in (whole, rest))
+    assert a["fc1.weight"].shape[0] > 60 and all(torch.equal(a[n], b[n]) for n in a)
+
+
 def test_other_models_do_not_grow(bench):
     with pytest.raises(ValueError, match="the model's shape is"):
         load_tensors(bench.net(), {"two.weight": torch.zeros(10, 12)})
