@@ -244,7 +244,7 @@ def test_clients_that_drop_out(make, method):
 
 # -- seeds and weights ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("method, task", EACH)
+@pytest.mark.parametrize("method, task", [(m, t) for m, t in EACH if t != "vision" or m not in ENCODER])
 def test_one_seed_one_result(make, method, task):
     engines = [make(task, method, {"seed": seed, "federate.sample_client_num": 2, "federate.total_round_num": 2,
                                    "train.local_update_steps": 1}) for seed in (1, 1, 2)]
