@@ -250,7 +250,7 @@ class Lowrank:
     #: norm of a ResNet; ``static`` is batch-norm that evaluates by the batch's own statistics
     norm: str = _key("batch", choices=("batch", "static", "group", "none"))
     #: multiplies the hidden widths of a network for images
-    width: float = _key(1.0, above=0.0)
+    width: float = _key(1.0, above=0.0, max=8.0)
     #: a ``.safetensors`` file that a network for images starts from; without one it is trained from scratch
     weights: str = _key("")
     #: where layers with an adapter start in a network from scratch: at random, the adapter changing nothing; or at
