@@ -293,6 +293,7 @@ class AdapterSpec:
 
     Attributes:
         method: ``lora``, ``lokr``, ``loha`` (the framework also has ``prefix``, ``prompt``, ``p-tuning``).
+        lora_dropout: of the adapter's input; for ``lokr`` and ``loha`` it is PEFT's ``rank_dropout``.
         target_modules: names of modules, or None for PEFT's choice.
         layers: indices from 0, or None for all.
         extra: further arguments of PEFT's config, as they came.
@@ -1005,7 +1006,7 @@ def _check_together(config: Config, origin: _Origin) -> None:
             and config.device < -1:
         origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
     best = config.eval.best_res_update_round_wise_key
-    if not re.fullmatch(r"(\w+\.)?(train|val|test)_\w+", best):
+    if not re.fullmatch(r"(\w+\.)?(train|val|test|client_test)_\w+", best):
         origin.wrong("eval.best_res_update_round_wise_key", best, "SPLIT_METRIC, such as val_loss or test_acc")
 
 

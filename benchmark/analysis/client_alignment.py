@@ -30,6 +30,8 @@ from torch import Tensor
 
 import fs_lowrank
 
+from . import short
+
 METHODS = ("fedavg", "fedlora", "fedloru")
 LABELS = {"fedavg": "FedAvg (all weights)", "fedlora": "FedLoRA", "fedloru": "FedLoRU"}
 #: learning rates of SGD
@@ -167,7 +169,7 @@ def main(argv: list[str] | None = None, base: Mapping = BASE) -> dict:
         "settings": {"base": base, "methods": args.methods, "rounds": args.rounds, "seeds": args.seeds,
                      "tau": args.tau},
         "seconds": round(time.perf_counter() - began, 1),
-        "runs": _short(runs),
+        "runs": short(runs, 5),
     }
     (args.out / "client_alignment.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, args.out / "client_alignment.png")
@@ -176,15 +178,6 @@ def main(argv: list[str] | None = None, base: Mapping = BASE) -> dict:
         print(f"{entry['method']:<8} seed {entry['seed']}: cosine {curve[0]:.3f} in round 1, {curve[-1]:.3f} in round "
               f"{len(curve)}; test accuracy {entry['test_acc']:.3f}")
     return result
-
-
-def _short(value):
-    """Floats to five significant digits, all the way down."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items()}
-    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 if __name__ == "__main__":

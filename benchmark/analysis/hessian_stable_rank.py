@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from . import short
 from .rolora_two_layer import DATA, Data, load
 
 #: Lanczos steps, leading Ritz vectors that are taken exactly, random probes for the rest
@@ -234,7 +235,7 @@ def main(argv: list[str] | None = None) -> dict:
     result["seconds"] = round(time.perf_counter() - began, 1)
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"hessian_stable_rank_{args.data}"
-    stem.with_suffix(".json").write_text(json.dumps(_short(result), indent=1) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps(short(result, 5), indent=1) + "\n")
     plot(result, stem.with_suffix(".png"))
     for steps in (0, args.steps):
         means = by_size(result, steps).mean(0).tolist()
@@ -244,15 +245,6 @@ def main(argv: list[str] | None = None) -> dict:
         means = torch.tensor([[point["stable_rank"] for point in curve] for curve in runs]).mean(0).tolist()
         print(f"own training, N = {size}: " + ", ".join(f"step {p}: {m:.2f}" for p, m in zip(POINTS, means)))
     return result
-
-
-def _short(value):
-    """Floats to five significant digits, all the way down."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items()}
-    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 if __name__ == "__main__":

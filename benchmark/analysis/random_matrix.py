@@ -33,6 +33,8 @@ from pathlib import Path
 
 import torch
 
+from . import short
+
 THETA = (5.0, 4.0, 3.0, -2.5, 2.0)
 SIGMA = 1.0
 
@@ -198,7 +200,7 @@ def main(argv: list[str] | None = None) -> dict:
               **study(args.dim, args.seeds)}
     result["seconds"] = round(time.perf_counter() - began, 1)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "random_matrix.json").write_text(json.dumps(_short(result), indent=1) + "\n")
+    (args.out / "random_matrix.json").write_text(json.dumps(short(result), indent=1) + "\n")
     plot(result, args.out / "random_matrix.png")
     for entry in result["theorem_3_2"]["by_size"]:
         mean = sum(entry["stable_rank"]) / args.seeds
@@ -207,15 +209,6 @@ def main(argv: list[str] | None = None) -> dict:
     for gap in result["theorem_3_2"]["gaps"]:
         print(f"N = {gap['few']} against {gap['many']}: gap {gap['measured']:.3f}, bound of eq. 4 {gap['bound']:.3f}")
     return result
-
-
-def _short(value):
-    """Floats to six significant digits, all the way down."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items()}
-    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from pathlib import Path
 
 import torch
 
+from . import short
+
 METHODS = ("rolora", "ffa_lora")
 
 
@@ -285,7 +287,7 @@ def main(argv: list[str] | None = None) -> dict:
     }
     result["seconds"] = round(time.perf_counter() - began, 1)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "rolora_linear.json").write_text(json.dumps(_short(result), indent=1) + "\n")
+    (args.out / "rolora_linear.json").write_text(json.dumps(short(result, 7), indent=1) + "\n")
     plot(result, args.out / "rolora_linear.png")
     for entry in result["rolora"]:
         final = entry["final_sin_angle"]
@@ -297,15 +299,6 @@ def main(argv: list[str] | None = None) -> dict:
         print(f"N = {e['num_clients']:<3} m = {e['samples']:<4} c~ {e['measured']:+.6f} ± {e['standard_error']:.6f}, "
               f"formula {e['formula']:+.6f}")
     return result
-
-
-def _short(value):
-    """Floats to seven significant digits, all the way down."""
-    if isinstance(value, float):
-        return float(f"{value:.7g}")
-    if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items()}
-    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 if __name__ == "__main__":

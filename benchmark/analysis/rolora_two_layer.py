@@ -34,6 +34,8 @@ from pathlib import Path
 
 import torch
 
+from . import short
+
 METHODS = ("lora", "ffa_lora", "rolora")
 LABELS = {"lora": "LoRA (FedAvg of both)", "ffa_lora": "FFA-LoRA (A frozen)", "rolora": "RoLoRA (alternates)"}
 GRID = (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -331,7 +333,7 @@ def main(argv: list[str] | None = None) -> dict:
                      "seeds": list(range(args.seeds)), "lr_grid": list(GRID) if args.lr is None else None},
         "paper": {"figure": 2, "ffa_lora_accuracy": 0.55},
         "seconds": round(time.perf_counter() - began, 1),
-        "runs": _short(runs),
+        "runs": short(runs, 5),
     }
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"rolora_two_layer_{args.data}"
@@ -339,15 +341,6 @@ def main(argv: list[str] | None = None) -> dict:
     plot(result, stem.with_suffix(".png"))
     print(f"{result['seconds']} s")
     return result
-
-
-def _short(value):
-    """Floats to five significant digits, all the way down."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items()}
-    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 if __name__ == "__main__":

@@ -43,6 +43,15 @@ logger = logging.getLogger("fs_lowrank")
 
 #: how the names of ``eval.split`` stand in the data
 _SPLITS = {"test": "test", "val": "validation"}
+#: where the metrics of the clients' own models stand
+_CLIENTS = "client_test"
+
+
+def watched(config: Config) -> tuple[str, str]:
+    """Split and metric of ``eval.best_res_update_round_wise_key``; the framework's ``avg_loss`` is our loss."""
+    key = config.eval.best_res_update_round_wise_key.rpartition(".")[2]
+    split = _CLIENTS if key.startswith(_CLIENTS) else key.partition("_")[0]
+    return split, key.removeprefix(f"{split}_").removeprefix("avg_")
 
 
 def device_of(config: Config) -> torch.device:
@@ -263,12 +272,15 @@ class Run:
         The clients' own are evaluated where they differ from the global one, and where
         ``federate.make_global_eval`` is False, which leaves the global one out.
         """
-        metrics = {}
-        if self.config.federate.make_global_eval:
-            metrics = {split: self._score(examples, split) for split, examples in self._held_out().items()}
-        if (self.untrained_personal or not self.config.federate.make_global_eval) and self.data.test is not None:
-            metrics["client_test"] = self._evaluate_clients()
-        return metrics
+        held_out = self._held_out()
+        return {split: self._evaluate_clients() if split == _CLIENTS else self._score(held_out[split], split)
+                for split in self._evaluated()}
+
+    def _evaluated(self) -> list[str]:
+        """The names of what ``_evaluate`` measures."""
+        everywhere = self.config.federate.make_global_eval
+        clients = (self.untrained_personal or not everywhere) and self.data.test is not None
+        return [*(self._held_out() if everywhere else ()), *([_CLIENTS] if clients else ())]
 
     def _score(self, examples, owner: str) -> dict[str, float]:
         size = self.config.eval.batch_size or self.config.dataloader.batch_size
@@ -384,7 +396,7 @@ class Run:
 
     def _key_value(self, record: dict) -> float | None:
         """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better; None if it has none."""
-        split, _, metric = self.config.eval.best_res_update_round_wise_key.partition("_")
+        split, metric = watched(self.config)
         value = record["metrics"].get(split, {}).get(metric)
         return None if value is None else (value if metric == "loss" else -value)
 

@@ -16,7 +16,7 @@ from ..config import Config, check_local
 from ..errors import UserError
 from ..methods import RefusedUpdate
 from ..runs.result import RunResult
-from .common import Run
+from .common import Run, watched
 from .server import TooFewClients
 
 logger = logging.getLogger("fs_lowrank")
@@ -35,11 +35,11 @@ class LocalEngine(Run):
                  on_client: Callable[[int, int, int], object] | None = None):
         check_local(config)
         super().__init__(config)
-        watched = config.eval.best_res_update_round_wise_key
-        if config.early_stop.patience > 0 and watched.partition("_")[0] not in self._held_out():
+        if config.early_stop.patience > 0 and watched(config)[0] not in self._evaluated():
             raise UserError(f"early_stop.patience = {config.early_stop.patience}: it watches "
-                            f"eval.best_res_update_round_wise_key = {watched}, a split that is not evaluated; "
-                            f"evaluated are: {', '.join(self._held_out()) or 'none'}")
+                            f"eval.best_res_update_round_wise_key = {config.eval.best_res_update_round_wise_key}, "
+                            "a split that is not evaluated; "
+                            f"evaluated are: {', '.join(self._evaluated()) or 'none'}")
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
 
     def _round(self, round: int) -> dict:

@@ -1,13 +1,14 @@
 """The methods by name. Nothing else in the package asks for a method by name."""
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from ..config import AdapterSpec, check_method_params
+from ..config import AdapterSpec, Lowrank, check_method_params
 from ..errors import UserError, nearest
 from .base import Method, Setting
 
@@ -24,9 +25,15 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """Class decorator: make the method known as ``name`` (lower case).
 
     Raises:
-        UserError: the name is taken by another class.
+        UserError: the name is taken by another class, or a hyperparameter has the name of a key that ``lowrank``
+            has for every method: one value in a config would mean both.
     """
     def register(cls: type[Method]) -> type[Method]:
+        general = {f.name for f in dataclasses.fields(Lowrank)}
+        clash = sorted(general & {f.name for f in dataclasses.fields(cls.Params)})
+        if clash:
+            raise UserError(f"method {name!r}: hyperparameter {clash[0]!r} is a key of the section lowrank already, "
+                            f"for every method; choose another name (taken: {', '.join(sorted(general))})")
         taken = _METHODS.get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
             raise UserError(f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}")

@@ -58,7 +58,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
 
 def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
-    """PEFT's config of ``spec`` for ``model``."""
+    """PEFT's config of ``spec`` for ``model``; LoHa and LoKr drop rows of the update (``rank_dropout``), not inputs."""
     if spec.method not in _CLASSES:
         raise UserError(f"llm.adapter.args: adapter_method {spec.method!r} is not known"
                         f"{nearest(spec.method, _CLASSES)}; known: {', '.join(sorted(_CLASSES))}")

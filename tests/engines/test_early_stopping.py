@@ -33,3 +33,17 @@ def test_what_cannot_be_honoured_is_refused(settings):
         LocalEngine(fs_lowrank.load_config(settings, {"early_stop.patience": 2, "eval.split": ["test"]}))
     with pytest.raises(fs_lowrank.UserError, match="improve_indicator_mode"):
         LocalEngine(fs_lowrank.load_config(settings, {"early_stop.improve_indicator_mode": "mean"}))
+    # Without a global evaluation there is no test_acc, only the clients' own.
+    keys = {"early_stop.patience": 2, "federate.make_global_eval": False, "federate.total_round_num": 3,
+            "eval.best_res_update_round_wise_key": "test_acc"}
+    with pytest.raises(fs_lowrank.UserError, match="test_acc, a split that is not evaluated; evaluated are: client_te"):
+        LocalEngine(fs_lowrank.load_config(settings, keys))
+    keys["eval.best_res_update_round_wise_key"] = "client_test_acc"
+    assert LocalEngine(fs_lowrank.load_config(settings, keys))
+
+
+@pytest.mark.parametrize("key, value", [("client_test_acc_mean", -0.7), ("val_avg_loss", 0.5), ("test_acc", -0.9)])
+def test_the_watched_key_is_found(settings, key, value):
+    engine = LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
+    assert engine._key_value({"metrics": {"client_test": {"acc_mean": 0.7}, "val": {"loss": 0.5},
+                                          "test": {"acc": 0.9}}}) == value

@@ -167,6 +167,15 @@ def test_the_registry(monkeypatch):
     with pytest.raises(UserError, match="registered already"):
         register_method("rolora")(HalfAndHalf)
 
+    class Narrow(HalfAndHalf):
+        @dataclass(frozen=True)
+        class Params:
+            width: float = 0.5
+
+    with pytest.raises(UserError, match="'width' is a key of the section lowrank already"):
+        register_method("narrow")(Narrow)
+    assert "narrow" not in list_methods()
+
 
 @pytest.mark.parametrize("name, params, message", [
     ("rolora", {"mix": 1.5}, "lowrank.mix.*1.5.*at most 1"),

@@ -263,6 +263,10 @@ def _refuse(cfg, method: str) -> None:
         refused.append(f"quantization.method = {cfg.quantization.method!r}: the framework has none and uniform")
     if quantises and cfg.quantization.nbits not in (8, 16):
         refused.append(f"quantization.nbits = {cfg.quantization.nbits}: the framework has 8 and 16")
+    best = cfg.eval.best_res_update_round_wise_key
+    if "client_test_" in best:
+        refused.append(f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics "
+                       "under test_")
     if cfg.federate.save_freq == 0:
         refused.append("federate.save_freq = 0: rounds between saved models, or -1 for none")
     if cfg.trainer.type not in TRAINERS.values() and cfg.trainer.type.lower() not in _REPLACED:
