@@ -302,7 +302,7 @@ def _keys(experiment: Experiment, options: Options, method: MethodEntry, setting
     keys = dict(experiment.config)
     for name, label in setting.items():
         keys = lay(keys, experiment.axes[name][label])
-    keys = lay(keys, {**method.config, "federate.method": method.method, **options.overrides})
+    keys = lay(keys, {**method.keys(setting), "federate.method": method.method, **options.overrides})
     if experiment.training_file is not None:
         keys["data.type"], keys["data.root"] = _training_file(experiment), str(Path(options.work) / "data")
     elif options.data:

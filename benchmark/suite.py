@@ -28,7 +28,7 @@ EXPERIMENT = ("title", "note", "config", "methods", "grid", "seeds", "learning_r
               "reference", "samples", "evaluations", "test", "script", "args", "values", "plots", "training_file")
 SIZE = (*EXPERIMENT, "experiments")
 SUITE = (*SIZE, "source", "imports", "figures", "claims", *SIZES)
-METHOD = ("name", "method", "config")
+METHOD = ("name", "method", "config", "where")
 RATES = ("table", "budget", "found_by", "search")
 SEARCH = ("space", "each", "at", "config", "seed", "seeds", "objective", "samples")
 TRAINING_FILE = ("per_task", "seed")
@@ -38,11 +38,23 @@ CLAIM = ("says", "source", "experiments", "rule")
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A row of the grid: a method by name, and what its config sets besides."""
+    """A row of the grid: a method by name, what its config sets besides, and what only under an axis' label.
+
+    Attributes:
+        where: axis -> label -> dotted keys.
+    """
 
     label: str
     method: str
     config: dict
+    where: dict[str, dict[str, dict]] = field(default_factory=dict)
+
+    def keys(self, setting: Mapping[str, str]) -> dict:
+        """Dotted keys of the config in a setting."""
+        keys = self.config
+        for axis, labels in self.where.items():
+            keys = lay(keys, labels.get(setting[axis], {}))
+        return keys
 
 
 @dataclass(frozen=True)
@@ -221,9 +233,16 @@ def _experiment(name: str, given: Mapping, where: str, title: str | None) -> Exp
     reference = given.get("reference")
     if reference is not None:
         _keys(_mapping(reference, f"{where}: reference"), REFERENCE, f"{where}: reference")
+    methods, axes = _methods(given.get("methods", []), where), _axes(given.get("grid") or {}, where)
+    for entry in methods if methods != "all" else ():
+        for axis, labels in entry.where.items():
+            for label in labels if axis in axes else [None]:
+                if label not in axes.get(axis, {}):
+                    raise UserError(f"{where}: methods: {entry.label}: where: the grid has no "
+                                    + (f"{axis} {label!r}" if axis in axes else f"axis {axis!r}"))
     return Experiment(
         name, str(title or name.replace("_", " ")), str(given.get("note", "")), flatten(given.get("config") or {}),
-        _methods(given.get("methods", []), where), _axes(given.get("grid") or {}, where), seeds,
+        methods, axes, seeds,
         _rates(given.get("learning_rates"), where), tuple(_evaluation(given.get("evaluation") or [], where)),
         tuple(_listed(given.get("metrics", ["test_acc"]), f"{where}: metrics")), reference, **numbers, test=test,
         script=script, args=tuple(str(a) for a in _listed(given.get("args", []), f"{where}: args")),
@@ -244,7 +263,7 @@ def _methods(given: Any, where: str) -> tuple[MethodEntry, ...] | str:
         if "method" not in entry:
             raise UserError(f"{where}: methods: {entry}: 'method' is missing, the name of a method")
         entries.append(MethodEntry(str(entry.get("name", entry["method"])), str(entry["method"]),
-                                   flatten(entry.get("config") or {})))
+                                   flatten(entry.get("config") or {}), _axes(entry.get("where") or {}, where)))
     labels = [e.label for e in entries]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice:

@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -169,6 +170,8 @@ def main(argv: list[str] | None = None, base: Mapping = BASE) -> dict:
         "settings": {"base": base, "methods": args.methods, "rounds": args.rounds, "seeds": args.seeds,
                      "tau": args.tau},
         "seconds": round(time.perf_counter() - began, 1),
+        "mean_cosine": {method: statistics.fmean(c for e in runs if e["method"] == method for c in mean_curve(e))
+                        for method in args.methods},
         "runs": short(runs, 5),
     }
     (args.out / "client_alignment.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -232,14 +232,15 @@ def main(argv: list[str] | None = None) -> dict:
                      "parameters": sum(p.numel() for p in network(data.x.shape[1], args.hidden, 10, 0).parameters())},
         **study(data, **settings),
     }
+    result["mean_by_size"] = {name: dict(zip(map(str, args.sizes), by_size(result, steps).mean(0).tolist()))
+                              for name, steps in (("untrained", 0), ("trained", args.steps))}
     result["seconds"] = round(time.perf_counter() - began, 1)
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"hessian_stable_rank_{args.data}"
     stem.with_suffix(".json").write_text(json.dumps(short(result, 5), indent=1) + "\n")
     plot(result, stem.with_suffix(".png"))
-    for steps in (0, args.steps):
-        means = by_size(result, steps).mean(0).tolist()
-        print(f"same weights, step {steps}: " + ", ".join(f"N = {n}: {m:.2f}" for n, m in zip(args.sizes, means)))
+    for name, means in result["mean_by_size"].items():
+        print(f"same weights, {name}: " + ", ".join(f"N = {n}: {m:.2f}" for n, m in means.items()))
     for size in args.compared:
         runs = [e["curve"] for e in result["own_training"] if e["samples"] == size]
         means = torch.tensor([[point["stable_rank"] for point in curve] for curve in runs]).mean(0).tolist()

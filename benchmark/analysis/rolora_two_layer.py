@@ -333,6 +333,8 @@ def main(argv: list[str] | None = None) -> dict:
                      "seeds": list(range(args.seeds)), "lr_grid": list(GRID) if args.lr is None else None},
         "paper": {"figure": 2, "ffa_lora_accuracy": 0.55},
         "seconds": round(time.perf_counter() - began, 1),
+        "accuracy": {str(clients): {r["method"]: r["accuracy_last_quarter"]["mean"] for r in runs
+                                    if r["num_clients"] == clients} for clients in args.clients},
         "runs": short(runs, 5),
     }
     args.out.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,21 @@ def test_experiments_lay_configs_over_each_other(write):
         load_suite(path, "paper")
 
 
+def test_a_method_may_have_a_config_of_its_own_at_a_place_of_the_grid(write):
+    jobs = plan(options(write("""
+        config: {data: {type: a.csv}, federate: {client_num: 2}}
+        methods: [fedlora, {method: rolora, where: {clients: {4: {lowrank.mix: 0.25}}}}]
+        grid: {federate.client_num: [2, 4]}
+        """)))
+    assert {(c.method.label, c.setting["clients"]): c.config.method_params.get("mix") for c in jobs} == {
+        ("fedlora", "2"): None, ("fedlora", "4"): None, ("rolora", "2"): 1.0, ("rolora", "4"): 0.25}
+
+
 @pytest.mark.parametrize("text, words", [
+    ("config: {a: 1}\nmethods: [{method: rolora, where: {rank: {4: {lowrank.mix: 1}}}}]",
+     "the grid has no axis 'rank'"),
+    ("config: {a: 1}\ngrid: {federate.client_num: [2]}\nmethods: [{method: rolora, where: {clients: {4: {a: 1}}}}]",
+     "the grid has no clients '4'"),
     ("methds: [rolora]\nconfig: {a: 1}", "unknown key 'methds'; did you mean 'methods'"),
     ("config: {data: {typ: x}, federate: {client_num: 2}}\nmethods: [rolora]", "unknown key 'data.typ'"),
     ("config: {a: 1}", "'methods' is missing"),
@@ -153,6 +167,7 @@ def test_shipped_suites_fit_together(name, size):
         jobs = jobs_of(suite, dataclasses.replace(experiment, seeds=experiment.seeds[:1]), Options((name,), size))
         assert jobs, experiment.name
         methods = {j.method.label for j in jobs if isinstance(j, Cell)}
-        assert not methods or set((experiment.reference or {}).get("values", {})) <= methods | {"flora", "flexlora"}
+        left_out = {"flora", "flexlora", "otfusion"}
+        assert not methods or set((experiment.reference or {}).get("values", {})) <= methods | left_out
     for claim in suite.claims.values():
         assert claim["source"]
