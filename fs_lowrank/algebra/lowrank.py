@@ -12,15 +12,16 @@ def stack_pairs(ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Sequenc
 
     Args:
         ups: ``B_k``, each ``(d_out, r_k)``; ranks may differ.
-        downs: ``A_k``, each ``(r_k, d_in)``.
+        downs: ``A_k``, each ``(r_k, d_in)``; a convolution's halves may come in their own shapes.
         weights: one number per pair.
     Returns:
         ``(d_out, Σ r_k)`` and ``(Σ r_k, d_in)``.
     """
+    ups, downs = ([t if t.dim() == 2 else t.flatten(1) for t in half] for half in (ups, downs))
     # One scaling of the stack, column by column: K small ones would cost more than the product.
     columns = [w for b, w in zip(ups, weights, strict=True) for _ in range(b.shape[1])]
-    up = torch.cat(list(ups), dim=1)
-    return up.mul_(up.new_tensor(columns)), torch.cat(list(downs), dim=0)
+    up = torch.cat(ups, dim=1)
+    return up.mul_(up.new_tensor(columns)), torch.cat(downs, dim=0)
 
 
 def low_rank_sum_svd(

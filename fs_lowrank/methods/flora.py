@@ -31,10 +31,9 @@ class FLoRA(RankedMethod):
         fresh = dict(message)
         weights, scale = self.weights(updates), self.adapter.scale
         for b, a in pairs(updates[0].tensors):
-            up, down = stack_pairs(
-                [u.tensors[b].flatten(1) for u in updates], [u.tensors[a].flatten(1) for u in updates],
-                [p * scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)])
-            message[f"merge:{round}:{b}"], message[f"merge:{round}:{a}"] = up, down
+            ups, downs = [u.tensors[b] for u in updates], [u.tensors[a] for u in updates]
+            message[f"merge:{round}:{b}"], message[f"merge:{round}:{a}"] = stack_pairs(
+                ups, downs, [p * scale(d.shape[0]) for p, d in zip(weights, downs)])
             fresh[a] = self.draw_down(a, state[a].shape, round).to(state[a])
             fresh[b] = torch.zeros_like(state[b])
         return {**state, **fresh}, message
@@ -44,9 +43,8 @@ class FLoRA(RankedMethod):
         for stacks in merges.values():
             for b, a in pairs(stacks):
                 merge_pair(model, a, stacks[b], stacks[a])
-        load_tensors(model, rest)
         pair = named_tensors(model, ("adapter",))
-        fresh = {}
+        fresh = dict(rest)
         for b, a in pairs(pair):
             rank = pair[a].shape[0]
             drawn = self.draw_down(a, (self.rank(), *pair[a].shape[1:]), round)[:rank]

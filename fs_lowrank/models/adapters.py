@@ -1,4 +1,7 @@
-"""Putting LoRA on a model through PEFT, and loading named tensors into it, of any rank."""
+"""Putting LoRA on a model through PEFT, and loading named tensors into it, of any rank.
+
+PEFT is imported where a model is at hand: it takes seconds, and what only reads a configuration has no need of it.
+"""
 from __future__ import annotations
 
 import copy
@@ -6,11 +9,9 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import peft
 import torch
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,10 +19,13 @@ from ..config import AdapterSpec
 from ..errors import UserError, nearest
 from ..seeds import derive
 from .chain import resize
-from .convolution import compose
 from .names import HEAD_MODULES, all_tensors, tags, zero_at_start
 
-_CLASSES = {"lora": peft.LoraConfig, "loha": peft.LoHaConfig, "lokr": peft.LoKrConfig}
+if TYPE_CHECKING:
+    import peft
+
+#: by ``llm.adapter.args``' adapter_method
+_CLASSES = {"lora": "LoraConfig", "loha": "LoHaConfig", "lokr": "LoKrConfig"}
 
 
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -39,12 +43,15 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
         UserError: no such module or layer (with the nearest that exists), a rank above a layer's width,
             an adapter method that is not known.
     """
+    from peft import get_peft_model
+
+    from .convolution import compose
     config = _config(model, spec)
     torch.manual_seed(derive(seed, "adapter"))
     with warnings.catch_warnings():
         # PEFT asks transformers for an attribute by its old name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        wrapped = peft.get_peft_model(model, config)
+        wrapped = get_peft_model(model, config)
     compose(wrapped)
     for name, module in wrapped.named_modules():
         if hasattr(module, "lora_A") and "default" in module.lora_A:
@@ -71,7 +78,8 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
         raise UserError(f"llm.adapter.args: use_rslora is LoRA's; {spec.method} scales by alpha / r")
     else:
         strength = {"alpha": spec.lora_alpha, "rank_dropout": spec.lora_dropout}
-    return _CLASSES[spec.method](
+    import peft
+    return getattr(peft, _CLASSES[spec.method])(
         r=spec.r, **strength, target_modules=_targets(model, spec), layers_to_transform=_layers(model, spec), **task,
         **spec.extra)
 
@@ -82,6 +90,8 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
     Raises:
         UserError: as ``add_adapter``; or it would put none.
     """
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     config = _config(model, spec)
     if config.target_modules is None:
         kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -250,7 +260,8 @@ def one_adapter(model: nn.Module) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
     Returns:
         Its config, of the rank of both together and scale 1, and its tensors with the head's.
     """
-    tensors = {n: t for n, t in peft.get_peft_model_state_dict(model, adapter_name="default").items()
+    from peft import get_peft_model_state_dict
+    tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name="default").items()
                if ".lora_" not in n}
     for name, layer in model.named_modules():
         if ACCUMULATED not in getattr(layer, "lora_A", {}):

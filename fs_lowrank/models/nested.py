@@ -1,10 +1,14 @@
 """Low-rank updates of low-rank updates: ``W + s (B + s_B B_d B_u)(A + s_A A_d A_u)``."""
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 
 class Nested(nn.Module):
@@ -48,6 +52,7 @@ def nested_shapes(a: torch.Size, b: torch.Size, rank_a: int, rank_b: int) -> dic
 
 def add_nested(model: nn.Module, scale: float) -> nn.Module:
     """Put nested pairs of rank 0 beside every shared LoRA pair, in place."""
+    from peft.tuners.lora import LoraLayer
     for module in model.modules():
         if isinstance(module, LoraLayer) and "default" in module.lora_A:
             module.nested = Nested(module, scale)

@@ -7,7 +7,7 @@ from peft.tuners.lora.layer import Conv2d
 from torch import nn
 
 from fs_lowrank.config import AdapterSpec
-from fs_lowrank.models import adapters
+from fs_lowrank.models import convolution
 from fs_lowrank.models.adapters import add_adapter, add_beside, load_tensors
 from fs_lowrank.models.convolution import ComposedLoRA
 from fs_lowrank.models.names import named_tensors
@@ -35,7 +35,7 @@ def pair(method="lora", monkeypatch=None, **spec):
         net = Net()
         with pytest.MonkeyPatch.context() as patch:
             if not ours:
-                patch.setattr(adapters, "compose", lambda model: None)
+                patch.setattr(convolution, "compose", lambda model: None)
             nets.append(add_adapter(net, AdapterSpec(method=method, r=3, lora_alpha=5, target_modules=("a", "b", "c"),
                                                      **spec), 0))
     drawn = {n: torch.randn(t.shape) / 3 for n, t in named_tensors(nets[0], ("adapter",)).items()}
