@@ -1,7 +1,7 @@
 """Minimising ``Σ_k (x − x_k)ᵀ F_k (x − x_k)`` by products with ``F = Σ_k F_k`` alone."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,24 +30,32 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, sta
     Returns:
         ``x`` in float64, and the number of products it took besides the first.
     """
+    return conjugate_path(product, target, start, (tolerance,), steps=steps)[0]
+
+
+def conjugate_path(product: Callable[[Tensor], Tensor], target: Tensor, start: Tensor, tolerances: Sequence[float], *,
+                   steps: int = 1000) -> list[tuple[Tensor, int]]:
+    """What ``conjugate_gradients`` returns for each of ``tolerances``, which fall, in one pass."""
     x, target = start.double().clone(), target.double()
     residual = target - product(x)
     direction = residual.clone()
     square = float((residual * residual).sum())
-    goal = tolerance ** 2 * square
-    for step in range(steps):
-        if square <= goal or square == 0.0:
-            return x, step
+    goals, found = [t ** 2 * square for t in tolerances], []
+    for step in range(steps + 1):
+        while len(found) < len(goals) and (square <= goals[len(found)] or square == 0.0):
+            found.append((x.clone(), step))
+        if len(found) == len(goals) or step == steps:
+            break
         image = product(direction)
         curvature = float((direction * image).sum())
         # Rounding is all that is left where a direction has no curvature.
         if curvature <= 0.0:
-            return x, step
+            break
         x.add_(direction, alpha=square / curvature)
         residual.sub_(image, alpha=square / curvature)
         previous, square = square, float((residual * residual).sum())
         direction = residual + (square / previous) * direction
-    return x, steps
+    return found + [(x, step)] * (len(goals) - len(found))
 
 
 def adam(gradient: Callable[[list[Tensor]], list[Tensor]], start: list[Tensor], *, lr: float = 0.01,

@@ -11,26 +11,29 @@ convolutional layer is then averaged); or all of it, for tiny nets. ``solver`` i
 
 - ``closed``: for diag ``(Σ p_k F_k W_k) / (Σ p_k F_k)``, and the mean where the sum is zero; for full a pseudo-inverse;
 - ``cg``: conjugate gradients from the mean, whose limit is the nearest minimiser (Lemma 1), until the residual has
-  fallen by ``tolerance``; what is left then lies where the Fisher hardly sees anything;
-- ``adam``: the paper's, ``steps`` steps; every 100 of them, the start and the end are scored on validation data;
+  fallen by ``tolerance``; what is left then lies where the Fisher hardly sees anything. The start and the iterates
+  where it has fallen by √10, 10, … are scored on validation data: the way to the minimiser may pass better models;
+- ``adam``: the paper's, ``steps`` steps; every 100 of them, the start and the end are scored in the same way;
 - ``reference``: the authors' code, which differs: moments that are sums, without bias correction, the iterates after
   steps 1, 101, … scored, and for K-FAC ``√(d + ε)`` in the place of ``√d + ε``. Its validation data came from the
   clients' training data; ours never do.
 
-With ``fisher: diag`` sums are enough: where the server may see no more, clients send ``F_k W_k`` too.
-``compress`` brings ``W_k`` and ``F_k`` to 16 bits a weight each, the bytes of plain averaging; ``cg`` then ends where
-the residual reaches the rounding of the factors.
+With ``select: False`` nothing is scored and the last iterate is taken.
+
+With ``fisher: diag`` sums are enough: where the server may see no more, clients send ``F_k W_k`` too. ``compress``
+brings ``W_k`` and ``F_k`` to 16 bits a weight each, the bytes of plain averaging; ``cg`` then ends where the residual
+reaches the rounding of the factors.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice, takewhile
 
 import torch
 from torch import Tensor, nn
 
-from ...algebra import adam, conjugate_gradients, kron_multiply, least_change, summed_moments, weighted_mean
+from ...algebra import adam, conjugate_path, kron_multiply, least_change, summed_moments, weighted_mean
 from ...errors import UserError
 from ...models.curvature import check_full_size, full_fisher, kronecker_fisher, matrix_layers, require_curvlinops
 from ..base import Client, State, Tensors
@@ -75,13 +78,15 @@ class FedFisher(OneShot):
         lr: float = field(default=0.01, metadata={"above": 0.0, "help": "of adam and reference"})
         tolerance: float = field(default=1e-4, metadata={
             "min": 1e-7, "help": "cg ends when the residual has fallen by this factor; float32 tells no less"})
+        select: bool = field(default=True, metadata={
+            "help": "take the iterate of cg, adam or reference that is best on validation data; False takes the last"})
         compress: bool = field(default=False, metadata={
             "help": "quantise weights and Fisher to the bytes of plain averaging"})
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
         self.solver = params.solver if params.solver != "auto" else ("closed" if params.fisher == "diag" else "cg")
-        self.selects = self.solver in ("adam", "reference")
+        self.selects = params.select and self.solver != "closed"
         if params.fisher == "kfac":
             require_curvlinops()
             if self.solver == "closed":
@@ -178,16 +183,13 @@ class FedFisher(OneShot):
 
     def solve(self, parts: list[dict[str, Tensor]], weights: list[float], mean: Tensors) -> dict[str, Tensor]:
         """The minimiser, by name, in the dtypes of ``mean``; from what each client sent and ``p_k``."""
-        if self.solver in ("closed", "cg"):
-            found: dict[str, Tensor] = {}
-            # A residual below the rounding of the factors would be fitted to their noise.
-            tolerance = max(self.params.tolerance, 2.0 ** (1 - VECTOR_BITS) if self.params.compress else 0.0)
-            # One block at a time in float64, so that the server holds the clients' factors and little more.
+        if self.solver == "closed":
+            found = {}
             for block in self.blocks(parts, weights, mean, torch.float64):
-                x = block.closed() if self.solver == "closed" else conjugate_gradients(
-                    block.product, block.target, block.start, tolerance=tolerance, steps=self.params.steps)[0]
-                found |= block.split(x)
+                found |= block.split(block.closed())
             return {n: t.to(mean[n].dtype) for n, t in found.items()}
+        if self.solver == "cg":
+            return self._choose([mean] + self._path(parts, weights, mean))
         blocks = list(self.blocks(parts, weights, mean, torch.float32))
 
         def gradient(x: list[Tensor]) -> list[Tensor]:
@@ -205,7 +207,27 @@ class FedFisher(OneShot):
             iterates = islice(summed_moments(gradient, start, lr=self.params.lr,
                                              eps_inside=self.params.fisher == "kfac"), steps)
             scored = (named(x) for i, x in enumerate(iterates) if i % SCORED == 0)
-        return best(self.workbench, scored)
+        return self._choose(scored)
+
+    def _path(self, parts: list[dict[str, Tensor]], weights: list[float], mean: Tensors) -> list[dict[str, Tensor]]:
+        """The models on the way of conjugate gradients, as the residual falls by √10 at a time to the tolerance."""
+        # A residual below the rounding of the factors would be fitted to their noise.
+        last = max(self.params.tolerance, 2.0 ** (1 - VECTOR_BITS) if self.params.compress else 0.0)
+        levels = takewhile(lambda level: level > 1.001 * last, (10 ** (-i / 2) for i in count(1)))
+        levels = [*(levels if self.params.select else ()), last]
+        models: list[dict[str, Tensor]] = [dict(mean) for _ in levels]
+        # One block at a time in float64, so that the server holds the clients' factors and little more.
+        for block in self.blocks(parts, weights, mean, torch.float64):
+            path = conjugate_path(block.product, block.target, block.start, levels, steps=self.params.steps)
+            for model, (x, _) in zip(models, path):
+                model |= {n: t.to(mean[n].dtype) for n, t in block.split(x).items()}
+        return models
+
+    def _choose(self, models: Iterable[Tensors]) -> dict[str, Tensor]:
+        if self.params.select:
+            return best(self.workbench, models)
+        *_, last = models
+        return dict(last)
 
     def blocks(self, parts: list[dict[str, Tensor]], weights: list[float], mean: Tensors,
                dtype: torch.dtype) -> Iterator[Block]:

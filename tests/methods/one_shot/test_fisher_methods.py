@@ -55,7 +55,7 @@ def test_what_no_client_knows_of_is_the_mean(bench):
 @pytest.mark.parametrize("fisher", ["diag", "full"])
 def test_cg_is_the_closed_form(bench, fisher):
     closed, cg = (bench.one_round("fedfisher", clients(bench), fisher=fisher, solver=s, draws=5, tolerance=1e-7,
-                                  steps=20000) for s in ("closed", "cg"))
+                                  steps=20000, select=False) for s in ("closed", "cg"))
     if fisher == "diag":
         return close(closed.message, cg.message, atol=1e-4)
     # Where F hardly sees anything the two stop at different places.
@@ -103,14 +103,14 @@ def explicit(ran, layer, bias=False):
 def test_kfac_lands_at_the_minimiser_nearest_the_mean(bench, bias):
     models = clients(bench, bench.pictures, bias=bias)
     ran = bench.one_round("fedfisher", models, kind=bench.pictures, fisher="kfac", draws=0, steps=100000,
-                          tolerance=1e-7) if not bias else None
+                          tolerance=1e-7, select=False) if not bias else None
     if bias:  # the last column of every matrix
         class Biased(bench.pictures):
             def __init__(self):
                 super().__init__(bias=True)
         ran = bench.one_round("fedfisher", models, kind=Biased, data=[
             bench.data(20 + 3 * k, seed=k, kind=bench.pictures) for k in range(3)], validation=bench.data(
-                10, kind=bench.pictures), fisher="kfac", draws=0, steps=100000, tolerance=1e-7)
+                10, kind=bench.pictures), fisher="kfac", draws=0, steps=100000, tolerance=1e-7, select=False)
     for layer in ("conv1", "classifier"):
         total, target, mean = explicit(ran, layer, bias)
         found = ran.message[f"{layer}.weight"].double().flatten(1)
@@ -183,12 +183,31 @@ def test_scored_iterates(bench, fisher, solver, monkeypatch):
     assert (distance[0] < 1e-6) == (solver == "adam") and distance[-1] > distance[0]
 
 
-def test_of_the_iterates_the_best_on_validation_data_is_taken(bench):
+@pytest.mark.parametrize("solver", ["cg", "adam"])
+def test_of_the_iterates_the_best_on_validation_data_is_taken(bench, solver):
     models = clients(bench)
-    ran = bench.one_round("fedfisher", models, fisher="kfac", solver="adam", steps=200)
+    ran, last = (bench.one_round("fedfisher", models, fisher="kfac", solver=solver, steps=200, select=select)
+                 for select in (True, False))
     mean = {n: sum(p * u.tensors[n] for p, u in zip(ran.weights, ran.updates)) for n in ran.message}
-    assert ran.method.selects and accuracy(ran.method.workbench, ran.message) >= accuracy(ran.method.workbench, mean)
-    assert not create_method("fedfisher", fisher="kfac").selects
+    assert ran.method.selects and not last.method.selects
+    scores = [accuracy(ran.method.workbench, t) for t in (ran.message, last.message, mean)]
+    assert scores[0] == max(scores)
+
+
+def test_the_way_of_cg_ends_at_the_tolerance(bench, monkeypatch):
+    from fs_lowrank.methods.one_shot import fedfisher
+    seen = []
+
+    def best(workbench, candidates):
+        seen.extend(candidates)
+        return dict(seen[-1])
+    monkeypatch.setattr(fedfisher, "best", best)
+    whole = bench.one_round("fedfisher", clients(bench), fisher="kfac", tolerance=1e-3)
+    last = bench.one_round("fedfisher", clients(bench), fisher="kfac", tolerance=1e-3, select=False)
+    assert len(seen) == 7, "the mean, 10^-0.5, 10^-1, …, 10^-2.5, 10^-3"
+    assert all(torch.equal(whole.message[n], t) for n, t in last.message.items())
+    mean = {n: sum(p * u.tensors[n] for p, u in zip(whole.weights, whole.updates)) for n in whole.message}
+    assert close(seen[0], mean, atol=1e-6) is None
 
 
 def test_cg_beats_adam_on_the_objective(bench):
