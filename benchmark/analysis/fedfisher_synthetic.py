@@ -155,7 +155,7 @@ def plot(result: dict, path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel={"width": "width", "steps": "local steps"}[key],
                  ylabel="training loss, mean ± standard error", title=title)
         axes.grid(alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
 
 

@@ -279,7 +279,7 @@ class Method:
         """
         generator = torch.Generator().manual_seed(derive(self.setting.seed, "redraw", name, round))
         bound = 1 / (torch.Size(shape[1:]).numel() ** 0.5)
-        return (torch.rand(*shape, generator=generator) * 2 - 1) * bound
+        return torch.rand(*shape, generator=generator).mul_(2).sub_(1).mul_(bound)
 
 
 def split_merges(message: Tensors) -> tuple[dict[int, dict[str, Tensor]], dict[str, Tensor]]:

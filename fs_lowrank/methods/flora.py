@@ -43,13 +43,13 @@ class FLoRA(RankedMethod):
         for stacks in merges.values():
             for b, a in pairs(stacks):
                 merge_pair(model, a, stacks[b], stacks[a])
-        pair = named_tensors(model, ("adapter",))
-        fresh = dict(rest)
-        for b, a in pairs(pair):
-            rank = pair[a].shape[0]
-            drawn = self.draw_down(a, (self.rank(), *pair[a].shape[1:]), round)[:rank]
-            fresh |= {a: drawn.to(pair[a]), b: torch.zeros_like(pair[b])}
-        load_tensors(model, fresh)
+        load_tensors(model, rest)
+        own = named_tensors(model, ("adapter",))
+        with torch.no_grad():
+            for b, a in pairs(own):
+                down = own[a]
+                down.copy_(self.draw_down(a, (self.rank(), *down.shape[1:]), round)[:len(down)])
+                own[b].zero_()
 
     def changed_base(self, model: nn.Module) -> list[str]:
         return [base_weight_name(a) for _, a in pairs(named_tensors(model, ("adapter",)))]

@@ -186,7 +186,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         KeyError: a name that the model does not have. ValueError: a shape that cannot be loaded.
     """
-    own = all_tensors(model)
+    own = all_tensors(model) if tensors else {}
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameter = own[name]
