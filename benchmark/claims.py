@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fs_lowrank import UserError
@@ -42,26 +42,40 @@ class Condition:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean over seeds; ``std`` of a sample, None for one seed."""
+    """Mean over seeds; ``std`` of a sample, None for one seed; ``by_seed`` what it is the mean of, where known."""
 
     mean: float
     std: float | None
     n: int
+    by_seed: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.mean:.4g}" + (f" ± {self.std:.2g}" if self.std is not None else "") + f" (n={self.n})"
 
 
-def spread(values: Sequence[float]) -> Spread | None:
-    """Mean and standard deviation; None for no value."""
+def spread(values: Sequence[float] | Mapping[int, float]) -> Spread | None:
+    """Mean and standard deviation of values, or of values by seed; None for no value."""
     if not values:
         return None
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+    by_seed = dict(values) if isinstance(values, Mapping) else {}
+    values = list(by_seed.values()) or values
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values), by_seed)
 
 
 def noise(*found: Spread) -> float:
     """The spread that a difference of means must exceed: the root of the sum of the variances over seeds."""
     return math.sqrt(sum((f.std or 0.0) ** 2 for f in found))
+
+
+def paired_noise(first: Spread, second: Spread) -> float:
+    """The spread that the difference of two methods must exceed at one place of the grid.
+
+    A seed gives both the same split, clients and batches, so it is the standard deviation of the differences by seed;
+    ``noise`` where the seeds are not the same, or only one.
+    """
+    if len(first.by_seed) < 2 or first.by_seed.keys() != second.by_seed.keys():
+        return noise(first, second)
+    return statistics.stdev(value - second.by_seed[seed] for seed, value in first.by_seed.items())
 
 
 #: (method, labels by axis, metric) -> the figure
@@ -164,7 +178,8 @@ def _above(condition: Mapping, look: Lookup) -> list[Condition]:
         if better is None or worse is None:
             found.append(_missing(f"{condition['better']} or {other} {at}".strip()))
             continue
-        gap, beyond = sign * (better.mean - worse.mean), noise(better, worse) if condition.get("spread", True) else 0
+        gap = sign * (better.mean - worse.mean)
+        beyond = paired_noise(better, worse) if condition.get("spread", True) else 0
         found.append(_condition(
             gap > condition["by"] and gap > beyond,
             f"{condition['better']} {better} against {other} {worse} {at}: ahead by {gap:.4g} (asked: more than "

@@ -78,9 +78,10 @@ def _preface(options: Options) -> list[Block]:
     engine = "" if options.engine == "local" else f" --engine {options.engine}"
     return [text(f"Written by `python -m benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
                  "`failed/`. Figures are mean ± standard deviation over seeds; **bold** is ahead of every other method "
-                 "by more than the root of the summed variances. Rates are chosen on validation data; the test set is "
-                 "scored after the last round, unless it says otherwise. The papers' figures stand beside ours with "
-                 "their setting: where ours is smaller, the order and the gap compare, the figure does not.")]
+                 "by more than the standard deviation of their differences by seed. Rates are chosen on validation "
+                 "data; the test set is scored after the last round, unless it says otherwise. The papers' figures "
+                 "stand beside ours with their setting: where ours is smaller, the order and the gap compare, the "
+                 "figure does not.")]
 
 
 # -- claims --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fs_lowrank.runs.summary import human_bytes
 
-from .claims import Spread, noise, spread
+from .claims import Spread, paired_noise, spread
 from .plan import Cell, Options, Search, jobs_of, settings
 from .store import Store
 from .suite import Experiment, Suite
@@ -45,8 +45,8 @@ class Found:
         return sum(map(len, self.records.values()))
 
     def figure(self, method: str, column: str, metric: str) -> Spread | None:
-        values = [value(r, metric) for r in self.records.get((method, column), ())]
-        return spread([v for v in values if v is not None])
+        values = {r["seed"]: value(r, metric) for r in self.records.get((method, column), ())}
+        return spread({seed: v for seed, v in values.items() if v is not None})
 
     def error(self, method: str, column: str, metric: str) -> float | None:
         """The standard error that a scorer gave with its figure, where there is one seed."""
@@ -173,5 +173,5 @@ def best_of(row: Mapping[str, Spread | None], metric: str) -> str | None:
     lower = scale_of(metric)[0] == 0 or metric.endswith("loss") or metric in ("aggregation", "training")
     ranked = sorted(there, key=lambda n: there[n].mean, reverse=not lower)
     first = there[ranked[0]]
-    ahead = all(abs(first.mean - there[n].mean) > noise(first, there[n]) for n in ranked[1:])
+    ahead = all(abs(first.mean - there[n].mean) > paired_noise(first, there[n]) for n in ranked[1:])
     return ranked[0] if ahead else None

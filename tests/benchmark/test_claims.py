@@ -1,7 +1,9 @@
 """Verdicts by rule, on numbers one can check by hand."""
+import statistics
+
 import pytest
 
-from benchmark.claims import FAILS, HOLDS, UNTESTED, check_rule, judge, noise, spread, verdict
+from benchmark.claims import FAILS, HOLDS, UNTESTED, check_rule, judge, noise, paired_noise, spread, verdict
 from benchmark.results import best_of, scale_of, shown, value
 from fs_lowrank import UserError
 
@@ -71,6 +73,16 @@ def test_close_ratio_value():
 def test_wrong_rules(condition, words):
     with pytest.raises(UserError, match=words):
         check_rule(condition, "here")
+
+
+def test_methods_are_compared_seed_by_seed():
+    # Splits differ far more than the methods do on each of them.
+    one, other = spread({0: 0.80, 1: 0.50, 2: 0.60}), spread({0: 0.77, 1: 0.46, 2: 0.57})
+    assert paired_noise(one, other) == pytest.approx(statistics.stdev([0.03, 0.04, 0.03])) and noise(one, other) > 0.2
+    assert best_of({"a": one, "b": other}, "test_acc") == "a"
+    elsewhere = spread({0: 0.77, 1: 0.46, 3: 0.57})
+    assert paired_noise(one, elsewhere) == noise(one, elsewhere)
+    assert paired_noise(spread({0: 0.8}), spread({0: 0.7})) == 0.0
 
 
 def test_bold_only_beyond_the_spread():
