@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from fs_lowrank.config import AdapterSpec
-from fs_lowrank.models import adapters
+from fs_lowrank.models import adapters, convolution
 from fs_lowrank.models.vision import VisionOptions, build_vision
 from fs_lowrank.training.local import make_optimizer, set_trainable
 
@@ -45,7 +45,7 @@ def stepper(options: VisionOptions, spec: AdapterSpec | None, composed: bool, ba
     model = build_vision(options)
     with ExitStack() as stack:
         if not composed:
-            stack.enter_context(patch.object(adapters, "compose", lambda model: None))
+            stack.enter_context(patch.object(convolution, "compose", lambda model: None))
         model = model if spec is None else adapters.add_adapter(model, spec, seed=0)
     model.train()
     trained = set_trainable(model, ("base", "head") if spec is None else ("adapter", "rest", "head"))
