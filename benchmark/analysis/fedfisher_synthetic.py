@@ -105,7 +105,7 @@ def trial(width: int, steps: int, seed: int) -> dict[str, float]:
 
 
 def sweep(settings: list[tuple[int, int]], seeds: int) -> list[dict]:
-    """One entry a setting ``(width, steps)``: mean and standard deviation of every loss over the seeds."""
+    """One entry a setting ``(width, steps)``: mean, median and standard error of every loss over the seeds."""
     entries = []
     for width, steps in settings:
         trials = [trial(width, steps, seed) for seed in range(seeds)]

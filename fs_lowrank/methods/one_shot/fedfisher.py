@@ -206,7 +206,9 @@ class FedFisher(OneShot):
         else:
             iterates = islice(summed_moments(gradient, start, lr=self.params.lr,
                                              eps_inside=self.params.fisher == "kfac"), steps)
-            scored = (named(x) for i, x in enumerate(iterates) if i % SCORED == 0)
+            # The authors never score the last one.
+            scored = (named(x) for i, x in enumerate(iterates)
+                      if i % SCORED == 0 or i == steps - 1 and not self.params.select)
         return self._choose(scored)
 
     def _path(self, parts: list[dict[str, Tensor]], weights: list[float], mean: Tensors) -> list[dict[str, Tensor]]:

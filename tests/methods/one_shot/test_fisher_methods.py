@@ -207,7 +207,15 @@ def test_the_way_of_cg_ends_at_the_tolerance(bench, monkeypatch):
     assert len(seen) == 7, "the mean, 10^-0.5, 10^-1, …, 10^-2.5, 10^-3"
     assert all(torch.equal(whole.message[n], t) for n, t in last.message.items())
     mean = {n: sum(p * u.tensors[n] for p, u in zip(whole.weights, whole.updates)) for n in whole.message}
-    assert close(seen[0], mean, atol=1e-6) is None
+    close(seen[0], mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", ["adam", "reference"])
+def test_without_scores_the_last_iterate_is_taken(bench, solver):
+    models = clients(bench)
+    runs = [bench.one_round("fedfisher", models, fisher="diag", solver=solver, steps=steps, select=False).message
+            for steps in (101, 150, 151)]
+    assert all(any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(runs, runs[1:])), "each has steps of its own"
 
 
 def test_cg_beats_adam_on_the_objective(bench):
