@@ -41,10 +41,11 @@ class Generator(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.norms[0](self.first(z).reshape(len(z), 2 * self.width, *self.start))
-        grow = nn.functional.interpolate
-        x = nn.functional.leaky_relu(self.norms[1](self.convs[0](grow(x, scale_factor=2.0))), 0.2)
-        x = nn.functional.leaky_relu(self.norms[2](self.convs[1](grow(x, size=self.shape[1:]))), 0.2)
-        return self.low + (self.high - self.low) * torch.sigmoid(self.convs[2](x))
+        x = x.contiguous(memory_format=torch.channels_last)
+        x = nn.functional.leaky_relu(self.norms[1](doubled(x, self.convs[0].weight)), 0.2)
+        x = nn.functional.leaky_relu(self.norms[2](doubled(x, self.convs[1].weight)), 0.2)
+        x = self.low + (self.high - self.low) * torch.sigmoid(self.convs[2](x))
+        return x[..., :self.shape[1], :self.shape[2]]
 
     def draw(self, generator: torch.Generator) -> None:
         """All weights anew, as the authors draw them: normal around 0, or 1 in norms, by 0.02."""
@@ -54,6 +55,17 @@ class Generator(nn.Module):
                 if name == "weight":
                     parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
                     parameter.data += float(isinstance(module, nn.BatchNorm2d))
+
+
+def doubled(x: Tensor, weight: Tensor) -> Tensor:
+    """``weight (out, in, 3, 3)`` over ``x (n, in, h, w)`` with each pixel doubled both ways: ``(n, out, 2h, 2w)``.
+
+    One transposed convolution with the kernel's overlapping sums: 2.25 times fewer products than the two steps.
+    """
+    kernel = weight.flip(2, 3)
+    pairs = nn.functional.pad(kernel, (1, 0)) + nn.functional.pad(kernel, (0, 1))
+    kernel = nn.functional.pad(pairs, (0, 0, 1, 0)) + nn.functional.pad(pairs, (0, 0, 0, 1))
+    return nn.functional.conv_transpose2d(x, kernel.transpose(0, 1), stride=2, padding=1)
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 from fs_lowrank.methods.one_shot.base import accuracy, logits_of
+from fs_lowrank.methods.one_shot.dense import Generator, doubled
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.vision import VisionOptions, build_vision
 
@@ -153,6 +154,19 @@ def test_generator_and_student_losses_fall(bench):
     assert min(losses["student"][-3:]) < losses["student"][0]
     mean = {n: sum(p * u.tensors[n] for p, u in zip(ran.weights, ran.updates)) for n in ran.message}
     assert accuracy(ran.method.workbench, ran.message) >= accuracy(ran.method.workbench, mean)
+
+
+def test_one_transposed_convolution_is_doubling_and_convolution():
+    x, weight = torch.randn(3, 5, 4, 7, dtype=torch.float64), torch.randn(6, 5, 3, 3, dtype=torch.float64)
+    apart = torch.nn.functional.conv2d(x.repeat_interleave(2, 2).repeat_interleave(2, 3), weight, padding=1)
+    torch.testing.assert_close(doubled(x, weight), apart)
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 30, 33)])
+def test_generated_images_have_the_shape_and_range_of_the_data(shape):
+    images = Generator(latent=6, width=2, shape=shape, low=-1.5, high=2.0)(torch.randn(4, 6))
+    assert images.shape == (4, *shape)
+    assert images.min() >= -1.5 and images.max() <= 2.0 and images.std() > 0
 
 
 def test_dense_is_decided_by_the_seed_and_leaves_the_model_alone(bench):
