@@ -232,27 +232,34 @@ class Run:
 
     def _record(self, round: int, *, selected: list[int], failed: list[dict], losses: Mapping[int, float],
                 uplink: Mapping[int, tuple[int, int]], downlink: Mapping[int, tuple[int, int]],
-                samples: Mapping[int, int], metrics: dict, seconds: Mapping[str, float]) -> dict:
+                samples: Mapping[int, int], metrics: dict, seconds: Mapping[str, float],
+                spent: Mapping[int, dict]) -> dict:
         """The line of ``rounds.jsonl``; bytes come by client, with and without the head.
 
         ``client_seconds`` says of each client that this process trained how long training and upload took, and
         whether it was reused; the seconds are then those of the time it was trained.
         """
-        spent, self.spent = self.spent, {}
         seconds = dict(seconds)
+        losses = dict(sorted(losses.items()))  # updates come in any order between processes
         # What was not trained again counts with the time it took when it was.
         seconds["training"] += sum(s["training"] for s in spent.values() if s["reused"])
         return {
-            "round": round, "selected": selected, "clients": sorted(losses), "failed": failed,
+            "round": round, "selected": selected, "clients": sorted(losses),
+            "failed": sorted(failed, key=lambda f: f["client"]),
             "loss": sum(losses[c] * samples[c] for c in losses) / sum(samples[c] for c in losses), "metrics": metrics,
             "uplink_bytes": sum(b for b, _ in uplink.values()),
             "uplink_bytes_without_head": sum(b for _, b in uplink.values()),
             "downlink_bytes": sum(b for b, _ in downlink.values()),
             "downlink_bytes_without_head": sum(b for _, b in downlink.values()),
-            "client_uplink_bytes": {c: b for c, (b, _) in uplink.items()},
-            "client_downlink_bytes": {c: b for c, (b, _) in downlink.items()},
+            "client_uplink_bytes": {c: b for c, (b, _) in sorted(uplink.items())},
+            "client_downlink_bytes": {c: b for c, (b, _) in sorted(downlink.items())},
             "adapter_norm": self._norms(), "seconds": seconds, "client_seconds": spent,
         }
+
+    def _spent(self) -> dict[int, dict]:
+        """What the clients have spent since this was asked for last."""
+        spent, self.spent = dict(sorted(self.spent.items())), {}
+        return spent
 
     def _norms(self) -> dict[str, float]:
         """Frobenius norm over all layers, of each half of the pair, or of the weights of a full method."""

@@ -90,7 +90,7 @@ class LocalEngine(Run):
         evaluated = time.perf_counter()
         return self._record(
             round, selected=selected, failed=failed, losses=losses, uplink=uplink, downlink=downlink,
-            samples={c.id: c.num_samples for c in self.clients}, metrics=metrics,
+            samples={c.id: c.num_samples for c in self.clients}, metrics=metrics, spent=self._spent(),
             seconds={"training": trained - started, "aggregation": aggregated - trained,
                      "evaluation": evaluated - aggregated})
 

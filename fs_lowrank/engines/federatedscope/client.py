@@ -8,7 +8,7 @@ import time
 import torch
 from federatedscope.core.message import Message
 from federatedscope.core.workers import Client
-from torch import nn
+from torch import Tensor, nn
 
 from ...algebra import FlatTensors, nbytes
 from ...errors import UserError
@@ -22,6 +22,11 @@ from .wire import Parcel
 from .worker import stock
 
 logger = logging.getLogger("federatedscope.lowrank")
+
+
+def shared_tensors(session: Session, model: nn.Module | None = None) -> dict[str, Tensor]:
+    """A copy of what the method shares of ``model``, or of the session's own."""
+    return {n: p.detach().clone() for n, p in named_tensors(model or session.model, session.method.shared).items()}
 
 
 class SharedCopy:
@@ -53,10 +58,7 @@ class OwnCopy(SharedCopy):
         super().__init__(session, model, number)
         self.stands_at = 0
         load_tensors(model, session.method.view(session.method.initial_state(model), number))
-        self.standing = self._snapshot()
-
-    def _snapshot(self):
-        return {n: p.detach().clone() for n, p in named_tensors(self.model, self.session.method.shared).items()}
+        self.standing = shared_tensors(session, model)
 
     def catch_up(self, parcel: Parcel) -> None:
         """Apply what came, up to the end of the round before ``parcel.facts["round"]``."""
@@ -71,7 +73,7 @@ class OwnCopy(SharedCopy):
             with torch.no_grad():
                 self.session.method.apply(self.model, tensors, last)
         if last > self.stands_at:
-            self.stands_at, self.standing = last, self._snapshot()
+            self.stands_at, self.standing = last, shared_tensors(self.session, self.model)
         self._load_personal()
 
 

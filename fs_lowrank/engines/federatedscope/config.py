@@ -243,9 +243,6 @@ def _refuse(cfg, method: str) -> None:
             refused.append(f"{name} = {value!r}: {why}")
     sums = get_method_class(method).needs_only_sums()
     quantises, shares, online = (cfg.quantization.method != "none", cfg.federate.use_ss, cfg.federate.online_aggr)
-    if cfg.federate.process_num > 1:
-        refused.append(f"federate.process_num = {cfg.federate.process_num}: the framework's processes exchange whole "
-                       "state dicts of one shape; our methods send less, and not the same every round")
     if shares and not sums:
         refused.append(f"federate.use_ss = True: {method}'s server step is not a weighted sum, so it cannot work on "
                        f"shares; it applies to: {_additive()}")
@@ -291,8 +288,8 @@ def to_framework(config: Config):
     flat["outdir"], flat["expname"] = config.outdir, config.expname
     if not config.model.task:
         flat.pop("model.task")
-    if config.federate.process_num == 1 and not torch.cuda.is_available():
-        flat["federate.process_num"] = 0  # what the framework makes of 1 where there is no GPU, with a warning
+    # The framework lowers it to the number of GPUs, with a warning; ``run`` starts ours by itself.
+    flat["federate.process_num"] = int(torch.cuda.is_available())
     for name, value in flat.items():
         node, key = _node(cfg, name, create=CN)
         node[key] = list(value) if isinstance(value, tuple) else value

@@ -7,7 +7,7 @@ from federatedscope.core.splitters import BaseSplitter
 
 from ...data import PARTITIONERS, Rows, partition
 from .config import our_method
-from .session import open_session
+from .session import Session, open_session
 
 
 class Held(ClientData):
@@ -16,8 +16,9 @@ class Held(ClientData):
     def __init__(self, client_cfg, **splits):
         super().__init__(client_cfg)
         # A mapping with ``x``, because the framework looks there for the shape of its inputs, and warns without one.
-        for split, examples in splits.items():
-            self[split] = {"examples": examples, "x": np.empty((len(examples), 0))}
+        # It looks at one split at least, also where the server evaluates nothing.
+        for split, examples in (splits or {"test": None}).items():
+            self[split] = {"examples": examples, "x": np.empty((len(examples or ()), 0))}
 
     def setup(self, new_client_cfg=None):
         """The framework would build its data loaders here; ours are the examples themselves."""
@@ -29,14 +30,18 @@ def load(config, client_cfgs=None):
     """The data of a run with one of our methods; None leaves it to the framework."""
     if our_method(config.federate.method) is None:
         return None
-    session = open_session(config)
+    return handed_out(open_session(config), config), config
+
+
+def handed_out(session: Session, config):
+    """What each worker of this process holds: by its number in standalone mode, its own alone otherwise."""
     held_out = {split: examples for split, examples in session._held_out().items() if len(examples)}
     split, _, metric = config.eval.best_res_update_round_wise_key.partition("_")
     if held_out and split in ("val", "test") and split not in held_out:
         # The framework ends a run whose key names a split that is not evaluated, and its default is val_loss.
         config.eval.best_res_update_round_wise_key = f"{next(iter(held_out))}_{metric}"
     if session.role == "server":
-        return Held(config, **held_out), config
+        return Held(config, **held_out)
     by_clients = not config.federate.make_global_eval
 
     def of(number: int) -> Held:
@@ -44,9 +49,9 @@ def load(config, client_cfgs=None):
         return Held(config, train=session.examples(number), **evaluated)
 
     if session.role == "client":
-        return of(max(session.index, 1)), config
+        return of(max(session.index, 1))
     everyone = {number: of(number) for number in range(1, len(session.clients) + 1)}
-    return {0: Held(config, **held_out), **everyone}, config
+    return {0: Held(config, **held_out), **everyone}
 
 
 class Partitioned(BaseSplitter):

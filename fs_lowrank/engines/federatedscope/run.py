@@ -1,7 +1,6 @@
 """One run on the framework, started from our configuration."""
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
@@ -14,6 +13,8 @@ from ...config import Config
 from ...runs.result import RunResult
 from . import session as sessions
 from .config import to_framework
+from .logs import LogTo
+from .parallel import ParallelRunner
 
 
 def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
@@ -30,7 +31,7 @@ def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> 
     outdir.mkdir(parents=True, exist_ok=True)
     cfg.outdir = str(outdir)
     threads = torch.get_num_threads()
-    with _log_to(outdir / "exp_print.log", config.verbose):
+    with LogTo(outdir / "exp_print.log", config.verbose):
         try:
             setup_seed(cfg.seed)
             data, changed = get_data(config=cfg.clone(), client_cfgs=None)
@@ -39,33 +40,14 @@ def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> 
             session.resume = resume
             session.on_round, session.on_client = on_round or session.on_round, on_client or session.on_client
             cfg.freeze(inform=False, save=False)
-            get_runner(data=data, server_class=get_server_cls(cfg), client_class=get_client_cls(cfg),
-                       config=cfg.clone()).run()
+            workers = {"data": data, "server_class": get_server_cls(cfg), "client_class": get_client_cls(cfg)}
+            processes = config.federate.process_num
+            if processes > 1 and config.federate.mode == "standalone":
+                session.config = session.config.replace(**{"federate.process_num": processes})
+                ParallelRunner(config=cfg.clone(), processes=processes, **workers).run()
+            else:
+                get_runner(config=cfg.clone(), **workers).run()
             return session.result or session.nothing()
         finally:
             sessions.close_session()
             torch.set_num_threads(threads)  # the framework sets it to 1
-
-
-class _log_to:
-    """The framework's log in a file, and on the console only what is a warning."""
-
-    def __init__(self, path: Path, verbose: int):
-        self.path, self.verbose = path, verbose
-
-    def __enter__(self):
-        self.logger = logging.getLogger("federatedscope")
-        self.before = self.logger.level, [(h, h.level) for h in self.logger.handlers]
-        self.file = logging.FileHandler(self.path)
-        self.file.setFormatter(logging.Formatter("%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"))
-        self.logger.setLevel(logging.INFO)
-        for handler, _ in self.before[1]:
-            handler.setLevel(logging.INFO if self.verbose > 1 else logging.WARNING)
-        self.logger.addHandler(self.file)
-
-    def __exit__(self, *_):
-        self.logger.removeHandler(self.file)
-        self.file.close()
-        self.logger.setLevel(self.before[0])
-        for handler, level in self.before[1]:
-            handler.setLevel(level)

@@ -61,6 +61,8 @@ class MethodAggregator(Aggregator):
             UserError: no such file, or one of another method or model.
         """
         session = self.session
+        if not os.path.exists(path):
+            raise UserError(f"federate.restore_from: there is no file {path}")
         try:
             saved = torch.load(path, map_location=session.device, weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError) as error:
@@ -136,8 +138,6 @@ class LowRankServer(Server):
     def _restored(self, config) -> int:
         done = self.session.begin()
         if config.federate.restore_from and not done:
-            if not os.path.exists(config.federate.restore_from):
-                raise UserError(f"federate.restore_from: there is no file {config.federate.restore_from}")
             done = self.aggregator.load_model(config.federate.restore_from)
             logger.info("restored round %d from %s", done, config.federate.restore_from)
         if done:
@@ -185,7 +185,7 @@ class LowRankServer(Server):
             theirs = load_config(config)
         except UserError as error:
             return f"its configuration is wrong: {error}"
-        keys = differing(theirs, self.session.config)
+        keys = differing(theirs, self.session.config, own_data=sender == -1)
         if keys:
             return f"it was started with another configuration than the server; they differ in {', '.join(keys)}"
         mine = self.session.proof
@@ -410,10 +410,12 @@ class LowRankServer(Server):
             message = self._as_sent(message, round)
         with torch.no_grad():
             method.apply(session.model, message, round)
+        session.on_message(message, round)
         finished = time.perf_counter()
         self.pending = {
             "round": round, "selected": self.selected, "failed": self.failed, "losses": self.losses,
             "uplink": self.uplink, "downlink": self.downlink, "samples": self.samples,
+            "spent": session._spent(),  # now: where clients evaluate, some may train for the next round already
             "seconds": {"training": started - self.round_started, "aggregation": finished - started}}
         self.evaluation_started = finished
         total = {d: sum(b for b, _ in sent.values()) for d, sent in (("up", self.uplink), ("down", self.downlink))}
@@ -478,6 +480,8 @@ class LowRankServer(Server):
     def eval(self):
         if self.is_finish:  # the framework evaluates once more after it has stopped early
             return
+        if self._cfg.federate.make_global_eval and not self.session._held_out():
+            return self.check_and_save()  # nothing to evaluate, which the framework would not get over
         super().eval()
 
     def callback_funcs_for_metrics(self, message: Message):

@@ -49,6 +49,8 @@ class Session(Run):
         self.config = config
         self.on_round: Callable[[dict], object] = lambda record: None
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
+        #: called with the message of each round and the round, when the session's model has followed it
+        self.on_message: Callable[[dict[str, Tensor], int], object] = lambda *_: None
         self.resume = False
         self.result: RunResult | None = None
         self._handed_out = 0
@@ -169,10 +171,20 @@ def close_session() -> None:
     _current = None
 
 
-def differing(theirs: Config, mine: Config) -> list[str]:
-    """The dotted keys that decide the result and in which two processes of one run differ."""
+#: where a client's data come from and how they are divided; its own business where they are its own
+_WHOSE_DATA = ("data.root", "data.type", "data.args", "data.splitter", "data.splitter_args", "data.splits",
+               "data.subsample")
+
+
+def differing(theirs: Config, mine: Config, own_data: bool = False) -> list[str]:
+    """The dotted keys that decide the result and in which two processes of one run differ.
+
+    Args:
+        own_data: what they read is their own: it may differ.
+    """
     a, b = theirs.decisive(), mine.decisive()
-    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and not k.startswith("distribute."))
+    free = ("distribute.", *(_WHOSE_DATA if own_data else ()))
+    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and not k.startswith(free))
 
 
 def _hash(tensor: Tensor) -> str:

@@ -51,24 +51,28 @@ class Parcel:
     def __sizeof__(self) -> int:
         return nbytes(self.tensors) + len(json.dumps(self.facts))
 
-    def encode(self) -> str:
-        """As text for a message between processes."""
+    def to_bytes(self) -> bytes:
+        """As safetensors, with the facts in the header."""
         plain = {n: t.detach().cpu().contiguous().clone() for n, t in self.tensors.items()}
-        return base64.b64encode(safetensors.torch.save(plain, {"facts": json.dumps(self.facts)})).decode("ascii")
+        return safetensors.torch.save(plain, {"facts": json.dumps(self.facts)})
+
+    def encode(self) -> str:
+        """As text for a message between machines."""
+        return base64.b64encode(self.to_bytes()).decode("ascii")
 
     @classmethod
     def of(cls, content: object) -> Parcel:
-        """The parcel in a message's content.
+        """The parcel in a message's content: itself, its bytes, or its text.
 
         Raises:
             ValueError: it is not a parcel.
         """
         if isinstance(content, cls):
             return content
-        if not isinstance(content, str):
+        if not isinstance(content, (str, bytes)):
             raise ValueError(f"the content is {type(content).__name__}, not a parcel of tensors")
         try:
-            data = base64.b64decode(content, validate=True)
+            data = base64.b64decode(content, validate=True) if isinstance(content, str) else content
             tensors = safetensors.torch.load(data)
             (length,) = struct.unpack("<Q", data[:8])
             facts = json.loads(json.loads(data[8:8 + length])["__metadata__"]["facts"])

@@ -115,7 +115,7 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
 @pytest.mark.parametrize("key, value, why", [
     ("asyn.use", True, "synchronous"), ("fedprox.use", True, "penalty"), ("personalization.local_param", ["lora_B"],
                                                                           "method's business"),
-    ("aggregator.robust_rule", "krum", "the method aggregates"), ("federate.process_num", 2, "state dicts"),
+    ("aggregator.robust_rule", "krum", "the method aggregates"),
     ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"), ("federate.save_freq", 0, "rounds between"),
     ("finetune.before_eval", True, "evaluation"), ("llm.offsite_tuning.use", True, "its own server")])
 def test_what_acts_where_our_methods_do_is_refused(cfg, key, value, why):

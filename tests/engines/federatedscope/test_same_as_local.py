@@ -1,4 +1,6 @@
 """The same config, data and seed give the same global tensors on both engines, for every method that there is."""
+import numpy as np
+import pandas as pd
 import pytest
 
 import fs_lowrank
@@ -49,7 +51,8 @@ def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, monkey
     {"lowrank.drop_rate": 0.4, "seed": 5}, {"train.frozen_dropout": True}, {"federate.ignore_weight": True},
     {"fedopt.use": True, "fedopt.optimizer.type": "Adam", "fedopt.optimizer.lr": 0.01},
     {"train.scheduler.type": "cosine", "train.scheduler.warmup_ratio": 0.3}, {"train.is_enable_half": True},
-    {"lowrank.mix": 0.5}, {"grad.grad_accum_count": 2, "grad.grad_clip": 1.0}, {"eval.freq": 0}],
+    {"lowrank.mix": 0.5}, {"grad.grad_accum_count": 2, "grad.grad_clip": 1.0}, {"eval.freq": 0},
+    {"eval.split": []}],
     ids=lambda k: next(iter(k)))
 def test_what_else_decides_the_result(quick, assert_same, keys):
     keys = {"federate.method": "rolora", "federate.sample_client_num": 3, **keys}
@@ -90,3 +93,39 @@ def test_distributed_with_absent_clients(quick, settings, assert_same, cluster, 
     workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "distributed")})
     assert len({c for r in local.history for c in r["selected"]}) > 1, "the seed must let clients come late"
     assert_same(dict(local.model.named_parameters()), workers[0].tensors)
+
+
+def test_clients_with_data_of_their_own(quick, settings, assert_same, cluster, tmp_path, reviews_csv):
+    """With ``distribute.data_idx`` -1 a client's file is its own: as one engine that divides them all by their owner."""
+    reviews = pd.read_csv(reviews_csv)
+    reviews["owner"] = np.where(np.arange(len(reviews)) < 200, "a", "b")
+    reviews.to_csv(tmp_path / "all.csv", index=False)
+    for owner, rows in reviews.groupby("owner"):
+        rows.drop(columns="owner").to_csv(tmp_path / f"{owner}.csv", index=False)
+    keys = {"federate.method": "rolora", "federate.client_num": 2, "federate.total_round_num": 3, "eval.split": [],
+            "train.local_update_steps": 2, "data.type": str(tmp_path / "all.csv"), "data.splits": [1.0, 0.0, 0.0],
+            "data.splitter": "field", "data.splitter_args": [{"field": "owner"}],
+            "dataloader.batch_size": 400}  # all of it in one batch, so the order of the rows is no matter
+    local = fs_lowrank.run(quick("local", keys))
+    own = {worker: {"distribute.data_idx": -1, "data.type": str(tmp_path / f"{owner}.csv"), "data.splitter": "iid",
+                    "data.splitter_args": [], "outdir": str(tmp_path / owner)}
+           for worker, owner in ((1, "a"), (2, "b"))}
+    workers = cluster.run(settings, 2, {**keys, "outdir": str(tmp_path / "distributed")}, changed=own,
+                          sabotage={2: {"late": 5.0}})  # numbered as they come
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    assert_same(dict(local.model.named_parameters()), workers[0].tensors)
+    assert [r["loss"] for r in workers[0].history] == pytest.approx([r["loss"] for r in local.history], abs=1e-5)
+
+
+@pytest.mark.parametrize("method", ["rolora", "fedloru"])
+def test_rounded_messages_between_processes(quick, settings, assert_same, cluster, tmp_path, method):
+    keys = {"federate.method": method, "train.local_update_steps": 2, "federate.client_num": 3,
+            "federate.sample_client_num": 2, "quantization.method": "uniform", "quantization.nbits": 8,
+            **({"lowrank.tau": 2} if method in ACCUMULATING else {})}
+    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
+    workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "distributed")})
+    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
+    assert_same(dict(alone.model.named_parameters()), workers[0].tensors)
+    for a, b in zip(alone.history, workers[0].history, strict=True):
+        for key in ("client_uplink_bytes", "client_downlink_bytes"):
+            assert b[key] == a[key]

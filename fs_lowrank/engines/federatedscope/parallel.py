@@ -1,0 +1,310 @@
+"""Standalone with ``federate.process_num`` P: the server in this process, the clients in P − 1 further ones.
+
+The framework's own form of it wants P GPUs and a state dict of one shape in every message; ours sends what the method
+sends, runs with GPUs or without, and ends with the tensors of a run in one process. A client's process does one message
+after the other and says when each is done: neither side ever writes while the other does.
+"""
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from federatedscope.core.auxiliaries.data_builder import get_data
+from federatedscope.core.auxiliaries.utils import setup_seed
+from federatedscope.core.auxiliaries.worker_builder import get_client_cls
+from federatedscope.core.fed_runner import StandaloneRunner
+from federatedscope.core.message import Message
+
+from ...config import load_config
+from ...errors import UserError
+from ...models.adapters import load_tensors
+from ...runs.checkpoint import load_checkpoint
+from .client import shared_tensors
+from .config import our_method, to_framework
+from .data import handed_out
+from .logs import LogTo
+from .server import MethodAggregator
+from .session import close_session, current
+from .wire import Parcel
+
+logger = logging.getLogger("federatedscope.lowrank")
+
+
+class ParallelRunner(StandaloneRunner):
+    """The framework's standalone runner, with its clients in processes of their own.
+
+    Args:
+        processes: in all, with this one; of the configuration's ``federate.process_num`` where it is not given.
+    """
+
+    def __init__(self, *args, config, processes: int = 0, **kwargs):
+        self.processes = processes or config.federate.process_num
+        config = config.clone()
+        config.defrost()
+        config.federate.process_num = 1  # in each of them all is as in one
+        config._immutable(True)
+        super().__init__(*args, config=config, **kwargs)
+
+    def _set_up(self):
+        self.session = current()
+        self.data = handed_out(self.session, self.cfg)
+        super()._set_up()
+
+    def _setup_client(self, client_id=-1, client_model=None, resource_info=None):
+        """A client's place is elsewhere; what is known of it here."""
+        return SimpleNamespace(trainer=None, resource_info=resource_info)
+
+    def run(self):
+        """The best results, as every runner of the framework gives them.
+
+        Raises:
+            UserError: a process died, did not answer within ``lowrank.timeout`` or could not go on.
+        """
+        numbers = list(self.client)
+        count = min(self.processes - 1, len(numbers))
+        self.sites = [_Site(i + 1, numbers[i::count]) for i in range(count)]
+        for site in self.sites:
+            site.send(Parcel({}, config=self.session.config.to_dict(), outdir=str(self.session.outdir), rank=site.rank,
+                             resources={n: self.client[n].resource_info for n in site.numbers},
+                             resume=self.session.resume))
+        self.home = {number: site for site in self.sites for number in site.numbers}
+        self.session.on_message = self._follow
+        try:
+            while not (self.server.is_finish and all(site.idle for site in self.sites)):
+                self._hand_out()
+                self._listen()
+            for site in self.sites:
+                site.close()
+        finally:
+            for site in self.sites:
+                site.end()
+        self.server._monitor.finish_fed_runner(fl_mode=self.mode)
+        return self.server.best_results
+
+    def _follow(self, message, round: int) -> None:
+        if self.session.shares_model:
+            for site in self.sites:
+                site.waiting.append(Parcel(message, kind="follow", round=round))
+
+    def _hand_out(self) -> None:
+        """Bring what lies in the framework's queue to its receivers."""
+        while self.shared_comm_queue:
+            message = self.shared_comm_queue.popleft()
+            receivers = message.receiver if isinstance(message.receiver, list) else [message.receiver]
+            if receivers == [self.server_id]:
+                self._handle_msg(message)
+                continue
+            for number in receivers:
+                self.home[int(number)].waiting.append(_packed(message, int(number)))
+        for site in self.sites:
+            begun = site.next()
+            if begun is not None and begun.facts.get("facts", {}).get("train"):
+                self.session.on_client(begun.facts["facts"]["round"], begun.facts["receiver"],
+                                       self.session.config.sampled_per_round)
+
+    def _listen(self) -> None:
+        """Take what the processes have sent; wait for it if every one of them is at work."""
+        timeout = self.session.config.lowrank.timeout
+        busy = [site for site in self.sites if not site.idle]
+        heard = wait([site.connection for site in busy], timeout=0 if self.shared_comm_queue else 1.0)
+        for site in busy:
+            if site.connection in heard:
+                self._take(site, site.receive())
+            elif time.monotonic() - site.since > timeout:
+                raise UserError(f"{site} has not answered within lowrank.timeout, {timeout:g} s; it is ended. Raise "
+                                f"lowrank.timeout if its clients need longer{self._kept()}")
+
+    def _take(self, site: _Site, parcel: Parcel | None) -> None:
+        if parcel is None:
+            raise UserError(f"{site} is gone (exit code {site.process.returncode}); was it killed, or out of memory?"
+                            f"{self._kept()}")
+        facts = parcel.facts
+        if facts["kind"] == "done":
+            site.idle = True
+        elif facts["kind"] == "stopped":
+            raise (UserError if facts["user"] else RuntimeError)(f"{site}: {facts['reason']}")
+        elif facts["kind"] == "client":
+            number = facts["client"]
+            self.session.spent.update({int(n): spent for n, spent in facts["spent"].items()})
+            if parcel.tensors:
+                device = self.session.device
+                self.session.personal[number] = {n: t.to(device) for n, t in parcel.tensors.items()}
+        else:
+            self.shared_comm_queue.append(_unpacked(parcel))
+
+    def _kept(self) -> str:
+        kept = (self.session.outdir / "checkpoint").exists()
+        return f"; the last checkpoint is in {self.session.outdir / 'checkpoint'}; continue with --resume" * kept
+
+
+class _Site:
+    """This side of a process with some of the clients; ``idle`` when it waits for the next message."""
+
+    def __init__(self, rank: int, numbers: list[int]):
+        self.rank, self.numbers = rank, numbers
+        self.connection, theirs = multiprocessing.Pipe()
+        # Not multiprocessing's own start, which would first run the user's main module again.
+        start = (f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import {__name__} as parallel; "
+                 f"parallel.serve({theirs.fileno()})")
+        path = os.pathsep.join(p for p in sys.path if p)
+        self.process = subprocess.Popen([sys.executable, "-c", start], pass_fds=[theirs.fileno()],
+                                        stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
+        theirs.close()
+        #: parcels that have not been sent yet
+        self.waiting: deque[Parcel] = deque()
+        self.idle = True
+
+    def __str__(self) -> str:
+        clients = ", ".join(map(str, self.numbers[:3])) + (", …" if len(self.numbers) > 3 else "")
+        return f"process {self.rank} (client{'s' if len(self.numbers) > 1 else ''} {clients})"
+
+    def send(self, parcel: Parcel) -> None:
+        self.idle, self.since = False, time.monotonic()
+        try:
+            self.connection.send_bytes(parcel.to_bytes())
+        except OSError:
+            logger.debug("%s is gone", self)  # which the next look at the connection finds and reports
+
+    def next(self) -> Parcel | None:
+        """Send the first that waits, if the process does too; what was sent."""
+        if not (self.idle and self.waiting):
+            return None
+        parcel = self.waiting.popleft()
+        self.send(parcel)
+        return parcel
+
+    def receive(self) -> Parcel | None:
+        """What it has sent; None if it is gone."""
+        try:
+            return Parcel.of(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.end()
+            return None
+
+    def close(self) -> None:
+        """Let it end by itself."""
+        self.connection.close()
+        self._ends_within(10.0)
+
+    def end(self) -> None:
+        self.connection.close()
+        if not self._ends_within(0.5):
+            self.process.terminate()
+            if not self._ends_within(5.0):
+                self.process.kill()
+
+    def _ends_within(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def _packed(message: Message, receiver: int) -> Parcel:
+    content = message.content
+    facts = {"kind": message.msg_type, "sender": int(message.sender), "receiver": receiver, "state": message.state,
+             "timestamp": message.timestamp}
+    if isinstance(content, Parcel):
+        return Parcel(content.tensors, facts=content.facts, **facts)
+    return Parcel({}, content=content, **facts)
+
+
+def _unpacked(parcel: Parcel) -> Message:
+    facts = parcel.facts
+    content = facts["content"] if "content" in facts else Parcel(parcel.tensors, **facts["facts"])
+    return Message(msg_type=facts["kind"], sender=facts["sender"], receiver=[facts["receiver"]], state=facts["state"],
+                   timestamp=facts["timestamp"], content=content)
+
+
+# -- in a client's process -----------------------------------------------------------------------------
+
+def serve(handle: int) -> None:
+    """Be the clients that the server's process names, until it closes the connection whose file descriptor this is."""
+    connection = Connection(handle)
+
+    def send(kind: str, tensors=None, **facts) -> None:
+        connection.send_bytes(Parcel(tensors or {}, kind=kind, **facts).to_bytes())
+
+    try:
+        task = Parcel.of(connection.recv_bytes()).facts
+        cfg = to_framework(load_config(task["config"]))
+        cfg.outdir = task["outdir"]
+        if cfg.use_gpu and torch.cuda.is_available():
+            cfg.device = task["rank"] % torch.cuda.device_count()
+        resources = {int(number): resource for number, resource in task["resources"].items()}
+        with LogTo(Path(cfg.outdir) / f"process_{task['rank']}.log", cfg.verbose):
+            _answer(connection, send, *_clients(cfg, resources, task["resume"]))
+    except (EOFError, ConnectionError):
+        return  # the server's process has ended, or ends this one
+    except Exception as error:  # the server's process tells the user
+        user = isinstance(error, UserError)
+        send("stopped", user=user, reason=str(error) if user else traceback.format_exc())
+    finally:
+        close_session()
+
+
+def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) -> None:
+    session = current()
+    standing = shared_tensors(session) if session.shares_model else {}
+    for client in clients.values():
+        client.join_in()
+    while True:
+        spent, session.spent = session.spent, {}
+        for number in spent:
+            send("client", session.personal.get(number), client=number, spent=spent)
+        while queue:
+            message = queue.popleft()
+            for receiver in message.receiver:
+                connection.send_bytes(_packed(message, int(receiver)).to_bytes())
+        send("done")
+        parcel = Parcel.of(connection.recv_bytes())
+        if parcel.facts["kind"] == "follow":
+            # Applied to the model as the round before left it, not as the last client did.
+            load_tensors(session.model, standing)
+            with torch.no_grad():
+                session.method.apply(session.model, {n: t.to(session.device) for n, t in parcel.tensors.items()},
+                                     parcel.facts["round"])
+            standing = shared_tensors(session)
+        else:
+            message = _unpacked(parcel)
+            clients[parcel.facts["receiver"]].msg_handlers[message.msg_type](message)
+
+
+def _clients(cfg, resources: dict[int, object], resume: bool):
+    """The workers of this process by number, and the queue that they send through."""
+    torch.set_num_threads(1)
+    setup_seed(cfg.seed)
+    data, changed = get_data(config=cfg.clone(), client_cfgs=None)
+    cfg.merge_from_other_cfg(changed)
+    cfg.freeze(inform=False, save=False)
+    session = current()
+    # What a run goes on from is the server's; whoever shares its model or keeps personal tensors needs it too.
+    checkpoint = load_checkpoint(session.outdir / "checkpoint") if resume else None
+    if checkpoint:
+        session._restore(checkpoint)
+    elif cfg.federate.restore_from:
+        MethodAggregator(session).load_model(cfg.federate.restore_from)
+    queue: deque[Message] = deque()
+    make = get_client_cls(cfg)
+    return {number: make(ID=number, server_id=0, config=cfg, data=data[number], model=session.next_model(),
+                         device=session.device, shared_comm_queue=queue, resource_info=resource)
+            for number, resource in resources.items()}, queue
+
+
+def choose_runner(frameworks):
+    """What stands in the place of the framework's class: ours for our methods, its own for its own."""
+    def make(*args, config, **kwargs):
+        runner = frameworks if our_method(config.federate.method) is None else ParallelRunner
+        return runner(*args, config=config, **kwargs)
+    return make

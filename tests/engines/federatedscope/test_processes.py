@@ -1,0 +1,133 @@
+"""Standalone with ``federate.process_num`` above 1: clients in processes of their own, and the same result."""
+import pytest
+
+import fs_lowrank
+from fs_lowrank.errors import UserError
+
+pytestmark = pytest.mark.federatedscope
+THREE = {"federate.process_num": 3}
+
+
+@pytest.fixture
+def sites(monkeypatch):
+    """The clients' processes of the runs of a test, in the order of their start."""
+    found = []
+
+    class Site(parallel()._Site):
+        def __init__(self, *args):
+            super().__init__(*args)
+            found.append(self)
+
+    monkeypatch.setattr(parallel(), "_Site", Site)
+    return found
+
+
+def parallel():
+    from fs_lowrank.engines.federatedscope import parallel
+    return parallel
+
+
+def same(a, b):
+    for name, tensor in a.model.named_parameters():
+        assert tensor.equal(dict(b.model.named_parameters())[name]), name
+    for x, y in zip(a.history, b.history, strict=True):
+        assert {k: x[k] for k in x if "seconds" not in k} == {k: y[k] for k in y if "seconds" not in k}
+
+
+@pytest.mark.parametrize("keys", [
+    {"federate.method": "rolora", "federate.sample_client_num": 3, "federate.share_local_model": True},
+    {"federate.method": "fedloru", "lowrank.tau": 2, "federate.sample_client_num": 2,
+     "federate.share_local_model": True},
+    {"federate.method": "fedloru", "lowrank.tau": 2, "federate.sample_client_num": 2},
+    {"federate.method": "flora", "lowrank.ranks": [1, 3, 2], "federate.share_local_model": True},
+    {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.share_local_model": True},
+    {"federate.method": "fedavg", "federate.share_local_model": True, "lowrank.drop_rate": 0.3},
+    {"federate.method": "fedlora", "federate.online_aggr": True},
+    {"federate.method": "fedlora", "quantization.method": "uniform", "quantization.nbits": 8,
+     "federate.share_local_model": True},
+    {"federate.method": "fedlora", "federate.make_global_eval": False},
+], ids=lambda k: "-".join(str(v) for v in k.values()))
+def test_processes_change_nothing(quick, keys):
+    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
+    apart = fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope")
+    same(alone, apart)
+    assert [sorted(map(int, r["client_seconds"])) for r in apart.history] == [r["clients"] for r in apart.history]
+    assert "process_num: 3" in next(apart.outdir.glob("config.yaml")).read_text()
+
+
+def test_shares_reach_the_other_processes(quick, assert_same):
+    keys = {"federate.method": "fedlora"}
+    shared = fs_lowrank.run(quick("apart", {**keys, **THREE, "federate.use_ss": True}), "federatedscope")
+    assert_same(fs_lowrank.run(quick("alone", keys)), shared)
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
+def test_going_on_after_a_process_was_killed(quick, sites, share):
+    keys = {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.sample_client_num": 3, **THREE,
+            "federate.share_local_model": share}
+    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+
+    def kill_one(record):
+        if record["round"] == 3:
+            sites[-1].process.kill()
+
+    with pytest.raises(UserError, match=r"process \d \(clients .*\) is gone \(exit code -9\).*continue with --resume"):
+        fs_lowrank.run(quick("cut", keys), "federatedscope", on_round=kill_one)
+    assert all(site.process.poll() is not None for site in sites)
+    rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)
+    for name, tensor in whole.model.named_parameters():
+        assert tensor.equal(dict(rest.model.named_parameters())[name]), name
+    assert [r["metrics"] for r in rest.history] == [r["metrics"] for r in whole.history]
+
+
+def test_a_process_that_does_not_answer_is_not_waited_for(quick, sites):
+    with pytest.raises(UserError, match="has not answered within lowrank.timeout, 0.5 s.*lowrank.timeout"):
+        fs_lowrank.run(quick("run", {"federate.method": "rolora", "lowrank.timeout": 0.5, **THREE}), "federatedscope")
+    assert all(site.process.poll() is not None for site in sites)
+
+
+def test_what_a_process_objects_to_is_said(quick, sites, monkeypatch, tmp_path):
+    send = parallel()._Site.send
+
+    def elsewhere(site, parcel):
+        if "config" in parcel.facts:
+            parcel.facts["config"]["data"] |= {"root": str(tmp_path), "type": "missing@file"}
+        send(site, parcel)
+
+    monkeypatch.setattr(parallel()._Site, "send", elsewhere)
+    with pytest.raises(UserError, match="process [12] .*missing@file"):
+        fs_lowrank.run(quick("run", {"federate.method": "rolora", **THREE}), "federatedscope")
+    assert all(site.process.poll() is not None for site in sites)
+
+
+def test_the_frameworks_own_methods_keep_its_runner():
+    from federatedscope.core.auxiliaries import runner_builder
+    from federatedscope.core.configs.config import global_cfg
+    from federatedscope.core.parallel.parallel_runner import StandaloneMultiGPURunner
+    assert runner_builder.StandaloneMultiGPURunner is not StandaloneMultiGPURunner
+    assert parallel().choose_runner(lambda config: "its own")(config=global_cfg.clone()) == "its own"
+
+
+def test_a_launcher_of_ones_own_with_enough_gpus(quick, monkeypatch):
+    """There the framework keeps the number, and its ``get_runner`` is asked; the launcher is its own ``main``."""
+    from federatedscope.core.auxiliaries.data_builder import get_data
+    from federatedscope.core.auxiliaries.runner_builder import get_runner
+    from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
+
+    from fs_lowrank.engines.federatedscope.config import to_framework
+    from fs_lowrank.engines.federatedscope.session import close_session, current
+    keys = {"federate.method": "rolora", "federate.share_local_model": True}
+    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
+    cfg = to_framework(quick("apart", keys))
+    data, changed = get_data(config=cfg.clone(), client_cfgs=None)
+    cfg.merge_from_other_cfg(changed)
+    cfg.freeze(inform=False, save=False)
+    cfg.defrost()
+    cfg.federate.process_num = 3
+    cfg._immutable(True)
+    try:
+        get_runner(data=data, server_class=get_server_cls(cfg), client_class=get_client_cls(cfg),
+                   config=cfg.clone()).run()
+        same(alone, current().result)
+    finally:
+        close_session()
