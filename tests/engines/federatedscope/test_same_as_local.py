@@ -96,7 +96,7 @@ def test_distributed_with_absent_clients(quick, settings, assert_same, cluster, 
 
 
 def test_clients_with_data_of_their_own(quick, settings, assert_same, cluster, tmp_path, reviews_csv):
-    """With ``distribute.data_idx`` -1 a client's file is its own: as one engine that divides them all by their owner."""
+    """With ``distribute.data_idx`` -1 a client's file is its own: as if one engine divided them all by owner."""
     reviews = pd.read_csv(reviews_csv)
     reviews["owner"] = np.where(np.arange(len(reviews)) < 200, "a", "b")
     reviews.to_csv(tmp_path / "all.csv", index=False)
