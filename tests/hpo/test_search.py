@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -301,6 +302,17 @@ def test_seeds_are_averaged(search, config):
 def test_sqlite_holds_a_search_as_well(search, tmp_path):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, storage=f"sqlite:///{tmp_path}/hpo.db")
     assert [t.state for t in trials(options)] == [TrialState.COMPLETE]
+
+
+@pytest.mark.skipif("FS_LOWRANK_TEST_DATABASE" not in os.environ,
+                    reason="FS_LOWRANK_TEST_DATABASE names no database, such as postgresql://user@server/empty")
+def test_a_database_server_holds_a_search_and_goes_on_with_it(search, tmp_path):
+    where, name = os.environ["FS_LOWRANK_TEST_DATABASE"], f"s{tmp_path.name}"
+    first, _, _ = search({"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}, storage=where, name=name, trials=1)
+    again, _, _ = search({"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}, storage=where, name=name, trials=3)
+    found = trials(again)
+    assert [t.state for t in found] == [TrialState.COMPLETE] * 3
+    optuna.delete_study(study_name=name, storage=where)
 
 
 def test_client_steps_of_epochs(search, config):
