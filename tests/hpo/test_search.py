@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from pathlib import Path
 
 import optuna
@@ -306,13 +307,13 @@ def test_sqlite_holds_a_search_as_well(search, tmp_path):
 
 @pytest.mark.skipif("FS_LOWRANK_TEST_DATABASE" not in os.environ,
                     reason="FS_LOWRANK_TEST_DATABASE names no database, such as postgresql://user@server/empty")
-def test_a_database_server_holds_a_search_and_goes_on_with_it(search, tmp_path):
-    where, name = os.environ["FS_LOWRANK_TEST_DATABASE"], f"s{tmp_path.name}"
-    first, _, _ = search({"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}, storage=where, name=name, trials=1)
-    again, _, _ = search({"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}, storage=where, name=name, trials=3)
-    found = trials(again)
-    assert [t.state for t in found] == [TrialState.COMPLETE] * 3
-    optuna.delete_study(study_name=name, storage=where)
+def test_a_database_server_holds_a_search_and_goes_on_with_it(search):
+    options = {"storage": os.environ["FS_LOWRANK_TEST_DATABASE"], "name": f"test_{uuid.uuid4()}"}
+    space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
+    search(space, trials=1, **options)
+    again, _, _ = search(space, trials=3, **options)
+    assert [t.state for t in trials(again, options["name"])] == [TrialState.COMPLETE] * 3
+    optuna.delete_study(study_name=options["name"], storage=options["storage"])
 
 
 def test_client_steps_of_epochs(search, config):
