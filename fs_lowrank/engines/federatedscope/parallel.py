@@ -70,16 +70,10 @@ class ParallelRunner(StandaloneRunner):
         Raises:
             UserError: a process died, did not answer within ``lowrank.timeout`` or could not go on.
         """
-        numbers = list(self.client)
-        count = min(self.processes - 1, len(numbers))
-        self.sites = [_Site(i + 1, numbers[i::count]) for i in range(count)]
-        for site in self.sites:
-            site.send(Parcel({}, config=self.session.config.to_dict(), outdir=str(self.session.outdir), rank=site.rank,
-                             resources={n: self.client[n].resource_info for n in site.numbers},
-                             resume=self.session.resume))
-        self.home = {number: site for site in self.sites for number in site.numbers}
+        self.sites: list[_Site] = []
         self.session.on_message = self._follow
         try:
+            self._begin()
             while not (self.server.is_finish and all(site.idle for site in self.sites)):
                 self._hand_out()
                 self._listen()
@@ -90,6 +84,16 @@ class ParallelRunner(StandaloneRunner):
                 site.end()
         self.server._monitor.finish_fed_runner(fl_mode=self.mode)
         return self.server.best_results
+
+    def _begin(self) -> None:
+        numbers, session = list(self.client), self.session
+        count = min(self.processes - 1, len(numbers))
+        for i in range(count):
+            self.sites.append(_Site(i + 1, numbers[i::count]))
+            self.sites[i].send(Parcel({}, config=session.config.to_dict(), outdir=str(session.outdir), rank=i + 1,
+                                      resources={n: self.client[n].resource_info for n in numbers[i::count]},
+                                      resume=session.resume))
+        self.home = {number: site for site in self.sites for number in site.numbers}
 
     def _follow(self, message, round: int) -> None:
         if self.session.shares_model:
