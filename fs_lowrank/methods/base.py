@@ -156,6 +156,8 @@ class Method:
         self.whole: tuple[str, ...] = ("head", "rest") if setting.from_scratch else ("head",)
         if "base" not in self.shared:
             self.shared = tuple(dict.fromkeys((*self.shared, *self.whole)))
+        #: the last round that adapters were drawn for, and what was drawn
+        self._drawn: tuple[int, dict[tuple, Tensor]] = (0, {})
         #: set by the engine where ``selects`` is True
         self.workbench: Workbench | None = None
         #: set by ``methods.server_optimizer``; the plain mean otherwise
@@ -275,11 +277,17 @@ class Method:
     def draw_down(self, name: str, shape: Sequence[int], round: int) -> Tensor:
         """A fresh adapter tensor for after ``round``: Kaiming-uniform as PEFT draws it, from the seed.
 
-        Every copy draws the same, and the first rows do not depend on how many follow.
+        Every copy draws the same, and the first rows do not depend on how many follow. What was drawn for a round is
+        kept until the next one is asked for, for the copies in this process; it is not to be written to.
         """
-        generator = torch.Generator().manual_seed(derive(self.setting.seed, "redraw", name, round))
-        bound = 1 / (torch.Size(shape[1:]).numel() ** 0.5)
-        return torch.rand(*shape, generator=generator).mul_(2).sub_(1).mul_(bound)
+        if self._drawn[0] != round:
+            self._drawn = round, {}
+        key = name, tuple(shape)
+        if key not in self._drawn[1]:
+            generator = torch.Generator().manual_seed(derive(self.setting.seed, "redraw", name, round))
+            bound = 1 / (torch.Size(shape[1:]).numel() ** 0.5)
+            self._drawn[1][key] = torch.rand(*shape, generator=generator).mul_(2).sub_(1).mul_(bound)
+        return self._drawn[1][key]
 
 
 def split_merges(message: Tensors) -> tuple[dict[int, dict[str, Tensor]], dict[str, Tensor]]:
