@@ -186,7 +186,7 @@ def lda(
     min_size: int = 1,
     field: str | None = None,
 ) -> list[np.ndarray]:
-    """Each class is divided by proportions drawn from Dirichlet(alpha) (Hsu et al., 2019); smaller is more skewed.
+    """Each class is divided by shares drawn from Dirichlet(alpha) (Yurochkin et al., 2019); smaller is more skewed.
 
     ``field`` names the column to use in place of the class; without classes the default is ``category``. No client
     gets fewer than ``min_size`` rows: the draw is repeated, and if that does not help, rows move from the largest.
@@ -207,6 +207,40 @@ def lda(
         if min(map(len, best)) >= floor:
             return best
     return _lift(best, floor, rng)
+
+
+@register_partitioner("mixture")
+def mixture(
+    rows: Rows,
+    num_clients: int,
+    rng: np.random.Generator,
+    alpha: float = 0.5,
+    min_size: int = 1,
+    field: str | None = None,
+    mixture_seed: int | None = None,
+) -> list[np.ndarray]:
+    """Each client draws its mixture of classes from Dirichlet(alpha) (Hsu et al., 2019), and takes its part of each.
+
+    ``mixture_seed`` draws the mixtures alone, and as numpy's ``RandomState`` does, so that runs of several seeds differ
+    in who holds which row but not in how skewed the clients are; the code of Jhunjhunwala et al. (2024) has 3.
+    ``field`` and ``min_size`` are as for ``lda``.
+    """
+    alpha = _positive("alpha", alpha)
+    floor = _floor(min_size, num_clients, rows.size)
+    if mixture_seed is not None and (isinstance(mixture_seed, bool) or not isinstance(mixture_seed, int)
+                                     or not 0 <= mixture_seed < 2**32):
+        raise UserError(f"mixture_seed must be an integer from 0 to 2^32 - 1, got {mixture_seed!r}")
+    groups = _groups(rows, field)
+    draw = rng if mixture_seed is None else np.random.RandomState(mixture_seed)
+    mixtures = np.stack([_dirichlet(draw, alpha, len(groups)) for _ in range(num_clients)])
+    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    for shares, group in zip(mixtures.T, groups.values(), strict=True):
+        # A class that no client's mixture has, to the precision of a float, is everyone's.
+        shares = shares / shares.sum() if shares.sum() > 0 else np.full(num_clients, 1 / num_clients)
+        cuts = (np.cumsum(shares) * len(group)).astype(np.int64)[:-1]
+        for part, piece in zip(parts, np.split(rng.permutation(group), cuts), strict=True):
+            part.append(piece)
+    return _lift([np.concatenate(part) for part in parts], floor, rng)
 
 
 @register_partitioner("shards")
@@ -328,10 +362,10 @@ def _groups(rows: Rows, field: str | None) -> dict[Any, np.ndarray]:
     return {kind.item(): piece for kind, piece in zip(kinds, pieces, strict=True)}
 
 
-def _dirichlet(rng: np.random.Generator, alpha: float, count: int) -> np.ndarray:
+def _dirichlet(rng: np.random.Generator | np.random.RandomState, alpha: float, count: int) -> np.ndarray:
     shares = rng.dirichlet(np.full(count, alpha))
     if not abs(shares.sum() - 1) < 1e-6:  # alpha beyond what a float can hold: take the limit
-        shares = np.full(count, 1.0 / count) if alpha > 1 else np.eye(count)[rng.integers(count)]
+        shares = np.full(count, 1.0 / count) if alpha > 1 else np.eye(count)[rng.choice(count)]
     return shares
 
 

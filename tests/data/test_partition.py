@@ -27,6 +27,8 @@ def rows(size=200, classes=4, seed=0):
 CASES = [
     ("iid", {}),
     ("lda", {"alpha": 0.1}),
+    ("mixture", {"alpha": 0.1}),
+    ("mixture", {"alpha": 0.1, "mixture_seed": 3}),
     ("dirichlet", {"alpha": 100.0, "min_size": 5}),
     ("lda", {"field": "domain"}),
     ("shards", {"shards_per_client": 3}),
@@ -71,6 +73,22 @@ def test_small_alpha_skews_the_classes_and_large_does_not():
     skewed = share_of_main_class(partition("lda", data, 10, rng(), {"alpha": 0.05, "min_size": 10}), data.labels)
     even = share_of_main_class(partition("lda", data, 10, rng(), {"alpha": 1000.0}), data.labels)
     assert skewed > 0.7 and even < 0.4
+
+
+def test_a_mixture_s_seed_fixes_the_skew_and_not_the_rows():
+    data = rows(5000)
+    args = {"alpha": 0.2, "mixture_seed": 3}
+    one, other = partition("mixture", data, 5, rng(0), args), partition("mixture", data, 5, rng(1), args)
+    assert [r["labels"] for r in one.summary()] == [r["labels"] for r in other.summary()]
+    assert any(not np.array_equal(a, b) for a, b in zip(one.indices, other.indices))
+    draw = np.random.RandomState(3)
+    kinds, counts = np.unique(data.labels, return_counts=True)
+    shares = np.stack([draw.dirichlet([0.2] * len(kinds)) for _ in range(5)])
+    for client, record in enumerate(one.summary()):
+        for kind, count in zip(kinds, counts):
+            assert abs(record["labels"][str(kind)] - count * shares[client, kind] / shares[:, kind].sum()) <= 1
+    free = partition("mixture", data, 5, rng(0), {"alpha": 0.2}).summary()
+    assert [r["labels"] for r in free] != [r["labels"] for r in one.summary()]
 
 
 def test_the_largest_alpha_is_even():
@@ -144,6 +162,7 @@ def test_summary_and_json():
         ("quantity", 2, {"alpha": -1.0}, "alpha must be"),
         ("field", 3, {"field": "domain", "size_alpha": 0}, "size_alpha must be"),
         ("lda", 30, {"min_size": 10}, "needs 300 rows; there are 200"),
+        ("mixture", 3, {"mixture_seed": -1}, "mixture_seed must be an integer from 0"),
         ("lda", 3, {"min_size": 0}, "min_size must be a positive integer"),
         ("lda", 3, {"field": "domian"}, "no column 'domian'.*did you mean 'domain'"),
         ("field", 3, {"field": "topic"}, "no column 'topic'.*there are: domain"),
