@@ -243,7 +243,7 @@ class Lowrank:
     min_clients: int = _key(1, min=1)
     #: chance that a client drops out of a round it was chosen for, drawn from the seed: to try what a method stands
     drop_rate: float = _key(0.0, min=0.0, max=1.0)
-    #: seconds that a process of a distributed run waits for another one
+    #: seconds that a process waits for another one: between machines, and with ``federate.process_num``
     timeout: float = _key(600.0, above=0.0, result=False)
     #: of the frozen weights and the arithmetic; trained tensors are the method's business
     dtype: str = _key("float32", choices=("float32", "bfloat16"))

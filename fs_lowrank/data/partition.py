@@ -223,7 +223,7 @@ def mixture(
 
     ``mixture_seed`` draws the mixtures alone, and as numpy's ``RandomState`` does, so that runs of several seeds differ
     in who holds which row but not in how skewed the clients are; the code of Jhunjhunwala et al. (2024) has 3.
-    ``field`` and ``min_size`` are as for ``lda``.
+    ``field`` is as for ``lda``; where a client has fewer than ``min_size`` rows, some move from the largest.
     """
     alpha = _positive("alpha", alpha)
     floor = _floor(min_size, num_clients, rows.size)

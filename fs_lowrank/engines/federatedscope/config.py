@@ -254,6 +254,10 @@ def _refuse(cfg, method: str) -> None:
                        "range, and rounded ones do not add up")
     if shares and cfg.federate.sample_client_num != cfg.federate.client_num:
         refused.append("federate.use_ss needs every client in every round: the shares of an absent one are missing")
+    drop_rate = getattr(cfg.lowrank.drop_rate, "value", cfg.lowrank.drop_rate)  # an Argument
+    if shares and drop_rate > 0:
+        refused.append(f"federate.use_ss and lowrank.drop_rate = {drop_rate} together: the shares of a client that "
+                       "drops out are missing")
     if shares and cfg.federate.client_num < 2:
         refused.append("federate.use_ss needs two clients at least")
     if quantises and cfg.quantization.method != "uniform":

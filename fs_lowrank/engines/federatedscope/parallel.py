@@ -48,6 +48,9 @@ class ParallelRunner(StandaloneRunner):
     """
 
     def __init__(self, *args, config, processes: int = 0, **kwargs):
+        if kwargs.get("client_configs"):
+            raise UserError("federate.process_num above 1 takes no configuration for single clients; leave "
+                            "--client_cfg out")
         self.processes = processes or config.federate.process_num
         config = config.clone()
         config.defrost()
@@ -74,16 +77,26 @@ class ParallelRunner(StandaloneRunner):
         self.session.on_message = self._follow
         try:
             self._begin()
-            while not (self.server.is_finish and all(site.idle for site in self.sites)):
+            while not (self.server.is_finish and self._nothing_left()):
                 self._hand_out()
+                if self._nothing_left() and not self.server.is_finish:
+                    raise UserError(f"round {self.server.state + 1} cannot be completed: nobody has anything left to "
+                                    f"do; the logs are in {self.session.outdir}{self._kept()}")
                 self._listen()
             for site in self.sites:
-                site.close()
+                site.connection.close()  # it then ends by itself
+            for site in self.sites:
+                site.ends_within(10.0)
         finally:
+            for site in self.sites:
+                site.connection.close()
             for site in self.sites:
                 site.end()
         self.server._monitor.finish_fed_runner(fl_mode=self.mode)
         return self.server.best_results
+
+    def _nothing_left(self) -> bool:
+        return not self.shared_comm_queue and all(site.idle and not site.waiting for site in self.sites)
 
     def _begin(self) -> None:
         numbers, session = list(self.client), self.session
@@ -162,7 +175,8 @@ class _Site:
                  f"parallel.serve({theirs.fileno()})")
         path = os.pathsep.join(p for p in sys.path if p)
         self.process = subprocess.Popen([sys.executable, "-c", start], pass_fds=[theirs.fileno()],
-                                        stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
+                                        stdin=subprocess.DEVNULL,
+                                        env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
         theirs.close()
         #: parcels that have not been sent yet
         self.waiting: deque[Parcel] = deque()
@@ -195,19 +209,15 @@ class _Site:
             self.end()
             return None
 
-    def close(self) -> None:
-        """Let it end by itself."""
-        self.connection.close()
-        self._ends_within(10.0)
-
     def end(self) -> None:
         self.connection.close()
-        if not self._ends_within(0.5):
+        if not self.ends_within(0.5):
             self.process.terminate()
-            if not self._ends_within(5.0):
+            if not self.ends_within(5.0):
                 self.process.kill()
+                self.process.wait()
 
-    def _ends_within(self, seconds: float) -> bool:
+    def ends_within(self, seconds: float) -> bool:
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -245,7 +255,8 @@ def serve(handle: int) -> None:
         cfg = to_framework(load_config(task["config"]))
         cfg.outdir = task["outdir"]
         if cfg.use_gpu and torch.cuda.is_available():
-            cfg.device = task["rank"] % torch.cuda.device_count()
+            cfg.device = (max(cfg.device, 0) + task["rank"]) % torch.cuda.device_count()
+        cfg.wandb.use = False  # the server's process has the account of the run
         resources = {int(number): resource for number, resource in task["resources"].items()}
         with LogTo(Path(cfg.outdir) / f"process_{task['rank']}.log", cfg.verbose):
             _answer(connection, send, *_clients(cfg, resources, task["resume"]))
@@ -281,8 +292,9 @@ def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) 
                                      parcel.facts["round"])
             standing = shared_tensors(session)
         else:
-            message = _unpacked(parcel)
-            clients[parcel.facts["receiver"]].msg_handlers[message.msg_type](message)
+            message, client = _unpacked(parcel), clients[parcel.facts["receiver"]]
+            client._monitor.track_download_bytes(message.count_bytes()[0])
+            client.msg_handlers[message.msg_type](message)
 
 
 def _clients(cfg, resources: dict[int, object], resume: bool):

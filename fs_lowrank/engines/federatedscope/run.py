@@ -10,6 +10,7 @@ from federatedscope.core.auxiliaries.utils import setup_seed
 from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
 from ...config import Config
+from ...errors import UserError
 from ...runs.result import RunResult
 from . import session as sessions
 from .config import to_framework
@@ -23,6 +24,10 @@ def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> 
     Raises:
         UserError: anything the user can put right; a worker that cannot go on.
     """
+    standalone, processes = config.federate.mode == "standalone", config.federate.process_num
+    if processes > 1 and not standalone:
+        raise UserError(f"federate.process_num = {processes} divides the clients of a standalone run; in mode "
+                        "distributed every client is a process of its own. Leave it out")
     cfg = to_framework(config)
     # Where a run's files lie is decided here, not by the framework, which would begin a new folder each time.
     outdir = Path(config.outdir) / config.expname
@@ -41,12 +46,14 @@ def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> 
             session.on_round, session.on_client = on_round or session.on_round, on_client or session.on_client
             cfg.freeze(inform=False, save=False)
             workers = {"data": data, "server_class": get_server_cls(cfg), "client_class": get_client_cls(cfg)}
-            processes = config.federate.process_num
-            if processes > 1 and config.federate.mode == "standalone":
+            if processes > 1:
                 session.config = session.config.replace(**{"federate.process_num": processes})
                 ParallelRunner(config=cfg.clone(), processes=processes, **workers).run()
             else:
                 get_runner(config=cfg.clone(), **workers).run()
+            if session.result is None and standalone:
+                raise UserError(f"the run ended before its last round: a round could not be completed; see "
+                                f"{outdir / 'exp_print.log'}")
             return session.result or session.nothing()
         finally:
             sessions.close_session()

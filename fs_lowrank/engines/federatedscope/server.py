@@ -124,6 +124,10 @@ class LowRankServer(Server):
         #: clients still to be sent this round's message, where they are asked one after the other
         self.waiting_room: list[int] = []
         self.asked_to_evaluate: set[int] = set()
+        #: a round that begins when the clients' evaluation of the one before is in
+        self.postponed = False
+        #: the round of a fresh client's parcel, and the changed base weights as they stood at its start
+        self.standing: tuple[int, dict[str, Tensor]] = (-1, {})
         self.started = self.stop_asked = False
         self.pending: dict | None = None
         self.shares: dict[int, dict[str, Tensor]] = {}
@@ -228,10 +232,14 @@ class LowRankServer(Server):
         """Send every client of the round what it lacks; for ``evaluate``, every client there is."""
         if msg_type == "evaluate":
             self.asked_to_evaluate = set()
+            self.msg_buffer["eval"][self.state - 1] = {}
+            self.deadline = time.monotonic() + self.timeout
             for client in sorted(int(c) for c in self.comm_manager.neighbors):
                 parcel = self._parcel(client, round=self.state + 1, train=False)
                 if self._deliver(client, msg_type, parcel, self.state - 1):
                     self.asked_to_evaluate.add(client)
+            if not self.asked_to_evaluate:
+                self.check_and_move_on(check_eval_result=True)
             return
         round = self.state + 1
         self.round_started = time.perf_counter()
@@ -248,7 +256,7 @@ class LowRankServer(Server):
         self.msg_buffer["train"].setdefault(self.state, {})
         self.waiting_room = list(selected)
         self._ask(1 if self.running is not None and not self.distributed else len(selected))
-        if not self.asked and not self.waiting_room:
+        if not self.waiting_room and self.asked <= self.heard:
             self.check_and_move_on()
 
     def _ask(self, count: int) -> None:
@@ -277,9 +285,11 @@ class LowRankServer(Server):
         changes = self.core.downlink(client, round)
         if whole:
             # Its copy stands at the start, and what everyone else has got is not kept: it gets all that is.
-            changed = set(method.changed_base(session.model))
-            changes = {**method.view(self.core.state, client),
-                       **{n: p.detach() for n, p in session.model.named_parameters() if n in changed}}
+            if self.standing[0] != round:
+                changed = set(method.changed_base(session.model))
+                self.standing = round, {n: p.detach().clone() for n, p in session.model.named_parameters()
+                                        if n in changed}
+            changes = {**method.view(self.core.state, client), **self.standing[1]}
             self.fresh.discard(client)
         sizes = self.core.sizes(changes)
         if self._cfg.quantization.method == "uniform" and not whole and changes:
@@ -321,6 +331,9 @@ class LowRankServer(Server):
     def _failed(self, client: int, kind: str, reason: str) -> None:
         self.failed.append({"client": client, "kind": kind, "reason": reason})
         self.heard.add(client)
+        if self._cfg.federate.use_ss:
+            # The others' sums lack its share: nobody is worth waiting for.
+            self.heard, self.waiting_room = self.heard | self.asked, []
         if kind != "dropped":
             logger.warning("round %d: client %d: %s", self.state + 1, client, reason)
 
@@ -429,14 +442,14 @@ class LowRankServer(Server):
         """Where the server sees only a sum, give the method the mean as one update."""
         if self.running is None and not self._cfg.federate.use_ss:
             return
+        if self._cfg.federate.use_ss and self.failed:
+            raise TooFewClients(f"round {round}: with federate.use_ss the shares of every client are needed")
         if len(self.losses) < self.min_clients or not self.losses:
             raise TooFewClients(f"round {round}: {len(self.losses)} usable updates, lowrank.min_clients is "
                                 f"{self.min_clients}")
         if self.running is not None:
             tensors = self.running.mean()
         else:
-            if self.failed:
-                raise TooFewClients(f"round {round}: with federate.use_ss the shares of every client are needed")
             uniform = self.session.method.setting.uniform
             weight = len(self.samples) if uniform else sum(self.samples.values())
             expected = self.session.method.expected(self.core.state, round, next(iter(self.losses)))
@@ -468,6 +481,10 @@ class LowRankServer(Server):
         self.stop_asked = bool(session.on_round(record)) or self.stop_asked
 
     def _start_new_training_round(self, aggregated_num=0):
+        if self.pending is not None:
+            # The framework would go on at once; what its clients answer would be of either round.
+            self.postponed = True
+            return
         if self.stop_asked:
             self.save_best_results()
             self.terminate()
@@ -483,6 +500,19 @@ class LowRankServer(Server):
         if self._cfg.federate.make_global_eval and not self.session._held_out():
             return self.check_and_save()  # nothing to evaluate, which the framework would not get over
         super().eval()
+
+    def _merge_and_format_eval_results(self):
+        # By client: what comes in any order is averaged in one.
+        round = max(self.msg_buffer["eval"])
+        answers = self.msg_buffer["eval"][round] = dict(sorted(self.msg_buffer["eval"][round].items()))
+        if answers:
+            super()._merge_and_format_eval_results()
+        else:
+            self._close_round({})
+            super().check_and_save()
+        if self.postponed and not self.is_finish:
+            self.postponed = False
+            self._start_new_training_round()
 
     def callback_funcs_for_metrics(self, message: Message):
         if not isinstance(message.content, dict):
@@ -580,7 +610,7 @@ class LowRankServer(Server):
         if self.is_finish or now < getattr(self, "next_look", 0.0):
             return
         self.next_look = now + 1.0
-        if self.asked_to_evaluate and self.msg_buffer["eval"] and self.pending is not None:
+        if self.asked_to_evaluate and self.pending is not None:
             missing = self.asked_to_evaluate - self.msg_buffer["eval"].get(max(self.msg_buffer["eval"]), {}).keys()
             gone = {c for c in missing if now > self.deadline or not wire.listening(self.comm_manager.neighbors[c])}
             if gone:

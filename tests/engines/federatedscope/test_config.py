@@ -129,7 +129,10 @@ def test_what_acts_where_our_methods_do_is_refused(cfg, key, value, why):
 def test_together(cfg):
     from fs_lowrank.engines.federatedscope.config import from_framework
     cfg.federate.use_ss, cfg.quantization.method = True, "uniform"
+    cfg.lowrank.drop_rate = 0.1
     with pytest.raises(UserError, match="use_ss and quantization.method together"):
+        from_framework(cfg)
+    with pytest.raises(UserError, match="use_ss and lowrank.drop_rate = 0.1 together"):
         from_framework(cfg)
     cfg.federate.use_ss, cfg.quantization.nbits = False, 4
     with pytest.raises(UserError, match="nbits = 4: the framework has 8 and 16"):

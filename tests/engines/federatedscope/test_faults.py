@@ -150,3 +150,17 @@ def test_a_failing_client_is_recorded(quick, monkeypatch):
     assert all(r["failed"][0]["reason"] == "RuntimeError: out of memory" for r in result.history)
     with pytest.raises(UserError, match="4 usable updates.*out of memory"):
         fs_lowrank.run(quick("strict", {"federate.method": "rolora", "lowrank.min_clients": 5}), "federatedscope")
+
+
+def test_a_failing_client_s_share_ends_the_run(quick, monkeypatch):
+    from fs_lowrank.engines.federatedscope.session import Session
+    fit = Session._fit
+
+    def fails(self, client, examples, round, *args):
+        if (client.id, round) == (3, 2):
+            raise RuntimeError("out of memory")
+        return fit(self, client, examples, round, *args)
+
+    monkeypatch.setattr(Session, "_fit", fails)
+    with pytest.raises(UserError, match="round 2: .*shares of every client.*out of memory.*last good round, 1"):
+        fs_lowrank.run(quick("run", {"federate.method": "fedlora", "federate.use_ss": True}), "federatedscope")

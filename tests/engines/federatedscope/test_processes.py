@@ -46,6 +46,8 @@ def same(a, b):
     {"federate.method": "fedlora", "quantization.method": "uniform", "quantization.nbits": 8,
      "federate.share_local_model": True},
     {"federate.method": "fedlora", "federate.make_global_eval": False},
+    {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.make_global_eval": False,
+     "federate.sample_client_num": 1},
 ], ids=lambda k: "-".join(str(v) for v in k.values()))
 def test_processes_change_nothing(quick, keys):
     alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
@@ -63,8 +65,8 @@ def test_shares_reach_the_other_processes(quick, assert_same):
 
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
 def test_going_on_after_a_process_was_killed(quick, sites, share):
-    keys = {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.sample_client_num": 3, **THREE,
-            "federate.share_local_model": share}
+    keys = {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.sample_client_num": 4, **THREE,
+            "federate.share_local_model": share, "lowrank.drop_rate": 0.3}
     whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
 
     def kill_one(record):
@@ -98,6 +100,12 @@ def test_what_a_process_objects_to_is_said(quick, sites, monkeypatch, tmp_path):
     with pytest.raises(UserError, match="process [12] .*missing@file"):
         fs_lowrank.run(quick("run", {"federate.method": "rolora", **THREE}), "federatedscope")
     assert all(site.process.poll() is not None for site in sites)
+
+
+def test_processes_in_distributed_mode(quick):
+    with pytest.raises(UserError, match="federate.process_num = 3 divides the clients of a standalone run"):
+        fs_lowrank.run(quick("run", {"federate.method": "rolora", "federate.mode": "distributed", **THREE}),
+                       "federatedscope")
 
 
 def test_the_frameworks_own_methods_keep_its_runner():

@@ -124,13 +124,16 @@ def test_restoring_what_does_not_fit(quick, tmp_path):
 
 
 @SHARE
-@pytest.mark.parametrize("method, keys", [("rolora", {}), ("flora", {"lowrank.ranks": [1, 2]})])
+@pytest.mark.parametrize("method, keys", [
+    ("rolora", {}), ("flora", {"lowrank.ranks": [1, 2]}),
+    ("pfedloru", {"lowrank.tau": 2, "federate.make_global_eval": False})])
 def test_resuming(quick, assert_same, method, keys, share):
     keys = {"federate.method": method, "federate.sample_client_num": 3, "federate.share_local_model": share, **keys}
     whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
     fs_lowrank.run(quick("cut", keys), "federatedscope", on_round=lambda record: record["round"] == 2)
     rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)
     assert [r["round"] for r in rest.history] == [1, 2, 3, 4]
+    assert [r["metrics"] for r in rest.history] == [r["metrics"] for r in whole.history]
     assert_same(whole, rest, atol=0)
 
 
