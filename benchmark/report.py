@@ -159,6 +159,8 @@ def _experiment(found: Found, root: Path) -> list[Block]:
                            + (f", {len(found.failed)} failed" if found.failed else "") + ".**"))
     if experiment.script:
         return blocks + _script(found) + _failures(found)
+    if not found.cells:
+        return blocks + _failures(found)
     blocks += _tables(found)
     blocks += _rates_table(found) + _bytes_table(found)
     if experiment.plots:

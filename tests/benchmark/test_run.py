@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,13 @@ def test_again_damaged_and_report(place, done):
         assert (place / "results" / "report" / f"tiny-small-main-{name}.png").stat().st_size > 5000
     page = (place / "results" / "report.html").read_text()
     assert page.count("<table>") == page.count("</table>") > 5 and "<script" not in page
+
+
+def test_a_report_after_the_searches_alone(place, done):
+    shutil.copytree(place / "results" / "searches", place / "early" / "searches")
+    report = bench(place, "report", "tiny.yaml", "--results", "early")
+    assert report.returncode == 0, report.stdout + report.stderr
+    assert "**0 of 8 cells are there.**" in (place / "early" / "report.md").read_text()
 
 
 def test_an_interrupted_cell_goes_on_from_its_checkpoint(place):
