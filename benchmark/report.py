@@ -296,7 +296,8 @@ def _rates_table(found: Found) -> list[Block]:
 
 
 def _bytes_table(found: Found) -> list[Block]:
-    metrics = ("uplink_without_head", "downlink_without_head", "uplink", "downlink", "aggregation", "memory")
+    metrics = ("uplink_without_head", "downlink_without_head", "uplink", "downlink", "traffic", "formula",
+               "aggregation", "memory")
     column = next((c for c in found.columns if all((m, c) in found.records for m in found.methods)),
                   found.columns[0] if found.columns else None)
     if column is None or not any(found.figure(m, column, "uplink") for m in found.methods):

@@ -89,8 +89,8 @@ def value(record: Mapping, metric: str) -> float | None:
     """A figure of a result by name; None where it has none.
 
     ``test_acc`` and the like; ``uplink`` … ``downlink_without_head`` and ``traffic`` (both directions), bytes per
-    client and round; ``aggregation``, ``training``, ``memory``; ``bytes_to:val_acc:0.7``, all bytes until a value is
-    reached; ``SCORER:TASK:METRIC``.
+    client and round; ``formula``, the papers' estimate of ``traffic``, twice what goes up; ``aggregation``,
+    ``training``, ``memory``; ``bytes_to:val_acc:0.7``, all bytes until a value is reached; ``SCORER:TASK:METRIC``.
     """
     kind, _, rest = metric.partition(":")
     if metric in record["metrics"]:
@@ -101,6 +101,8 @@ def value(record: Mapping, metric: str) -> float | None:
     if kind.startswith("traffic"):
         bare = metric.removeprefix("traffic")
         return sent[f"uplink{bare}"] + sent[f"downlink{bare}"] if sent else None
+    if metric == "formula":
+        return 2 * sent["uplink"] if sent else None
     if metric == "majority":
         return record.get("majority")
     if metric == "memory":
@@ -136,7 +138,8 @@ def shown(found: Spread | None, metric: str) -> str:
 def scale_of(metric: str) -> tuple[float, int]:
     """What a figure is multiplied by, and its digits; 0 for bytes."""
     name = metric.rpartition(":")[2]
-    if metric.startswith("bytes_to") or metric.partition("_")[0] in ("uplink", "downlink", "traffic", "memory"):
+    of_bytes = ("uplink", "downlink", "traffic", "formula", "memory")
+    if metric.startswith("bytes_to") or metric.partition("_")[0] in of_bytes:
         return 0, 0
     if metric.startswith("rounds_to"):
         return 1, 0
@@ -156,6 +159,7 @@ def title_of(metric: str) -> str:
              "uplink_without_head": "sent up without the head, per client and round",
              "downlink_without_head": "sent down without the head, per client and round",
              "traffic": "both directions, per client and round",
+             "formula": "both directions by the papers' formula, 2 × up",
              "traffic_without_head": "both directions without the head, per client and round",
              "aggregation": "server aggregation, median of a round, ms", "memory": "peak memory"}
     if kind in ("bytes_to", "rounds_to"):

@@ -99,6 +99,7 @@ def test_figures_of_a_result():
               "history": {"evaluated": [{"round": 1, "val_acc": 0.5, "uplink": 10, "downlink": 0},
                                         {"round": 2, "val_acc": 0.7, "uplink": 20, "downlink": 15}]}}
     assert value(record, "test_acc") == 0.7 and value(record, "traffic") == 12
+    assert value(record, "formula") == 2 * value(record, "uplink") > 0
     assert value(record, "traffic_without_head") == 3
     assert value(record, "bytes_to:val_acc:0.6") == 35 and value(record, "rounds_to:val_acc:0.6") == 2
     assert value(record, "bytes_to:val_acc:0.9") is None
