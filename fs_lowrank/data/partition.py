@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,12 +196,7 @@ def lda(
     groups = _groups(rows, field)
     best: list[np.ndarray] = []
     for _ in range(DRAWS):
-        parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-        for group in groups.values():
-            cuts = (np.cumsum(_dirichlet(rng, alpha, num_clients)) * len(group)).astype(np.int64)[:-1]
-            for part, piece in zip(parts, np.split(rng.permutation(group), cuts), strict=True):
-                part.append(piece)
-        drawn = [np.concatenate(part) for part in parts]
+        drawn = _deal(groups, (_dirichlet(rng, alpha, num_clients) for _ in groups), num_clients, rng)
         if not best or min(map(len, drawn)) > min(map(len, best)):
             best = drawn
         if min(map(len, best)) >= floor:
@@ -233,14 +228,10 @@ def mixture(
     groups = _groups(rows, field)
     draw = rng if mixture_seed is None else np.random.RandomState(mixture_seed)
     mixtures = np.stack([_dirichlet(draw, alpha, len(groups)) for _ in range(num_clients)])
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-    for shares, group in zip(mixtures.T, groups.values(), strict=True):
-        # A class that no client's mixture has, to the precision of a float, is everyone's.
-        shares = shares / shares.sum() if shares.sum() > 0 else np.full(num_clients, 1 / num_clients)
-        cuts = (np.cumsum(shares) * len(group)).astype(np.int64)[:-1]
-        for part, piece in zip(parts, np.split(rng.permutation(group), cuts), strict=True):
-            part.append(piece)
-    return _lift([np.concatenate(part) for part in parts], floor, rng)
+    # A class that no client's mixture has, to the precision of a float, is everyone's.
+    shares = (column / column.sum() if column.sum() > 0 else np.full(num_clients, 1 / num_clients)
+              for column in mixtures.T)
+    return _lift(_deal(groups, shares, num_clients, rng), floor, rng)
 
 
 @register_partitioner("shards")
@@ -380,6 +371,18 @@ def _sizes(total: int, count: int, alpha: float | None, floor: int, rng: np.rand
             sizes[np.argmax(sizes)] -= 1
             sizes[client] += 1
     return sizes
+
+
+def _deal(
+    groups: Mapping[Any, np.ndarray], shares: Iterable[np.ndarray], num_clients: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Every group's rows in random order, cut by its ``shares``, ``(num_clients,)`` and of sum 1."""
+    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    for group, share in zip(groups.values(), shares, strict=True):
+        cuts = (np.cumsum(share) * len(group)).astype(np.int64)[:-1]
+        for part, piece in zip(parts, np.split(rng.permutation(group), cuts), strict=True):
+            part.append(piece)
+    return [np.concatenate(part) for part in parts]
 
 
 def _lift(parts: list[np.ndarray], floor: int, rng: np.random.Generator) -> list[np.ndarray]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -102,7 +104,7 @@ class ParallelRunner(StandaloneRunner):
         numbers, session = list(self.client), self.session
         count = min(self.processes - 1, len(numbers))
         for i in range(count):
-            self.sites.append(_Site(i + 1, numbers[i::count]))
+            self.sites.append(_Site(i + 1, numbers[i::count], session.config.lowrank.timeout))
             self.sites[i].send(Parcel({}, config=session.config.to_dict(), outdir=str(session.outdir), rank=i + 1,
                                       resources={n: self.client[n].resource_info for n in numbers[i::count]},
                                       resume=session.resume))
@@ -165,11 +167,19 @@ class ParallelRunner(StandaloneRunner):
 
 
 class _Site:
-    """This side of a process with some of the clients; ``idle`` when it waits for the next message."""
+    """This side of a process with some of the clients; ``idle`` when it waits for the next message.
 
-    def __init__(self, rank: int, numbers: list[int]):
+    Args:
+        timeout: seconds that a message may take to go in or out.
+    """
+
+    def __init__(self, rank: int, numbers: list[int], timeout: float):
         self.rank, self.numbers = rank, numbers
         self.connection, theirs = multiprocessing.Pipe()
+        bound = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                pipe.setsockopt(socket.SOL_SOCKET, option, bound)
         # Not multiprocessing's own start, which would first run the user's main module again.
         start = (f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import {__name__} as parallel; "
                  f"parallel.serve({theirs.fileno()})")
@@ -191,7 +201,7 @@ class _Site:
         try:
             self.connection.send_bytes(parcel.to_bytes())
         except OSError:
-            logger.debug("%s is gone", self)  # which the next look at the connection finds and reports
+            logger.debug("%s is gone or stuck", self)  # which the next look at the connection finds and reports
 
     def next(self) -> Parcel | None:
         """Send the first that waits, if the process does too; what was sent."""

@@ -164,3 +164,14 @@ def test_a_failing_client_s_share_ends_the_run(quick, monkeypatch):
     monkeypatch.setattr(Session, "_fit", fails)
     with pytest.raises(UserError, match="round 2: .*shares of every client.*out of memory.*last good round, 1"):
         fs_lowrank.run(quick("run", {"federate.method": "fedlora", "federate.use_ss": True}), "federatedscope")
+
+
+@pytest.mark.parametrize("dying", [(2,), (1, 2)], ids=["one", "all"])
+def test_clients_that_die_while_they_evaluate(settings, cluster, tmp_path, dying):
+    """The last round's evaluation is of those that are left; the training before it is not lost."""
+    workers = cluster.run(settings, 2, keys(tmp_path, **{"federate.make_global_eval": False, "eval.freq": 3}),
+                          sabotage={client: {"dies_evaluating": True} for client in dying})
+    assert workers[0].code == 0, workers[0].said
+    assert [workers[w].code for w in (1, 2)] == [9 if w in dying else 0 for w in (1, 2)]
+    assert [r["round"] for r in workers[0].history] == [1, 2, 3]
+    assert bool(workers[0].history[-1]["metrics"]) == (len(dying) == 1)

@@ -1,5 +1,9 @@
 """Standalone with ``federate.process_num`` above 1: clients in processes of their own, and the same result."""
+import signal
+import time
+
 import pytest
+import torch
 
 import fs_lowrank
 from fs_lowrank.errors import UserError
@@ -86,6 +90,20 @@ def test_a_process_that_does_not_answer_is_not_waited_for(quick, sites):
     with pytest.raises(UserError, match="has not answered within lowrank.timeout, 0.5 s.*lowrank.timeout"):
         fs_lowrank.run(quick("run", {"federate.method": "rolora", "lowrank.timeout": 0.5, **THREE}), "federatedscope")
     assert all(site.process.poll() is not None for site in sites)
+
+
+def test_a_process_that_is_stopped_is_sent_to_no_longer_than_the_bound():
+    from fs_lowrank.engines.federatedscope.wire import Parcel
+    site = parallel()._Site(1, [1, 2], timeout=0.5)
+    try:
+        site.process.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        site.send(Parcel({"more than a pipe holds": torch.zeros(4_000_000)}))
+        assert site.receive() is None
+        assert time.monotonic() - started < 20
+    finally:
+        site.end()
+    assert site.process.poll() is not None
 
 
 def test_what_a_process_objects_to_is_said(quick, sites, monkeypatch, tmp_path):
