@@ -428,7 +428,7 @@ class LowRankServer(Server):
         self.pending = {
             "round": round, "selected": self.selected, "failed": self.failed, "losses": self.losses,
             "uplink": self.uplink, "downlink": self.downlink, "samples": self.samples,
-            "spent": session._spent(),  # now: where clients evaluate, some may train for the next round already
+            "spent": session._spent(),
             "seconds": {"training": started - self.round_started, "aggregation": finished - started}}
         self.evaluation_started = finished
         total = {d: sum(b for b, _ in sent.values()) for d, sent in (("up", self.uplink), ("down", self.downlink))}
