@@ -31,7 +31,7 @@ from torch import Tensor
 
 import fs_lowrank
 
-from . import short
+from . import short, watch
 
 METHODS = ("fedavg", "fedlora", "fedloru")
 LABELS = {"fedavg": "FedAvg (all weights)", "fedlora": "FedLoRA", "fedloru": "FedLoRU"}
@@ -79,22 +79,10 @@ def cosines(updates: list[Mapping[str, Tensor]], mean: Mapping[str, Tensor], bef
     return result
 
 
-def watch(method: str, rounds: list[dict]) -> str:
+def watched(method: str, rounds: list[dict]) -> str:
     """Register a twin of ``method`` that appends each round's cosines to ``rounds``; returns its name."""
-    base = type(fs_lowrank.create_method(method))
-
-    class Watched(base):
-        source = f"{base.source}, watched"
-
-        def aggregate(self, updates, state, round):
-            mean, _ = self.average(updates, state)  # the new global tensors, before anything is merged or redrawn
-            rounds.append({"round": round, "cosines": cosines(
-                [u.tensors for u in updates], mean, state, self.adapter.scale())})
-            return super().aggregate(updates, state, round)
-
-    name = f"watched_{method}"
-    fs_lowrank.register_method(name)(Watched)
-    return name
+    return watch(method, lambda seen: rounds.append(
+        {"round": seen.round, "cosines": cosines(seen.tensors, seen.mean, seen.before, seen.scale)}))
 
 
 def study(base: Mapping, methods: tuple[str, ...], rounds: int, seeds: int, outdir: Path, *,
@@ -105,7 +93,7 @@ def study(base: Mapping, methods: tuple[str, ...], rounds: int, seeds: int, outd
         for seed in range(seeds):
             seen: list[dict] = []
             config = fs_lowrank.load_config(dict(base), **{
-                "federate.method": watch(method, seen), "federate.total_round_num": rounds, "seed": seed,
+                "federate.method": watched(method, seen), "federate.total_round_num": rounds, "seed": seed,
                 "train.optimizer.lr": rates[method], "outdir": str(outdir / f"{method}_{seed}"),
                 **({"lowrank.tau": tau} if method == "fedloru" else {})})
             final = fs_lowrank.run(config).final

@@ -50,7 +50,7 @@ def test_watching_changes_nothing(settings, tmp_path, method):
     more = {"lowrank.tau": 2} if method == "fedloru" else {}
     seen = []
     watched = fs_lowrank.run(fs_lowrank.load_config(settings, **{
-        "federate.method": ca.watch(method, seen), "outdir": str(tmp_path / "a"), **more}))
+        "federate.method": ca.watched(method, seen), "outdir": str(tmp_path / "a"), **more}))
     plain = fs_lowrank.run(fs_lowrank.load_config(settings, **{
         "federate.method": method, "outdir": str(tmp_path / "b"), **more}))
     for (name, left), right in zip(watched.model.named_parameters(), plain.model.parameters()):
