@@ -104,15 +104,17 @@ def _list(args: argparse.Namespace) -> None:
         options = _options(args, [name])
         store = options.store
         by_experiment: dict[str, list] = {}
-        for job in plan(options):
+        for job in plan(options, extra=True):
             by_experiment.setdefault(job.experiment.name, []).append(job)
-        for experiment, jobs in by_experiment.items():
+        for jobs in by_experiment.values():
+            experiment = jobs[0].experiment
             searches = sum(isinstance(j, Search) for j in jobs)
             rated = [(j.rated(store) if hasattr(j, "rated") else j) for j in jobs]
             done = sum(j is not None and j.kind == "cells" and j.result(store) is not None for j in rated)
-            table.add_row(name, experiment, jobs[0].experiment.title,
+            table.add_row(name, experiment.name + " *" * experiment.extra, experiment.title,
                           *map(str, (searches, len(jobs) - searches, done)))
     console.print(table)
+    console.print("* only where --only names it")
 
 
 def _gpus(text: str) -> tuple[str, ...]:

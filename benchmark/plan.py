@@ -194,8 +194,11 @@ def _engine(options: Options) -> dict:
 
 # -- from suites to jobs -------------------------------------------------------------------------------
 
-def plan(options: Options) -> list[Job]:
+def plan(options: Options, extra: bool = False) -> list[Job]:
     """Every job of every suite, each once, searches before the cells that wait for them.
+
+    Args:
+        extra: those of the experiments too that run only where ``--only`` names them.
 
     Raises:
         UserError: something of a suite does not fit together; the message says where.
@@ -208,15 +211,15 @@ def plan(options: Options) -> list[Job]:
             raise UserError(f"--only {name}: {', '.join(s.name for s in suites)} ({options.size}) has no such "
                             f"experiment{nearest(name, there)}; there are: {', '.join(there)}")
     for suite in suites:
-        for experiment in chosen(suite, options.only):
+        for experiment in chosen(suite, options.only, extra):
             for job in jobs_of(suite, experiment, options):
                 jobs.setdefault(job.key, job)
     return list(jobs.values())
 
 
-def chosen(suite: Suite, only: Sequence[str]) -> list[Experiment]:
-    """The experiments that ``--only`` names, by name; all without it."""
-    return [e for e in suite.experiments.values() if not only or e.name in only]
+def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Experiment]:
+    """The experiments that ``--only`` names; without it all, the extra ones where ``extra`` says so."""
+    return [e for e in suite.experiments.values() if (e.name in only if only else extra or not e.extra)]
 
 
 def jobs_of(suite: Suite, experiment: Experiment, options: Options) -> list[Job]:

@@ -58,7 +58,7 @@ def write_report(options: Options) -> list[Path]:
             suite = load_suite(name, size)
             if not suite.sized and size != sizes[0]:
                 continue
-            found = {e.name: find(suite, e, sized, store) for e in chosen(suite, options.only)}
+            found = {e.name: find(suite, e, sized, store) for e in chosen(suite, options.only, extra=True)}
             used |= {r["hash"] for f in found.values() for rs in f.records.values() for r in rs}
             if not any(f.cells or f.failed or f.searches for f in found.values()):
                 continue

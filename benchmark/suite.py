@@ -25,7 +25,8 @@ from fs_lowrank.errors import nearest
 SIZES = ("small", "paper")
 SHIPPED = Path(__file__).parent / "suites"
 EXPERIMENT = ("title", "note", "config", "methods", "grid", "seeds", "learning_rates", "evaluation", "metrics",
-              "reference", "samples", "evaluations", "test", "script", "args", "values", "plots", "training_file")
+              "reference", "samples", "evaluations", "test", "script", "args", "values", "plots", "training_file",
+              "extra")
 SIZE = (*EXPERIMENT, "experiments")
 SUITE = (*SIZE, "source", "imports", "figures", "claims", *SIZES)
 METHOD = ("name", "method", "config", "where")
@@ -67,6 +68,7 @@ class Experiment:
             rounds. evaluations: how many in a run, about. test: ``once``, after the last round,
             ``rounds`` or ``none``.
         training_file: train on the commonsense tasks' training files, thinned.
+        extra: runs only where ``--only`` names it.
         script: a module to run in place of a grid, with ``args``; values: metric -> dotted path into what it wrote.
     """
 
@@ -89,6 +91,7 @@ class Experiment:
     values: dict
     plots: bool
     training_file: dict | None
+    extra: bool
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,7 @@ def _experiment(name: str, given: Mapping, where: str, title: str | None) -> Exp
         tuple(_listed(given.get("metrics", ["test_acc"]), f"{where}: metrics")), reference, **numbers, test=test,
         script=script, args=tuple(str(a) for a in _listed(given.get("args", []), f"{where}: args")),
         values=_mapping(given.get("values", {}), f"{where}: values"), plots=bool(given.get("plots", True)),
-        training_file=made)
+        training_file=made, extra=bool(given.get("extra", False)))
 
 
 def _methods(given: Any, where: str) -> tuple[MethodEntry, ...] | str:

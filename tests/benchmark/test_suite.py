@@ -4,6 +4,7 @@ import textwrap
 
 import pytest
 
+from benchmark.cli import main
 from benchmark.plan import Cell, Options, Search, jobs_of, plan
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
 from fs_lowrank import UserError
@@ -110,6 +111,19 @@ def test_experiments_lay_configs_over_each_other(write):
         "b.csv", 8, "rolora", 7)
     with pytest.raises(UserError, match="has no size 'paper'; there is: small"):
         load_suite(path, "paper")
+
+
+def test_an_extra_experiment_runs_only_where_it_is_named(write, capsys):
+    path = write("""
+        config: {data: {type: a.csv}, federate: {client_num: 2}}
+        methods: [rolora]
+        experiments: {first: {}, deeper: {extra: true, seeds: [0, 1]}}
+        """)
+    assert {j.experiment.name for j in plan(options(path))} == {"first"}
+    assert [j.experiment.name for j in plan(options(path, only=("deeper",)))] == ["deeper"] * 2
+    assert main(["list", path]) == 0
+    listed = capsys.readouterr().out
+    assert "deeper *" in listed and "first *" not in listed and "only where --only names it" in listed
 
 
 def test_a_method_may_have_a_config_of_its_own_at_a_place_of_the_grid(write):
