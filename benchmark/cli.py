@@ -114,7 +114,8 @@ def _list(args: argparse.Namespace) -> None:
             table.add_row(name, experiment.name + " *" * experiment.extra, experiment.title,
                           *map(str, (searches, len(jobs) - searches, done)))
     console.print(table)
-    console.print("* only where --only names it")
+    if any(" *" in str(cell) for cell in table.columns[1].cells):
+        console.print("* only where --only names it")
 
 
 def _gpus(text: str) -> tuple[str, ...]:

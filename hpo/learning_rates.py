@@ -1,6 +1,6 @@
 """Accuracy against the learning rate for each method, and what a search costs beside the papers' grid.
 
-    python -m hpo.learning_rates [--out results/hpo] [--timeout SECONDS]
+    python -m hpo.learning_rates [--out results/hpo] [--timeout SECONDS] [KEY VALUE …]
 
 The RoLoRA paper's eight rates as a grid, and its range with TPE and successive halving whose survivors go on from
 their checkpoints, on the demo's task in a smaller setting. The winners of both are run on the same fresh seeds.
@@ -12,9 +12,11 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from fs_lowrank import Config, UserError, load_config
+from fs_lowrank.config import parse_overrides
 
 from .best import budget_text, summary
 from .plots import Panel, draw_png, learning_rate_panel, points_of
@@ -40,7 +42,7 @@ def searches(folder: Path, workers: int) -> dict[str, tuple[str, Search]]:
     return {"grid": ("rolora_lr", grid), "halving": ("rolora_lr_range", halving)}
 
 
-def collect(config: Config, storage) -> dict:
+def collect(config: Config, storage, overrides: Sequence[str] = ()) -> dict:
     """What the studies found, as plain data."""
     methods = {}
     for method in METHODS:
@@ -59,14 +61,14 @@ def collect(config: Config, storage) -> dict:
             found[name]["finished"] = not any(kind(t) in ("waiting", "running") for t in study.trials) \
                 and bool(facts["winners"])
         methods[method] = found
-    return {"command": "python -m hpo.learning_rates", "config": config.decisive(), "smaller": SMALLER,
+    return {"command": " ".join(["python -m hpo.learning_rates", *overrides]), "config": config.decisive(), "smaller": SMALLER,
             "methods": methods}
 
 
 def table(found: dict) -> str:
     """The results as Markdown."""
     rates = sorted({p["lr"] for m in found["methods"].values() for p in m.get("grid", {}).get("curve", ())})
-    lines = ["# Learning rates", "", "Written by `python -m hpo.learning_rates`; all figures in `learning_rates.json`.",
+    lines = ["# Learning rates", "", f"Written by `{found['command']}`; all figures in `learning_rates.json`.",
              "MiniLM on the demo's sentiment data, 24 clients, 7 a round, smaller than `examples/demo.yaml`: "
              + ", ".join(f"`{k} {v}`" for k, v in found["smaller"].items()) + ".", "",
              "Validation accuracy after the last round, one seed:", "",
@@ -119,10 +121,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--confirm", type=int, default=3, help="fresh seeds for each winner")
     parser.add_argument("--timeout", type=float, help="seconds; what is finished by then is written")
+    parser.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
     args = parser.parse_args(argv)
     started = time.monotonic()
     try:
-        config = load_config(args.cfg, SMALLER)
+        config = load_config(args.cfg, {**SMALLER, **parse_overrides(args.overrides)})
         for confirm in (0, args.confirm):  # first all curves, then the fresh seeds
             for name, (space, options) in searches(args.dir, args.workers).items():
                 left = args.timeout - (time.monotonic() - started) if args.timeout else None
@@ -134,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
                 if ended.how == "interrupted":
                     return 130
         storage = open_storage(str(args.dir / "journal.log"))
-        found = collect(config, storage)
+        found = collect(config, storage, args.overrides)
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "learning_rates.json").write_text(json.dumps(found, indent=1) + "\n")
         (args.out / "learning_rates.md").write_text(table(found))

@@ -36,7 +36,7 @@ BASE = {
     "model": {"type": "minilm@transformers"},
     "llm": {"tok_len": 24, "adapter": {"args": [{"r": 4, "alpha": 16, "modules": ["query", "value"],
                                                  "layers": [4, 5]}]}},
-    "federate": {"client_num": 10},
+    "federate": {"method": "fedlora", "client_num": 10},
     "dataloader": {"batch_size": 4},
     "train": {"local_update_steps": 4, "optimizer": {"type": "AdamW", "lr": 1e-2}},
     "eval": {"freq": 1000, "split": ["test"], "batch_size": 64},
