@@ -61,8 +61,8 @@ def collect(config: Config, storage, overrides: Sequence[str] = ()) -> dict:
             found[name]["finished"] = not any(kind(t) in ("waiting", "running") for t in study.trials) \
                 and bool(facts["winners"])
         methods[method] = found
-    return {"command": " ".join(["python -m hpo.learning_rates", *overrides]), "config": config.decisive(), "smaller": SMALLER,
-            "methods": methods}
+    return {"command": " ".join(["python -m hpo.learning_rates", *overrides]), "config": config.decisive(),
+            "smaller": SMALLER, "methods": methods}
 
 
 def table(found: dict) -> str:
