@@ -97,8 +97,8 @@ def _list(args: argparse.Namespace) -> None:
                           *(f"{len(s.experiments)} experiments" for s in sizes.values()))
         console.print(table)
         return
-    for column in ("suite", "experiment", "what", "searches", "cells", "done"):
-        right = column in ("searches", "cells", "done")
+    for column in ("suite", "experiment", "what", "searches", "cells", "done", "took"):
+        right = column in ("searches", "cells", "done", "took")
         table.add_column(column, overflow="fold", justify="right" if right else "left")
     for name in args.suites:
         options = _options(args, [name])
@@ -110,10 +110,13 @@ def _list(args: argparse.Namespace) -> None:
             experiment = jobs[0].experiment
             searches = sum(isinstance(j, Search) for j in jobs)
             rated = [(j.rated(store) if hasattr(j, "rated") else j) for j in jobs]
-            done = sum(j is not None and j.kind == "cells" and j.result(store) is not None for j in rated)
+            finished = [(j.kind, r) for j in rated if j is not None and (r := j.result(store)) is not None]
+            done = sum(kind == "cells" for kind, _ in finished)
+            took = sum(r["seconds_in_all"] for _, r in finished) / 60
             table.add_row(name, experiment.name + " *" * experiment.extra, experiment.title,
-                          *map(str, (searches, len(jobs) - searches, done)))
+                          *map(str, (searches, len(jobs) - searches, done)), f"{took:.0f} min" if took else "")
     console.print(table)
+    console.print("took: the minutes of all that is done, one process")
     if any(" *" in str(cell) for cell in table.columns[1].cells):
         console.print("* only where --only names it")
 

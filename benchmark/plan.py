@@ -198,7 +198,7 @@ def plan(options: Options, extra: bool = False) -> list[Job]:
     """Every job of every suite, each once, searches before the cells that wait for them.
 
     Args:
-        extra: those of the experiments too that run only where ``--only`` names them.
+        extra: also the experiments and methods that run only where ``--only`` and ``--methods`` name them.
 
     Raises:
         UserError: something of a suite does not fit together; the message says where.
@@ -212,7 +212,7 @@ def plan(options: Options, extra: bool = False) -> list[Job]:
                             f"experiment{nearest(name, there)}; there are: {', '.join(there)}")
     for suite in suites:
         for experiment in chosen(suite, options.only, extra):
-            for job in jobs_of(suite, experiment, options):
+            for job in jobs_of(suite, experiment, options, extra):
                 jobs.setdefault(job.key, job)
     return list(jobs.values())
 
@@ -222,14 +222,14 @@ def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Exper
     return [e for e in suite.experiments.values() if (e.name in only if only else extra or not e.extra)]
 
 
-def jobs_of(suite: Suite, experiment: Experiment, options: Options) -> list[Job]:
+def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool = True) -> list[Job]:
     """Searches first, then cells, a seed after the other: what is there early covers the whole grid."""
     if experiment.script:
         return [Script(suite, experiment, options)]
     import_all(suite.imports)
     searches: dict[tuple, Search] = {}
     cells = [_cell(suite, experiment, options, method, setting, seed, searches) for seed, setting, method in
-             itertools.product(experiment.seeds, settings(experiment), methods_of(experiment, options))]
+             itertools.product(experiment.seeds, settings(experiment), methods_of(experiment, options, extra))]
     return [*searches.values(), *cells]
 
 
@@ -239,13 +239,13 @@ def settings(experiment: Experiment) -> Iterator[dict[str, str]]:
         yield dict(zip(experiment.axes, labels))
 
 
-def methods_of(experiment: Experiment, options: Options) -> list[MethodEntry]:
-    """The suite's methods, or those that ``--methods`` names, be they in the suite or not."""
+def methods_of(experiment: Experiment, options: Options, extra: bool = True) -> list[MethodEntry]:
+    """The suite's methods, with or without the extra ones, or those that ``--methods`` names, in the suite or not."""
     entries = experiment.methods
     if entries == "all":
         entries = tuple(MethodEntry(name, name, {}) for name in list_methods())
     if not options.methods:
-        return list(entries)
+        return [e for e in entries if extra or not e.extra]
     by_label = {e.label: e for e in entries}
     return [by_label.get(name, MethodEntry(name, name, {})) for name in options.methods]
 

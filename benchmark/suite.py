@@ -29,7 +29,7 @@ EXPERIMENT = ("title", "note", "config", "methods", "grid", "seeds", "learning_r
               "extra")
 SIZE = (*EXPERIMENT, "experiments")
 SUITE = (*SIZE, "source", "imports", "figures", "claims", *SIZES)
-METHOD = ("name", "method", "config", "where")
+METHOD = ("name", "method", "config", "where", "extra")
 RATES = ("table", "budget", "found_by", "search")
 SEARCH = ("space", "each", "at", "config", "seed", "seeds", "objective", "samples")
 TRAINING_FILE = ("per_task", "seed")
@@ -42,13 +42,14 @@ class MethodEntry:
     """A row of the grid: a method by name, what its config sets besides, and what only under an axis' label.
 
     Attributes:
-        where: axis -> label -> dotted keys.
+        where: axis -> label -> dotted keys. extra: runs only where ``--methods`` names it.
     """
 
     label: str
     method: str
     config: dict
     where: dict[str, dict[str, dict]] = field(default_factory=dict)
+    extra: bool = False
 
     def keys(self, setting: Mapping[str, str]) -> dict:
         """Dotted keys of the config in a setting."""
@@ -266,7 +267,8 @@ def _methods(given: Any, where: str) -> tuple[MethodEntry, ...] | str:
         if "method" not in entry:
             raise UserError(f"{where}: methods: {entry}: 'method' is missing, the name of a method")
         entries.append(MethodEntry(str(entry.get("name", entry["method"])), str(entry["method"]),
-                                   flatten(entry.get("config") or {}), _axes(entry.get("where") or {}, where)))
+                                   flatten(entry.get("config") or {}), _axes(entry.get("where") or {}, where),
+                                   bool(entry.get("extra", False))))
     labels = [e.label for e in entries]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice:

@@ -116,10 +116,11 @@ def test_experiments_lay_configs_over_each_other(write):
 def test_an_extra_experiment_runs_only_where_it_is_named(write, capsys):
     path = write("""
         config: {data: {type: a.csv}, federate: {client_num: 2}}
-        methods: [rolora]
+        methods: [rolora, {method: flora, extra: true}]
         experiments: {first: {}, deeper: {extra: true, seeds: [0, 1]}}
         """)
-    assert {j.experiment.name for j in plan(options(path))} == {"first"}
+    assert [(j.experiment.name, j.method.label) for j in plan(options(path))] == [("first", "rolora")]
+    assert [j.method.label for j in plan(options(path, methods=("flora",)))] == ["flora"]
     assert [j.experiment.name for j in plan(options(path, only=("deeper",)))] == ["deeper"] * 2
     assert main(["list", path]) == 0
     listed = capsys.readouterr().out
