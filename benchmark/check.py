@@ -69,7 +69,9 @@ def _looks(job: Job, options: Options):
         yield "training file", repr(job.experiment.training_file), lambda: make_training_file(job)
     yield "method", (config.federate.method, repr(config.method_params)), lambda: _check_method(config)
     data = (config.data.type, config.data.root, repr(config.data.args))
-    yield "data", data, lambda: _check_data(config)
+    wanted = (config.federate.client_num, config.data.splits[2] or job.experiment.test == "none",
+              job.experiment.test if isinstance(job, Cell) else "none", bool(job.experiment.evaluation))
+    yield "data", (*data, *wanted), lambda: _check_data(job)
     yield "model", (config.model.type, config.is_vision), lambda: _check_model(config)
     if isinstance(job, Search):
         yield "search", job.key, lambda: _check_search(job)
@@ -84,9 +86,18 @@ def _check_method(config: Config) -> None:
                   from_scratch=config.from_scratch, **config.method_params)
 
 
-def _check_data(config: Config) -> None:
-    from fs_lowrank.data import load_raw
-    load_raw(config.data)
+def _check_data(job: Cell | Search) -> None:
+    from fs_lowrank.data import CAUSAL_LM, load_raw
+    config, raw = job.config, load_raw(job.config.data)
+    if config.federate.client_num > len(raw.train):
+        raise UserError(f"federate.client_num = {config.federate.client_num}: {config.data.type} has only "
+                        f"{len(raw.train)} rows to train on")
+    if isinstance(job, Cell) and job.experiment.test == "once" and raw.test is None and not config.data.splits[2]:
+        raise UserError(f"data.splits = {list(config.data.splits)}: {config.data.type} has no test set of its own; "
+                        "give the last one a share, or say test: none")
+    if isinstance(job, Cell) and job.experiment.evaluation and raw.task != CAUSAL_LM:
+        raise UserError(f"evaluation: {job.experiment.evaluation[0]['scorer']} needs a language model, and "
+                        f"{config.data.type} makes a classifier")
 
 
 def _check_model(config: Config) -> None:
@@ -101,6 +112,9 @@ def _check_model(config: Config) -> None:
 
 def _check_search(search: Search) -> None:
     from hpo.space import space_from
+    objective = search.spec.get("objective", "val_acc")
+    if objective not in ("val_acc", "val_loss"):
+        raise UserError(f"learning_rates: search: objective = {objective!r}: expected val_acc or val_loss")
     space = space_from(search.spec["space"], "learning_rates: search: space")
     for point in space.for_config(search.config).grid(search.config) if space.all_grid else ():
         search.config.replace(point)
@@ -133,7 +147,9 @@ def weights_bytes(config: Config) -> float:
         place = Path(locate(model_name(config.model.type)))
     except UserError:
         return 0.0
-    return float(sum(p.stat().st_size for p in place.glob("*.safetensors"))) if place.is_dir() else 0.0
+    if not place.is_dir():
+        return 0.0
+    return float(sum(p.stat().st_size for p in [*place.glob("*.safetensors")] or place.glob("pytorch_model*.bin")))
 
 
 def _check_memory(jobs: Sequence[Job], workers: int, gpus: Sequence[str]) -> None:

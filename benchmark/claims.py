@@ -1,6 +1,7 @@
 """The papers' claims, judged by rules that stand in the suite. See ``RULES`` for the conditions there are.
 
-A verdict is ``holds``, ``does not hold``, or ``not tested at this size`` where a figure that the rule needs is missing.
+A verdict is ``holds``, ``does not hold``, or ``not tested at this size``, where a figure that the rule needs is missing
+and no other refutes it, or where one seed leaves the spread unknown that a difference must exceed.
 """
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ class Condition:
 
     verdict: str
     text: str
+    #: where it is not met, the claim is not tested, whatever the others say
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,9 @@ def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
 def verdict(conditions: Sequence[Condition]) -> str:
     """Of all conditions together."""
     verdicts = {c.verdict for c in conditions}
-    return UNTESTED if UNTESTED in verdicts or not verdicts else FAILS if FAILS in verdicts else HOLDS
+    if any(c.first and c.verdict == UNTESTED for c in conditions) or not verdicts:
+        return UNTESTED
+    return next((v for v in (FAILS, UNTESTED) if v in verdicts), HOLDS)
 
 
 def _where(condition: Mapping) -> dict[str, str]:
@@ -128,8 +133,16 @@ def _condition(ok: bool, text: str) -> Condition:
     return Condition(HOLDS if ok else FAILS, text)
 
 
-def _missing(what: str) -> Condition:
-    return Condition(UNTESTED, f"no figure for {what}")
+def _missing(what: str, first: bool = False) -> Condition:
+    return Condition(UNTESTED, f"no figure for {what}", first)
+
+
+def _beyond(gap: float, by: float, spread: float, seeds: bool, text: str) -> Condition:
+    """Whether a gap exceeds what was asked and the spread, which one seed does not tell."""
+    text += f" by {gap:.4g} (asked: more than {by:g}, "
+    if not seeds:
+        return Condition(UNTESTED, f"{text}spread unknown with one seed)")
+    return _condition(gap > by and gap > spread, f"{text}spread {spread:.2g})")
 
 
 def _fall(condition: Mapping, look: Lookup):
@@ -151,10 +164,8 @@ def _drops(condition: Mapping, look: Lookup) -> list[Condition]:
         if first is None:
             found.append(_missing(at))
             continue
-        beyond = noise(first, last)
-        found.append(_condition(fall > condition["by"] and fall > beyond,
-                                f"{at}: {first} → {last}, falls by {fall:.4g} (asked: more than {condition['by']:g}, "
-                                f"spread {beyond:.2g})"))
+        found.append(_beyond(fall, condition["by"], noise(first, last), None not in (first.std, last.std),
+                             f"{at}: {first} → {last}, falls"))
     return found
 
 
@@ -179,11 +190,10 @@ def _above(condition: Mapping, look: Lookup) -> list[Condition]:
             found.append(_missing(f"{condition['better']} or {other} {at}".strip()))
             continue
         gap = sign * (better.mean - worse.mean)
-        beyond = paired_noise(better, worse) if condition.get("spread", True) else 0
-        found.append(_condition(
-            gap > condition["by"] and gap > beyond,
-            f"{condition['better']} {better} against {other} {worse} {at}: ahead by {gap:.4g} (asked: more than "
-            f"{condition['by']:g}, spread {beyond:.2g})"))
+        asked = condition.get("spread", True)
+        found.append(_beyond(gap, condition["by"], paired_noise(better, worse) if asked else 0,
+                             not asked or None not in (better.std, worse.std),
+                             f"{condition['better']} {better} against {other} {worse} {at}: ahead"))
     return found
 
 
@@ -229,13 +239,13 @@ def _learns(condition: Mapping, look: Lookup) -> list[Condition]:
     for method in condition["methods"]:
         value, majority = look(method, where, _metric(condition)), look(method, where, "majority")
         if value is None or majority is None:
-            found.append(_missing(f"{method} or the majority class"))
+            found.append(_missing(f"{method} or the majority class", first=True))
             continue
         gap = value.mean - majority.mean
         found.append(Condition(
             HOLDS if gap > condition["by"] else UNTESTED,
             f"{method} learns: {value} against {majority.mean:.4g} for the majority class (asked: more than "
-            f"{condition['by']:g} above)"))
+            f"{condition['by']:g} above)", first=True))
     return found
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from fs_lowrank import UserError
 from fs_lowrank.errors import nearest
 
-from .plan import Options, Search, plan
+from .plan import Options, Search, check_only, chosen, jobs_of
 from .run import run
 from .suite import SIZES, load_suite, shipped
 
@@ -103,11 +103,10 @@ def _list(args: argparse.Namespace) -> None:
     for name in args.suites:
         options = _options(args, [name])
         store = options.store
-        by_experiment: dict[str, list] = {}
-        for job in plan(options, extra=True):
-            by_experiment.setdefault(job.experiment.name, []).append(job)
-        for jobs in by_experiment.values():
-            experiment = jobs[0].experiment
+        suite = load_suite(name, options.size)
+        check_only([suite], options)
+        for experiment in chosen(suite, options.only, extra=True):
+            jobs = jobs_of(suite, experiment, options)
             searches = sum(isinstance(j, Search) for j in jobs)
             rated = [(j.rated(store) if hasattr(j, "rated") else j) for j in jobs]
             finished = [(j.kind, r) for j in rated if j is not None and (r := j.result(store)) is not None]
@@ -116,7 +115,7 @@ def _list(args: argparse.Namespace) -> None:
             table.add_row(name, experiment.name + " *" * experiment.extra, experiment.title,
                           *map(str, (searches, len(jobs) - searches, done)), f"{took:.0f} min" if took else "")
     console.print(table)
-    console.print("took: the minutes of all that is done, one process")
+    console.print("took: the minutes of all that is done, one process; what experiments share counts for each")
     if any(" *" in str(cell) for cell in table.columns[1].cells):
         console.print("* only where --only names it")
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import fs_lowrank
 from fs_lowrank import Config, RunResult, UserError
 
-from .plan import Cell, Job, Script, Search, decisive, samples_a_round
+from .plan import Cell, Job, Script, Search, command, decisive, samples_a_round
+from .results import head_of
 from .suite import import_all
 
 #: digits after the point of a number in a curve
@@ -40,15 +41,9 @@ def execute(job: Job, progress: Progress) -> dict:
     began = time.monotonic()
     do = {Cell: _cell, Search: _search, Script: _script}[type(job)]
     record = {**job.identity(), "status": "complete", **do(job, progress)}
-    return {**record, "seconds_in_all": round(time.monotonic() - began, 2), "command": command(job),
-            "versions": _versions(), "machine": _machine()}
-
-
-def command(job: Job) -> str:
-    """What repeats the job."""
-    name = job.suite.name if job.suite.path.parent.name == "suites" else job.suite.path.name
-    engine = "" if job.options.engine == "local" else f" --engine {job.options.engine}"
-    return f"python -m benchmark run {name} --size {job.suite.size} --only {job.experiment.name}{engine}"
+    return {**record, "seconds_in_all": round(time.monotonic() - began, 2),
+            "command": command(job.suite, job.experiment, job.options.engine), "versions": _versions(),
+            "machine": _machine()}
 
 
 # -- cells ---------------------------------------------------------------------------------------------
@@ -65,18 +60,18 @@ def _cell(cell: Cell, progress: Progress) -> dict:
     scores = _scores(cell, config, result, progress)
     from fs_lowrank.runs.summary import per_client_and_round, seconds
     sent = per_client_and_round(result.history)
-    return {
+    record = {
         "method": cell.method.label, "setting": dict(cell.setting), "seed": cell.seed, "engine": cell.options.engine,
         "metrics": metrics, "scores": scores, "test": cell.experiment.test, "learning_rate": dict(cell.rate),
         "rounds": len(result.history), "samples": samples_used(config),
         "bytes": {**dict(result.bytes), "per_client_and_round": sent},
-        "head": "trained, sent and averaged" if sent["uplink"] > sent["uplink_without_head"] else "none is sent",
         "seconds": seconds(result.history), "peak_memory_bytes": _peak(), "majority": result.facts["majority"],
         "data": {"source": result.facts["source"].replace(cell.options.data or "\0", "$DATA"),
                  "fingerprint": result.facts["data"], "clients": result.facts["clients"]},
         "model": {"type": config.model.type, "fingerprint": result.facts["model"],
                   "parameters": result.facts.get("parameters")},
         "history": curve(result.history), "evaluation": list(cell.experiment.evaluation), "config": decisive(config)}
+    return {**record, "head": head_of(record)}
 
 
 def train(config: Config, engine: str, progress: Progress) -> RunResult:
@@ -159,8 +154,8 @@ def _scores(cell: Cell, config: Config, result: RunResult, progress: Progress) -
 
 
 def permitted(spec: dict, unsafe_code: bool) -> dict:
-    """The evaluation with what ``--unsafe-code`` allows."""
-    return {**spec, "run_unsafe_code": True} if unsafe_code and spec["scorer"] == "humaneval" else spec
+    """The evaluation with what ``--unsafe-code`` allows; a suite cannot allow it to itself."""
+    return {**spec, "run_unsafe_code": unsafe_code} if spec["scorer"] == "humaneval" else spec
 
 
 # -- searches ------------------------------------------------------------------------------------------
@@ -177,22 +172,24 @@ def _search(search: Search, progress: Progress) -> dict:
     space_file.write_text(json.dumps(search.spec["space"]))  # JSON is YAML
     progress({"doing": "search"})
     options = hpo.Search("search", objectives=(search.spec.get("objective", "val_acc"),), folder=folder, workers=0,
-                         seeds=search.spec.get("seeds", 1), confirm=0, engine=search.options.engine)
+                         seeds=search.spec.get("seeds", 1), confirm=0, engine=search.options.engine, retry_failed=True)
     ended = hpo.tune(search.config, hpo.load_space(str(space_file)), options,
                      say=lambda text: progress({"doing": text.splitlines()[0][:60]}))
     if ended.how != "done":
         raise Interrupted
+    study = load_study(open_storage(options.where), "search")
+    broken = hpo.failures(study)
+    if lost := [text for kind, text in broken if kind != "nan"]:
+        raise UserError(f"{len(lost)} of its trials failed, so it chose among fewer than it should: {lost[0]}")
     with contextlib.redirect_stdout(sys.stderr):
         code = hpo_main(["best", "--dir", str(folder), "--study", "search", "--out", str(best), "--unconfirmed"])
     if code:
-        raise UserError("no trial of the search completed; its reasons are in: python -m hpo status --dir "
-                        f"{folder}")
+        raise UserError("no trial of the search completed: " + (broken[0][1] if broken else "none was started"))
     found = hpo.read_header(best)
-    study = load_study(open_storage(options.where), "search")
     tried = sorted(({**p.point, "value": p.value} for p in points_of(study)), key=lambda p: json.dumps(p))
     return {"method": search.method.label, "setting": dict(search.setting), "engine": search.options.engine,
             "objective": found["objectives"][0], "winner": {"point": found["point"], "values": found["values"]},
-            "tried": tried, "budget": found["budget"], "trials": found["trials"],
+            "tried": tried, "diverged": len(broken), "budget": found["budget"], "trials": found["trials"],
             "space": search.spec["space"], "config": decisive(search.config)}
 
 
@@ -219,7 +216,7 @@ def _script(job: Script, progress: Progress) -> dict:
     found = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
     if not found:
         raise RuntimeError(f"{job.label} wrote no JSON into --out")
-    kept = Path(job.options.results) / "scripts" / job.experiment.script.rpartition(".")[2]
+    kept = Path(job.options.results) / "scripts" / f"{job.suite.name}-{job.experiment.name}"
     kept.mkdir(parents=True, exist_ok=True)
     files = []
     for path in sorted(p for p in out.iterdir() if p.is_file()):

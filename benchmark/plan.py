@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank import Config, UserError, list_methods, load_config
+from fs_lowrank.data import own_files
 from fs_lowrank.errors import nearest
 
 from .store import Store, digest
@@ -103,7 +104,7 @@ class Search(Job):
     @cached_property
     def key(self) -> str:
         spec = {k: self.spec.get(k) for k in ("space", "seeds", "objective")}
-        return digest({"search": _own(self.config), "spec": spec, **_engine(self.options)})
+        return digest({"search": _own(self.config), "spec": spec, **_content(self), **_engine(self.options)})
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Cell(Job):
         """Before the search is done, of the search and the rest."""
         evaluation = [{k: v for k, v in e.items() if k not in _PERMISSIONS} for e in self.experiment.evaluation]
         content = {"config": _own(self.config), "evaluation": evaluation, "test": self.experiment.test,
-                   **_engine(self.options)}
+                   **_content(self), **_engine(self.options)}
         return digest(content if self.search is None else {**content, "waits_for": self.search.key})
 
 
@@ -169,6 +170,16 @@ class Script(Job):
     def key(self) -> str:
         return digest({"script": self.experiment.script, "args": list(self.experiment.args),
                        "values": dict(self.experiment.values)})
+
+
+def _content(job: Search | Cell) -> dict:
+    """What of the data decides and no config tells: the user's own files, and a folder that the grid varies."""
+    content: dict[str, Any] = {}
+    if job.experiment.training_file is None and (digests := own_files(job.config.data)):
+        content["files"] = digests
+    if any("data.root" in keys for labels in job.experiment.axes.values() for keys in labels.values()):
+        content["root"] = job.config.data.root.removeprefix(job.options.data or "\0")
+    return content
 
 
 def decisive(config: Config) -> dict:
@@ -205,21 +216,36 @@ def plan(options: Options, extra: bool = False) -> list[Job]:
     """
     jobs: dict[str, Job] = {}
     suites = [load_suite(name, options.size) for name in options.suites]
+    check_only(suites, options)
+    for suite in suites:
+        for experiment in chosen(suite, options.only, extra):
+            for job in jobs_of(suite, experiment, options, extra):
+                jobs.setdefault(job.key, job)
+    if not jobs:
+        raise UserError(f"{', '.join(options.suites)}: every experiment there is extra; name one by --only: "
+                        f"{', '.join(name for suite in suites for name in suite.experiments)}")
+    return list(jobs.values())
+
+
+def check_only(suites: Sequence[Suite], options: Options) -> None:
+    """Raises UserError where ``--only`` names an experiment that none of the suites has."""
     there = [name for suite in suites for name in suite.experiments]
     for name in options.only:
         if name not in there:
             raise UserError(f"--only {name}: {', '.join(s.name for s in suites)} ({options.size}) has no such "
                             f"experiment{nearest(name, there)}; there are: {', '.join(there)}")
-    for suite in suites:
-        for experiment in chosen(suite, options.only, extra):
-            for job in jobs_of(suite, experiment, options, extra):
-                jobs.setdefault(job.key, job)
-    return list(jobs.values())
 
 
 def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Experiment]:
     """The experiments that ``--only`` names; without it all, the extra ones where ``extra`` says so."""
     return [e for e in suite.experiments.values() if (e.name in only if only else extra or not e.extra)]
+
+
+def command(suite: Suite, experiment: Experiment, engine: str) -> str:
+    """What runs an experiment."""
+    name = suite.name if suite.path.parent.name == "suites" else suite.path.name
+    return (f"python -m benchmark run {name} --size {suite.size} --only {experiment.name}"
+            + (f" --engine {engine}" if engine != "local" else ""))
 
 
 def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool = True) -> list[Job]:
@@ -296,6 +322,9 @@ def _search(suite: Suite, experiment: Experiment, options: Options, method: Meth
     spec = experiment.rates["search"]
     keys = lay(_keys(experiment, options, method, place), {"eval.freq": 0, **flatten(spec.get("config", {}))})
     keys["seed"] = int(spec.get("seed", 100))
+    if keys["seed"] in experiment.seeds:
+        raise UserError(f"learning_rates: search: its seed {keys['seed']} is one of the cells' seeds; give it another "
+                        "'seed', or it chooses by the very run that is reported")
     config = _config(keys, spec.get("samples", experiment.samples), None, "none", options.work)
     return Search(suite, experiment, options, method, dict(place), config)
 
@@ -316,7 +345,8 @@ def _keys(experiment: Experiment, options: Options, method: MethodEntry, setting
 def _training_file(experiment: Experiment) -> str:
     """Its name says what is in it, so that it is made once."""
     made = experiment.training_file
-    return f"commonsense_{made.get('per_task') or 'all'}_{made.get('seed', 0)}.jsonl"
+    tasks = "+".join(sorted(made.get("tasks", []))) or "every_task"
+    return f"commonsense_{tasks}_{made.get('per_task') or 'all'}_{made.get('seed', 0)}.jsonl"
 
 
 def make_training_file(job: Job) -> None:
@@ -328,7 +358,8 @@ def make_training_file(job: Job) -> None:
     from .scorers.commonsense import training_file
     made, path = job.experiment.training_file, Path(job.options.work) / "data" / _training_file(job.experiment)
     if not path.exists():
-        training_file(Path(job.options.data or "."), path, made.get("per_task"), int(made.get("seed", 0)))
+        training_file(Path(job.options.data or "."), path, made.get("per_task"), int(made.get("seed", 0)),
+                      made.get("tasks", ()))
 
 
 def samples_a_round(config: Config) -> int:
@@ -363,6 +394,8 @@ def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | Non
             raise UserError(f"data.splits = {list(config.data.splits)}: curves and rates go by validation data; give "
                             "the middle one a share")
         changes["eval.split"] = ["val"]
+    if config.data.splits[2] and "lowrank.test_seed" not in keys:
+        changes["lowrank.test_seed"] = 0  # else the search's validation data lie in the cells' test sets
     if rounds == 1:
         changes["lowrank.reuse_clients"] = str(Path(work).absolute() / "clients")
     if "lowrank.checkpoint_freq" not in keys:

@@ -11,8 +11,8 @@ from fs_lowrank import UserError
 
 from .claims import HOLDS, UNTESTED, Condition, judge, verdict
 from .figures import draw_all
-from .plan import Options, chosen
-from .results import Found, best_of, find, scale_of, shown, title_of
+from .plan import Options, chosen, command
+from .results import Found, best_of, find, head_of, scale_of, title_of
 from .store import write_text
 from .suite import SIZES, Suite, load_suite, shipped
 
@@ -178,7 +178,7 @@ def _setting(found: Found) -> str:
     seeds = sorted({r["seed"] for r in records})
     samples = sorted({r["samples"] for r in records if r["samples"]})
     rounds = sorted({r["rounds"] for r in records})
-    heads = sorted({r["head"] for r in records})
+    heads = sorted({head_of(r) for r in records})
     steps = "steps" if config["train.batch_or_epoch"] == "batch" else "epochs"
     parts = [f"Data: {first['data']['source']}", f"model `{first['model']['type']}`",
              f"clients train on {_range(samples)} samples in all" if samples else "",
@@ -195,7 +195,15 @@ def _setting(found: Found) -> str:
         line += " **The methods did not see the same data: their fingerprints differ within a setting and seed.**"
     if len(heads) > 1:
         line += " **The head is not treated alike by all methods.**"
-    return f"{line} Command: `{first['command']}`."
+    for what, taken in (("rounds", lambda r: r["rounds"]), ("samples", lambda r: r["samples"]),
+                        ("local steps", lambda r: r["config"]["train.local_update_steps"]),
+                        ("batches", lambda r: r["config"]["dataloader.batch_size"])):
+        by_setting: dict[tuple, set] = {}
+        for r in records:
+            by_setting.setdefault(tuple(r["setting"].items()), set()).add(taken(r))
+        if any(len(values) > 1 for values in by_setting.values()):
+            line += f" **The methods did not have the same {what}.**"
+    return f"{line} Command: `{command(found.suite, found.experiment, first['engine'])}`."
 
 
 def _range(values: Sequence) -> str:
@@ -243,8 +251,7 @@ def _table(found: Found, title: str, columns: list[tuple[str, str, str]], keys: 
     for method in found.methods:
         cells = []
         for head, metric, at in columns:
-            figure = found.figure(method, at, metric)
-            cell = shown(figure, metric)
+            cell = found.cell(method, at, metric)
             error = found.error(method, at, metric)
             cell += f" (s.e. {error * scale_of(metric)[0]:.2f})" if error is not None else ""
             cells.append(f"**{cell}**" if best[head] == method else cell)
@@ -292,7 +299,22 @@ def _rates_table(found: Found) -> list[Block]:
         merged.setdefault((method, point, rate["from"], values, cost), []).append(column)
     for (method, point, origin, values, cost), columns in merged.items():
         rows.append((method, ", ".join(c for c in columns if c), point, origin, values, cost))
-    return [text("**Learning rates:**"), table(rows)]
+    blocks = [text("**Learning rates:**"), table(rows)]
+    at_the_end = [s for s in found.searches if _at_the_end(s)]
+    if at_the_end:
+        names = ", ".join(s["label"].removeprefix("learning rate of ") for s in at_the_end)
+        blocks.append(text(f"{len(at_the_end)} of {len(found.searches)} searches won at an end of their grid, so a "
+                           f"better rate may lie beyond: {names}."))
+    return blocks
+
+
+def _at_the_end(search: dict) -> bool:
+    """Whether one of the point's values is the smallest or largest of three or more that were tried."""
+    for key, value in search["winner"]["point"].items():
+        tried = sorted({p[key] for p in search["tried"] if isinstance(p.get(key), (int, float))})
+        if len(tried) > 2 and value in (tried[0], tried[-1]):
+            return True
+    return False
 
 
 def _bytes_table(found: Found) -> list[Block]:
@@ -303,7 +325,7 @@ def _bytes_table(found: Found) -> list[Block]:
     if column is None or not any(found.figure(m, column, "uplink") for m in found.methods):
         return []
     rows = [("method", *(title_of(m) for m in metrics))]
-    rows += [(m, *(shown(found.figure(m, column, k), k) for k in metrics)) for m in found.methods]
+    rows += [(m, *(found.cell(m, column, k) for k in metrics)) for m in found.methods]
     return [text("**Bytes, server and memory" + (f", {' / '.join(found.experiment.axes)} = {column}" if column else "")
                  + ":**"), table(rows)]
 

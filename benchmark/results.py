@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from fs_lowrank import create_method, list_methods
 from fs_lowrank.runs.summary import human_bytes
 
 from .claims import Spread, paired_noise, spread
@@ -11,6 +12,8 @@ from .plan import Cell, Options, Search, jobs_of, settings
 from .store import Store
 from .suite import Experiment, Suite
 
+#: ends of metrics of which less is better
+_LOWER = ("loss", "perplexity", "bits_per_byte", "brier_score", "unparsed", "_stderr")
 _BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
 
 
@@ -45,8 +48,22 @@ class Found:
         return sum(map(len, self.records.values()))
 
     def figure(self, method: str, column: str, metric: str) -> Spread | None:
+        """None where no seed has it, and where one did not reach the target of ``bytes_to`` or ``rounds_to``.
+
+        The mean of the other seeds would praise what arrives seldom.
+        """
         values = {r["seed"]: value(r, metric) for r in self.records.get((method, column), ())}
+        if _to_a_target(metric) and None in values.values():
+            return None
         return spread({seed: v for seed, v in values.items() if v is not None})
+
+    def cell(self, method: str, column: str, metric: str) -> str:
+        """The figure as the tables show it."""
+        records, found = self.records.get((method, column), ()), self.figure(method, column, metric)
+        if found is None and records and _to_a_target(metric):
+            reached = sum(value(r, metric) is not None for r in records)
+            return f"reached by {reached} of {len(records)}" if reached else "not reached"
+        return shown(found, metric)
 
     def error(self, method: str, column: str, metric: str) -> float | None:
         """The standard error that a scorer gave with its figure, where there is one seed."""
@@ -63,22 +80,30 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
     """Every result of an experiment; also of methods that the suite does not name but ``--methods`` once did."""
     found = Found(suite, experiment)
     searches: dict[str, dict] = {}
-    for job in jobs_of(suite, experiment, options):
+    jobs = jobs_of(suite, experiment, options)
+    if not (experiment.script or options.methods or experiment.methods == "all"):
+        known = [e.label for e in experiment.methods]
+        others = {r["method"] for r in store.all("cells") if (r["suite"], r["size"], r["experiment"]) == (
+            suite.name, suite.size, experiment.name)} - set(known)
+        if others := sorted(others & set(list_methods())):
+            jobs = jobs_of(suite, experiment, replace(options, methods=(*known, *others)))
+    for job in jobs:
         if isinstance(job, Search):
             if record := job.result(store):
                 searches[job.key] = record
             elif failed := store.read("failed", job.key):
                 found.failed.append(failed)
             continue
-        found.wanted += 1
         now = (job.rated(store) if isinstance(job, Cell) else job) or job
         record = now.result(store)
         if record is not None:
             column = job.column if isinstance(job, Cell) else ""
-            found.records.setdefault((record["method"], column), []).append(
+            label = job.method.label if isinstance(job, Cell) else record["method"]
+            found.records.setdefault((label, column), []).append(
                 {**record, "setting": dict(getattr(job, "setting", {}))})
         elif failed := store.read("failed", now.key):
             found.failed.append(failed)
+        found.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
     found.searches = list(searches.values())
     return found
 
@@ -124,10 +149,25 @@ def _reaches(points: Sequence[Mapping], name: str, target: float, rounds: bool) 
     return None
 
 
+def head_of(record: Mapping) -> str:
+    """How the method treats a new head, in words."""
+    sent = record["bytes"]["per_client_and_round"]
+    if sent["uplink"] <= sent["uplink_without_head"]:
+        return "none is sent"
+    name = record["config"]["federate.method"]
+    if name in list_methods() and not create_method(name).averages_head:
+        return "trained, sent and combined as the other layers are"
+    return "trained, sent and averaged"
+
+
+def _to_a_target(metric: str) -> bool:
+    return metric.partition(":")[0] in ("bytes_to", "rounds_to")
+
+
 def shown(found: Spread | None, metric: str) -> str:
     """Mean ± standard deviation in the metric's unit; ``–`` for none."""
     if found is None:
-        return "not reached" if metric.partition(":")[0] in ("bytes_to", "rounds_to") else "–"
+        return "–"
     scale, digits = scale_of(metric)
     if scale == 0:
         return human_bytes(found.mean)
@@ -174,7 +214,8 @@ def best_of(row: Mapping[str, Spread | None], metric: str) -> str | None:
     there = {name: found for name, found in row.items() if found is not None}
     if len(there) < 2 or any(found.std is None for found in there.values()):
         return None
-    lower = scale_of(metric)[0] == 0 or metric.endswith("loss") or metric in ("aggregation", "training")
+    lower = scale_of(metric)[0] == 0 or metric in ("aggregation", "training") or metric.startswith("rounds_to") \
+        or metric.rpartition(":")[2].endswith(_LOWER)
     ranked = sorted(there, key=lambda n: there[n].mean, reverse=not lower)
     first = there[ranked[0]]
     ahead = all(abs(first.mean - there[n].mean) > paired_noise(first, there[n]) for n in ranked[1:])

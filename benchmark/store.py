@@ -68,9 +68,12 @@ class Store:
         content = json.loads(json.dumps(record))
         lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in {**content, "sha256": digest(content)}.items()]
         write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
-        if kind == "cells":
-            self.path("failed", record["hash"]).unlink(missing_ok=True)
+        if kind != "failed":
+            self.forget_failure(record["hash"])
         return path
+
+    def forget_failure(self, key: str) -> None:
+        self.path("failed", key).unlink(missing_ok=True)
 
     # -- claims --------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from fs_lowrank import UserError
+from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import nearest
 
 SIZES = ("small", "paper")
@@ -32,7 +32,7 @@ SUITE = (*SIZE, "source", "imports", "figures", "claims", *SIZES)
 METHOD = ("name", "method", "config", "where", "extra")
 RATES = ("table", "budget", "found_by", "search")
 SEARCH = ("space", "each", "at", "config", "seed", "seeds", "objective", "samples")
-TRAINING_FILE = ("per_task", "seed")
+TRAINING_FILE = ("tasks", "per_task", "seed")
 REFERENCE = ("from", "setting", "unit", "scale", "scorer", "values")
 CLAIM = ("says", "source", "experiments", "rule")
 
@@ -153,7 +153,7 @@ def load_suite(name: str, size: str) -> Suite:
         raise UserError(f"{path.name}, {error}") from None
     where = path.name
     _keys(tree, SUITE, where)
-    sized = _mapping(tree.get(size, {}), f"{where}: {size}")
+    sized = _mapping(tree.get(size) or {}, f"{where}: {size}")
     _keys(sized, SIZE, f"{where}: {size}")
     if size not in tree and any(s in tree for s in SIZES):
         raise UserError(f"{where} has no size {size!r}; there is: {', '.join(s for s in SIZES if s in tree)}")
@@ -173,7 +173,8 @@ def load_suite(name: str, size: str) -> Suite:
                  _claims(tree.get("claims", {}), _names(tree), experiments, where), any(s in tree for s in SIZES))
 
 
-def _figure(figures: Mapping, name: str, where: str) -> dict:
+def _figure(figures: Any, name: str, where: str) -> dict:
+    _mapping(figures, f"{where}: figures")
     if name not in figures:
         raise UserError(f"{where}: reference: no figures {name!r}{nearest(name, figures)}; there are: "
                         f"{', '.join(figures)}")
@@ -182,7 +183,7 @@ def _figure(figures: Mapping, name: str, where: str) -> dict:
 
 def _names(tree: Mapping) -> set[str]:
     """Names of the experiments of all sizes."""
-    named = [tree.get("experiments"), *(tree.get(s, {}).get("experiments") for s in SIZES)]
+    named = [tree.get("experiments"), *((tree.get(s) or {}).get("experiments") for s in SIZES)]
     return {str(name) for given in named if isinstance(given, Mapping) for name in given} or {"main"}
 
 
@@ -203,6 +204,8 @@ def _claims(given: Any, names: set[str], experiments: Mapping, where: str) -> di
                                 f"{', '.join(sorted(names))}")
             for condition in claim["rule"] if key in experiments else ():
                 _check_axes(condition, experiments[key], f"{where}: claims: {name}: {key}")
+        _check_methods(claim, [experiments[e] for e in claim["experiments"] if e in experiments],
+                       f"{where}: claims: {name}")
     return dict(claims)
 
 
@@ -211,6 +214,26 @@ def _check_axes(condition: Mapping, experiment: Experiment, where: str) -> None:
         if axis not in experiment.axes:
             raise UserError(f"{where}: rule: no axis {axis!r}{nearest(str(axis), experiment.axes)}; there are: "
                             f"{', '.join(experiment.axes) or 'none'}")
+    asked = [*condition.get("where", {}).items(), *((condition["along"], condition[end]) for end in ("from", "to")
+                                                    if "along" in condition)]
+    for axis, label in asked:
+        if str(label) not in experiment.axes[axis]:
+            raise UserError(f"{where}: rule: {axis} has no {str(label)!r}; there are: "
+                            f"{', '.join(experiment.axes[axis])}")
+
+
+def _check_methods(claim: Mapping, experiments: list[Experiment], where: str) -> None:
+    """That every method of a rule is in one of the claim's experiments, or one that ``--methods`` can add."""
+    if not experiments or any(e.methods == "all" or e.script for e in experiments):
+        return
+    known = {*list_methods(), *(entry.label for e in experiments for entry in e.methods)}
+    for condition in claim["rule"]:
+        named = [condition[k] for k in ("better", "to", "of") if condition["is"] in ("above", "close", "ratio")
+                 and k in condition]
+        for name in [*named, *condition.get("methods", ()), *condition.get("than", ())]:
+            if str(name) not in known:
+                raise UserError(f"{where}: rule: no method {name!r}{nearest(str(name), known)}; there are: "
+                                f"{', '.join(sorted(known))}")
 
 
 def _experiment(name: str, given: Mapping, where: str, title: str | None) -> Experiment:
@@ -251,7 +274,7 @@ def _experiment(name: str, given: Mapping, where: str, title: str | None) -> Exp
         tuple(_listed(given.get("metrics", ["test_acc"]), f"{where}: metrics")), reference, **numbers, test=test,
         script=script, args=tuple(str(a) for a in _listed(given.get("args", []), f"{where}: args")),
         values=_mapping(given.get("values", {}), f"{where}: values"), plots=bool(given.get("plots", True)),
-        training_file=made, extra=bool(given.get("extra", False)))
+        training_file=made, extra=_switch(given, where))
 
 
 def _methods(given: Any, where: str) -> tuple[MethodEntry, ...] | str:
@@ -268,7 +291,7 @@ def _methods(given: Any, where: str) -> tuple[MethodEntry, ...] | str:
             raise UserError(f"{where}: methods: {entry}: 'method' is missing, the name of a method")
         entries.append(MethodEntry(str(entry.get("name", entry["method"])), str(entry["method"]),
                                    flatten(entry.get("config") or {}), _axes(entry.get("where") or {}, where),
-                                   bool(entry.get("extra", False))))
+                                   _switch(entry, f"{where}: methods")))
     labels = [e.label for e in entries]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice:
@@ -280,10 +303,14 @@ def _axes(given: Any, where: str) -> dict[str, dict[str, dict]]:
     """An axis is a config key with a list of values, or a name with labels and the keys each stands for."""
     axes = {}
     for name, values in _mapping(given, f"{where}: grid").items():
+        shown = short(name) if isinstance(values, list) else str(name)
+        if shown in axes:
+            raise UserError(f"{where}: grid: two axes would be called {shown!r}; give one a name, with labels and the "
+                            "keys that each sets")
         if isinstance(values, list) and values:
-            axes[short(name)] = {str(v): {name: v} for v in values}
+            axes[shown] = {str(v): {name: v} for v in values}
         elif isinstance(values, Mapping) and values:
-            axes[str(name)] = {str(label): flatten(_mapping(keys, f"{where}: grid: {name}: {label}"))
+            axes[shown] = {str(label): flatten(_mapping(keys, f"{where}: grid: {name}: {label}"))
                                for label, keys in values.items()}
         else:
             raise UserError(f"{where}: grid: {name}: expected a list of values for a config key, or labels with the "
@@ -321,6 +348,11 @@ def _evaluation(given: Any, where: str) -> list[dict]:
     for entry in entries:
         if "scorer" not in _mapping(entry, f"{where}: evaluation"):
             raise UserError(f"{where}: evaluation: {entry}: 'scorer' is missing")
+    tasks = [(entry["scorer"], task) for entry in entries for task in entry.get("tasks", [""])]
+    twice = next((t for t in tasks if tasks.count(t) > 1), None)
+    if twice:
+        raise UserError(f"{where}: evaluation: {twice[0]}: {twice[1]} is there twice; one of the two results would be "
+                        "lost")
     return [dict(entry) for entry in entries]
 
 
@@ -348,8 +380,15 @@ def lay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 def _over(outer: Mapping, inner: Mapping) -> dict:
     merged = {**outer, **{k: v for k, v in inner.items() if k in EXPERIMENT}}
-    merged["config"] = lay(flatten(outer.get("config") or {}), flatten(inner.get("config") or {}))
+    merged["config"] = lay(*(flatten(_mapping(part.get("config") or {}, "config")) for part in (outer, inner)))
     return merged
+
+
+def _switch(given: Mapping, where: str) -> bool:
+    value = given.get("extra", False)
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: extra = {value!r}: expected true or false")
+    return value
 
 
 def _keys(given: Any, known: tuple[str, ...], where: str) -> None:
@@ -384,3 +423,5 @@ def import_all(modules: tuple[str, ...]) -> None:
         except ImportError as error:
             raise UserError(f"imports: {name}: {error}; it must be installed, or lie in the folder that "
                             "the command is started in") from error
+        except Exception as error:  # whatever a user's module does while it is imported
+            raise UserError(f"imports: {name}: {type(error).__name__}: {error}") from error

@@ -60,6 +60,8 @@ def work(options: Options) -> int:
             elif ready is None:
                 waiting = True
                 continue
+            if ready is not job:
+                store.forget_failure(job.key)  # of the search that it waited for, which has succeeded since
             if ready.done(store):
                 jobs.remove(job)
                 continue

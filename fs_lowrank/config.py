@@ -258,6 +258,9 @@ class Lowrank:
     base_init: str = _key("random", choices=("random", "zero"))
     #: held-out samples by which a method chooses, drawn from the validation split; fewer where it has fewer
     validation_samples: int = _key(500, min=1)
+    #: seed that cuts off the test set of data that come without one; -1: the run's. It is to be the same in a search
+    #: and in the runs that follow, or what the search saw lies in their test sets
+    test_seed: int = _key(-1, min=-1)
     #: folder to keep clients' trained tensors in: what was trained once, from the same start on the same data, is
     #: taken from there; empty: off
     reuse_clients: str = _key("", result=False)

@@ -60,6 +60,14 @@ def summary(storage, name: str) -> dict:
                           "point": point_of(study, t)} for t in trials if kind(t) in ("failed", "lost")]}
 
 
+def failures(study) -> list[tuple[str, str]]:
+    """Kind (nan, memory, error, lost) and reason of each trial that failed and that no other attempt made good."""
+    trials = study.get_trials(deepcopy=False)
+    good = {draw_of(t) for t in trials if kind(t) in ("complete", "pruned")}
+    return list({draw_of(t): (t.user_attrs.get("kind", "error"), t.user_attrs.get("reason", "")) for t in trials
+                 if kind(t) in ("failed", "lost") and draw_of(t) not in good}.values())
+
+
 def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> dict:
     """The winner to report.
 

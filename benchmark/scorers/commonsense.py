@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,22 +142,23 @@ def questions(root: Path, task: str, split: str) -> list[Question]:
     return result
 
 
-def training_file(data_root: Path | str, out: Path | str, per_task: int | None, seed: int) -> dict[str, int]:
-    """Write the training rows of all tasks into one JSONL file, to be used as ``data.type``.
+def training_file(data_root: Path | str, out: Path | str, per_task: int | None, seed: int,
+                  tasks: Sequence[str] = ()) -> dict[str, int]:
+    """Write the training rows of ``tasks``, or of all, into one JSONL file, to be used as ``data.type``.
 
     Tasks come in alphabetical order, each thinned to ``per_task`` rows in the order of its file; the field
     ``category`` names the task. What is drawn of one task does not depend on which others are there.
 
     Returns:
-        rows by task; a task without a train.json is not among them.
+        rows by task.
     Raises:
-        UserError: no task has a train.json.
+        UserError: a task has no train.json.
     """
     root, out = Path(data_root), Path(out)
     counts, lines = {}, []
-    for task in sorted(FORMS):
+    for task in sorted(tasks or FORMS):
         if not path(root, task, "train").is_file():
-            continue
+            raise UserError(f"{task} has no training file {path(root, task, 'train')}; {HOW_TO_GET}")
         rows = read(root, task, "train")
         kept = range(len(rows))
         if per_task is not None and per_task < len(rows):
@@ -165,8 +167,6 @@ def training_file(data_root: Path | str, out: Path | str, per_task: int | None, 
             row = {key: rows[i][key] for key in ("instruction", "input", "output")}
             lines.append(json.dumps({**row, "category": task}, ensure_ascii=False))
         counts[task] = len(kept)
-    if not counts:
-        raise UserError(f"no task has a training file below {root / 'commonsense'}; {HOW_TO_GET}")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
     partial.write_text("\n".join(lines) + "\n", encoding="utf-8")

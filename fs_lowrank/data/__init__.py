@@ -30,6 +30,7 @@ from fs_lowrank.data.sources import (
     RawData,
     data_args,
     load_raw,
+    own_files,
 )
 from fs_lowrank.data.tokenize import tokenize_causal, tokenize_classification
 from fs_lowrank.errors import UserError
@@ -50,6 +51,7 @@ __all__ = [
     "fetch",
     "home",
     "load_raw",
+    "own_files",
     "partition",
     "register_partitioner",
     "resolve",
@@ -109,8 +111,8 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
 
     Args:
         cfg: ``data.{type,root,args,splits,splitter,splitter_args,subsample}``, ``federate.client_num``,
-            ``llm.tok_len`` (tokens; ``data.args`` may override it by ``max_len``), ``seed``; for images
-            ``data.{transform,val_transform,test_transform}``.
+            ``llm.tok_len`` (tokens; ``data.args`` may override it by ``max_len``), ``seed``,
+            ``lowrank.test_seed``; for images ``data.{transform,val_transform,test_transform}``.
         tokenizer: a transformers tokenizer; none is needed for images.
 
     Raises:
@@ -121,7 +123,8 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         raw = load_raw(cfg.data)
     seed = int(cfg.seed)
     args = data_args(cfg.data)
-    train, validation, test = _split(raw, getattr(cfg.data, "splits", None), seed)
+    test_seed = getattr(getattr(cfg, "lowrank", None), "test_seed", -1)
+    train, validation, test = _split(raw, getattr(cfg.data, "splits", None), seed, seed if test_seed < 0 else test_seed)
     train = _subsample(train, getattr(cfg.data, "subsample", 1.0), seed)
     skipped = dict(raw.skipped)
     max_len = args.get("max_len", None) or cfg.llm.tok_len
@@ -216,7 +219,8 @@ def _splitter_args(data_cfg: Any) -> dict[str, Any]:
     return dict(entries[0]) if entries else {}
 
 
-def _split(raw: RawData, splits: Any, seed: int) -> tuple[pd.DataFrame, pd.DataFrame | None, pd.DataFrame | None]:
+def _split(raw: RawData, splits: Any, seed: int,
+           test_seed: int) -> tuple[pd.DataFrame, pd.DataFrame | None, pd.DataFrame | None]:
     shares = [0.8, 0.1, 0.1] if splits is None else list(splits)
     numbers = len(shares) == 3 and all(isinstance(s, (int, float)) and 0 <= s <= 1 for s in shares)
     if not numbers or abs(sum(shares) - 1) > 1e-6:
@@ -224,7 +228,7 @@ def _split(raw: RawData, splits: Any, seed: int) -> tuple[pd.DataFrame, pd.DataF
     train, validation, test = raw.train, raw.validation, raw.test
     validation_share = shares[1]
     if test is None:
-        train, test = _divide(train, shares[2], _rng(seed, "split/test"))
+        train, test = _divide(train, shares[2], _rng(test_seed, "split/test"))
         validation_share = shares[1] / (1 - shares[2]) if shares[2] < 1 else 0.0
     if validation is None:
         train, validation = _divide(train, validation_share, _rng(seed, "split/validation"))

@@ -31,7 +31,7 @@ from fs_lowrank.data.files import SUFFIXES, read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
 from fs_lowrank.errors import UserError, nearest
 
-__all__ = ["CAUSAL_LM", "CLASSIFICATION", "IMAGE_CLASSIFICATION", "RawData", "data_args", "load_raw"]
+__all__ = ["CAUSAL_LM", "CLASSIFICATION", "IMAGE_CLASSIFICATION", "RawData", "data_args", "load_raw", "own_files"]
 
 CLASSIFICATION = "classification"
 CAUSAL_LM = "causal_lm"
@@ -372,7 +372,8 @@ def _first_line(error: BaseException) -> str:
 
 def _under(root: Path, name: str) -> Path:
     path = Path(name).expanduser()
-    return path if path.is_absolute() else root / path
+    below = path if path.is_absolute() else root / path
+    return path if not below.exists() and path.is_file() else below  # one's own file in the folder one works in
 
 
 def _language_file(stem: str, root: Path) -> Path:
@@ -385,17 +386,32 @@ def _language_file(stem: str, root: Path) -> Path:
     raise UserError(f"no file {stem}.jsonl or {stem}.json under {root}; nothing is downloaded for {stem}@llm")
 
 
+def own_files(data_cfg: Any) -> dict[str, str]:
+    """SHA-256 of the user's own files by role (train, validation, test); empty for a data set known by name.
+
+    A file that is missing is left out: reading it is what says so.
+    """
+    stem, _, provider = str(data_cfg.type or "").rpartition("@")
+    stem = stem or str(data_cfg.type or "")
+    if provider not in ("llm", str(data_cfg.type)) or not stem.lower().endswith(SUFFIXES):
+        return {}
+    paths = _roles(_under(Path(str(data_cfg.root or "")).expanduser(), stem), data_args(data_cfg))
+    return {role: hashlib.sha256(path.read_bytes()).hexdigest() for role, path in paths.items() if path.is_file()}
+
+
+def _roles(path: Path, args: Mapping[str, Any]) -> dict[str, Path]:
+    """The user's files: ``path`` to train on, and those that ``data.args`` names beside it."""
+    held_out = {role: str(args[role]) for role in ("validation", "test") if args.get(role)}
+    return {"train": path, **{role: _under(path.parent, name) for role, name in held_out.items()}}
+
+
 OWN_ARGS = (*COMMON_ARGS, "text", "text_pair", "label", "quoting", "test", "validation")
 OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category", "quoting", "test", "validation")
 
 
 def _own_file(path: Path, args: Mapping[str, Any], language: bool | None) -> RawData:
     quoting = args.get("quoting")
-    paths = {"train": path}
-    for role in ("validation", "test"):
-        if args.get(role):
-            paths[role] = _under(path.parent, str(args[role]))
-    tables = {role: (str(file), read_table(file, quoting)) for role, file in paths.items()}
+    tables = {role: (str(file), read_table(file, quoting)) for role, file in _roles(path, args).items()}
     if language is None:
         present = set(tables["train"][1])
         asked = {"text", "label"} & set(args)

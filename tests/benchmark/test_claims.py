@@ -4,7 +4,7 @@ import statistics
 import pytest
 
 from benchmark.claims import FAILS, HOLDS, UNTESTED, check_rule, judge, noise, paired_noise, spread, verdict
-from benchmark.results import best_of, scale_of, shown, value
+from benchmark.results import Found, best_of, scale_of, shown, value
 from fs_lowrank import UserError
 
 FIGURES = {("lora", "3"): [0.80, 0.82], ("lora", "50"): [0.60, 0.62], ("rolora", "3"): [0.80, 0.80],
@@ -85,6 +85,42 @@ def test_methods_are_compared_seed_by_seed():
     assert paired_noise(spread({0: 0.8}), spread({0: 0.7})) == 0.0
 
 
+def test_one_seed_tells_no_difference():
+    def one(method, labels, metric):
+        return spread([{"a": 0.9, "b": 0.1}[method] - (labels["clients"] == "50") * 0.5])
+    above = {"is": "above", "better": "a", "than": ["b"], "by": 0, "where": {"clients": 3}}
+    for rule in (above, {**above, "better": "b", "than": ["a"]},
+                 {"is": "drops", "methods": ["a"], "along": "clients", "from": 3, "to": 50, "by": 0.02}):
+        condition, = judge([rule], one)
+        assert condition.verdict == UNTESTED and "spread unknown with one seed" in condition.text
+    assert verdict(judge([{**above, "spread": False}], one)) == HOLDS  # where the suite says that it needs none
+
+
+def test_a_missing_figure_hides_no_refutation():
+    above = {"is": "above", "by": 0, "where": {"clients": 50}, "better": "lora"}
+    assert verdict(judge([{**above, "than": ["rolora", "absent"]}], look)) == FAILS
+    learns = {"is": "learns", "methods": ["absent"], "by": 0.02, "where": {"clients": 3}}
+    assert verdict(judge([learns, {**above, "than": ["rolora"]}], look)) == UNTESTED  # the ground itself is missing
+
+
+def test_a_target_that_a_seed_missed_has_no_mean():
+    def record(seed, reached):
+        return {"seed": seed, "metrics": {}, "history": {"evaluated": [
+            {"round": 1, "val_acc": 0.9 if reached else 0.5, "uplink": 10, "downlink": 0}]}}
+    found = Found(None, None, {("a", ""): [record(0, True), record(1, False)], ("b", ""): [record(0, True)],
+                               ("c", ""): [record(0, False)]})
+    metric = "bytes_to:val_acc:0.7"
+    assert found.figure("a", "", metric) is None and found.figure("b", "", metric).mean == 10
+    assert [found.cell(m, "", metric) for m in "abcd"] == ["reached by 1 of 2", "10 B", "not reached", "–"]
+
+
+@pytest.mark.parametrize("metric", ["rounds_to:val_acc:0.7", "lm_eval:wikitext:word_perplexity", "test_loss",
+                                    "generate:boolq:unparsed", "bytes_to:val_acc:0.7", "aggregation"])
+def test_bold_goes_to_the_smaller_where_less_is_better(metric):
+    assert best_of({"a": spread([10, 11]), "b": spread([20, 21])}, metric) == "a"
+    assert best_of({"a": spread([10, 11]), "b": spread([20, 21])}, "lm_eval:boolq:acc") == "b"
+
+
 def test_bold_only_beyond_the_spread():
     assert best_of({"a": spread([0.8, 0.82]), "b": spread([0.7, 0.72])}, "test_acc") == "a"
     assert best_of({"a": spread([0.8, 0.9]), "b": spread([0.7, 0.84])}, "test_acc") is None
@@ -106,4 +142,4 @@ def test_figures_of_a_result():
     assert value(record, "generate:boolq:acc") == 0.5 and value(record, "generate:boolq:version") is None
     assert value(record, "lm_eval:boolq:acc") is None  # scorers are never mixed
     assert shown(spread([0.7, 0.8]), "test_acc") == "75.00 ± 7.07" and shown(spread([2048]), "uplink") == "2.0 kB"
-    assert shown(None, "bytes_to:val_acc:0.9") == "not reached" and scale_of("aggregation")[0] == 1000
+    assert shown(None, "test_acc") == "–" and scale_of("aggregation")[0] == 1000

@@ -39,6 +39,15 @@ METHODS = """
                 Path("died").write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().aggregate(updates, state, round)
+
+    @register_method("sick_lora")
+    class Sick(Watched):
+        def aggregate(self, updates, state, round):
+            if Path("sick").exists() and Path("one_trial").exists():
+                raise RuntimeError("it is sick")
+            if round == 4:
+                Path("one_trial").touch()
+            return super().aggregate(updates, state, round)
 """
 SUITE = """
     title: A tiny one
@@ -179,6 +188,25 @@ def test_an_interrupted_cell_goes_on_from_its_checkpoint(place):
     assert again.returncode == 0 and "1 done" in again.stdout, again.stdout + again.stderr
     after = records.read_text().splitlines()
     assert len(after) == 60 and after[:len(before)] == before  # seconds and all: those rounds were not run again
+
+
+def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place):
+    text = (place / "tiny.yaml").read_text()
+    text = text[:text.index("experiments:")].replace("[rolora, fedlora]", "[{name: shown as, method: sick_lora}]")
+    rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}}}\n"
+    (place / "sick.yaml").write_text(text.replace("[0, 1]", "[0]") + rates)
+    (place / "sick").touch()
+    first = bench(place, "run", "sick.yaml", "--results", "sick_results")
+    assert first.returncode == 1 and "1 of its trials failed" in first.stdout and "it is sick" in first.stdout
+    assert not (place / "sick_results" / "cells").exists()  # nothing was chosen from the one that was left
+    (place / "sick").unlink()
+    again = bench(place, "run", "sick.yaml", "--results", "sick_results")
+    assert again.returncode == 0, again.stdout + again.stderr
+    search, = [json.loads(p.read_text()) for p in (place / "sick_results" / "searches").glob("*.json")]
+    assert len(search["tried"]) == 2 and search["diverged"] == 0
+    assert not list((place / "sick_results" / "failed").glob("*.json"))
+    assert bench(place, "report", "sick.yaml", "--results", "sick_results").returncode == 0
+    assert "| shown as |" in (place / "sick_results" / "report.md").read_text()
 
 
 def test_everything_missing_is_said_before_anything_trains(place, monkeypatch, capsys):

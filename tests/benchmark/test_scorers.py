@@ -155,19 +155,20 @@ def test_the_training_file_is_capped_and_does_not_depend_on_other_tasks(tmp_path
     write("piqa", 50)
     write("boolq", 3)
     out = tmp_path / "deep" / "train.jsonl"
-    assert commonsense.training_file(tmp_path, out, 10, seed=0) == {"boolq": 3, "piqa": 10}
+    assert commonsense.training_file(tmp_path, out, 10, seed=0, tasks=["piqa", "boolq"]) == {"boolq": 3, "piqa": 10}
     first = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["category"] for r in first] == ["boolq"] * 3 + ["piqa"] * 10
     assert set(first[0]) == {"instruction", "input", "output", "category"}
     write("ARC-Easy", 5)
-    commonsense.training_file(tmp_path, out, 10, seed=0)
+    three = ["boolq", "piqa", "ARC-Easy"]
+    commonsense.training_file(tmp_path, out, 10, seed=0, tasks=three)
     again = [json.loads(line) for line in out.read_text().splitlines()]
     assert again[5:] == first and [r["category"] for r in again[:5]] == ["ARC-Easy"] * 5
-    commonsense.training_file(tmp_path, out, 10, seed=1)
+    commonsense.training_file(tmp_path, out, 10, seed=1, tasks=three)
     assert [json.loads(line) for line in out.read_text().splitlines()][8:] != first[3:]
-    assert commonsense.training_file(tmp_path, out, None, seed=1)["piqa"] == 50
-    with pytest.raises(UserError, match="no task has a training file"):
-        commonsense.training_file(tmp_path / "none", out, 10, seed=0)
+    assert commonsense.training_file(tmp_path, out, None, seed=1, tasks=three)["piqa"] == 50
+    with pytest.raises(UserError, match="ARC-Challenge has no training file .*LLM-Adapters"):
+        commonsense.training_file(tmp_path, out, 10, seed=0)
 
 
 def test_local_mmlu_and_glue(root):

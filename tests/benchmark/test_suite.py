@@ -127,6 +127,31 @@ def test_an_extra_experiment_runs_only_where_it_is_named(write, capsys):
     assert "deeper *" in listed and "first *" not in listed and "only where --only names it" in listed
 
 
+def test_the_contents_of_ones_own_file_decide(write, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for folder, rows in (("a", "x,0"), ("b", "y,1")):
+        (tmp_path / folder / "own.csv").write_text(f"text,label\n{rows}\n")
+    text = """
+        config: {data: {type: own.csv}, federate: {client_num: 2}}
+        methods: [rolora]
+        grid: {data.root: [HERE/a, HERE/b]}
+        """.replace("HERE", str(tmp_path))
+    one, other = plan(options(write(text)))
+    assert one.key != other.key
+    (tmp_path / "b" / "own.csv").write_text("text,label\nz,1\n")
+    again = plan(options(write(text)))
+    assert again[0].key == one.key and again[1].key != other.key
+
+
+def test_a_test_set_cut_from_the_rows_is_the_same_in_search_and_cells(write):
+    searched = FIVE_LINES + "    learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}}}\n"
+    jobs = plan(options(write(searched)))
+    assert {j.config.lowrank.test_seed for j in jobs} == {0} and {j.config.seed for j in jobs} == {0, 1, 100}
+    official = FIVE_LINES.replace("[0.7, 0.1, 0.2]", "[0.9, 0.1, 0.0]")
+    assert {j.config.lowrank.test_seed for j in plan(options(write(official)))} == {-1}
+
+
 def test_a_method_may_have_a_config_of_its_own_at_a_place_of_the_grid(write):
     jobs = plan(options(write("""
         config: {data: {type: a.csv}, federate: {client_num: 2}}
@@ -158,6 +183,16 @@ def test_a_method_may_have_a_config_of_its_own_at_a_place_of_the_grid(write):
      "no experiment 'man'; did you mean 'main'"),
     ("config: {a: 1}\nmethods: [rolora]\ngrid: {federate.client_num: [1]}\nclaims: {c: {says: x, experiments: [main], "
      "rule: [{is: close, methods: [a], to: b, within: 1, where: {client: 1}}]}}", "no axis 'client'"),
+    ("config: {a: 1}\nmethods: [rolora]\ngrid: {federate.client_num: [1]}\nclaims: {c: {says: x, experiments: [main], "
+     "rule: [{is: close, methods: [rolora], to: fedlora, within: 1, where: {clients: 2}}]}}", "clients has no '2'"),
+    ("config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [main], "
+     "rule: [{is: close, methods: [rolorra], to: fedlora, within: 1}]}}", "no method 'rolorra'; did you mean 'rolora'"),
+    ("config: {a: 1}\nmethods: [rolora]\ngrid: {model.type: [a], data.type: [b]}", "two axes would be called 'type'"),
+    ("config: {a: 1}\nmethods: [rolora]\nextra: 'false'", "extra = 'false': expected true or false"),
+    ("config: [1]\nmethods: [rolora]", "config: expected a mapping"),
+    ("config: {a: 1}\nmethods: rolora", "methods: expected a list"),
+    ("config: {a: 1}\nmethods: [rolora]\nevaluation: [{scorer: lm_eval, tasks: [boolq]}, {scorer: lm_eval, "
+     "tasks: [boolq], num_fewshot: 1}]", "lm_eval: boolq is there twice"),
 ])
 def test_wrong_suites(write, text, words):
     with pytest.raises(UserError, match=words.replace("[", r"\[").replace("(", r"\(")):

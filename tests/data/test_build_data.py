@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,6 +35,18 @@ def test_splits_cover_every_row_once_and_keep_the_classes(reviews, config, encod
     whole = build_data(config(reviews, splits=(1, 0, 0), clients=1), encoder_tokenizer).clients[0]
     assert everything == rows_of(whole)
     assert built.majority == 0.7 and built.num_labels == 2 and built.task == "classification"
+
+
+def test_the_test_set_may_have_a_seed_of_its_own(reviews, config, encoder_tokenizer):
+    def held_out(seed, test_seed):
+        settings = config(reviews, seed=seed)
+        settings.lowrank = SimpleNamespace(test_seed=test_seed)
+        built = build_data(settings, encoder_tokenizer)
+        return rows_of(built.test), rows_of(built.validation)
+    (first, seen), (second, also_seen) = held_out(1, 7), held_out(2, 7)
+    assert first == second and seen != also_seen
+    assert not set(first) & {*seen, *also_seen}  # what one run chose by is in no run's test set
+    assert held_out(7, -1) == held_out(7, 7) and held_out(1, -1)[0] != first
 
 
 def test_an_empty_share_gives_none(reviews, config, encoder_tokenizer):
