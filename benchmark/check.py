@@ -129,13 +129,19 @@ def _check_scorer(spec: dict, options: Options) -> None:
 
 
 def _check_script(module: str) -> None:
+    from importlib import import_module
     from importlib.util import find_spec
+
+    from fs_lowrank.data.fetch import resolve
     try:
         found = find_spec(module)
     except ImportError:
         found = None
     if found is None:
         raise UserError(f"script: there is no module {module!r}")
+    needs = getattr(import_module(module), "NEEDS", ())
+    if missing := [name for name in needs if resolve(name) is None]:
+        raise UserError(f"script: {module} needs what is not there; get it with: fs-lowrank fetch {' '.join(missing)}")
 
 
 def weights_bytes(config: Config) -> float:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def _grid(found: Found, title: str):
     panels = figure.subplots(rows, min(count, _COLUMNS), squeeze=False, sharey=True)
     for axes in panels.flat[count:]:
         axes.set_visible(False)
-    figure.suptitle(f"{found.experiment.title}: {title}", fontsize=11)
+    figure.suptitle(textwrap.fill(f"{found.experiment.title}: {title}", int(13 * figure.get_figwidth())), fontsize=11)
     return figure, panels.flat[:count]
 
 

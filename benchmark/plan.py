@@ -283,10 +283,10 @@ def _cell(suite: Suite, experiment: Experiment, options: Options, method: Method
     try:
         keys = _keys(experiment, options, method, setting)
         if rates and "table" in rates:
-            if method.label not in rates["table"]:
+            if method.label not in rates["table"] and "default" not in rates["table"]:
                 raise UserError(f"learning_rates: table has no rate for {method.label}; there are: "
-                                f"{', '.join(rates['table'])}; give it one, or a search")
-            keys[_RATE] = rates["table"][method.label]
+                                f"{', '.join(rates['table'])}; give it one, or a default, or a search")
+            keys[_RATE] = rates["table"].get(method.label, rates["table"].get("default"))
             rate = {"from": "table", "budget": rates["budget"], "found_by": rates.get("found_by", "")}
         elif rates:
             place = _place(experiment, setting)

@@ -62,6 +62,8 @@ def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: 
     if test:
         changes["eval.freq"] = 0  # after the last round only: the test data is looked at once
         changes["early_stop.patience"] = 0
+    if base.data.splits[2] and base.lowrank.test_seed < 0:
+        changes["lowrank.test_seed"] = base.seed  # else what the search chose by lies in the fresh seeds' test sets
     if rungs:
         changes["lowrank.checkpoint_freq"] = 1
     config = base.replace(changes)

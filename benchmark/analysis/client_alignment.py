@@ -33,6 +33,8 @@ import fs_lowrank
 
 from . import short, watch
 
+#: what is fetched before
+NEEDS = ("mnist",)
 METHODS = ("fedavg", "fedlora", "fedloru")
 LABELS = {"fedavg": "FedAvg (all weights)", "fedlora": "FedLoRA", "fedloru": "FedLoRU"}
 #: learning rates of SGD

@@ -26,7 +26,7 @@ _REFUSED = {
     "signals, other processes": (62, 200, 234, 129, 297, 424, 434, 438, 101, 310, 311),
     "limits, kernel": (160, 302, 272, 308, 165, 166, 321, 248, 250, 319, 29, 240),
     "files": (85, 437, 87, 263, 82, 264, 316, 84, 83, 258, 76, 86, 265, 88, 266, 90, 91, 268, 452, 92, 93, 94, 260, 133,
-              259),
+              259, 132, 235, 261, 280, 188, 189, 190, 197, 198, 199),  # the last ten: times and attributes
 }
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _THREAD = 0x10000  # CLONE_THREAD: a clone that is a thread is allowed
@@ -80,7 +80,8 @@ def audit(event: str, args: tuple) -> None:
     elif event.startswith(("socket.__new__", "socket.connect", "socket.bind", "socket.getaddrinfo", "subprocess.",
                            "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "os.remove",
                            "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
-                           "os.chown", "shutil.", "ctypes.", "resource.", "pty.", "signal.pthread_kill")):
+                           "os.chown", "os.utime", "os.setxattr", "os.removexattr",
+                           "shutil.", "ctypes.", "resource.", "pty.", "signal.pthread_kill")):
         raise PermissionError(f"{event} is not allowed")
 
 
