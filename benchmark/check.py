@@ -101,12 +101,20 @@ def _check_data(job: Cell | Search) -> None:
 
 
 def _check_model(config: Config) -> None:
+    from safetensors import SafetensorError, safe_open
+
     from fs_lowrank.models.build import build_tokenizer, locate, model_name
     if config.is_vision:
         return
     place = Path(locate(model_name(config.model.type)))
     if place.is_dir() and not any(place.glob("*.safetensors")) and not any(place.glob("pytorch_model*.bin")):
         raise UserError(f"model.type: {config.model.type}: the folder {place} holds no weights")
+    for path in place.glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt"):  # reads the header, which says how long the file is to be
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"model.type: {config.model.type}: {path} is damaged ({error}); fetch it again") from None
     build_tokenizer(config)
 
 

@@ -8,7 +8,7 @@ clients send, B̄ and Ā their weighted means and B, A what the round began with
 
 over all adapted layers together. RoLoRA and FFA-LoRA have e = 0, FLoRA too, by construction. What is varied: clients,
 local steps, learning rate, rank, optimizer. e is a mismatch and no cost: whether it costs accuracy is seen beside runs
-that average exactly (FlexLoRA in the suite ``glue``). It falls within a run, and rounds are the same whatever the steps.
+that average exactly (FlexLoRA in the suite ``glue``). It falls within a run; rounds are the same whatever the steps.
 
 Differs from the paper: MiniLM on the four-domain sentiment data (``fs-lowrank fetch minilm sentiment``), as the small
 size of the suite ``glue``; ``key value`` at the end sets any other config.

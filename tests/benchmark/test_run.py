@@ -221,6 +221,27 @@ def test_everything_missing_is_said_before_anything_trains(place, monkeypatch, c
     assert not (place / "elsewhere" / "cells").exists()
 
 
+def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    shutil.copytree(tiny_encoder, place / "damaged")
+    weights = place / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    text = (place / "tiny.yaml").read_text()
+    text = text[:text.index("experiments:")].replace("imports: [own_methods]", "")
+    for change, words in (((str(tiny_encoder), "damaged"), "model.safetensors is damaged"),
+                          (("client_num: 2", "client_num: 5000"), "rows to train on"),
+                          (("[0.7, 0.1, 0.2]", "[0.9, 0.1, 0.0]"), "has no test set of its own"),
+                          (("metrics:", "evaluation: [{scorer: lm_eval, tasks: [boolq]}]\nmetrics:"),
+                           "lm_eval needs a language model"),
+                          (("metrics:", "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
+                            "objective: val_ac}}\nmetrics:"), "objective = 'val_ac'")):
+        (place / "cannot.yaml").write_text(text.replace(*change))
+        assert main(["run", "cannot.yaml", "--results", "elsewhere"]) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert "nothing was started" in error and words in error, error
+    assert not (place / "elsewhere" / "cells").exists()
+
+
 def test_wrong_use(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for args, words in ((["run", "gleu"], "did you mean 'glue'"),
