@@ -170,7 +170,7 @@ def shown(found: Spread | None, metric: str) -> str:
         return "–"
     scale, digits = scale_of(metric)
     if scale == 0:
-        return human_bytes(found.mean)
+        return human_bytes(found.mean) + (f" ± {human_bytes(found.std)}" if found.std else "")
     text = f"{found.mean * scale:.{digits}f}"
     return text + (f" ± {found.std * scale:.{digits}f}" if found.std is not None else "")
 
