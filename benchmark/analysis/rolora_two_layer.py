@@ -323,8 +323,7 @@ def main(argv: list[str] | None = None) -> dict:
                + f" --samples {args.samples} --rounds {args.rounds} --seeds {args.seeds}"
                + (f" --lr {args.lr:g}" if args.lr is not None else "")
                + f" --clients {' '.join(map(str, args.clients))} --rank {args.rank} --epochs {args.epochs}"
-               f" --batch {args.batch}"
-               + (f" --out {args.out}" if args.out != parser.get_default("out") else ""))
+               f" --batch {args.batch}")
     result = {
         "command": command,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
