@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from benchmark.cli import main
-from benchmark.execute import dig, quotient
+from benchmark.execute import dig, execute, quotient
 from benchmark.plan import Options, plan
+from benchmark.results import find
 from benchmark.worker import disk_full
-from fs_lowrank import UserError
+from fs_lowrank import UserError, register_method
+from fs_lowrank.methods.fedlora import FedLoRA
 
 METHODS = """
     import os, signal
@@ -38,15 +41,6 @@ METHODS = """
             if round == 3 and not Path("died").exists():
                 Path("died").write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super().aggregate(updates, state, round)
-
-    @register_method("sick_lora")
-    class Sick(Watched):
-        def aggregate(self, updates, state, round):
-            if Path("sick").exists() and Path("one_trial").exists():
-                raise RuntimeError("it is sick")
-            if round == 4:
-                Path("one_trial").touch()
             return super().aggregate(updates, state, round)
 """
 SUITE = """
@@ -190,23 +184,38 @@ def test_an_interrupted_cell_goes_on_from_its_checkpoint(place):
     assert len(after) == 60 and after[:len(before)] == before  # seconds and all: those rounds were not run again
 
 
-def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place):
+def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, monkeypatch):
+    sick = {"from": 2, "runs": 0}
+
+    @register_method("sick_lora")
+    class Sick(FedLoRA):
+        source, sends = "a test", "A and B"
+
+        def aggregate(self, updates, state, round):
+            sick["runs"] += round == 1
+            if sick["runs"] >= sick["from"]:
+                raise RuntimeError("it is sick")
+            return super().aggregate(updates, state, round)
+
+    monkeypatch.chdir(place)
     text = (place / "tiny.yaml").read_text()
     text = text[:text.index("experiments:")].replace("[rolora, fedlora]", "[{name: shown as, method: sick_lora}]")
     rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}}}\n"
-    (place / "sick.yaml").write_text(text.replace("[0, 1]", "[0]") + rates)
-    (place / "sick").touch()
-    first = bench(place, "run", "sick.yaml", "--results", "sick_results")
-    assert first.returncode == 1 and "1 of its trials failed" in first.stdout and "it is sick" in first.stdout
-    assert not (place / "sick_results" / "cells").exists()  # nothing was chosen from the one that was left
-    (place / "sick").unlink()
-    again = bench(place, "run", "sick.yaml", "--results", "sick_results")
-    assert again.returncode == 0, again.stdout + again.stderr
-    search, = [json.loads(p.read_text()) for p in (place / "sick_results" / "searches").glob("*.json")]
-    assert len(search["tried"]) == 2 and search["diverged"] == 0
-    assert not list((place / "sick_results" / "failed").glob("*.json"))
-    assert bench(place, "report", "sick.yaml", "--results", "sick_results").returncode == 0
-    assert "| shown as |" in (place / "sick_results" / "report.md").read_text()
+    (place / "sick.yaml").write_text(text.replace("imports: [own_methods]", "") + rates)
+    search, cell, _ = plan(Options(("sick.yaml",), results="sick_results", work="sick_work"))
+    with pytest.raises(UserError, match="1 of its trials failed.*it is sick"):  # it does not choose among what is left
+        execute(search, lambda news: None)
+    store = search.options.store
+    store.write("failed", {**search.identity(), "error": "it is sick", "finished": 1.0})
+    sick["from"] = 99
+    record = execute(search, lambda news: None)
+    assert len(record["tried"]) == 2 and record["diverged"] == 0
+    store.write("searches", {**record, "finished": 2.0})
+    assert store.read("failed", search.key) is None
+    done = {**execute(cell.rated(store), lambda news: None), "finished": 3.0}
+    store.write("cells", done)
+    found = find(search.suite, search.experiment, search.options, store)
+    assert found.methods == ["shown as"] and found.cells == 1
 
 
 def test_everything_missing_is_said_before_anything_trains(place, monkeypatch, capsys):
@@ -221,7 +230,8 @@ def test_everything_missing_is_said_before_anything_trains(place, monkeypatch, c
     assert not (place / "elsewhere" / "cells").exists()
 
 
-def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, monkeypatch, capsys):
+def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, monkeypatch):
+    from benchmark import check
     monkeypatch.chdir(place)
     shutil.copytree(tiny_encoder, place / "damaged")
     weights = place / "damaged" / "model.safetensors"
@@ -231,15 +241,14 @@ def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, mon
     for change, words in (((str(tiny_encoder), "damaged"), "model.safetensors is damaged"),
                           (("client_num: 2", "client_num: 5000"), "rows to train on"),
                           (("[0.7, 0.1, 0.2]", "[0.9, 0.1, 0.0]"), "has no test set of its own"),
-                          (("metrics:", "evaluation: [{scorer: lm_eval, tasks: [boolq]}]\nmetrics:"),
-                           "lm_eval needs a language model"),
+                          (("metrics:", "evaluation: [{scorer: generate, tasks: [boolq]}]\nmetrics:"),
+                           "generate needs a language model"),
                           (("metrics:", "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
                             "objective: val_ac}}\nmetrics:"), "objective = 'val_ac'")):
         (place / "cannot.yaml").write_text(text.replace(*change))
-        assert main(["run", "cannot.yaml", "--results", "elsewhere"]) == 2
-        error = " ".join(capsys.readouterr().err.split())
-        assert "nothing was started" in error and words in error, error
-    assert not (place / "elsewhere" / "cells").exists()
+        options = Options(("cannot.yaml",), results="elsewhere")
+        with pytest.raises(UserError, match=f"nothing was started.*\n(.*\n)*.*{re.escape(words)}"):
+            check.check(plan(options), options, workers=1)
 
 
 def test_wrong_use(place, monkeypatch, capsys):
