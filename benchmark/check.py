@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from fs_lowrank import Config, UserError
 from .execute import permitted
 from .plan import Cell, Job, Options, Script, Search, make_training_file
 from .store import write_text
+from .suite import import_all
 
 #: what a process needs beside the model: libraries, data, clients' tensors, activations
 _PROCESS_BYTES = 700e6
@@ -31,9 +33,10 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
             problems.append(text)
 
     seen: set = set()
+    read: dict[tuple, tuple] = {}
     for job in jobs:
         where = f"{job.suite.name}: {job.experiment.name}"
-        for what, key, look in _looks(job, options):
+        for what, key, look in _looks(job, options, read):
             if (what, key) in seen:
                 continue
             seen.add((what, key))
@@ -59,8 +62,12 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
                         + "\n  ".join(problems))
 
 
-def _looks(job: Job, options: Options):
-    """What to look at for a job: a kind, a key that is the same for the same thing, and the look."""
+def _looks(job: Job, options: Options, read: dict):
+    """What to look at for a job: a kind, a key that is the same for the same thing, and the look.
+
+    Args:
+        read: facts of the data that were read, by what names them; filled here.
+    """
     if isinstance(job, Script):
         yield "script", job.experiment.script, lambda: _check_script(job.experiment.script)
         return
@@ -69,9 +76,12 @@ def _looks(job: Job, options: Options):
         yield "training file", repr(job.experiment.training_file), lambda: make_training_file(job)
     yield "method", (config.federate.method, repr(config.method_params)), lambda: _check_method(config)
     data = (config.data.type, config.data.root, repr(config.data.args))
-    wanted = (config.federate.client_num, config.data.splits[2] or job.experiment.test == "none",
-              job.experiment.test if isinstance(job, Cell) else "none", bool(job.experiment.evaluation))
-    yield "data", (*data, *wanted), lambda: _check_data(job)
+    yield "data", data, lambda: read.update({data: _facts(config)})
+    tested = isinstance(job, Cell) and job.experiment.test == "once" and not config.data.splits[2]
+    scored = isinstance(job, Cell) and bool(job.experiment.evaluation)
+    if data in read:
+        yield ("use of the data", (*data, config.federate.client_num, tested, scored),
+               lambda: _check_use(job, *read[data], tested, scored))
     yield "model", (config.model.type, config.is_vision), lambda: _check_model(config)
     if isinstance(job, Search):
         yield "search", job.key, lambda: _check_search(job)
@@ -86,16 +96,22 @@ def _check_method(config: Config) -> None:
                   from_scratch=config.from_scratch, **config.method_params)
 
 
-def _check_data(job: Cell | Search) -> None:
+def _facts(config: Config) -> tuple[int, bool, bool]:
+    """Rows to train on, whether there is an official test set, whether it is for a language model."""
     from fs_lowrank.data import CAUSAL_LM, load_raw
-    config, raw = job.config, load_raw(job.config.data)
-    if config.federate.client_num > len(raw.train):
-        raise UserError(f"federate.client_num = {config.federate.client_num}: {config.data.type} has only "
-                        f"{len(raw.train)} rows to train on")
-    if isinstance(job, Cell) and job.experiment.test == "once" and raw.test is None and not config.data.splits[2]:
+    raw = load_raw(config.data)
+    return len(raw.train), raw.test is not None, raw.task == CAUSAL_LM
+
+
+def _check_use(job: Cell | Search, rows: int, official: bool, causal: bool, tested: bool, scored: bool) -> None:
+    config = job.config
+    if config.federate.client_num > rows:
+        raise UserError(f"federate.client_num = {config.federate.client_num}: {config.data.type} has only {rows} rows "
+                        "to train on")
+    if tested and not official:
         raise UserError(f"data.splits = {list(config.data.splits)}: {config.data.type} has no test set of its own; "
                         "give the last one a share, or say test: none")
-    if isinstance(job, Cell) and job.experiment.evaluation and raw.task != CAUSAL_LM:
+    if scored and not causal:
         raise UserError(f"evaluation: {job.experiment.evaluation[0]['scorer']} needs a language model, and "
                         f"{config.data.type} makes a classifier")
 
@@ -119,10 +135,15 @@ def _check_model(config: Config) -> None:
 
 
 def _check_search(search: Search) -> None:
+    from hpo.settings import parse_objectives
     from hpo.space import space_from
-    objective = search.spec.get("objective", "val_acc")
-    if objective not in ("val_acc", "val_loss"):
-        raise UserError(f"learning_rates: search: objective = {objective!r}: expected val_acc or val_loss")
+    try:
+        objectives = parse_objectives(search.spec.get("objective", "val_acc"))
+    except UserError as error:
+        raise UserError(f"learning_rates: search: {error}") from None
+    if len(objectives) > 1:
+        raise UserError(f"learning_rates: search: objective = {','.join(objectives)}: expected one, val_acc or "
+                        "val_loss: a suite takes the best trial, and of two objectives there is a front")
     space = space_from(search.spec["space"], "learning_rates: search: space")
     for point in space.for_config(search.config).grid(search.config) if space.all_grid else ():
         search.config.replace(point)
@@ -137,7 +158,6 @@ def _check_scorer(spec: dict, options: Options) -> None:
 
 
 def _check_script(module: str) -> None:
-    from importlib import import_module
     from importlib.util import find_spec
 
     from fs_lowrank.data.fetch import resolve
@@ -147,7 +167,8 @@ def _check_script(module: str) -> None:
         found = None
     if found is None:
         raise UserError(f"script: there is no module {module!r}")
-    needs = getattr(import_module(module), "NEEDS", ())
+    import_all((module,))
+    needs = getattr(sys.modules[module], "NEEDS", ())
     if missing := [name for name in needs if resolve(name) is None]:
         raise UserError(f"script: {module} needs what is not there; get it with: fs-lowrank fetch {' '.join(missing)}")
 

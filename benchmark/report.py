@@ -203,7 +203,10 @@ def _setting(found: Found) -> str:
             by_setting.setdefault(tuple(r["setting"].items()), set()).add(taken(r))
         if any(len(values) > 1 for values in by_setting.values()):
             line += f" **The methods did not have the same {what}.**"
-    return f"{line} Command: `{command(found.suite, found.experiment, first['engine'])}`."
+    line += f" Command: `{command(found.suite, found.experiment, first['engine'])}`."
+    entries = found.experiment.methods if found.experiment.methods != "all" else ()
+    extra = [e.label for e in entries if e.extra and e.label in found.methods]
+    return line + (f" {', '.join(extra)}: by the same with `--methods {','.join(extra)}`." if extra else "")
 
 
 def _range(values: Sequence) -> str:

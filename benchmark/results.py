@@ -83,8 +83,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
     jobs = jobs_of(suite, experiment, options)
     if not (experiment.script or options.methods or experiment.methods == "all"):
         known = [e.label for e in experiment.methods]
-        others = {r["method"] for r in store.all("cells") if (r["suite"], r["size"], r["experiment"]) == (
-            suite.name, suite.size, experiment.name)} - set(known)
+        others = store.methods.get((suite.name, suite.size, experiment.name), set()) - set(known)
         if others := sorted(others & set(list_methods())):
             jobs = jobs_of(suite, experiment, replace(options, methods=(*known, *others)))
     for job in jobs:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 from fs_lowrank import UserError
@@ -57,6 +58,14 @@ class Store:
         """Every result of a kind that can be read."""
         paths = sorted((self.results / kind).glob("*.json"))
         return [record for path in paths if (record := self.read(kind, path.stem))]
+
+    @cached_property
+    def methods(self) -> dict[tuple[str, str, str], set[str]]:
+        """The methods that have cells, by suite, size and experiment; read once."""
+        found: dict[tuple[str, str, str], set[str]] = {}
+        for r in self.all("cells"):
+            found.setdefault((r["suite"], r["size"], r["experiment"]), set()).add(r["method"])
+        return found
 
     def write(self, kind: str, record: Mapping) -> Path:
         """Write a result under its ``hash``; a finished one takes the place of a failed one.

@@ -13,6 +13,7 @@ from fs_lowrank import Config, UserError, __version__
 from .search import budget, draw_of, front, kind
 from .settings import settings_of
 from .storage import CONFIRM, load_study
+from .trial import one_test_set
 from .worker import FRESH, point_of
 
 _HEADER = "# hpo: "
@@ -96,8 +97,8 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> 
 
 def config_of(storage, found: dict, winner: dict) -> Config:
     """The config of the winner: the study's own with the winner's values."""
-    settings = settings_of(load_study(storage, found["study"]))
-    return settings.base.replace({**winner["point"], "outdir": f"runs/best/{found['study']}", "expname": ""})
+    base = one_test_set(settings_of(load_study(storage, found["study"])).base)
+    return base.replace({**winner["point"], "outdir": f"runs/best/{found['study']}", "expname": ""})
 
 
 def header(found: dict, winner: dict) -> str:

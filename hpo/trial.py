@@ -53,6 +53,15 @@ def explain(error: BaseException) -> Failed:
     return Failed("error", text)
 
 
+def one_test_set(base: Config) -> Config:
+    """``base`` with its own seed for the test set whatever a run's seed is, where the test set is cut from the rows.
+
+    Else what a search chose by would lie in the test sets of the fresh seeds.
+    """
+    cut = base.data.splits[2] and base.lowrank.test_seed < 0
+    return base.replace({"lowrank.test_seed": base.seed}) if cut else base
+
+
 def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: int, rungs: bool,
                  test: bool = False) -> Config:
     """The config of one run of a trial, in a folder named after all that decides its result."""
@@ -62,11 +71,9 @@ def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: 
     if test:
         changes["eval.freq"] = 0  # after the last round only: the test data is looked at once
         changes["early_stop.patience"] = 0
-    if base.data.splits[2] and base.lowrank.test_seed < 0:
-        changes["lowrank.test_seed"] = base.seed  # else what the search chose by lies in the fresh seeds' test sets
     if rungs:
         changes["lowrank.checkpoint_freq"] = 1
-    config = base.replace(changes)
+    config = one_test_set(base).replace(changes)
     return config.replace(outdir=str(folder / config.fingerprint()))
 
 

@@ -16,11 +16,12 @@ def pair(b, a):
 
 
 def test_the_error_by_hand():
-    clients, weights = [pair([1.0, 0.0], [2.0, 0.0, 0.0]), pair([0.0, 1.0], [0.0, 2.0, 0.0])], [0.5, 0.5]
-    mean = {n: (clients[0][n] + clients[1][n]) / 2 for n in (A, B)}
-    before = pair([0.0, 0.0], [1.0, 1.0, 1.0])
-    # the mean of the products is diag(1, 1), the product of the means has 1/2 in all four places
-    assert ae.relative_error(Seen(1, clients, weights, mean, before, 4.0)) == pytest.approx(1 / 2 ** 0.5)
+    clients, weights = [pair([1.0, 0.0], [2.0, 0.0, 0.0]), pair([0.0, 1.0], [0.0, 2.0, 0.0])], [0.25, 0.75]
+    mean = pair([0.25, 0.75], [0.5, 1.5, 0.0])
+    before = pair([0.0, 1.0], [1.0, 0.0, 0.0])
+    # mean of the products: 0.5, 0; 0, 1.5. Product of the means: 0.125, 0.375; 0.375, 1.125. Before: 0, 0; 1, 0.
+    expected = (4 * 0.375 ** 2) ** 0.5 / (0.5 ** 2 + 1 + 1.5 ** 2) ** 0.5
+    assert ae.relative_error(Seen(1, clients, weights, mean, before, 4.0)) == pytest.approx(expected)
     same = [clients[0], clients[0]]
     assert ae.relative_error(Seen(1, same, weights, clients[0], before, 4.0)) == 0
     assert ae.relative_error(Seen(1, [before, before], weights, before, before, 4.0)) == 0

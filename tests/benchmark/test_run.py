@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from benchmark.cli import main
-from benchmark.execute import dig, execute, quotient
+from benchmark.execute import dig, execute, permitted, quotient
 from benchmark.plan import Options, plan
+from benchmark.report import _at_the_end, _setting
 from benchmark.results import find
+from benchmark.suite import load_suite
 from benchmark.worker import disk_full
 from fs_lowrank import UserError, register_method
 from fs_lowrank.methods.fedlora import FedLoRA
@@ -244,7 +246,9 @@ def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, mon
                           (("metrics:", "evaluation: [{scorer: generate, tasks: [boolq]}]\nmetrics:"),
                            "generate needs a language model"),
                           (("metrics:", "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
-                            "objective: val_ac}}\nmetrics:"), "objective = 'val_ac'")):
+                            "objective: val_ac}}\nmetrics:"), "did you mean 'val_acc'"),
+                          (("metrics:", "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
+                            "objective: 'val_acc,uplink_bytes'}}\nmetrics:"), "expected one, val_acc or val_loss")):
         (place / "cannot.yaml").write_text(text.replace(*change))
         options = Options(("cannot.yaml",), results="elsewhere")
         with pytest.raises(UserError, match=f"nothing was started.*\n(.*\n)*.*{re.escape(words)}"):
@@ -291,6 +295,29 @@ def test_done_redo_and_failed_before(place, monkeypatch):
     assert cell.done(store) and not again.done(store)
     store.write("cells", {**cell.identity(), "finished": 150.0})
     assert again.done(store)
+
+
+def test_no_suite_lets_generated_code_run_by_itself():
+    asked = {"scorer": "humaneval", "run_unsafe_code": True}
+    assert permitted(asked, unsafe_code=False)["run_unsafe_code"] is False
+    assert permitted({"scorer": "humaneval"}, unsafe_code=True)["run_unsafe_code"] is True
+
+
+def test_the_report_says_what_was_not_alike(place, done, monkeypatch):
+    """Heads, rounds and ends of grids, from records whose facts are changed by hand."""
+    monkeypatch.chdir(place)
+    (place / "alike.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", ""))
+    suite, options = load_suite("alike.yaml", "small"), Options(("alike.yaml",))
+    found = find(suite, suite.experiments["main"], options, options.store)
+    assert "did not have the same" not in _setting(found) and "not treated alike" not in _setting(found)
+    record = found.records["fedlora", "2"][0]
+    record["rounds"], record["config"] = 9, {**record["config"], "federate.method": "regmean"}
+    line = _setting(found)
+    assert "did not have the same rounds" in line and "did not have the same samples" not in line
+    assert "not treated alike" in line and "combined as the other layers are" in line
+    tried = [{"lr": v, "value": 0} for v in (1, 2, 3)]
+    assert [_at_the_end({"winner": {"point": {"lr": v}}, "tried": tried}) for v in (1, 2, 3)] == [True, False, True]
+    assert not _at_the_end({"winner": {"point": {"lr": 1}}, "tried": tried[:2]})  # both of two are ends
 
 
 def test_full_disk_is_recognised_below_other_errors():

@@ -22,6 +22,7 @@ from hpo import search as core
 from hpo.search import kind
 from hpo.settings import Settings, make_pruner, make_sampler, parse_objectives
 from hpo.storage import CONFIRM, load_study, open_storage
+from hpo.trial import one_test_set
 from hpo.worker import FRESH
 
 
@@ -48,6 +49,12 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
         text = (folder / "rounds.jsonl").read_text().splitlines()
         looked = ["test" in line.split('"metrics": ')[1].split('"uplink')[0] for line in text]
         assert looked in ([False, False], [False, True])
+    # and it was the same test data, which no trial had trained on or chosen by
+    runs = [load_config(folder / "config.yaml") for folder in (options.folder / "s" / "trials").glob("*/")]
+    assert len({run.seed for run in runs}) == 3 and {run.lowrank.test_seed for run in runs} == {config.seed}
+    assert len(runs) == 4 and config.data.splits[2] > 0
+    official = config.replace({"data.splits": [0.9, 0.1, 0.0]})
+    assert one_test_set(official) == official
     checks = trials(options, "s" + CONFIRM)
     assert sorted(t.user_attrs["seed"] for t in checks) == [config.seed + FRESH, config.seed + FRESH + 1]
     assert all("test_acc" in t.user_attrs["metrics"] for t in checks)
@@ -60,7 +67,8 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     written, head = load_config(out), read_header(out)
     winner = core.front(studies(options)[1])[0]
     assert written.train.optimizer.lr == winner.params["train.optimizer.lr"] == head["point"]["train.optimizer.lr"]
-    changed = {"train.optimizer.lr": written.train.optimizer.lr, "outdir": written.outdir}
+    changed = {"train.optimizer.lr": written.train.optimizer.lr, "outdir": written.outdir,
+               "lowrank.test_seed": config.seed}
     assert written == config.replace(changed)
     assert head["study"] == "s" and head["trial"] == winner.number and head["values"]["val_acc"] == winner.value
     assert head["budget"]["client_steps"] == 16 and head["budget"]["trials"] == 2
