@@ -4,9 +4,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from fs_lowrank import Config, UserError
+from fs_lowrank import Config, Method, UserError, create_method
+from fs_lowrank.api import ENGINES
 
 from .execute import permitted
 from .plan import Cell, Job, Options, Script, Search, make_training_file
@@ -33,10 +35,10 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
             problems.append(text)
 
     seen: set = set()
-    read: dict[tuple, tuple] = {}
+    known: dict[tuple, tuple] = {}
     for job in jobs:
         where = f"{job.suite.name}: {job.experiment.name}"
-        for what, key, look in _looks(job, options, read):
+        for what, key, look in _looks(job, options, known):
             if (what, key) in seen:
                 continue
             seen.add((what, key))
@@ -62,11 +64,11 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
                         + "\n  ".join(problems))
 
 
-def _looks(job: Job, options: Options, read: dict):
+def _looks(job: Job, options: Options, known: dict):
     """What to look at for a job: a kind, a key that is the same for the same thing, and the look.
 
     Args:
-        read: facts of the data that were read, by what names them; filled here.
+        known: of data and models that were found to be there, what the later looks need; filled here.
     """
     if isinstance(job, Script):
         yield "script", job.experiment.script, lambda: _check_script(job.experiment.script)
@@ -74,15 +76,20 @@ def _looks(job: Job, options: Options, read: dict):
     config = job.config
     if job.experiment.training_file is not None:
         yield "training file", repr(job.experiment.training_file), lambda: make_training_file(job)
-    yield "method", (config.federate.method, repr(config.method_params)), lambda: _check_method(config)
+    yield "engine", options.engine, lambda: _check_engine(options.engine)
+    method = (config.federate.method, repr(config.method_params))
+    yield "method", method, lambda: known.update({method: (_method(config),)})
     data = (config.data.type, config.data.root, repr(config.data.args))
-    yield "data", data, lambda: read.update({data: _facts(config)})
+    yield "data", data, lambda: known.update({data: _facts(config)})
     tested = isinstance(job, Cell) and job.experiment.test == "once" and not config.data.splits[2]
     scored = isinstance(job, Cell) and bool(job.experiment.evaluation)
-    if data in read:
+    if data in known:
         yield ("use of the data", (*data, config.federate.client_num, tested, scored),
-               lambda: _check_use(job, *read[data], tested, scored))
-    yield "model", (config.model.type, config.is_vision), lambda: _check_model(config)
+               lambda: _check_use(job, *known[data], tested, scored))
+    model = (config.model.type, config.model.task)
+    yield "model", model, lambda: known.update({model: (_check_model(config),)})
+    if model in known and method in known:
+        yield "adapter", (*model, *method, repr(config.adapter)), lambda: _check_adapter(config)
     if isinstance(job, Search):
         yield "search", job.key, lambda: _check_search(job)
     if isinstance(job, Cell):
@@ -90,10 +97,24 @@ def _looks(job: Job, options: Options, read: dict):
             yield "evaluation", repr(spec), lambda spec=spec: _check_scorer(spec, options)
 
 
-def _check_method(config: Config) -> None:
-    from fs_lowrank import create_method
-    create_method(config.federate.method, adapter=config.adapter, rounds=config.federate.total_round_num,
-                  from_scratch=config.from_scratch, **config.method_params)
+def _check_engine(engine: str) -> None:
+    """Importing an engine says what it lacks."""
+    import_module(ENGINES[engine])
+
+
+def _method(config: Config) -> Method:
+    return create_method(config.federate.method, adapter=config.adapter, rounds=config.federate.total_round_num,
+                         from_scratch=config.from_scratch, with_adapter=bool(config.llm.adapter.use),
+                         **config.method_params)
+
+
+def _check_adapter(config: Config) -> None:
+    """Whether the model has the layers and modules that the method is to work on, and is wide enough."""
+    from fs_lowrank.models.build import build_skeleton
+    try:
+        _method(config).adapt(build_skeleton(config))
+    except UserError as error:
+        raise UserError(f"{config.federate.method} on {config.model.type}: {error}") from None
 
 
 def _facts(config: Config) -> tuple[int, bool, bool]:

@@ -69,10 +69,12 @@ class Server:
         """Check an update and keep it for the end of the round.
 
         Raises:
-            RefusedUpdate: it is not what the method expects of this client, or came twice.
+            RefusedUpdate: it is not what the method expects of this client, came twice, or nobody asked for it.
         """
-        if not 1 <= update.client <= self.num_clients or any(u.client == update.client for u in self.updates):
-            raise RefusedUpdate(f"client {update.client}: not expected, or heard already in round {round}")
+        if update.client not in self.select(round):
+            raise RefusedUpdate(f"client {update.client}: does not take part in round {round}")
+        if any(u.client == update.client for u in self.updates):
+            raise RefusedUpdate(f"client {update.client}: heard already in round {round}")
         update = check_update(update, self.method.expected(self.state, round, update.client))
         self.updates.append(update)
         return update

@@ -102,12 +102,35 @@ def build_model(config, num_labels: int | None, pad_token_id: int | None = None,
     return model.eval()
 
 
+def build_skeleton(config, image_shape: tuple[int, int, int] = (3, 32, 32)) -> nn.Module:
+    """The model without its weights, on torch's ``meta`` device: in milliseconds, to see what fits onto it.
+
+    Args:
+        image_shape: as for ``build_model``.
+    Raises:
+        UserError: the model's configuration cannot be found or loaded.
+    """
+    _check_type(config)
+    with torch.device("meta"):
+        if config.is_vision:
+            return _vision_net(config, 10, image_shape)
+        import transformers
+        classifies = config.model.task == "SequenceClassification"
+        loader = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModelForCausalLM
+        return loader.from_config(_load("configuration", transformers.AutoConfig,
+                                        locate(model_name(config.model.type))))
+
+
+def _vision_net(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    from .vision import VisionOptions, build_vision
+    return build_vision(VisionOptions(config.model.type, num_classes, tuple(image_shape), config.lowrank.width,
+                                      config.lowrank.norm, config.model.use_bias))
+
+
 def _build_vision(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
-    from .vision import VisionOptions, build_vision, load_weights
-    options = VisionOptions(config.model.type, num_classes, tuple(image_shape), config.lowrank.width,
-                            config.lowrank.norm, config.model.use_bias)
+    from .vision import load_weights
     torch.manual_seed(derive(config.seed, "model"))
-    model = build_vision(options)
+    model = _vision_net(config, num_classes, image_shape)
     if config.lowrank.weights:
         load_weights(model, config.lowrank.weights)
     model.to(getattr(torch, config.dtype))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
 from .adapters import layer_stack
 from .names import tags
 
@@ -165,6 +166,7 @@ class FrozenPrefix:
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"{owner}-{os.getpid()}.states"
+            _reserve(path, shape[0] * shape[1] * dtype.itemsize)
             buffer = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=dtype).view(shape)
             path.unlink()  # the mapping lives on, and nothing is left behind however the process ends
         order = np.argsort(-lengths, kind="stable")
@@ -173,6 +175,19 @@ class FrozenPrefix:
             for row, i in zip(self._hidden(examples, indices).cpu(), indices):
                 buffer[starts[i]:starts[i + 1]] = row[:lengths[i]]
         return buffer, starts
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Make the file, with its room on the disk: a mapping that finds the disk full later ends the process."""
+    try:
+        with open(path, "wb") as file:
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UserError(f"train.cache_frozen_dir: {path.parent} does not take the {size / 1e6:.3g} MB of the frozen "
+                        f"layers' states ({error.strerror}); name a folder with room, or say train.cache_frozen: off"
+                        ) from None
 
 
 class _Enough(Exception):

@@ -248,11 +248,28 @@ def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, mon
                           (("metrics:", "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
                             "objective: val_ac}}\nmetrics:"), "did you mean 'val_acc'"),
                           (("metrics:", "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
-                            "objective: 'val_acc,uplink_bytes'}}\nmetrics:"), "expected one, val_acc or val_loss")):
+                            "objective: 'val_acc,uplink_bytes'}}\nmetrics:"), "expected one, val_acc or val_loss"),
+                          (("layers: [2]", "layers: [3]"), "no layer 3; the model's 3 layers are 0 … 2"),
+                          (("[query]", "[qery]"), "no module 'qery'; did you mean 'query'"),
+                          (("r: 2", "r: 33"), "rank 33 is above the width")):
         (place / "cannot.yaml").write_text(text.replace(*change))
         options = Options(("cannot.yaml",), results="elsewhere")
         with pytest.raises(UserError, match=f"nothing was started.*\n(.*\n)*.*{re.escape(words)}"):
             check.check(plan(options), options, workers=1)
+
+
+def test_an_engine_that_is_not_there(place, monkeypatch):
+    from benchmark import check
+    if "federatedscope" in sys.modules:
+        pytest.skip("the framework is loaded in this process")
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("FEDERATEDSCOPE_ROOT", str(place / "no checkout"))
+    monkeypatch.delitem(sys.modules, "fs_lowrank.engines.federatedscope", raising=False)
+    (place / "there.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", "")
+                                      .replace("[bad_lora, deadly_lora]", "[fedlora]"))
+    options = Options(("there.yaml",), engine="federatedscope", results="elsewhere")
+    with pytest.raises(UserError, match="nothing was started; 1 thing.*\n.*FEDERATEDSCOPE_ROOT = .*no checkout"):
+        check.check(plan(options), options, workers=1)
 
 
 def test_wrong_use(place, monkeypatch, capsys):

@@ -1,9 +1,11 @@
 """Runs that keep the frozen layers' output against runs that compute it each time."""
+import resource
+
 import pytest
 import torch
 
 import fs_lowrank.engines.common as common
-from fs_lowrank import load_config
+from fs_lowrank import UserError, load_config
 from fs_lowrank.engines.local import LocalEngine
 
 
@@ -68,6 +70,19 @@ def test_in_memory_and_in_files(make, task, tmp_path):
     files.run()
     assert files.prefix.kept and folder.is_dir() and not list(folder.iterdir())
     assert all(torch.equal(memory.server.state[n], files.server.state[n]) for n in memory.server.state)
+
+
+def test_a_disk_that_is_full_is_said_before_anything_is_mapped(make, tmp_path):
+    """The limit on a file's size stands for a disk without room: the system refuses the same call."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    engine = make("encoder", {"train.cache_frozen_dir": str(tmp_path / "states")})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        with pytest.raises(UserError, match="cache_frozen_dir: .*states does not take the 0[.][0-9]+ MB .* with room"):
+            engine.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "states").iterdir())
 
 
 def test_a_budget_that_does_not_reach(make):
