@@ -1,6 +1,7 @@
 """``python -m benchmark run``: checks everything, starts the workers, shows what runs and what remains."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -66,21 +67,21 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     live = Live(board.table(), console=console, refresh_per_second=2) if console.is_terminal else None
     if live:
         live.start()
-    try:
-        _end_like_ctrl_c()
-        while crew.alive():
-            for news in board.look():
-                console.print(news, soft_wrap=True, markup=False)
+    with _ended_like_ctrl_c():
+        try:
+            while crew.alive():
+                for news in board.look():
+                    console.print(news, soft_wrap=True, markup=False)
+                if live:
+                    live.update(board.table())
+                time.sleep(0.2)
+            interrupted = crew.stopped
+        except KeyboardInterrupt:
+            interrupted = True
+            crew.stop()
+        finally:
             if live:
-                live.update(board.table())
-            time.sleep(0.2)
-        interrupted = crew.stopped
-    except KeyboardInterrupt:
-        interrupted = True
-        crew.stop()
-    finally:
-        if live:
-            live.stop()
+                live.stop()
     for news in board.look():
         console.print(news, soft_wrap=True, markup=False)
     if crew.stuck and not interrupted:
@@ -88,13 +89,19 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     return Outcome(board.finished - skipped, board.failed, board.remaining, skipped, interrupted, store.damaged)
 
 
-def _end_like_ctrl_c() -> None:
-    """Let SIGTERM, as a scheduler sends it, and SIGINT, which a background job ignores, do what Ctrl-C does."""
+@contextlib.contextmanager
+def _ended_like_ctrl_c():
+    """SIGTERM, as a scheduler sends it, and SIGINT, which a background job ignores, do what Ctrl-C does meanwhile."""
     def interrupt(number, frame) -> None:
         raise KeyboardInterrupt
+    before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, interrupt)
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Board:

@@ -112,8 +112,9 @@ def test_a_run(make, method, task):
 
 @pytest.mark.parametrize("method", ENCODER)
 def test_it_learns(make, method):
-    lr, steps = (1e-2, 4) if method == "fedavg" or get_method_class(method).either else (3e-2, 6)
-    engine = make("encoder", method, {"federate.total_round_num": 5, "train.local_update_steps": steps,
+    # Ratios of 0.25 to 0.9 either way; a whole weight that moves by 0.03 a step learns nothing.
+    lr = 1e-2 if "base" in get_method_class(method).shared else 3e-2
+    engine = make("encoder", method, {"federate.total_round_num": 5, "train.local_update_steps": 6,
                                       "train.optimizer": {"type": "AdamW", "lr": lr}, "eval.freq": -1})
     history = engine.run().history
     assert history[-1]["loss"] < 0.93 * history[0]["loss"]
