@@ -158,7 +158,7 @@ def load_suite(name: str, size: str) -> Suite:
     if size not in tree and any(s in tree for s in SIZES):
         raise UserError(f"{where} has no size {size!r}; there is: {', '.join(s for s in SIZES if s in tree)}")
     outer = _over({k: v for k, v in tree.items() if k in EXPERIMENT}, sized)
-    named = sized.get("experiments", tree.get("experiments", {"main": {}}))
+    named = sized.get("experiments", tree.get("experiments", {"main": {"title": tree.get("title")}}))
     experiments = {}
     for key, given in _mapping(named, f"{where}: experiments").items():
         at = f"{where}: {size}: experiments: {key}" if size in tree else f"{where}: {key}"
