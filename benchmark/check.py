@@ -35,15 +35,15 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
             problems.append(text)
 
     seen: set = set()
-    known: dict[tuple, tuple] = {}
+    found: dict[tuple, object] = {}
     for job in jobs:
         where = f"{job.suite.name}: {job.experiment.name}"
-        for what, key, look in _looks(job, options, known):
+        for what, key, look in _looks(job, options, found):
             if (what, key) in seen:
                 continue
             seen.add((what, key))
             try:
-                look()
+                found[what, key] = look()
             except UserError as error:
                 note(where, error)
     try:
@@ -64,11 +64,12 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
                         + "\n  ".join(problems))
 
 
-def _looks(job: Job, options: Options, known: dict):
+def _looks(job: Job, options: Options, found: dict[tuple, object]):
     """What to look at for a job: a kind, a key that is the same for the same thing, and the look.
 
     Args:
-        known: of data and models that were found to be there, what the later looks need; filled here.
+        found: what earlier looks returned, by kind and key; without those that found something wrong. Some looks
+            need that another has been taken.
     """
     if isinstance(job, Script):
         yield "script", job.experiment.script, lambda: _check_script(job.experiment.script)
@@ -78,18 +79,19 @@ def _looks(job: Job, options: Options, known: dict):
         yield "training file", repr(job.experiment.training_file), lambda: make_training_file(job)
     yield "engine", options.engine, lambda: _check_engine(options.engine)
     method = (config.federate.method, repr(config.method_params))
-    yield "method", method, lambda: known.update({method: (_method(config),)})
+    yield "method", method, lambda: _method(config)
     data = (config.data.type, config.data.root, repr(config.data.args))
-    yield "data", data, lambda: known.update({data: _facts(config)})
+    yield "data", data, lambda: _facts(config)
     tested = isinstance(job, Cell) and job.experiment.test == "once" and not config.data.splits[2]
     scored = isinstance(job, Cell) and bool(job.experiment.evaluation)
-    if data in known:
+    if ("data", data) in found:
         yield ("use of the data", (*data, config.federate.client_num, tested, scored),
-               lambda: _check_use(job, *known[data], tested, scored))
+               lambda: _check_use(job, *found["data", data], tested, scored))
     model = (config.model.type, config.model.task)
-    yield "model", model, lambda: known.update({model: (_check_model(config),)})
-    if model in known and method in known:
-        yield "adapter", (*model, *method, repr(config.adapter)), lambda: _check_adapter(config)
+    yield "model", model, lambda: _check_model(config)
+    if ("model", model) in found and ("method", method) in found:
+        shape = (repr(config.adapter), config.llm.adapter.use, config.lowrank.width, config.lowrank.norm)
+        yield "adapter", (*model, *method, *shape), lambda: _check_adapter(config)
     if isinstance(job, Search):
         yield "search", job.key, lambda: _check_search(job)
     if isinstance(job, Cell):

@@ -112,7 +112,7 @@ def test_a_run(make, method, task):
 
 @pytest.mark.parametrize("method", ENCODER)
 def test_it_learns(make, method):
-    # Ratios of 0.25 to 0.9 either way; a whole weight that moves by 0.03 a step learns nothing.
+    # At 0.03 whole weights overshoot, and whether FedHM's loss falls far enough depends on the processor's rounding.
     lr = 1e-2 if "base" in get_method_class(method).shared else 3e-2
     engine = make("encoder", method, {"federate.total_round_num": 5, "train.local_update_steps": 6,
                                       "train.optimizer": {"type": "AdamW", "lr": lr}, "eval.freq": -1})

@@ -181,7 +181,7 @@ def _reserve(path: Path, size: int) -> None:
     """Make the file, with its room on the disk: a mapping that finds the disk full later ends the process."""
     try:
         with open(path, "wb") as file:
-            if hasattr(os, "posix_fallocate"):  # not on macOS
+            if size and hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)

@@ -139,12 +139,8 @@ def test_a_framework_that_cannot_be_used(config_file, tmp_path, make, said):
     done = call("fs_lowrank", "run", "--engine", "federatedscope", "--cfg", config_file, env=env)
     assert done.returncode == 2 and said in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_doctor_names_a_framework_that_cannot_be_used(tmp_path):
-    place = checkout(tmp_path / "checkout", version="0.2.0")
-    doctor = call("fs_lowrank", "doctor", env={"FEDERATEDSCOPE_ROOT": str(place), "PYTHONPATH": ""})
-    assert "engine federatedscope" in doctor.stdout and "0.2.0" in doctor.stdout and doctor.returncode in (0, 1)
+    doctor = call("fs_lowrank", "doctor", env=env)
+    assert "engine federatedscope" in doctor.stdout and doctor.returncode in (0, 1)
 
 
 @framework
