@@ -11,14 +11,18 @@ help:
 	@echo "make lint   run ruff"
 	@echo "make clean  remove the environment and the demo's results"
 
-# torch goes first and pinned, so that nothing else can pull another build of it.
+# torch goes first and pinned, so that nothing else can pull another build of it. uv knows where PyTorch keeps its builds
+# and takes the one for this machine: without a GPU the CPU's, not gigabytes of CUDA.
 $(VENV)/.installed: setup.py constraints.txt
 	@echo "== setting up $(VENV): about two minutes and 2 GB, once"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	@echo "== installing torch (CPU build where the package index offers one)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@echo "== installing torch: PyTorch's build for this machine"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv && \
+	UV_HTTP_RETRIES=1 $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend auto -c constraints.txt torch || \
+	{ echo "== PyTorch's builds cannot be reached; taking the package index's torch"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch; }
 	@echo "== installing fs-lowrank and the libraries it stands on"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
 	@echo "== installing curvlinops, alone: what it asks for would bring another torch"

@@ -551,6 +551,17 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
     assert records_of(engine.outdir) == records_of(reference.outdir)
 
 
+def test_past_a_round_that_too_few_clients_finish(make):
+    keys = {"lowrank.drop_rate": 0.5, "lowrank.min_clients": 2, "federate.total_round_num": 8}
+    with pytest.raises(UserError, match="smaller lowrank.min_clients"):
+        make("run", keys).run()
+    with pytest.raises(UserError, match="lowrank.min_clients is 2"):  # the same clients drop out again
+        make("run", keys).run(resume=True)
+    done = len(records_of(make("run").outdir))
+    result = make("run", {**keys, "lowrank.min_clients": 1}).run(resume=True)
+    assert 0 < done < 8 and len(result.history) == 8 and [r["round"] for r in result.history] == [*range(1, 9)]
+
+
 def test_too_few_clients_from_the_first_round(config_file, monkeypatch, capsys, tmp_path):
     def train(*args, **options):
         raise RuntimeError("no luck")
@@ -569,9 +580,52 @@ def test_everyone_diverges(make):
     assert found is None or all(t.isfinite().all() for t in found.parts["state"].values())
 
 
+def test_data_of_another_task_than_the_models(make, causal_settings, settings):
+    with pytest.raises(UserError, match="a classifier, but data.type = .* no labels; take NAME@huggingface_llm"):
+        make("run", {"data": causal_settings["data"]})
+    with pytest.raises(UserError, match="a language model, but data.type = .* take NAME@transformers"):
+        make("run", {**{k: causal_settings[k] for k in ("model", "llm")}, "data": settings["data"]})
+
+
 def test_a_users_mistake_in_a_client_ends_the_run(make):
     with pytest.raises(UserError, match="SGD does not take"):
         make("run", {"train.optimizer": {"type": "SGD", "lr": 0.1, "beta": 3}}).run()
+
+
+# -- a folder that is not free -------------------------------------------------------------------------
+
+def test_two_runs_do_not_write_into_one_folder(make):
+    said = []
+
+    def second(record):
+        with pytest.raises(UserError, match="another run is writing into") as refusal:
+            make("run", {"seed": 9}).run(resume=True)
+        said.append(str(refusal.value))
+
+    result = make("run", on_round=second).run()
+    assert len(said) == len(result.history) == 4
+    assert make("run").run(resume=True)  # free again
+
+
+def test_records_of_two_runs_in_one_file(make):
+    engine = make("run", on_round=lambda record: record["round"] == 3)
+    engine.run()
+    lines = (engine.outdir / "rounds.jsonl").read_text().splitlines()
+    (engine.outdir / "rounds.jsonl").write_text("\n".join([lines[0], lines[0], *lines[1:]]) + "\n")
+    with pytest.raises(UserError, match="rounds 1 to 3 once each"):
+        make("run").run(resume=True)
+
+
+def test_a_finished_run_is_not_overwritten(make):
+    keys = {"lowrank.checkpoint_freq": 0}
+    engine = make("run", keys)
+    engine.run()
+    before = {path: path.read_bytes() for path in engine.outdir.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="holds a run already"):
+        make("run", {**keys, "seed": 9}).run()
+    with pytest.raises(UserError, match="kept no checkpoint.*choose another outdir"):
+        make("run", keys).run(resume=True)
+    assert before == {path: path.read_bytes() for path in engine.outdir.rglob("*") if path.is_file()}
 
 
 # -- nothing to evaluate -------------------------------------------------------------------------------
@@ -605,3 +659,5 @@ def test_early_stopping_is_the_same_after_a_resume(make):
     engine = make("run", keys)
     engine.run(resume=True)
     check_equal_runs(engine, reference)
+    make("run", keys).run(resume=True)
+    assert records_of(engine.outdir) == records_of(reference.outdir)  # it had ended, and ends there again

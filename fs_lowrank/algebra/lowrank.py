@@ -59,7 +59,7 @@ def top_components(u: Tensor, s: Tensor, vh: Tensor, rank: int, fill: Tensor) ->
 
     Args:
         u, s, vh: ``(d_out, q)``, ``(q,)``, ``(q, d_in)``.
-        rank: components wanted, at most ``d_in``.
+        rank: components wanted.
         fill: ``(≥ rank - q, d_in)`` directions to continue with, made orthonormal to ``vh``'s rows; any others
             take the place of those that lie in their span.
     """
@@ -71,5 +71,6 @@ def top_components(u: Tensor, s: Tensor, vh: Tensor, rank: int, fill: Tensor) ->
     return (
         torch.cat([u, u.new_zeros(u.shape[0], missing)], dim=1),
         torch.cat([s, s.new_zeros(missing)]),
-        torch.cat([vh, basis[s.numel():]]),
+        # Beyond d_in no further direction is orthogonal to all; a convolution's rank may be that large.
+        torch.cat([vh, basis[s.numel():], fill[len(basis):rank].to(vh)]),
     )

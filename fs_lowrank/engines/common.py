@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import peft
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from ..algebra import nbytes
@@ -54,17 +55,38 @@ def watched(config: Config) -> tuple[str, str]:
     return split, key.removeprefix(f"{split}_").removeprefix("avg_")
 
 
+def outdir_of(config: Config) -> Path:
+    """The folder that a run writes into."""
+    return Path(config.outdir) / config.expname
+
+
+def check_outdir(config: Config, resume: bool) -> None:
+    """Whether a run may begin in its folder; worth asking before data and model are made.
+
+    Raises:
+        UserError: another run's results are there and this one does not continue it, or cannot.
+    """
+    folder = outdir_of(config)
+    records = folder / "rounds.jsonl"
+    checkpoint, finished = (folder / "checkpoint").exists(), (folder / "summary.json").exists()
+    if not resume and (checkpoint or finished or (records.exists() and records.stat().st_size)):
+        raise UserError(f"{folder} holds a run already; continue it with --resume, or choose another outdir")
+    if resume and finished and not checkpoint:
+        raise UserError(f"{folder} holds a finished run that kept no checkpoint (lowrank.checkpoint_freq 0), so there "
+                        "is nothing to continue; choose another outdir")
+
+
 def device_of(config: Config) -> torch.device:
     """The device the configuration asks for.
 
     Raises:
         UserError: a GPU is asked for and there is none.
     """
-    if not config.use_gpu:
+    if config.torch_device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("use_gpu is True, but torch finds no GPU; set use_gpu False, or install a CUDA build of torch")
-    return torch.device("cuda", max(int(config.device), 0))
+    return torch.device("cuda", max(config.device, 0))
 
 
 def method_of(config: Config) -> Method:
@@ -89,6 +111,8 @@ class Run:
 
     #: the file that the resolved configuration is written to
     config_name = "config.yaml"
+    #: holds ``outdir`` while the run writes there
+    lock: FileLock | None = None
 
     def __init__(self, config: Config, keep_messages: bool = False):
         check_scheduler(config.train.scheduler)
@@ -100,6 +124,7 @@ class Run:
         if (raw.images is not None) != config.is_vision:
             raise UserError(f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
                             f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}")
+        self._check_task(raw)
         self.data = build_data(config, self.tokenizer, raw=raw)
         self._check_splits()
         model = self.plain_model()
@@ -162,6 +187,17 @@ class Run:
         chosen = np.sort(draw.permutation(len(held_out))[:config.lowrank.validation_samples])
         return Workbench(self.model, self._passes(held_out.select(chosen), config.eval.batch_size),
                          derive(config.seed, "workbench"))
+
+    def _check_task(self, raw) -> None:
+        model, data = self.config.model, self.config.data.type
+        labelled = model.task == "SequenceClassification"
+        if raw.images is None and (raw.task == "classification") != labelled:
+            raise UserError(
+                f"model.type = {model.type} is " + (
+                    f"a classifier, but data.type = {data} has instructions and answers and no labels; take "
+                    "NAME@huggingface_llm, or name the columns text and label in data.args" if labelled else
+                    f"a language model, but data.type = {data} has labels and no answers; take NAME@transformers, "
+                    "or data with instruction and output"))
 
     def _check_splits(self) -> None:
         if not self.config.federate.make_global_eval and self.data.test is None:
@@ -326,21 +362,38 @@ class Run:
 
     @property
     def outdir(self) -> Path:
-        return Path(self.config.outdir) / self.config.expname
+        return outdir_of(self.config)
+
+    def _claim(self) -> None:
+        """Hold the folder until ``_release``, or until this process ends, however it does.
+
+        Raises:
+            UserError: another process writes into it.
+        """
+        self.outdir.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(self.outdir / ".lock", timeout=0)
+        try:
+            self.lock.acquire()
+        except Timeout:
+            raise UserError(f"another run is writing into {self.outdir}; wait for it, or choose another "
+                            "outdir") from None
+
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
 
     def _start(self, resume: bool) -> Checkpoint | None:
-        self.outdir.mkdir(parents=True, exist_ok=True)
+        self._claim()
+        check_outdir(self.config, resume)
         records = self.outdir / "rounds.jsonl"
         checkpoint = load_checkpoint(self.outdir / "checkpoint") if resume else None
-        if not resume and (self.outdir / "checkpoint").exists():
-            raise UserError(f"{self.outdir} holds a run already; continue it with --resume, or choose another outdir")
         history = []
         if checkpoint:
             self._restore(checkpoint)
             history = read_records(records, up_to=checkpoint.round)
-            if len(history) < checkpoint.round:
-                raise UserError(f"{records} lacks records of rounds before {checkpoint.round}; it was changed by hand, "
-                                "so the run cannot be continued; start again in another outdir")
+            if [record["round"] for record in history] != list(range(1, checkpoint.round + 1)):
+                raise UserError(f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
+                                "wrote into it, so the run cannot be continued; start again in another outdir")
         self.records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
         (self.outdir / "environment.json").write_text(json.dumps(environment(), indent=1))
@@ -387,7 +440,8 @@ class Run:
         then, now = load_config(then).decisive(), self.config.decisive()
         if not (self.method.plans_ahead or self.config.train.scheduler.type):
             then["federate.total_round_num"] = now["federate.total_round_num"]
-        differing = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
+        free = {"lowrank.min_clients"}  # else a round that too few clients finished could never be got past
+        differing = sorted(key for key in (then.keys() | now.keys()) - free if then.get(key) != now.get(key))
         if differing:
             raise UserError(f"the run in {self.outdir} was started with another {', '.join(differing)}; "
                             "continue it with its own config.yaml, or choose another outdir")

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 
 from ..config import Config, check_local
-from ..errors import UserError
+from ..errors import UserError, nearest
 from ..methods import RefusedUpdate
 from ..runs.result import RunResult
-from .common import Run, watched
+from .common import Run, check_outdir, watched
 from .server import TooFewClients
 
 logger = logging.getLogger("fs_lowrank")
@@ -35,12 +35,19 @@ class LocalEngine(Run):
                  on_client: Callable[[int, int, int], object] | None = None):
         check_local(config)
         super().__init__(config)
-        if config.early_stop.patience > 0 and watched(config)[0] not in self._evaluated():
-            raise UserError(f"early_stop.patience = {config.early_stop.patience}: it watches "
-                            f"eval.best_res_update_round_wise_key = {config.eval.best_res_update_round_wise_key}, "
-                            "a split that is not evaluated; "
-                            f"evaluated are: {', '.join(self._evaluated()) or 'none'}")
+        self._check_watched()
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
+
+    def _check_watched(self) -> None:
+        key, (split, metric) = "eval.best_res_update_round_wise_key", watched(self.config)
+        value, patience = self.config.get(key), self.config.early_stop.patience
+        own = ("acc_mean", "acc_std", "acc_worst_decile") if split == "client_test" else ()
+        if metric not in (known := ("loss", "acc", *own)):
+            raise UserError(f"{key} = {value!r}: no metric {metric!r} is measured"
+                            f"{nearest(metric, known)}; {split}_ may be followed by: {', '.join(known)}")
+        if patience > 0 and split not in self._evaluated():
+            raise UserError(f"early_stop.patience = {patience}: it watches {key} = {value}, a split that is not "
+                            f"evaluated; evaluated are: {', '.join(self._evaluated()) or 'none'}")
 
     def _round(self, round: int) -> dict:
         started = time.perf_counter()
@@ -80,7 +87,8 @@ class LocalEngine(Run):
             server.synced, self.personal = before
             if round > 1 and not self._checkpoint_due(round - 1):
                 self._save(round - 1)
-            kept = f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume"
+            kept = (f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, "
+                    "and a smaller lowrank.min_clients if no more clients can be had")
             raise UserError(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); "
                             f"{kept if round > 1 else 'no round was completed'}") from error
         with torch.no_grad():
@@ -105,20 +113,25 @@ class LocalEngine(Run):
         except (OSError, SafetensorError) as error:
             raise UserError(f"the run in {self.outdir} stopped: {error}; when that is mended, "
                             "run again with --resume") from error
+        finally:
+            self._release()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint = self._start(resume)
         first = checkpoint.round + 1 if checkpoint else 1
         for round in range(first, self.config.federate.total_round_num + 1):
+            if self._stalled():
+                break
             record = self._round(round)
             self.records.add(record)
             if self._checkpoint_due(round):
                 self._save(round)
-            if self.on_round(record) or self._stalled():
+            if self.on_round(record):
                 break
         return self._finish()
 
 
 def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
     """See ``fs_lowrank.run``."""
+    check_outdir(config, resume)
     return LocalEngine(config, on_round, on_client).run(resume)

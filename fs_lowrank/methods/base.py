@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..algebra import FlatTensors, weighted_mean
 from ..config import AdapterSpec
-from ..errors import nearest
+from ..errors import UserError, nearest
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
@@ -137,6 +137,8 @@ class Method:
     chains_only: ClassVar[bool] = False
     #: True if the head, whatever becomes of the rest, is a weighted mean of the clients' heads
     averages_head: ClassVar[bool] = True
+    #: True if its formulas name the halves A and B: another adapter than LoRA has nothing in it for them
+    lora_only: ClassVar[bool] = False
     #: True if it works on an adapter where ``llm.adapter.use`` asks for one, and on all weights otherwise
     either: ClassVar[bool] = False
 
@@ -150,6 +152,9 @@ class Method:
         return cls.averages if cls.additive is None else cls.additive
 
     def __init__(self, params: object, setting: Setting):
+        if self.lora_only and setting.adapter.method != "lora":
+            raise UserError(f"llm.adapter.args: adapter_method = {setting.adapter.method} has no halves A and B, which "
+                            f"{self.name} works on; take lora, or a method that averages adapters whole")
         self.params = params
         self.setting = setting
         #: tags of what trains whole: a new head, and in a model from scratch all that carries no adapter

@@ -22,6 +22,7 @@ from ..errors import UserError
 from ..models.adapters import ACCUMULATED, accumulate_pair, add_beside, base_weight_name, load_tensors, merge_adapter
 from ..models.names import named_tensors, pairs, select, zero_at_start
 from .base import Method, Tensors, split_merges
+from .ranks import check_one_rank
 from .registry import register_method
 
 
@@ -46,6 +47,8 @@ class FedLoRU(Method):
             raise UserError("lowrank.merge = False keeps LoRA pairs beside a pre-trained base; " + (
                 "this model is trained from scratch" if setting.from_scratch else
                 f"llm.adapter.args asks for {self.adapter.method}, whose products do not add up to one adapter"))
+        if not params.merge:
+            check_one_rank(self.adapter, f"lowrank.merge = False of {self.name}")
 
     def adapt(self, model: nn.Module) -> nn.Module:
         model = super().adapt(model)

@@ -12,6 +12,7 @@ from .registry import register_method
 class FFALoRA(Method):
     source = "Sun et al., ICLR 2024"
     sends = "B"
+    lora_only = True
 
     def phases(self, round: int, client: int | None = None) -> list[Phase]:
         return [Phase(train=("lora_B", *self.whole))]

@@ -30,6 +30,7 @@ class MFedLoRU(FedLoRU):
     source = "Park and Klabjan, 2024, Algorithm 3"
     sends = "nested pairs inside A and B, of the client's rank"
     additive = False
+    lora_only = True
     shared = ("adapter", "head", "nested")
 
     @dataclass(frozen=True)
@@ -43,9 +44,6 @@ class MFedLoRU(FedLoRU):
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
-        if self.adapter.method != "lora":
-            raise UserError(f"federate.method = {self.name} nests pairs in LoRA's; llm.adapter.args asks for "
-                            f"{self.adapter.method}")
         wide = [r for r in (*params.nested_ranks, *params.nested_ranks_b) if r >= self.adapter.r]
         if wide:
             raise UserError(f"lowrank.nested_ranks: {wide[0]} is not below the adapter's rank, {self.adapter.r}, so "

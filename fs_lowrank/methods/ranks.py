@@ -3,6 +3,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from ..config import AdapterSpec
+from ..errors import UserError
 from ..models.names import tags
 from .base import Method, Tensors
 
@@ -13,8 +14,26 @@ class RankedParams:
         "min": 1, "help": "rank of every client, repeated in turn if shorter; empty: the adapter's r for all"})
 
 
+def check_one_rank(adapter: AdapterSpec, method: str) -> None:
+    """For methods that compute a pair's scale from its rank and the adapter's one alpha, and know of no bias.
+
+    Raises:
+        UserError: the adapter has ranks or alphas by layer, or a bias.
+    """
+    odd = [name for name in ("rank_pattern", "alpha_pattern", "lora_bias") if adapter.extra.get(name)]
+    if odd:
+        raise UserError(f"llm.adapter.args: {odd[0]}: {method} needs one alpha for all layers, ranks that differ by "
+                        "client only, and pairs without a bias; take it out, or take another method")
+
+
 class RankedMethod(Method):
     """A method whose clients may hold different ranks of one pair."""
+
+    lora_only = True
+
+    def __init__(self, params, setting):
+        super().__init__(params, setting)
+        check_one_rank(setting.adapter, self.name)
 
     def rank(self, client: int | None = None) -> int:
         """The rank of ``client`` (from 1), or the server's: the largest of all."""

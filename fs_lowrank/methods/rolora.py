@@ -21,6 +21,7 @@ from .registry import register_method
 class RoLoRA(Method):
     source = "Chen et al., 2025, Algorithm 1"
     sends = "B in odd rounds, A in even rounds"
+    lora_only = True
 
     @dataclass(frozen=True)
     class Params:
@@ -38,7 +39,8 @@ class RoLoRA(Method):
 
     def half(self, round: int) -> str:
         """The half that trains in ``round``: ``lora_A`` or ``lora_B``."""
-        alternates = self.params.mix >= 1 or round <= math.ceil(self.params.mix * self.setting.rounds)
+        # 0.55 · 100 is a little above 55 in floating point.
+        alternates = self.params.mix >= 1 or round <= math.ceil(self.params.mix * self.setting.rounds - 1e-9)
         return "lora_A" if round % 2 == 0 and alternates else "lora_B"
 
     def phases(self, round: int, client: int | None = None) -> list[Phase]:

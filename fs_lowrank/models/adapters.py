@@ -53,6 +53,11 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         wrapped = get_peft_model(model, config)
     compose(wrapped)
+    strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
+    if strange:
+        raise UserError(f"llm.adapter.args: it would train {strange[0]}, which is neither a half of an adapter nor a "
+                        "head, so no method would train or send it; without use_dora, bias, trainable_token_indices "
+                        "and adapters on embeddings there is no such tensor")
     for name, module in wrapped.named_modules():
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             down, up = module.lora_A["default"].weight, module.lora_B["default"].weight

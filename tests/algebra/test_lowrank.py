@@ -160,6 +160,14 @@ def test_too_few_components_are_continued(d_out, d_in, have, rank, seed):
     orthonormal(vh2)
 
 
+def test_more_components_than_there_are_directions():
+    u, vh = torch.eye(8)[:, :2], torch.eye(2)
+    fill = torch.arange(12.0).reshape(6, 2)
+    u2, s2, vh2 = top_components(u, torch.tensor([2.0, 1.0]), vh, 6, fill)
+    assert u2.shape == (8, 6) and s2.tolist() == [2, 1, 0, 0, 0, 0] and not u2[:, 2:].any()
+    assert torch.equal(vh2, torch.cat([vh, fill[2:]]))  # the rest goes on from what was there
+
+
 def test_directions_that_bring_nothing_new():
     # The rows to continue with may lie in the span already: a client that hardly moved sends what it was given.
     u, vh = torch.eye(5)[:, :2], torch.eye(7)[:2]

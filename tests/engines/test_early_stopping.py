@@ -42,6 +42,14 @@ def test_what_cannot_be_honoured_is_refused(settings):
     assert LocalEngine(fs_lowrank.load_config(settings, keys))
 
 
+@pytest.mark.parametrize("key, said", [
+    ("val_accuracy", "no metric 'accuracy' is measured; did you mean 'acc'"), ("test_acc_mean", "no metric 'acc_mean'"),
+    ("client_test_worst", "client_test_ may be followed by: loss, acc, acc_mean, acc_std, acc_worst_decile")])
+def test_a_metric_that_is_not_measured_is_named(settings, key, said):
+    with pytest.raises(fs_lowrank.UserError, match=said):
+        LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
+
+
 @pytest.mark.parametrize("key, value", [("client_test_acc_mean", -0.7), ("val_avg_loss", 0.5), ("test_acc", -0.9)])
 def test_the_watched_key_is_found(settings, key, value):
     engine = LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))

@@ -133,3 +133,13 @@ def test_text_for_a_network_for_images_and_the_other_way_round(make, reviews_csv
         make("run", {"data.type": str(reviews_csv), "data.transform": []})
     with pytest.raises(UserError, match="takes text, but .* holds images"):
         make("run", {"model.type": f"{tiny_encoder}@transformers", "lowrank.width": 1.0})
+
+
+def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):
+    # A 1 × 1 convolution from 4 to 8 channels at rank 8: its A has more rows than there are directions.
+    engine = LocalEngine(fs_lowrank.load_config(vision_settings, {
+        "federate.method": "flexlora", "llm.adapter.args.0.r": 8, "federate.total_round_num": 2, "eval.freq": -1}))
+    assert any(a.shape[0] > a[0].numel() for n, a in engine.server.state.items() if ".lora_A." in n)
+    result = engine.run()
+    assert len(result.history) == 2 and all(t.isfinite().all() for t in engine.server.state.values())
+

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fs_lowrank.methods import Update, list_methods
+from fs_lowrank.config import AdapterSpec
+from fs_lowrank.errors import UserError
+from fs_lowrank.methods import Update, create_method, list_methods
 from fs_lowrank.training.local import set_trainable
 
 SIZES = (3, 10, 27)
@@ -420,3 +422,27 @@ def test_floras_downlink_grows_with_the_ranks_of_those_present(toy, federation):
         message = fed.round(round, clients)
         stacks = [t for n, t in message.items() if n.startswith("merge:") and ".up.lora_A." in n]
         assert [t.shape[0] for t in stacks] == [total]
+
+
+# -- adapters that a method cannot work on -------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["rolora", "ffa_lora", "flexlora", "flora", "mfedloru"])
+def test_methods_of_two_halves_take_lora_only(name):
+    with pytest.raises(UserError, match=f"adapter_method = loha has no halves A and B, which {name} works on"):
+        create_method(name, adapter=AdapterSpec(method="loha"), rounds=3)
+
+
+@pytest.mark.parametrize("name, params", [("flexlora", {}), ("flora", {}), ("fedloru", {"merge": False})])
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "lora_bias"])
+def test_methods_of_one_scale_refuse_another_by_layer(name, params, key):
+    with pytest.raises(UserError, match=f"llm.adapter.args: {key}: .*one alpha for all layers"):
+        create_method(name, adapter=AdapterSpec(extra={key: {"query": 4}}), rounds=3, **params)
+    create_method("fedlora", adapter=AdapterSpec(extra={key: {"query": 4}}))
+
+
+@pytest.mark.parametrize("mix, rounds, last", [(0.55, 100, 55), (0.2, 10, 2), (0.25, 10, 3), (0.01, 10, 1)])
+def test_a_mix_alternates_for_a_share_of_the_rounds(mix, rounds, last):
+    method = create_method("rolora", mix=mix, rounds=rounds)
+    halves = [method.half(t) for t in range(1, rounds + 1)]
+    assert halves == [("lora_B", "lora_A")[t % 2] if t < last else "lora_B" for t in range(rounds)]
+

@@ -170,3 +170,11 @@ def test_selecting_does_not_depend_on_order():
                                                       "x.lora_B.default.weight"]
         assert pairs(dict.fromkeys(order)) == [("x.lora_B.default.weight", "x.lora_A.default.weight")]
     assert select(names, ()) == []
+
+
+@pytest.mark.parametrize("extra, modules, named", [
+    ({"use_dora": True}, ("query",), "lora_magnitude_vector"), ({"bias": "all"}, ("query",), "bias"),
+    ({}, ("word_embeddings",), "lora_embedding_A")])
+def test_what_no_method_would_train_is_refused(tiny_encoder, extra, modules, named):
+    with pytest.raises(UserError, match=f"llm.adapter.args: it would train .*{named}"):
+        add_adapter(encoder(tiny_encoder), AdapterSpec(r=2, target_modules=modules, extra=extra), seed=1)

@@ -166,8 +166,10 @@ def asked_for(model_type: str) -> Session | None:
 
 
 def close_session() -> None:
-    """Forget the session, and with it its models."""
+    """Forget the session, and with it its models; its folder is free for another run."""
     global _current
+    if _current is not None:
+        _current._release()
     _current = None
 
 
