@@ -15,7 +15,7 @@ from rich.table import Table
 from . import __version__
 from .errors import UserError
 
-# A pipe has no width of its own; a table cut to 80 columns is of no use in a log.
+# A pipe has no width of its own; 80 columns would turn every table in a log.
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -118,33 +118,55 @@ def _announce(config, name: str) -> None:
                   f"{config.federate.total_round_num} rounds, lr {config.train.optimizer.lr}, seed {config.seed}")
 
 
+def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
+    """A table that no console's width can cut; the first line is its head."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(lines[0]):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*line)
+    table.width = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+    return table
+
+
+def _print_figures(title: str, lines: Sequence[Sequence[str]]) -> None:
+    """A line a method; where that is too wide a line a figure, and as many methods beside each other as fit."""
+    table = _figures(title, lines)
+    if table.width <= console.width:
+        console.print(table)
+        return
+    head, *rest = [[cell.replace("\n", " ") for cell in line] for line in lines]
+    while rest:
+        for count in range(len(rest), 0, -1):
+            table = _figures(title, list(zip(head, *rest[:count])))
+            if table.width <= console.width:
+                break
+        console.print(table, crop=False)  # cut for no console; one that is narrower than a method breaks the lines
+        rest, title = rest[count:], None
+
+
 def _print_results(results: dict) -> None:
     """The table of all methods, that of the clients' own models if there are any, and the whole traffic."""
     from .runs.summary import human_bytes, per_client_and_round, seconds
-    table = Table(title="bytes are per client and round; the head is the new classifier", title_justify="left")
     names = sorted({k for result in results.values() for k in result.final if k != "best_round"})
     own = [n for n in names if n.startswith("client_test_")]
     metrics = [n for n in names if n not in own]
-    columns = ["method", *(m.replace("_", "\n") for m in metrics), "majority\nclass", "uplink\nwith head",
-               "downlink\nwith head", "uplink\nno head", "downlink\nno head", "training\ntotal", "aggregation\na round"]
-    for column in columns:
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    lines = [["method", *(m.replace("_", "\n") for m in metrics), "majority\nclass", "uplink\nwith head",
+              "downlink\nwith head", "uplink\nno head", "downlink\nno head", "training\ntotal", "aggregation\na round"]]
     for name, result in results.items():
         sent, spent = per_client_and_round(result.history), seconds(result.history)
         majority = result.facts["majority"]
-        table.add_row(
+        lines.append([
             name, *(f"{result.final[m]:.3f}" if m in result.final else "-" for m in metrics),
             "-" if majority is None else f"{majority:.3f}",
             *(human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")),
-            f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms")
-    console.print(table)
+            f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms"])
+    _print_figures("bytes are per client and round; the head is the new classifier", lines)
     if own:
-        table = Table(title="every client's own model on its share of the test set", title_justify="left")
-        for column in ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in own)]:
-            table.add_column(column, justify="left" if column == "method" else "right")
-        for name, result in results.items():
-            table.add_row(name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in own))
-        console.print(table)
+        _print_figures("every client's own model on its share of the test set", [
+            ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in own)],
+            *([name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in own)]
+              for name, result in results.items())])
     for name, result in results.items():
         total = result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]
         console.print(f"  {name}: {human_bytes(total)} in all, measured; {human_bytes(result.facts['formula_bytes'])} "

@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -95,6 +96,41 @@ def test_compare(command, config_file, tmp_path):
                                          "for plain transformers"))
     assert command(*arguments)[0] == 2
     assert command(*arguments, "--resume")[0] == 0
+
+
+def results_of(methods):
+    """Results such as ``compare`` gives, every figure of its own."""
+    names = [f"{split}_{metric}" for split in ("test", "val") for metric in ("acc", "acc_last5", "loss")]
+    results = {}
+    for i, method in enumerate(methods):
+        rounds = [{"round": t, "client_uplink_bytes": {1: 0}, "client_downlink_bytes": {1: 0},
+                   "uplink_bytes": 111100 + i * 1000, "uplink_bytes_without_head": 222200 + i * 1000,
+                   "downlink_bytes": 333300 + i * 1000, "downlink_bytes_without_head": 444400 + i * 1000,
+                   "seconds": {"training": 550.0 + i, "aggregation": 0.0661 + i / 1000, "evaluation": 0.0}}
+                  for t in (1, 2)]
+        results[method] = SimpleNamespace(
+            history=rounds, bytes={"uplink_bytes": 1, "downlink_bytes": 2}, facts={"majority": 0.535, "formula_bytes": 9},
+            final={**{n: 0.1 + i / 10 + k / 1000 for k, n in enumerate(names)},
+                   **{f"client_test_{n}": 0.15 + i / 10 + k / 1000 for k, n in enumerate(("acc", "acc_mean", "loss"))}})
+    return results
+
+
+@pytest.mark.parametrize("width, in_a_table", [(250, 4), (120, 4), (80, 4), (50, 2), (34, 1), (20, 1)])
+def test_no_width_cuts_the_table(command, capsys, monkeypatch, width, in_a_table):
+    monkeypatch.setattr(cli.console, "_width", width)
+    methods = ["rolora", "ffa_lora", "fedlora", "flexlora"]
+    cli._print_results(results_of(methods))
+    lines = [squeeze(line) for line in capsys.readouterr().out.splitlines()]
+    text = " ".join(lines)
+    assert "…" not in text and ("test acc last5" in text) == (width < 250), "turned only where it has to be"
+    for i, method in enumerate(methods):
+        figures = [*(f"{0.1 + i / 10 + k / 1000:.3f}" for k in range(6)), "0.535",
+                   *(f"{kilo + i}.{kilo % 10} kB" for kilo in (111, 333, 222, 444)), f"{1100 + 2 * i}.0 s",
+                   f"{66 + i}.1 ms", *(f"{0.15 + i / 10 + k / 1000:.3f}" for k in range(3))]
+        for figure in (method, *figures):
+            assert any(figure in line for line in lines), f"{figure} at {width}"
+    heads = [line for line in lines if "method" in line.split() and "rolora" in line.split()]
+    assert width == 250 or heads[0].split() == ["method", *methods[:in_a_table]]
 
 
 @pytest.mark.parametrize("methods, message", [
