@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -13,15 +14,16 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from . import __version__
-from .errors import UserError
+from .errors import RunFailed, UserError, nearest
 
 # A pipe has no width of its own; 80 columns would turn every table in a log.
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+_CODES = "exit code: 0; 1 if a run could not go on, or doctor misses something; 2 for wrong use; 130 if interrupted"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fs-lowrank", description="Federated low-rank fine-tuning.")
+    parser = argparse.ArgumentParser(prog="fs-lowrank", description="Federated low-rank fine-tuning.", epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"fs-lowrank {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -32,10 +34,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="KEY VALUE",
                              help="override the file, e.g.: federate.total_round_num 20 train.optimizer.lr 0.05")
 
-    run = commands.add_parser("run", help="one run", description="One run: a line per round, then what it wrote.")
+    run = commands.add_parser("run", help="one run", description="One run: a line per round, then what it wrote.",
+                              epilog=_CODES)
     run_options(run)
     run.set_defaults(do=_run)
-    compare = commands.add_parser("compare", help="the same run under several methods, a table and a plot")
+    compare = commands.add_parser("compare", help="the same run under several methods, a table and a plot",
+                                  epilog=_CODES)
     run_options(compare)
     compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods, separated by commas")
     compare.set_defaults(do=_compare)
@@ -47,22 +51,25 @@ def _parser() -> argparse.ArgumentParser:
     fetch = commands.add_parser("fetch", help="get the small models and data sets of the quick start")
     fetch.add_argument("names", nargs="*", metavar="NAME", help="what to get; without any, the list")
     fetch.set_defaults(do=_fetch)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 success, 1 failure, 2 wrong use, 130 interrupted)."""
+    """Run one command; returns the exit code.
+
+    0 success; 1 a run that could not go on, though it was asked for rightly (a full disk, too few usable clients), or
+    doctor misses something; 2 wrong use; 130 interrupted.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(message)s",
                         handlers=[RichHandler(console=console, show_path=False, show_time=False)])
-    parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(f"unrecognised: {' '.join(unknown)} (overrides are plain `key value` pairs, without dashes)")
+    args = _arguments(sys.argv[1:] if argv is None else argv)
     try:
         return args.do(args) or OK
     except UserError as error:
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
-        return WRONG_USE
+        return FAILED if isinstance(error, RunFailed) else WRONG_USE
     except KeyboardInterrupt:
         how = f"; continue with: fs-lowrank {args.command} --cfg {args.cfg} … --resume" if hasattr(args, "cfg") else ""
         console.print(f"\ninterrupted{how}")
@@ -71,6 +78,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (`| head`); what is left to print has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line read; overrides may stand before, between and after options."""
+    # To argparse -1e0 is an option; with a blank before it, it is a value.
+    args, rest = _parser().parse_known_args([f" {text}" if re.match(r"-\.?\d", text) else text for text in argv])
+    options = [text for text in rest if text.startswith("-")]
+    takes_overrides = hasattr(args, "overrides")
+    if options or (rest and not takes_overrides):
+        hint = nearest(options[0], re.findall(r"--[a-z]+", args.parser.format_usage())) if options else ""
+        plain = " (overrides are plain `key value` pairs, without dashes)" if takes_overrides else ""
+        args.parser.error(f"unrecognised: {' '.join(options or rest)}{hint}{plain}")
+    if takes_overrides:
+        # argparse takes the first row of them and leaves the others over, in their order.
+        args.overrides = [text[1:] if text.startswith(" -") else text for text in (*args.overrides, *rest)]
+    return args
 
 
 def _escape(text: str) -> str:

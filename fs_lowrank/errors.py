@@ -1,15 +1,19 @@
-"""The one error type a user is meant to read: it says what came, what was expected, and what to do."""
+"""The errors a user is meant to read: they say what came, what was expected, and what to do."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["UserError", "nearest"]
+__all__ = ["RunFailed", "UserError", "nearest"]
 
 
 class UserError(ValueError):
     """Something the user can put right: a config value, a file, a missing download."""
+
+
+class RunFailed(UserError):
+    """The run could not go on, though it was asked for rightly: a full disk, too few usable clients."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import yaml
 
 import fs_lowrank
 from fs_lowrank import cli, list_methods
+from fs_lowrank.errors import RunFailed, UserError
 
 
 @pytest.fixture
@@ -109,7 +110,8 @@ def results_of(methods):
                    "seconds": {"training": 550.0 + i, "aggregation": 0.0661 + i / 1000, "evaluation": 0.0}}
                   for t in (1, 2)]
         results[method] = SimpleNamespace(
-            history=rounds, bytes={"uplink_bytes": 1, "downlink_bytes": 2}, facts={"majority": 0.535, "formula_bytes": 9},
+            history=rounds, bytes={"uplink_bytes": 1, "downlink_bytes": 2},
+            facts={"majority": 0.535, "formula_bytes": 9},
             final={**{n: 0.1 + i / 10 + k / 1000 for k, n in enumerate(names)},
                    **{f"client_test_{n}": 0.15 + i / 10 + k / 1000 for k, n in enumerate(("acc", "acc_mean", "loss"))}})
     return results
@@ -237,6 +239,61 @@ def test_a_client_of_one_sample_and_one_of_one_class(command, config_file, tmp_p
 def test_the_parsers_own_refusals(command, arguments):
     code, _, err = command(*arguments)
     assert code == 2 and "usage" in err.lower()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("run", "--cfg", "x.yaml", "--resum_e", "seed", "3"), "unrecognised: --resum_e; did you mean '--resume'?"),
+    (("run", "--cfg", "x.yaml", "seed", "3", "--resume", "--engin_e=local"), "did you mean '--engine'?"),
+    (("compare", "--cfg", "x.yaml", "--methods", "rolora", "seed", "3", "--method_s"), "did you mean '--methods'?"),
+    (("run", "--cfg", "x.yaml", "--train.optimizer.lr", "3"), "without dashes"),
+    (("doctor", "x"), "unrecognised: x"),
+])
+def test_what_is_no_option(command, arguments, message):
+    code, _, err = command(*arguments)
+    assert code == 2 and message in squeeze(err) and f"usage: fs-lowrank {arguments[0]}" in err
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The configurations that the command would have run."""
+    import fs_lowrank.api
+    seen = []
+
+    def run(config, *args, **options):
+        seen.append(config)
+        raise UserError("enough")
+    monkeypatch.setattr(fs_lowrank.api, "run", run)
+    return seen
+
+
+@pytest.mark.parametrize("arguments", [
+    "--cfg {} seed 5 --resume data.subsample 0.5 grad.grad_clip -1e0 federate.sample_client_num -1",
+    "seed 5 --cfg {} data.subsample 0.5 --resume grad.grad_clip -1e0 federate.sample_client_num -1 --engine local",
+    "grad.grad_clip -1e0 --cfg {} federate.sample_client_num -1 --resume data.subsample 0.5 --engine local seed 5",
+    "--cfg {} federate.sample_client_num -1 --resume seed 5 grad.grad_clip -1 data.subsample .5",
+])
+def test_overrides_stand_anywhere(command, config_file, taken, arguments):
+    code, _, err = command("run", *arguments.format(config_file).split())
+    assert "enough" in err and code == 2
+    config, = taken
+    assert (config.seed, config.data.subsample, config.grad.grad_clip, config.federate.sample_client_num) == \
+        (5, 0.5, -1.0, -1)
+
+
+def test_a_key_that_is_a_number(command, config_file):
+    code, _, err = command("run", "--cfg", config_file, "-1", "seed")
+    assert code == 2 and "override '-1': write overrides as pairs" in squeeze(err)
+
+
+@pytest.mark.parametrize("error, expected", [(UserError("asked wrongly"), 2), (RunFailed("the disk is full"), 1)])
+def test_what_was_asked_wrongly_and_what_failed(command, config_file, monkeypatch, error, expected):
+    import fs_lowrank.engines.local as local
+
+    def run(*args, **options):
+        raise error
+    monkeypatch.setattr(local, "run", run)
+    code, _, err = command("run", "--cfg", config_file)
+    assert code == expected and f"error: {error}" in err
 
 
 # -- what it says --------------------------------------------------------------------------------------
