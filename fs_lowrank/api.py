@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from .config import Config
-from .errors import UserError, nearest
+from .config import Config, load_config, load_for
+from .errors import RunFailed, UserError, nearest
 from .runs.plots import plot_curves
 from .runs.result import RunResult
 
@@ -15,45 +17,57 @@ from .runs.result import RunResult
 ENGINES = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
 
 
-def run(config: Config, engine: str = "local", *, resume: bool = False,
+def run(config: Config | str | Path, engine: str = "local", *, resume: bool = False,
         on_round: Callable[[dict], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None) -> RunResult:
     """One run.
 
     Args:
-        config: from ``load_config``.
+        config: from ``load_config``, or the path of a YAML file.
         engine: ``local`` runs all clients in this process.
         resume: continue from the last checkpoint in ``config.outdir``.
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).
     Raises:
-        UserError: anything the user can put right.
+        UserError: anything the user can put right; ``RunFailed`` if it was asked for rightly and could not go on.
     """
+    _check_config(config)
+    config = config if isinstance(config, Config) else load_config(config)
     if engine not in ENGINES:
         raise UserError(f"no engine {engine!r}{nearest(engine, ENGINES)}; there are: {', '.join(ENGINES)}")
     return import_module(ENGINES[engine]).run(config, resume=resume, on_round=on_round, on_client=on_client)
 
 
-def compare(config: Config, methods: Sequence[str], engine: str = "local", *, resume: bool = False,
+def _check_config(config: object) -> None:
+    if not isinstance(config, (Config, str, os.PathLike)):
+        raise UserError(f"config = {config!r}: expected a Config, as load_config gives it, or the path of a YAML file")
+
+
+def compare(config: Config | str | Path, methods: Sequence[str], engine: str = "local", *,
+            overrides: Mapping[str, Any] | Sequence[str] | None = None, resume: bool = False,
             on_method: Callable[[str], object] | None = None, **callbacks) -> dict[str, RunResult]:
     """The same run under several methods, each in a folder of its name below ``config.outdir``.
 
-    Writes ``comparison.json`` and ``curves.png`` there. A hyperparameter of one method in ``config.lowrank``
-    is given to the methods that have it. In a run of one round, clients are trained once and kept in ``clients``
-    there for all methods that train them alike (``lowrank.reuse_clients``).
+    Writes ``comparison.json`` and ``curves.png`` there. In a run of one round, clients are trained once and kept in
+    ``clients`` there for all methods that train them alike (``lowrank.reuse_clients``).
+
+    Args:
+        config: from ``load_config``, or the path of a YAML file. The hyperparameters of its own method are given to
+            the methods that have them.
+        overrides: values that go first, as for ``load_config``. A key in ``lowrank``, such as ``lowrank.ranks``, may
+            be any of the methods', and is given to those that have it.
 
     Raises:
-        UserError: an unknown method, before anything runs; or what ``run`` raises.
+        UserError: an unknown method, or an override that none of them has, before anything runs; what ``run`` raises;
+            ``RunFailed`` if the comparison cannot be written.
     """
-    from .methods import get_method_class
     from .runs.environment import environment
     from .runs.summary import per_client_and_round, seconds
-    names = [get_method_class(name).name for name in methods]
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"compare needs distinct methods, got {', '.join(methods) or 'none'}")
+    _check_config(config)
+    config, own = load_for(config, methods, overrides)
     outdir = Path(config.outdir) / config.expname
-    configs = {name: config.replace(**{"federate.method": name, "outdir": str(outdir / name), "expname": ""})
-               for name in names}
+    configs = {name: config.replace(
+        {**keys, "federate.method": name, "outdir": str(outdir / name), "expname": ""}) for name, keys in own.items()}
     if config.federate.total_round_num == 1 and not config.lowrank.reuse_clients:
         # All start from one model, so methods whose clients train the same train them once.
         configs = {n: c.replace(**{"lowrank.reuse_clients": str(outdir / "clients")}) for n, c in configs.items()}
@@ -63,13 +77,17 @@ def compare(config: Config, methods: Sequence[str], engine: str = "local", *, re
             on_method(name)
         results[name] = run(one, engine, resume=resume and (outdir / name / "checkpoint").exists(), **callbacks)
     majority = next(iter(results.values())).facts["majority"]
-    curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)
+    try:
+        curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)
+        (outdir / "comparison.json").write_text(json.dumps(
+            {n: {"final": r.final, "bytes_per_client_and_round": per_client_and_round(r.history),
+                 "seconds": seconds(r.history), "majority": majority,
+                 **{k: r.facts[k] for k in ("source", "data", "model", "config")}, "seed": config.seed,
+                 "versions": environment()["versions"], "settings": configs[n].to_dict()}
+             for n, r in results.items()}, indent=1))
+    except OSError as error:
+        raise RunFailed(f"all methods ran, but their comparison could not be written to {outdir}: {error}; when that "
+                        "is mended, run again with --resume, which trains nothing anew") from error
     for result in results.values():
         result.saved["comparison"] = curves
-    (outdir / "comparison.json").write_text(json.dumps(
-        {n: {"final": r.final, "bytes_per_client_and_round": per_client_and_round(r.history),
-             "seconds": seconds(r.history), "majority": majority,
-             **{k: r.facts[k] for k in ("source", "data", "model", "config")}, "seed": config.seed,
-             "versions": environment()["versions"], "settings": configs[n].to_dict()}
-         for n, r in results.items()}, indent=1))
     return results

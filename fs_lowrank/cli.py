@@ -101,11 +101,6 @@ def _escape(text: str) -> str:
     return escape(text)
 
 
-def _load(args: argparse.Namespace):
-    from .config import load_config, parse_overrides
-    return load_config(args.cfg, **parse_overrides(args.overrides))
-
-
 class _Live:
     """A line a round, and on a terminal a bar within the round."""
 
@@ -214,7 +209,8 @@ def _print_saved(result) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from .api import run
-    config = _load(args)
+    from .config import load_config
+    config = load_config(args.cfg, args.overrides)
     _announce(config, config.federate.method)
     live = _Live(config.federate.total_round_num)
     try:
@@ -230,12 +226,14 @@ def _run(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     from .api import compare
-    config = _load(args)
+    from .config import load_for
+    methods = [m.strip() for m in args.methods.split(",") if m.strip()]
+    config, _ = load_for(args.cfg, methods, args.overrides)
     live = _Live(config.federate.total_round_num)
     try:
-        results = compare(config, [m.strip() for m in args.methods.split(",") if m.strip()], args.engine,
-                          resume=args.resume, on_method=lambda name: _announce(config, name),
-                          on_round=live.on_round, on_client=live.on_client)
+        results = compare(config, methods, args.engine, overrides=args.overrides, resume=args.resume,
+                          on_method=lambda name: _announce(config, name), on_round=live.on_round,
+                          on_client=live.on_client)
     finally:
         live.stop()
     first = next(iter(results.values()))

@@ -25,7 +25,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -35,7 +35,7 @@ from . import _federatedscope_keys as framework_keys
 from .errors import UserError, nearest
 
 __all__ = ["VISION_MODELS", "AdapterSpec", "Config", "check_local", "check_method_params", "known_keys", "load_config",
-           "parse_overrides"]
+           "load_for", "parse_overrides"]
 
 #: networks of ours, by ``model.type`` (``models.vision``)
 VISION_MODELS = ("lenet", "fedma_cnn", "resnet10", "resnet18")
@@ -525,19 +525,46 @@ def load_config(path: str | os.PathLike | Mapping[str, Any] | Config | None = No
     """
     if isinstance(path, Config):
         return path.replace(overrides, **keys) if overrides is None else path.replace(overrides).replace(**keys)
+    return _build(*_content(path, _overrides(overrides), _overrides(keys)))
+
+
+def load_for(path: str | os.PathLike | Mapping[str, Any] | Config | None, methods: Sequence[str],
+             overrides: Mapping[str, Any] | Sequence[str] | None = None) -> tuple[Config, dict[str, dict[str, Any]]]:
+    """Read a configuration that several methods are to run.
+
+    Args:
+        path: as for ``load_config``. What it has in ``lowrank`` is its own method's.
+        methods: their names.
+        overrides: values that go first; those in ``lowrank`` may belong to any of ``methods``.
+    Returns:
+        The configuration with its own method; by resolved name of a method, the overrides that belong to it.
+    Raises:
+        UserError: as ``load_config``; an unknown method, one that is given twice, or none; an override in ``lowrank``
+            that none of the methods has.
+    """
+    classes = [_method_class(name, _Origin()) for name in methods]
+    if not classes or len({cls.name for cls in classes}) < len(classes):
+        raise UserError(f"compare needs distinct methods, got {', '.join(methods) or 'none'}")
+    flat, general = _flatten(_overrides(overrides)), _general_keys()
+    own = {key: value for key, value in flat.items()
+           if key.startswith("lowrank.") and key.split(".")[1] not in general}
+    for key in own:
+        if not any(_taken(cls, [key]) for cls in classes):
+            _unknown_parameter(key.split(".")[1], classes, _Origin(overridden=frozenset(own)))
+    shared = {key: value for key, value in flat.items() if key not in own}
+    config = path.replace(shared) if isinstance(path, Config) else _build(*_content(path, shared), own)
+    return config, {cls.name: {key: own[key] for key in _taken(cls, own)} for cls in classes}
+
+
+def _content(path: Any, *changes: Mapping[str, Any]) -> tuple[dict[str, Any], _Origin]:
+    """What ``path`` holds, with ``changes`` made to it in turn, and where every value came from."""
     tree: dict[str, Any] = {}
-    if path is None:
-        origin = _Origin()
-    elif isinstance(path, Mapping):
-        origin = _Origin()
-        _merge(tree, path)
-    else:
-        origin, content = _read(path)
-        _merge(tree, content)
-    for mapping in (_overrides(overrides), _overrides(keys)):
+    origin, content = (_Origin(), path or {}) if path is None or isinstance(path, Mapping) else _read(path)
+    _merge(tree, content)
+    for mapping in changes:
         _merge(tree, mapping)
         origin = dataclasses.replace(origin, overridden=origin.overridden | set(_flatten(mapping)))
-    return _build(tree, origin)
+    return tree, origin
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -792,7 +819,8 @@ def _plain(value: Any) -> Any:
 
 # -- checking ------------------------------------------------------------------------------------------
 
-def _build(tree: Mapping[str, Any], origin: _Origin) -> Config:
+def _build(tree: Mapping[str, Any], origin: _Origin, own: Mapping[str, Any] | None = None) -> Config:
+    """The checked config; of ``own``, overrides in ``lowrank``, its method takes what it has and leaves the rest."""
     others: dict[str, Any] = {}
     config = _section(Config, tree, "", origin, others)
     named = _lookup(tree, "federate.method") is not None
@@ -800,7 +828,11 @@ def _build(tree: Mapping[str, Any], origin: _Origin) -> Config:
     federate = dataclasses.replace(config.federate, method=method.name)
     adapter = dataclasses.replace(config.llm.adapter, use=use, args=[_adapter_args(config.llm.adapter.args, origin)])
     task = config.model.task or _infer_task(config.model.type)
-    params = check_method_params(method, config.lowrank.params, origin)
+    params = dict(config.lowrank.params)
+    for key in _taken(method, own or ()):
+        _assign(params, key.removeprefix("lowrank."), own[key])
+        origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
+    params = check_method_params(method, params, origin)
     config = dataclasses.replace(
         config, federate=federate, framework=others, source=origin,
         model=dataclasses.replace(config.model, task=task), llm=dataclasses.replace(config.llm, adapter=adapter),
@@ -1076,6 +1108,25 @@ def _defaults(cls: Any) -> dict[str, Any]:
     return made
 
 
+def _general_keys() -> list[str]:
+    """The keys of ``lowrank`` that are not a method's."""
+    return [f.name for f in dataclasses.fields(Lowrank) if not f.metadata.get("open")]
+
+
+def _taken(cls: Any, keys: Iterable[str]) -> list[str]:
+    """Those of ``keys``, such as ``lowrank.ranks``, that are the method's."""
+    fields = _params_fields(cls)
+    return [key for key in keys if key.split(".")[1] in fields]
+
+
+def _unknown_parameter(key: str, classes: Sequence[Any], origin: _Origin) -> NoReturn:
+    name, fields = f"lowrank.{key}", list(dict.fromkeys(field for cls in classes for field in _params_fields(cls)))
+    has = f"the method {classes[0].name} has" if len(classes) == 1 else \
+        f"the methods {', '.join(cls.name for cls in classes)} have"
+    raise UserError(f"{origin.where(name)}unknown key {name!r}{nearest(key, [*_general_keys(), *fields])}; {has} " + (
+        f"the keys {', '.join(fields)}" if fields else f"no keys of {'its' if len(classes) == 1 else 'their'} own"))
+
+
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: _Origin | None = None) -> dict[str, Any]:
     """All hyperparameters of the method: the given ones checked, the others at their defaults."""
     fields, origin = _params_fields(cls), origin or _Origin()
@@ -1084,9 +1135,7 @@ def check_method_params(cls: Any, given: Mapping[str, Any], origin: _Origin | No
     for key, value in given.items():
         name = f"lowrank.{key}"
         if key not in fields:
-            general = [f.name for f in dataclasses.fields(Lowrank) if not f.metadata.get("open")]
-            raise UserError(f"{origin.where(name)}unknown key {name!r}{nearest(key, [*general, *fields])}; the method "
-                            f"{cls.name} has " + (f"the keys {', '.join(fields)}" if fields else "no keys of its own"))
+            _unknown_parameter(key, [cls], origin)
         values[key] = _value(name, value, hints[key], fields[key].metadata, origin)
     missing = [key for key in fields if key not in values and key not in _defaults(cls)]
     if missing:

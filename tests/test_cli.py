@@ -99,6 +99,25 @@ def test_compare(command, config_file, tmp_path):
     assert command(*arguments, "--resume")[0] == 0
 
 
+def test_compare_with_the_methods_own_keys(command, config_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli.console, "_width", 80)
+    (tmp_path / "run" / "comparison.json").mkdir(parents=True)
+    arguments = ["compare", "--cfg", config_file, "--methods", "rolora,flexlora", "lowrank.ranks", "[1, 2]",
+                 "federate.total_round_num", 1, "lowrank.mix", 0.5]
+    code, _, err = command(*arguments)
+    assert code == 1 and "comparison.json" in err and "run again with --resume" in squeeze(err)
+    (tmp_path / "run" / "comparison.json").rmdir()
+    code, out, _ = command(*arguments, "--resume")
+    assert code == 0
+    found = json.loads((tmp_path / "run" / "comparison.json").read_text())
+    own = {m: {k: row["settings"]["lowrank"].get(k) for k in ("ranks", "mix")} for m, row in found.items()}
+    assert own == {"rolora": {"ranks": None, "mix": 0.5}, "flexlora": {"ranks": [1, 2], "mix": None}}
+    for row in found.values():
+        assert all(f"{row['final'][name]:.3f}" in out for name in ("test_acc", "test_loss", "val_acc", "val_loss"))
+    code, _, err = command(*arguments, "--resume", "lowrank.ranx", "[1]")
+    assert code == 2 and "unknown key 'lowrank.ranx'; did you mean 'ranks'?" in squeeze(err)
+
+
 def results_of(methods):
     """Results such as ``compare`` gives, every figure of its own."""
     names = [f"{split}_{metric}" for split in ("test", "val") for metric in ("acc", "acc_last5", "loss")]

@@ -1,0 +1,152 @@
+"""Running and comparing from Python: what is taken, what every method is given, what is refused."""
+import errno
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import fs_lowrank
+import fs_lowrank.api as api
+from fs_lowrank import UserError, load_config, register_method
+from fs_lowrank.errors import RunFailed
+from fs_lowrank.methods import Method, get_method_class, registry
+
+
+@pytest.fixture
+def path(settings, tmp_path):
+    file = tmp_path / "run.yaml"
+    small = {**settings, "federate": {**settings["federate"], "client_num": 2, "total_round_num": 2}}
+    file.write_text(yaml.safe_dump({**small, "train": {**settings["train"], "local_update_steps": 1}}))
+    return file
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Configurations that would have been run, by method; nothing is."""
+    seen = {}
+
+    def run(config, resume, on_round, on_client):
+        seen[config.federate.method] = config
+        record = {"uplink_bytes": 1, "uplink_bytes_without_head": 1, "downlink_bytes": 1, "client_uplink_bytes": {1: 1},
+                  "downlink_bytes_without_head": 1, "client_downlink_bytes": {1: 1}, "round": 1, "loss": 0.5,
+                  "metrics": {"test": {"acc": 0.5}}, "seconds": {"training": 1, "aggregation": 1, "evaluation": 1}}
+        Path(config.outdir).mkdir(parents=True)
+        return SimpleNamespace(history=[record], final={"test_acc": 0.5}, saved={}, facts={
+            "majority": 0.5, "source": "", "data": "", "model": "", "config": ""})
+    monkeypatch.setattr("fs_lowrank.engines.local.run", run)
+    return seen
+
+
+# -- what is taken -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_path_in_place_of_a_configuration(path, runs, as_text):
+    given = str(path) if as_text else path
+    fs_lowrank.run(given)
+    assert runs.pop("fedlora") == load_config(path)
+    fs_lowrank.compare(given, ["rolora", "fedavg"], overrides={"seed": 8})
+    assert list(runs) == ["rolora", "fedavg"] and {c.seed for c in runs.values()} == {8}
+    with pytest.raises(UserError, match="no such file; did you mean 'run.yaml'"):
+        fs_lowrank.run(path.with_name("runn.yaml"))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, {"seed": 3}])
+def test_what_is_no_configuration(wrong):
+    for call in (lambda: fs_lowrank.run(wrong), lambda: fs_lowrank.compare(wrong, ["rolora"])):
+        with pytest.raises(UserError, match="(?s)config = .*: expected a Config, as load_config gives it, or the path"):
+            call()
+
+
+# -- what every method is given ------------------------------------------------------------------------
+
+def params(runs):
+    return {name: config.method_params for name, config in runs.items()}
+
+
+@pytest.mark.parametrize("as_config", [True, False])
+def test_every_method_gets_the_keys_that_it_has(path, runs, as_config):
+    given = load_config(path) if as_config else path
+    fs_lowrank.compare(given, ["rolora", "flexlora", "flora", "fedavg"], overrides=[
+        "lowrank.mix", "0.5", "lowrank.ranks", "[1, 2]", "train.optimizer.lr", "0.07", "lowrank.min_clients", "2"])
+    found = params(runs)
+    assert found["rolora"] == {"mix": 0.5} and found["fedavg"] == {}
+    assert found["flora"]["ranks"] == found["flexlora"]["ranks"] == (1, 2)
+    assert all(c.train.optimizer.lr == 0.07 and c.lowrank.min_clients == 2 for c in runs.values())
+
+
+def test_keys_of_the_files_own_method(path, runs):
+    path.write_text(path.read_text() + "lowrank: {ranks: [2, 1]}\n")
+    fs_lowrank.compare(load_config(path, {"federate.method": "flora"}), ["flexlora", "rolora"])
+    assert params(runs)["flexlora"]["ranks"] == (2, 1) and "ranks" not in params(runs)["rolora"]
+    runs.clear()
+    path.write_text(path.read_text().replace("method: fedlora", "method: flora") + "expname: again\n")
+    fs_lowrank.compare(path, ["flora", "rolora"], overrides={"lowrank.ranks": [1, 1], "lowrank.mix": 0.25})
+    assert params(runs) == {"flora": {"ranks": (1, 1)}, "rolora": {"mix": 0.25}}
+
+
+def test_a_key_without_a_default(path, runs, monkeypatch):
+    import dataclasses
+
+    @register_method("needs_a_key")
+    class NeedsAKey(get_method_class("fedlora")):
+        @dataclasses.dataclass(frozen=True)
+        class Params:
+            threshold: int
+    try:
+        path.write_text(path.read_text().replace("method: fedlora", "method: needs_a_key"))
+        fs_lowrank.compare(path, ["rolora", "needs_a_key"], overrides={"lowrank.threshold": 3, "lowrank.mix": 0.5})
+        assert params(runs) == {"rolora": {"mix": 0.5}, "needs_a_key": {"threshold": 3}}
+        with pytest.raises(UserError, match="lowrank.threshold is missing"):
+            fs_lowrank.compare(path, ["rolora", "needs_a_key"])
+    finally:
+        del registry._METHODS["needs_a_key"]
+    assert issubclass(NeedsAKey, Method)
+
+
+@pytest.mark.parametrize("overrides, message", [
+    ({"lowrank.rankss": [1, 2]}, "override: unknown key 'lowrank.rankss'; did you mean 'ranks'?; the methods rolora, "
+                                 "flexlora have the keys mix, ranks, split"),
+    ({"lowrank.tau": 3}, "override: unknown key 'lowrank.tau'"),
+    ({"lowrank.min_client": 3}, "did you mean 'min_clients'?"),
+    ({"lowrank": {"miks": 3}}, "did you mean 'mix'?"),
+    ({"lowrank.ranks": "many"}, "override: lowrank.ranks = 'many': expected a list of whole numbers"),
+    ({"lowrank.mix": "half"}, "override: lowrank.mix = 'half': expected a number"),
+    ({"lowrank.mix": 3}, "override: lowrank.mix = 3: expected a number, at least 0 and at most 1"),
+    ({"train.local_update_step": 3}, "did you mean 'train.local_update_steps'"),
+])
+@pytest.mark.parametrize("as_config", [True, False])
+def test_an_override_that_no_method_takes(path, runs, overrides, message, as_config):
+    with pytest.raises(UserError) as caught:
+        fs_lowrank.compare(load_config(path) if as_config else path, ["rolora", "flexlora"], overrides=overrides)
+    assert message in str(caught.value) and not runs
+
+
+def test_methods_without_keys_of_their_own(path, runs):
+    with pytest.raises(UserError, match="the methods fedavg, ffa_lora have no keys of their own"):
+        fs_lowrank.compare(path, ["fedavg", "ffa_lora"], overrides={"lowrank.ranks": [1]})
+
+
+# -- what cannot be written ----------------------------------------------------------------------------
+
+def test_a_comparison_that_cannot_be_written(path, tmp_path):
+    (tmp_path / "run" / "comparison.json").mkdir(parents=True)
+    config = load_config(path, {"federate.total_round_num": 1})
+    with pytest.raises(RunFailed, match="(?s)all methods ran, .*comparison.json.*--resume"):
+        fs_lowrank.compare(config, ["rolora"])
+    (tmp_path / "run" / "comparison.json").rmdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fs_lowrank.engines.common.train_client", None)
+        result = fs_lowrank.compare(config, ["rolora"], resume=True)["rolora"]
+    found = json.loads((tmp_path / "run" / "comparison.json").read_text())
+    assert found["rolora"]["final"] == result.final
+
+
+@pytest.mark.parametrize("where", ["plot_curves", "write_text"])
+def test_a_disk_that_is_full_at_the_end(path, runs, monkeypatch, where):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(*((api, where) if where == "plot_curves" else (Path, where)), full)
+    with pytest.raises(RunFailed, match="No space left on device"):
+        fs_lowrank.compare(path, ["rolora"])
