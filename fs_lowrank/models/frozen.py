@@ -3,13 +3,17 @@
 Below the first layer with a trainable parameter no gradient flows, and with dropout off there the hidden
 states of a sample are the same in every epoch and round. They are computed once a sample and kept; while a
 batch runs, the layers below pass their input through and the first layer above is given the kept states.
-Any transformers model whose blocks stand in one ``ModuleList`` works unchanged.
+
+That is exact where the blocks stand in one ``ModuleList``, hand on nothing but hidden states, and these do not
+depend on how far a batch is padded: in BERT, DeBERTa, GPT-2, Llama and most others, but not in XLM, XLNet, FNet
+or ConvBERT. A few samples are run both ways before anything trains; where the outcomes differ, nothing is kept.
 """
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +24,11 @@ from ..errors import UserError
 from .adapters import layer_stack
 from .names import tags
 
+logger = logging.getLogger("fs_lowrank")
+
 _BATCH = 32
+#: samples that are run with kept states and without, before anything is kept
+_TRIED = 4
 
 
 class FrozenPrefix:
@@ -47,6 +55,8 @@ class FrozenPrefix:
             self.depth = 0 if not self.layers else min(self.depth, len(self.layers) - 1)
         self.limit, self.folder = limit, Path(folder) if folder else None
         self.below: list[nn.Module] = []
+        #: of each block that has run: how many outputs it gives, 0 for a bare tensor
+        self.outputs: dict[nn.Module, int] = {}
         self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
         self.budget: dict[str, bool] = {}
 
@@ -62,21 +72,28 @@ class FrozenPrefix:
         """Decide once, by use and size and in the order given, whose states are kept.
 
         The decision must not depend on who trained first: a run that resumes has to make the same one.
+        Where the model does not give the same with kept states, a warning says why and nothing is kept.
 
         Args:
             owners: name -> (examples, how often the run will go through them). Keeping costs one pass, so
                 what is seen less than twice is not kept.
         """
+        if self:
+            self._probe(next(iter(owners.values()))[0])
         if not self:
             return
-        self._probe(next(iter(owners.values()))[0])
-        width = self.model.config.hidden_size
-        itemsize = next(self.model.parameters()).element_size()
         left = self.limit
         for owner, (examples, passes) in owners.items():
-            size = int(examples.lengths.sum()) * width * itemsize
+            size = int(examples.lengths.sum()) * self.width * self.dtype.itemsize
             self.budget[owner] = passes >= 2 and size <= left
             left -= size if self.budget[owner] else 0
+        kept = [examples for owner, (examples, _) in owners.items() if self.budget[owner] and len(examples)]
+        wrong = self._differs(kept) if kept else ""
+        if wrong:
+            inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+            logger.warning("train.cache_frozen: %s's layers cannot be left out (%s); the frozen layers are computed "
+                           "each time", type(inner).__name__, wrong)
+            self.budget = dict.fromkeys(owners, False)
 
     @contextlib.contextmanager
     def states(self, owner: str, examples, indices: np.ndarray) -> Iterator[None]:
@@ -100,13 +117,11 @@ class FrozenPrefix:
                 return (states, *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": states}
 
-        wraps = self._output_is_tuple
         below = self.layers[:self.depth]
         handle = self.layers[self.depth].register_forward_pre_hook(give, with_kwargs=True)
         try:
             for layer in below:
-                layer.forward = (lambda hidden_states, *a, **k: (hidden_states,)) if wraps else \
-                    (lambda hidden_states, *a, **k: hidden_states)
+                layer.forward = _passing(self.outputs.get(layer, 0))
             yield
         finally:
             handle.remove()
@@ -115,30 +130,92 @@ class FrozenPrefix:
 
     @torch.no_grad()
     def _probe(self, examples) -> None:
-        """Run one sample up to the first trainable block, to see what runs below it."""
+        """Run one sample up to the first trainable block, to see what runs below it and what enters it."""
         seen: dict[nn.Module, None] = {}
 
         def note(module, args, output):
             seen[module] = None
-            if module is self.layers[0]:
-                self._output_is_tuple = isinstance(output, tuple)
+            if module in self.layers:
+                self.outputs[module] = len(output) if isinstance(output, tuple) else 0
 
         hooks = [m.register_forward_hook(note) for m in self.model.modules()]
         try:
-            self._hidden(examples, np.arange(1))
+            states = self._hidden(examples, np.arange(1))
         finally:
             for hook in hooks:
                 hook.remove()
+        if states is None:  # the blocks are not what runs on this data
+            self.depth = 0
+            return
+        self.width, self.dtype = states.shape[-1], states.dtype
         # With their parts, also those that run in training only.
         self.below = list({part: None for module in seen for part in module.modules()})
 
     @torch.no_grad()
-    def _hidden(self, examples, indices: np.ndarray) -> Tensor:
-        """What enters the first trainable block for a batch, ``(len(indices), longest, width)``; dropout off."""
-        seen: list[Tensor] = []
+    def _differs(self, owners: list) -> str:
+        """What is wrong with kept states in this model, by a few short samples run both ways; empty if nothing is.
+
+        The states are those of each sample alone, the batch is padded: a batch holds samples of one owner, so
+        where none has samples of two lengths, padding need not be tried. Done as in evaluation and as in training,
+        with the same dropout; random numbers and the model's mode are afterwards as before.
+        """
+        examples = max(owners, key=lambda e: min(len(np.unique(e.lengths)), _TRIED))
+        lengths = examples.lengths
+        _, first = np.unique(lengths, return_index=True)
+        chosen = np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:_TRIED]
+        device = next(self.model.parameters()).device
+        batch = {k: v.to(device) for k, v in examples.batch(chosen).items() if k != "labels"}
+        modes = {m: m.training for m in self.model.modules()}
+        # The error of a rounding grows from layer to layer.
+        allowed = max(1e-4, 8 * torch.finfo(self.dtype).eps)
+        try:
+            rows = [self._hidden(examples, np.array([i]))[0] for i in chosen]
+            for row, i in zip(rows, chosen):
+                if row.shape != (lengths[i], self.width):
+                    return f"the states of {lengths[i]} tokens come as {tuple(row.shape)}"
+            states = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            for training in (False, True):
+                self.model.train(training)
+                self.eval_below()
+                plain = self._ends(batch)
+                with self._bypass(states):
+                    ends = self._ends(batch)
+                for what, a, b in zip(("logits", "states"), plain, ends):
+                    apart, scale = float((a - b).abs().max()), float(a.abs().max())
+                    if not apart <= allowed * scale:  # NaN too
+                        return f"{what} up to {scale:.2g} differ by {apart:.2g}"
+        except Exception as error:  # whatever a model's code may say to inputs it does not expect
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            for module, was in modes.items():
+                module.training = was
+        return ""
+
+    def _ends(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        """Logits, and what leaves the last block, where there is no padding; dropout draws the same each time."""
+        left: list[Tensor] = []
+        hook = self.layers[-1].register_forward_hook(
+            lambda module, args, output: left.append(output[0] if isinstance(output, tuple) else output))
+        device = batch["input_ids"].device
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(0)
+                logits = self.model(**batch).logits
+        finally:
+            hook.remove()
+        real = batch["attention_mask"].bool()
+        return [t[real].float() if t.ndim == 3 else t.float() for t in (logits, left[0])]
+
+    @torch.no_grad()
+    def _hidden(self, examples, indices: np.ndarray) -> Tensor | None:
+        """What enters the first trainable block for a batch, ``(len(indices), longest, width)``; dropout off.
+
+        None where that block does not run, or is given no ``hidden_states``.
+        """
+        seen: list[Tensor | None] = []
 
         def catch(module, args, kwargs):
-            seen.append(args[0] if args else kwargs["hidden_states"])
+            seen.append(args[0] if args else kwargs.get("hidden_states"))
             raise _Enough
 
         device = next(self.model.parameters()).device
@@ -153,14 +230,13 @@ class FrozenPrefix:
             hook.remove()
             for module, was in training.items():
                 module.training = was
-        return seen[0]
+        return seen[0] if seen else None
 
     def _compute(self, owner: str, examples) -> tuple[Tensor, np.ndarray]:
         """Hidden states of every sample, in fixed batches, so that they never depend on what ran before."""
         lengths = examples.lengths
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        shape = (int(starts[-1]), self.model.config.hidden_size)
-        dtype = next(self.model.parameters()).dtype
+        shape, dtype = (int(starts[-1]), self.width), self.dtype
         if self.folder is None:
             buffer = torch.empty(shape, dtype=dtype)
         else:
@@ -175,6 +251,13 @@ class FrozenPrefix:
             for row, i in zip(self._hidden(examples, indices).cpu(), indices):
                 buffer[starts[i]:starts[i + 1]] = row[:lengths[i]]
         return buffer, starts
+
+
+def _passing(outputs: int) -> Callable:
+    """A ``forward`` that gives its input back, as the first of so many ``outputs``; 0: as the tensor itself."""
+    def forward(hidden_states, *args, **kwargs):
+        return (hidden_states, *[None] * (outputs - 1)) if outputs else hidden_states
+    return forward
 
 
 def _reserve(path: Path, size: int) -> None:

@@ -1,8 +1,10 @@
 """Runs that keep the frozen layers' output against runs that compute it each time."""
+import logging
 import resource
 
 import pytest
 import torch
+from transformers import AutoTokenizer, FNetConfig, FNetModel
 
 import fs_lowrank.engines.common as common
 from fs_lowrank import UserError, load_config
@@ -126,3 +128,28 @@ def test_resumed_with_states_kept(make, tmp_path):
     resumed.run(resume=True)
     assert resumed.prefix.kept
     assert all(torch.equal(whole.server.state[n], resumed.server.state[n]) for n in whole.server.state)
+
+
+def test_a_model_whose_layers_cannot_be_left_out(make, tiny_encoder, tmp_path, caplog):
+    """The same run as without the cache, and the same again where it is resumed."""
+    folder = tmp_path / "fnet"
+    vocabulary = len(AutoTokenizer.from_pretrained(str(tiny_encoder)))
+    torch.manual_seed(0)
+    FNetModel(FNetConfig(vocab_size=vocabulary, hidden_size=32, num_hidden_layers=3, intermediate_size=48,
+                         max_position_embeddings=64)).save_pretrained(str(folder))
+    AutoTokenizer.from_pretrained(str(tiny_encoder)).save_pretrained(str(folder))
+    keys = {"model.type": f"{folder}@transformers", "federate.total_round_num": 2,
+            "llm.adapter.args": [{"r": 2, "modules": ["intermediate.dense"], "layers": [1, 2]}]}
+    with caplog.at_level(logging.WARNING, "fs_lowrank"):
+        kept = make("encoder", keys)
+    assert "train.cache_frozen: FNetForSequenceClassification's layers cannot be left out" in caplog.text
+    computed = make("encoder", {**keys, "train.cache_frozen": "off"})
+    stopped = make("encoder", {**keys, "outdir": str(tmp_path / "stopped")})
+    stopped.on_round = lambda record: True
+    for engine in (kept, computed, stopped):
+        engine.run()
+    resumed = make("encoder", {**keys, "outdir": str(tmp_path / "stopped")})
+    resumed.run(resume=True)
+    assert not any(kept.prefix.budget.values()) and resumed.prefix.budget == kept.prefix.budget
+    for engine in (computed, resumed):
+        assert all(torch.equal(value, engine.server.state[n]) for n, value in kept.server.state.items())

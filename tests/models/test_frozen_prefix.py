@@ -1,8 +1,10 @@
 """The kept states are those that the frozen layers would have given."""
+import logging
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fs_lowrank.config import AdapterSpec
 from fs_lowrank.data import Examples
@@ -129,3 +131,143 @@ def test_states_in_half_precision(tiny_encoder):
     assert kept.dtype == torch.bfloat16 and prefix.kept["a"][0].dtype == torch.bfloat16
     with torch.no_grad():
         torch.testing.assert_close(kept, model(**inputs).logits, atol=0.05, rtol=0.05)
+
+
+# -- architectures -------------------------------------------------------------------------------------
+
+_SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+          "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0}
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
+#: name -> (model type, sizes, adapted module)
+ARCHITECTURES = {
+    "bert": ("bert", _SIZES, "value"),
+    "llama": ("llama", {**_SIZES, "num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 3}, "v_proj"),
+    "deberta": ("deberta", {**_SIZES, **_RELATIVE}, "in_proj"),
+    "deberta-v2": ("deberta-v2", {**_SIZES, **_RELATIVE, "conv_kernel_size": 3, "conv_act": "gelu"}, "value_proj"),
+    "deberta-v3": ("deberta-v2", {**_SIZES, **_RELATIVE, "position_buckets": 8, "norm_rel_ebd": "layer_norm",
+                                  "share_att_key": True, "position_biased_input": False}, "value_proj"),
+    "xlm": ("xlm", {"vocab_size": 40, "emb_dim": 32, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 64,
+                    "pad_index": 0}, "v_lin"),
+    "fnet": ("fnet", {k: v for k, v in _SIZES.items() if k != "num_attention_heads"}, "dense"),
+    "convbert": ("convbert", {**_SIZES, "embedding_size": 32, "conv_kernel_size": 3}, "value"),
+    "longformer": ("longformer", {**_SIZES, "attention_window": 4}, "value"),
+    "xlnet": ("xlnet", {"vocab_size": 40, "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 48,
+                        "pad_token_id": 0}, "layer_1"),
+    "rwkv": ("rwkv", {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32,
+                      "intermediate_size": 48, "context_length": 64, "pad_token_id": 0, "bos_token_id": 2,
+                      "eos_token_id": 3}, "value"),
+}
+KEPT, COMPUTED = ["bert", "llama", "deberta", "deberta-v2", "deberta-v3"], [
+    "xlm", "fnet", "convbert", "longformer", "xlnet", "rwkv"]
+CAUSAL = ("llama", "rwkv")
+
+
+def random_model(name):
+    kind, sizes, module = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    loader = AutoModelForCausalLM if name in CAUSAL else AutoModelForSequenceClassification
+    model = loader.from_config(AutoConfig.for_model(kind, **sizes))
+    for parameter in model.parameters():  # larger than usual, so that every layer has its say
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return add_adapter(model, AdapterSpec(r=2, target_modules=(module,), layers=(2, 3)), seed=0).eval()
+
+
+def planned(name, data, limit=1e9):
+    prefix = FrozenPrefix(random_model(name), {"adapter", "head"}, limit)
+    prefix.plan({"a": (data, 5)})
+    assert prefix.depth == 2
+    return prefix
+
+
+def logits(prefix, data, batch, kept):
+    inputs = {k: v for k, v in data.batch(batch).items() if k != "labels"}
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        if kept:
+            with prefix.states("a", data, batch):
+                found = prefix.model(**inputs).logits
+        else:
+            found = prefix.model(**inputs).logits
+    return found[real] if found.ndim == 3 else found
+
+
+def trained(name, data, limit):
+    """All that has learned after three steps with dropout on above the prefix."""
+    prefix = planned(name, data, limit)
+    prefix.model.train()
+    prefix.eval_below()
+    learns = {n: p for n, p in prefix.model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(learns.values(), lr=0.05)
+    torch.manual_seed(3)
+    for batch in (np.arange(5), np.array([8, 1]), np.array([6, 2, 7])):
+        with prefix.states("a", data, batch):
+            prefix.model(**data.batch(batch)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return learns
+
+
+@pytest.mark.parametrize("name", KEPT + COMPUTED)
+def test_every_architecture_is_as_without_kept_states(name, caplog):
+    data = examples(causal=name in CAUSAL)
+    with caplog.at_level(logging.WARNING, "fs_lowrank"):
+        prefix = planned(name, data)
+    assert prefix.budget == {"a": name in KEPT}
+    said = [r.getMessage() for r in caplog.records if r.name == "fs_lowrank"]
+    inner = type(prefix.model.get_base_model()).__name__
+    assert [s.partition(" (")[0] for s in said] == (
+        [] if name in KEPT else [f"train.cache_frozen: {inner}'s layers cannot be left out"])
+    for batch in (np.arange(9), np.array([3, 0]), np.array([7])):
+        plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)
+        torch.testing.assert_close(kept, plain, atol=1e-5 * float(plain.abs().max()), rtol=1e-5)
+    assert bool(prefix.kept) == (name in KEPT)
+    kept, computed = trained(name, data, 1e9), trained(name, data, 0)
+    assert kept.keys() == computed.keys() and kept
+    for n, value in kept.items():
+        torch.testing.assert_close(value, computed[n], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["xlm", "fnet", "convbert"])
+def test_what_is_not_kept_would_have_been_wrong(name):
+    data = examples()
+    prefix = planned(name, data)
+    prefix.budget["a"] = True
+    plain, kept = (logits(prefix, data, np.arange(9), k) for k in (False, True))
+    assert (plain - kept).abs().max() > 0.01 * plain.abs().max()
+
+
+def test_the_check_takes_what_samples_there_are():
+    """Where an owner's samples are equally long, none of its batches is padded; one with two lengths decides."""
+    draw = np.random.default_rng(0)
+
+    def of(*lengths):
+        return Examples({"input_ids": [draw.integers(4, 30, n) for n in lengths]}, np.zeros(len(lengths), dtype=int))
+
+    data = {"one": of(5), "equal": of(6, 6, 6), "unequal": of(4, 7)}
+    for names, kept in ((["one"], True), (["one", "equal"], True), (["one", "equal", "unequal"], False)):
+        prefix = FrozenPrefix(random_model("fnet"), {"adapter", "head"}, 1e9)
+        prefix.plan({n: (data[n], 5) for n in names})
+        assert prefix.budget == dict.fromkeys(names, kept)
+    prefix = FrozenPrefix(random_model("fnet"), {"adapter", "head"}, 1e9)
+    prefix.plan({"unequal": (data["unequal"], 1), "a": (data["equal"], 5)})
+    assert prefix.budget == {"unequal": False, "a": True}, "what is not kept anyway does not decide"
+    torch.testing.assert_close(*(logits(prefix, data["equal"], np.arange(3), k) for k in (False, True)))
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm", "xlnet"])
+def test_the_check_leaves_no_trace(name):
+    model, data = random_model(name), examples()
+    model.train()
+    list(model.modules())[-1].eval()
+    modes = [m.training for m in model.modules()]
+    numbers, state = torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
+    FrozenPrefix(model, {"adapter", "head"}, 1e9).plan({"a": (data, 5)})
+    assert [m.training for m in model.modules()] == modes and torch.equal(torch.get_rng_state(), numbers)
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    assert not any("forward" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_nothing_is_tried_where_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(FrozenPrefix, "_differs", lambda *_: pytest.fail("tried"))
+    assert planned("xlm", examples(), limit=0).budget == {"a": False}
