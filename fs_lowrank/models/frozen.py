@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,6 +78,8 @@ class FrozenPrefix:
         Args:
             owners: name -> (examples, how often the run will go through them). Keeping costs one pass, so
                 what is seen less than twice is not kept.
+        Raises:
+            UserError: states are to be kept in a folder that cannot be made or written to.
         """
         if self:
             self._probe(next(iter(owners.values()))[0])
@@ -94,6 +97,8 @@ class FrozenPrefix:
             logger.warning("train.cache_frozen: %s's layers cannot be left out (%s); the frozen layers are computed "
                            "each time", type(inner).__name__, wrong)
             self.budget = dict.fromkeys(owners, False)
+        elif kept and self.folder:
+            _make(self.folder)
 
     @contextlib.contextmanager
     def states(self, owner: str, examples, indices: np.ndarray) -> Iterator[None]:
@@ -240,7 +245,6 @@ class FrozenPrefix:
         if self.folder is None:
             buffer = torch.empty(shape, dtype=dtype)
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"{owner}-{os.getpid()}.states"
             _reserve(path, shape[0] * shape[1] * dtype.itemsize)
             buffer = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=dtype).view(shape)
@@ -258,6 +262,16 @@ def _passing(outputs: int) -> Callable:
     def forward(hidden_states, *args, **kwargs):
         return (hidden_states, *[None] * (outputs - 1)) if outputs else hidden_states
     return forward
+
+
+def _make(folder: Path) -> None:
+    """Make the folder, and see that a file can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"train.cache_frozen_dir: {folder} cannot be used as a folder for the frozen layers' states "
+                        f"({error.strerror}); name another, or leave the key out to keep them in memory") from None
 
 
 def _reserve(path: Path, size: int) -> None:

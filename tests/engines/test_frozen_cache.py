@@ -74,6 +74,12 @@ def test_in_memory_and_in_files(make, task, tmp_path):
     assert all(torch.equal(memory.server.state[n], files.server.state[n]) for n in memory.server.state)
 
 
+def test_a_file_in_place_of_the_folder_is_said_before_anything_trains(make, tmp_path):
+    (tmp_path / "states").write_text("")
+    with pytest.raises(UserError, match="train.cache_frozen_dir: .*states cannot be used as a folder"):
+        make("encoder", {"train.cache_frozen_dir": str(tmp_path / "states")})
+
+
 def test_a_disk_that_is_full_is_said_before_anything_is_mapped(make, tmp_path):
     """The limit on a file's size stands for a disk without room: the system refuses the same call."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

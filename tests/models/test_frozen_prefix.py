@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fs_lowrank.config import AdapterSpec
 from fs_lowrank.data import Examples
+from fs_lowrank.errors import UserError
 from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.models.frozen import FrozenPrefix
 
@@ -271,3 +272,12 @@ def test_the_check_leaves_no_trace(name):
 def test_nothing_is_tried_where_nothing_is_kept(monkeypatch):
     monkeypatch.setattr(FrozenPrefix, "_differs", lambda *_: pytest.fail("tried"))
     assert planned("xlm", examples(), limit=0).budget == {"a": False}
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_file_in_place_of_the_folder(below, tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "states" if below else tmp_path / "file"
+    prefix = FrozenPrefix(random_model("bert"), {"adapter", "head"}, 1e9, folder)
+    with pytest.raises(UserError, match="train.cache_frozen_dir: .*file.* cannot be used as a folder"):
+        prefix.plan({"a": (examples(), 5)})
