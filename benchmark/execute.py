@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fs_lowrank
-from fs_lowrank import Config, RunResult, UserError
+from fs_lowrank import Config, RunFailed, RunResult, UserError
 
 from .plan import Cell, Job, Script, Search, command, decisive, samples_a_round
 from .results import head_of
@@ -89,6 +89,8 @@ def train(config: Config, engine: str, progress: Progress) -> RunResult:
     if (folder / "checkpoint").exists():
         try:
             return fs_lowrank.run(config, engine, resume=True, on_round=on_round, on_client=on_client)
+        except RunFailed:
+            raise  # what is there can be continued another time
         except UserError as error:
             print(f"{folder.name}: cannot be continued, begun again: {error}", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -12,7 +12,8 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _LAZY = {
-    "load_config": "config", "Config": "config", "UserError": "errors", "run": "api", "compare": "api",
+    "load_config": "config", "Config": "config", "UserError": "errors", "RunFailed": "errors",
+    "run": "api", "compare": "api",
     "create_method": "methods", "list_methods": "methods", "register_method": "methods", "Method": "methods",
     "Phase": "methods", "Update": "methods", "RunResult": "runs",
 }

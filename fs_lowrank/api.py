@@ -75,7 +75,7 @@ def compare(config: Config | str | Path, methods: Sequence[str], engine: str = "
     for name, one in configs.items():
         if on_method:
             on_method(name)
-        results[name] = run(one, engine, resume=resume and (outdir / name / "checkpoint").exists(), **callbacks)
+        results[name] = run(one, engine, resume=resume, **callbacks)
     majority = next(iter(results.values())).facts["majority"]
     try:
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -212,6 +213,8 @@ def _run(args: argparse.Namespace) -> None:
     from .config import load_config
     config = load_config(args.cfg, args.overrides)
     _announce(config, config.federate.method)
+    if args.resume and not (folder := Path(config.outdir) / config.expname / "checkpoint").exists():
+        console.print(f"there is no {folder}: starting at round 1", soft_wrap=True)
     live = _Live(config.federate.total_round_num)
     try:
         result = run(config, args.engine, resume=args.resume, on_round=live.on_round, on_client=live.on_client)

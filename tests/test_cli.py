@@ -71,11 +71,14 @@ def test_overrides_reach_the_run(command, config_file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_holds_a_run(command, config_file):
+def test_a_folder_that_holds_a_run(command, config_file, tmp_path):
     assert command("run", "--cfg", config_file)[0] == 0
     code, _, err = command("run", "--cfg", config_file)
     assert code == 2 and "holds a run already" in err and "--resume" in err
-    assert command("run", "--cfg", config_file, "--resume")[0] == 0
+    code, out, _ = command("run", "--cfg", config_file, "--resume")
+    assert code == 0 and "starting at round 1" not in out
+    code, out, _ = command("run", "--cfg", config_file, "--resume", "outdir", tmp_path / "misspelt")
+    assert code == 0 and "starting at round 1" in out and "misspelt" in out
 
 
 def test_compare(command, config_file, tmp_path):

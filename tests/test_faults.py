@@ -318,7 +318,7 @@ def test_a_record_cut_short(make):
     engine.run(resume=True)
     check_equal_runs(engine, reference)
     records.write_text("".join(records.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(UserError, match="lacks records"):
+    with pytest.raises(UserError, match="does not hold the rounds 1 to 4 once each"):
         make("cut").run(resume=True)
 
 
@@ -552,21 +552,21 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
 
 
 def test_past_a_round_that_too_few_clients_finish(make):
-    keys = {"lowrank.drop_rate": 0.5, "lowrank.min_clients": 2, "federate.total_round_num": 8}
+    keys = {"lowrank.drop_rate": 0.3, "lowrank.min_clients": 2, "federate.total_round_num": 6, "seed": 5}
     with pytest.raises(UserError, match="smaller lowrank.min_clients"):
         make("run", keys).run()
     with pytest.raises(UserError, match="lowrank.min_clients is 2"):  # the same clients drop out again
         make("run", keys).run(resume=True)
     done = len(records_of(make("run").outdir))
     result = make("run", {**keys, "lowrank.min_clients": 1}).run(resume=True)
-    assert 0 < done < 8 and len(result.history) == 8 and [r["round"] for r in result.history] == [*range(1, 9)]
+    assert 0 < done < 6 and [r["round"] for r in result.history] == [*range(1, 7)]
 
 
 def test_too_few_clients_from_the_first_round(config_file, monkeypatch, capsys, tmp_path):
     def train(*args, **options):
         raise RuntimeError("no luck")
     monkeypatch.setattr(common, "train_client", train)
-    assert cli.main(["run", "--cfg", str(config_file)]) == 2
+    assert cli.main(["run", "--cfg", str(config_file)]) == 1
     err = capsys.readouterr().err
     assert "round 1: 0 usable updates" in err and "no luck" in err and "Traceback" not in err
     assert not list((tmp_path / "run").glob("checkpoint/round_*"))

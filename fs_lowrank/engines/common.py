@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..algebra import nbytes
 from ..config import Config, load_config
 from ..data import build_data, load_raw
-from ..errors import UserError
+from ..errors import RunFailed, UserError
 from ..methods import Client, Method, Update, Workbench, create_method
 from ..models.adapters import adapter_name, load_tensors, save_adapter, start_at_zero
 from ..models.build import build_model, build_tokenizer
@@ -368,14 +368,14 @@ class Run:
         """Hold the folder until ``_release``, or until this process ends, however it does.
 
         Raises:
-            UserError: another process writes into it.
+            RunFailed: another run writes into it.
         """
         self.outdir.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.outdir / ".lock", timeout=0)
         try:
             self.lock.acquire()
         except Timeout:
-            raise UserError(f"another run is writing into {self.outdir}; wait for it, or choose another "
+            raise RunFailed(f"another run is writing into {self.outdir}; wait for it, or choose another "
                             "outdir") from None
 
     def _release(self) -> None:

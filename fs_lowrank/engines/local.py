@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..config import Config, check_local
-from ..errors import UserError, nearest
+from ..errors import RunFailed, UserError, nearest
 from ..methods import RefusedUpdate
 from ..runs.result import RunResult
 from .common import Run, check_outdir, watched
@@ -89,7 +89,7 @@ class LocalEngine(Run):
                 self._save(round - 1)
             kept = (f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, "
                     "and a smaller lowrank.min_clients if no more clients can be had")
-            raise UserError(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); "
+            raise RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); "
                             f"{kept if round > 1 else 'no round was completed'}") from error
         with torch.no_grad():
             self.method.apply(self.model, message, round)
@@ -106,12 +106,13 @@ class LocalEngine(Run):
         """All rounds, from the start or from the last checkpoint.
 
         Raises:
-            UserError: the folder holds another run, something cannot be written, or too few clients remain.
+            UserError: the folder holds another run, or cannot be continued with this configuration.
+            RunFailed: something cannot be written, too few clients remain, or another run writes there.
         """
         try:
             return self._run(resume)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"the run in {self.outdir} stopped: {error}; when that is mended, "
+            raise RunFailed(f"the run in {self.outdir} stopped: {error}; when that is mended, "
                             "run again with --resume") from error
         finally:
             self._release()

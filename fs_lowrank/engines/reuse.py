@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..config import Config
-from ..errors import UserError
+from ..errors import RunFailed, UserError
 from ..methods import Phase
 from ..models.names import all_tensors, is_statistic, select
 from ..runs.environment import versions
@@ -106,5 +106,5 @@ class Reuse:
             os.replace(aside, path)
         except (OSError, SafetensorError) as error:
             aside.unlink(missing_ok=True)
-            raise UserError(f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "
+            raise RunFailed(f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "
                             "make room, or leave the key out") from error

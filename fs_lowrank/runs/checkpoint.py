@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import RunFailed, UserError
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -55,7 +55,7 @@ def save_checkpoint(folder: Path, round: int, parts: Mapping[str, Mapping[str, T
     """Write the checkpoint of ``round`` and drop all but the newest ``keep``.
 
     Raises:
-        UserError: it could not be written (a full disk, say); the earlier checkpoints are as they were.
+        RunFailed: it could not be written (a full disk, say); the earlier checkpoints are as they were.
     """
     final, aside = folder / f"round_{round:06d}", folder / f".writing_{round:06d}"
     try:
@@ -78,7 +78,7 @@ def save_checkpoint(folder: Path, round: int, parts: Mapping[str, Mapping[str, T
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         shutil.rmtree(aside, ignore_errors=True)
         kept = sorted(p.name for p in folder.glob("round_*")) if folder.is_dir() else []
-        raise UserError(f"could not save the checkpoint of round {round} in {folder}: {error}; "
+        raise RunFailed(f"could not save the checkpoint of round {round} in {folder}: {error}; "
                         f"last good: {kept[-1] if kept else 'none'}. Make room and run again with --resume") from error
     for old in sorted(folder.glob("round_*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)

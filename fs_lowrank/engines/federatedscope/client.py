@@ -11,7 +11,7 @@ from federatedscope.core.workers import Client
 from torch import Tensor, nn
 
 from ...algebra import FlatTensors, nbytes
-from ...errors import UserError
+from ...errors import RunFailed, UserError
 from ...models.adapters import load_tensors
 from ...models.names import named_tensors
 from ..server import without_head
@@ -138,7 +138,7 @@ class LowRankClient(Client):
             deadline = time.monotonic() + self.timeout
             while not wire.listening(self.server_address):
                 if time.monotonic() > deadline:
-                    raise UserError(f"no server answers at {self.server_address} within {self.timeout:g} s; start it, "
+                    raise RunFailed(f"no server answers at {self.server_address} within {self.timeout:g} s; start it, "
                                     "or correct distribute.server_host and distribute.server_port")
                 time.sleep(0.2)
             content = json.dumps({"address": self.local_address, "proof": self.session.proof,
@@ -261,12 +261,12 @@ class LowRankClient(Client):
                         alive = wire.listening(self.server_address)
                         silent_since = None if alive else (silent_since or now)
                         if silent_since is not None and now - silent_since >= min(3.0, self.timeout):
-                            raise UserError(f"the server at {self.server_address} is gone; this client stops")
+                            raise RunFailed(f"the server at {self.server_address} is gone; this client stops")
                     continue
                 if message.msg_type == "refused":
                     raise UserError(f"the server refused this client: {message.content}")
                 if message.msg_type == "stopped":
-                    raise UserError(f"the server stopped: {message.content}")
+                    raise RunFailed(f"the server stopped: {message.content}")
                 handler = self.msg_handlers.get(message.msg_type)
                 if handler is None:
                     logger.warning("left out a message of unknown type %r", message.msg_type)

@@ -28,7 +28,7 @@ from federatedscope.core.fed_runner import StandaloneRunner
 from federatedscope.core.message import Message
 
 from ...config import load_config
-from ...errors import UserError
+from ...errors import RunFailed, UserError
 from ...models.adapters import load_tensors
 from ...runs.checkpoint import load_checkpoint
 from .client import shared_tensors
@@ -82,7 +82,7 @@ class ParallelRunner(StandaloneRunner):
             while not (self.server.is_finish and self._nothing_left()):
                 self._hand_out()
                 if self._nothing_left() and not self.server.is_finish:
-                    raise UserError(f"round {self.server.state + 1} cannot be completed: nobody has anything left to "
+                    raise RunFailed(f"round {self.server.state + 1} cannot be completed: nobody has anything left to "
                                     f"do; the logs are in {self.session.outdir}{self._kept()}")
                 self._listen()
             for site in self.sites:
@@ -140,18 +140,19 @@ class ParallelRunner(StandaloneRunner):
             if site.connection in heard:
                 self._take(site, site.receive())
             elif time.monotonic() - site.since > timeout:
-                raise UserError(f"{site} has not answered within lowrank.timeout, {timeout:g} s; it is ended. Raise "
+                raise RunFailed(f"{site} has not answered within lowrank.timeout, {timeout:g} s; it is ended. Raise "
                                 f"lowrank.timeout if its clients need longer{self._kept()}")
 
     def _take(self, site: _Site, parcel: Parcel | None) -> None:
         if parcel is None:
-            raise UserError(f"{site} is gone (exit code {site.process.returncode}); was it killed, or out of memory?"
+            raise RunFailed(f"{site} is gone (exit code {site.process.returncode}); was it killed, or out of memory?"
                             f"{self._kept()}")
         facts = parcel.facts
         if facts["kind"] == "done":
             site.idle = True
         elif facts["kind"] == "stopped":
-            raise (UserError if facts["user"] else RuntimeError)(f"{site}: {facts['reason']}")
+            kinds = {kind.__name__: kind for kind in (UserError, RunFailed)}
+            raise kinds.get(facts["error"], RuntimeError)(f"{site}: {facts['reason']}")
         elif facts["kind"] == "client":
             number = facts["client"]
             self.session.spent.update({int(n): spent for n, spent in facts["spent"].items()})
@@ -273,8 +274,8 @@ def serve(handle: int) -> None:
     except (EOFError, ConnectionError):
         return  # the server's process has ended, or ends this one
     except Exception as error:  # the server's process tells the user
-        user = isinstance(error, UserError)
-        send("stopped", user=user, reason=str(error) if user else traceback.format_exc())
+        send("stopped", error=type(error).__name__,
+             reason=str(error) if isinstance(error, UserError) else traceback.format_exc())
     finally:
         close_session()
 

@@ -10,7 +10,7 @@ from federatedscope.core.auxiliaries.utils import setup_seed
 from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
 from ...config import Config
-from ...errors import UserError
+from ...errors import RunFailed, UserError
 from ...runs.result import RunResult
 from . import session as sessions
 from .config import to_framework
@@ -52,7 +52,7 @@ def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> 
             else:
                 get_runner(config=cfg.clone(), **workers).run()
             if session.result is None and standalone:
-                raise UserError(f"the run ended before its last round: a round could not be completed; see "
+                raise RunFailed(f"the run ended before its last round: a round could not be completed; see "
                                 f"{outdir / 'exp_print.log'}")
             return session.result or session.nothing()
         finally:

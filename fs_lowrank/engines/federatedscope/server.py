@@ -17,7 +17,7 @@ from federatedscope.core.workers import Server
 from torch import Tensor
 
 from ...algebra import nbytes
-from ...errors import UserError
+from ...errors import RunFailed, UserError
 from ...methods import RefusedUpdate, Update, check_update
 from ...models.adapters import load_tensors
 from ..server import TooFewClients, without_head
@@ -415,9 +415,10 @@ class LowRankServer(Server):
             self.core.synced, session.personal = self.before
             if round > 1 and not session._checkpoint_due(round - 1):
                 session._save(round - 1)
-            kept = f"the last good round, {round - 1}, is in {session.outdir / 'checkpoint'}; continue with --resume"
+            kept = (f"the last good round, {round - 1}, is in {session.outdir / 'checkpoint'}; continue with --resume, "
+                    "and a smaller lowrank.min_clients if no more clients can be had")
             reasons = "; ".join(f["reason"] for f in self.failed[:3])
-            raise UserError(f"{error} ({reasons or 'nobody failed'}); "
+            raise RunFailed(f"{error} ({reasons or 'nobody failed'}); "
                             f"{kept if round > 1 else 'no round was completed'}") from error
         if self._cfg.quantization.method == "uniform":
             message = self._as_sent(message, round)
@@ -597,7 +598,7 @@ class LowRankServer(Server):
                 continue
             joined = len(self.comm_manager.neighbors)
             if joined < self.min_clients:
-                raise UserError(f"{joined} of {self.client_num} clients joined within {self.timeout:g} s, "
+                raise RunFailed(f"{joined} of {self.client_num} clients joined within {self.timeout:g} s, "
                                 f"lowrank.min_clients is {self.min_clients}; start them, or raise lowrank.timeout")
             logger.warning("%d of %d clients joined within %g s; starting with them", joined, self.client_num,
                            self.timeout)
