@@ -19,6 +19,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import logging
 import math
 import operator
 import os
@@ -33,6 +34,8 @@ import yaml
 
 from . import _federatedscope_keys as framework_keys
 from .errors import UserError, nearest
+
+logger = logging.getLogger("fs_lowrank")
 
 __all__ = ["VISION_MODELS", "AdapterSpec", "Config", "check_local", "check_method_params", "known_keys", "load_config",
            "load_for", "parse_overrides"]
@@ -49,7 +52,7 @@ def _key(default: Any, **meta: Any) -> Any:
     Meta: ``min``, ``above``, ``max``, ``below`` bound a number or each in a list (``above`` and ``below``
     exclude); ``choices``; ``items``, the choices for each item of a list; ``fold``, case does not matter;
     ``also``, other spellings; ``result=False``, does not decide the result; ``local``, the only value that the
-    local engine honours; ``open``, takes unknown keys.
+    local engine honours; ``idle``, why the local engine has no use for it; ``open``, takes unknown keys.
     """
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=meta)
@@ -77,7 +80,7 @@ class Federate:
     share_local_model: bool = _key(False, result=False)
     online_aggr: bool = _key(False, result=False)
     process_num: int = _key(1, result=False)
-    save_to: str = _key("", result=False)
+    save_to: str = _key("", result=False, idle="a run leaves its adapter or model in outdir")
     save_freq: int = _key(-1, result=False)
 
 
@@ -105,7 +108,7 @@ class Data:
 class Dataloader:
     batch_size: int = _key(64, min=1)
     shuffle: bool = _key(True)
-    num_workers: int = _key(0, min=0, result=False)
+    num_workers: int = _key(0, min=0, result=False, idle="data are in memory")
     drop_last: bool = _key(False)
 
 
@@ -137,7 +140,7 @@ class Chat:
 @dataclass(frozen=True)
 class Cache:
     #: folder for downloaded models
-    model: str = _key("", result=False)
+    model: str = _key("", result=False, idle="downloaded models lie where HF_HOME says")
 
 
 @dataclass(frozen=True)
@@ -593,7 +596,7 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def check_local(config: Config) -> None:
-    """Refuse what only the framework can do; the local engine calls it before a run.
+    """Refuse what only the framework can do, and name what is left out; the local engine calls it before a run.
 
     Raises:
         UserError: names every such key at once.
@@ -604,6 +607,10 @@ def check_local(config: Config) -> None:
     method = config.adapter.method
     if config.llm.adapter.use and method not in _LOW_RANK_METHODS:
         refused.append(("llm.adapter.args.0.adapter_method", method))
+    defaults = Config()
+    for name, value, meta in _flat(config):
+        if "idle" in meta and value != defaults.get(name):
+            logger.warning("%s = %s is left out by this engine: %s", name, _show(value), meta["idle"])
     if refused:
         file, lines = config.source.file, config.source.lines
         listed = [f"{name} = {_show(value)}" + (f" (line {lines[name]})" if name in lines else "")

@@ -417,13 +417,14 @@ def test_methods_that_take_an_adapter_or_all_weights(monkeypatch):
 
 # -- the framework's keys --------------------------------------------------------------------------------
 
-def test_the_frameworks_other_keys(write):
+def test_the_frameworks_other_keys(write, caplog):
     config = load_config(write(FILE + "fedprox: {use: False, mu: 0.3}\nwandb: {use: True}\n"
                                       "trainer: {type: llmtrainer}\ncriterion: {type: CrossEntropyLoss}\n"
                                       "federate.save_to: x.ckpt\n"
                                       "finetune: {optimizer: {momentum: 0.9}}\nasyn:\nhpo: {sha: {budgets: [1]}}\n"))
     assert config.framework["fedprox.mu"] == 0.3 and "fedprox.use" not in config.framework
     check_local(config)
+    assert "federate.save_to = x.ckpt is left out by this engine: a run leaves its adapter" in caplog.text
     assert config.fingerprint() == load_config(write(FILE)).fingerprint()
     assert config.get("fedprox.mu") == 0.3 and config.get("fedprox.use") is False
 
