@@ -424,7 +424,7 @@ def test_the_frameworks_other_keys(write, caplog):
                                       "finetune: {optimizer: {momentum: 0.9}}\nasyn:\nhpo: {sha: {budgets: [1]}}\n"))
     assert config.framework["fedprox.mu"] == 0.3 and "fedprox.use" not in config.framework
     check_local(config)
-    assert "federate.save_to = x.ckpt is left out by this engine: a run leaves its adapter" in caplog.text
+    assert "federate.save_to = 'x.ckpt' is left out by this engine: a run leaves its adapter" in caplog.text
     assert config.fingerprint() == load_config(write(FILE)).fingerprint()
     assert config.get("fedprox.mu") == 0.3 and config.get("fedprox.use") is False
 
