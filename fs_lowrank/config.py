@@ -382,7 +382,7 @@ class AdapterSpec:
 class Config:
     """A checked configuration; made by ``load_config``, changed by ``replace``."""
 
-    seed: int = _key(0)
+    seed: int = _key(0, min=0)
     #: index of the GPU, -1 for any; or ``cpu``. Counts only with ``use_gpu: True``
     device: int | str = _key(-1, result=False)
     use_gpu: bool = _key(False, result=False)

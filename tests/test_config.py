@@ -241,6 +241,7 @@ def test_keys_that_are_not_the_users():
     ("use_gpu", 1, ("True or False",)),
     ("seed", 1.5, ("a whole number",)),
     ("seed", True, ("a whole number",)),
+    ("seed", -1, ("at least 0",)),
     ("outdir", 3, ("text",)),
     ("train.optimizer.lr", True, ("a number",)),
     ("train.optimizer.lr", math.nan, ("a number",)),
