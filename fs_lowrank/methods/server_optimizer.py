@@ -31,6 +31,10 @@ _V_RULES = {
 }
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class ServerOptimizer:
     """One step of a server optimizer over named tensors; callable as ``Method.combine``."""
@@ -46,7 +50,7 @@ class ServerOptimizer:
         """From ``fedopt.optimizer``: ``type`` SGD | Adam | Adagrad | Yogi, ``lr``, ``momentum``, ``betas``, ``tau``.
 
         Raises:
-            UserError: an unknown key or type (with the nearest), a value out of range.
+            UserError: an unknown key or type (with the nearest), a value that is no number or out of range.
         """
         known = {f: None for f in cls.__dataclass_fields__}
         for key in values:
@@ -57,7 +61,13 @@ class ServerOptimizer:
         if kind not in ("sgd", *_V_RULES):
             raise UserError(f"fedopt.optimizer.type = {values['type']!r}: expected SGD, Adam, Adagrad or Yogi"
                             f"{nearest(kind, _V_RULES)}")
-        made = cls(**{**values, "type": kind, "betas": tuple(values.get("betas", cls.betas))})
+        for key in ("lr", "momentum", "tau"):
+            if key in values and not _is_number(values[key]):
+                raise UserError(f"fedopt.optimizer.{key} = {values[key]!r}: expected a number")
+        betas = values.get("betas", cls.betas)
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not all(map(_is_number, betas)):
+            raise UserError(f"fedopt.optimizer.betas = {betas!r}: expected two numbers, such as {list(cls.betas)}")
+        made = cls(**{**values, "type": kind, "betas": tuple(betas)})
         if not made.lr > 0 or not made.tau > 0 or not all(0 <= b < 1 for b in (*made.betas, made.momentum)):
             raise UserError("fedopt.optimizer: lr and tau must be positive, momentum and betas in [0, 1); "
                             f"got lr {made.lr}, tau {made.tau}, momentum {made.momentum}, betas {made.betas}")

@@ -128,6 +128,12 @@ def test_refused_where_the_server_step_is_no_mean(name):
     ({"type": "Adam", "lr": 0.1, "tau": 0.0}, "lr and tau must be positive"),
     ({"type": "SGD", "lr": 0.1, "momentum": 1.0}, "momentum and betas"),
     ({"type": "Yogi", "lr": 0.1, "betas": (0.9, 1.5)}, "momentum and betas"),
+    ({"type": "Adam", "lr": 0.1, "betas": 5}, "betas = 5: expected two numbers"),
+    ({"type": "Adam", "lr": 0.1, "betas": [0.9]}, r"betas = \[0.9\]: expected two numbers"),
+    ({"type": "Adam", "lr": 0.1, "betas": ["a", "b"]}, "expected two numbers"),
+    ({"type": "Adam", "lr": 0.1, "tau": "abc"}, "tau = 'abc': expected a number"),
+    ({"type": "SGD", "lr": 1, "momentum": "abc"}, "momentum = 'abc': expected a number"),
+    ({"type": "SGD", "lr": True}, "lr = True: expected a number"),
 ])
 def test_wrong_values_are_named(options, message):
     with pytest.raises(UserError, match=message):
