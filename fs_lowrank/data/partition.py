@@ -336,6 +336,8 @@ def _floor(min_size: Any, num_clients: int, size: int) -> int:
 
 def _groups(rows: Rows, field: str | None) -> dict[Any, np.ndarray]:
     """Row indices by class, or by the value of column ``field``, in sorted order of the values."""
+    if field is not None and not isinstance(field, str):
+        raise UserError(f"data.splitter_args: field = {field!r}: expected the name of a column")
     if field is None and rows.labels is not None:
         values = np.asarray(rows.labels)
     else:

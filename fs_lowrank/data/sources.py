@@ -86,17 +86,30 @@ def data_args(data_cfg: Any) -> dict[str, Any]:
     """The mapping in ``data.args``, ``{}`` if there is none.
 
     Raises:
-        UserError: ``data.args`` is not a list of at most one mapping.
+        UserError: ``data.args`` is not a list of at most one mapping, or a value in it of the wrong kind.
     """
     given = getattr(data_cfg, "args", None) or []
     if isinstance(given, Mapping):
-        return dict(given)
+        given = [given]
     if not isinstance(given, Iterable) or isinstance(given, str):
         raise UserError(f"data.args must be a list of one mapping, got {given!r}")
     given = list(given)
     if len(given) > 1 or not all(isinstance(entry, Mapping) for entry in given):
         raise UserError(f"data.args must be a list of at most one mapping, got {given!r}")
-    return dict(given[0]) if given else {}
+    args = dict(given[0]) if given else {}
+    for key, value in args.items():
+        kind, expected = KINDS.get(key, (object, ""))
+        if not isinstance(value, kind) and (value is not None or key in ("text", "label")):
+            raise UserError(f"data.args: {key} = {value!r}: expected {expected}; or leave the key out")
+    return args
+
+
+KINDS = {
+    **dict.fromkeys(("text", "text_pair", "label", "instruction", "input", "output", "category"),
+                    (str, "the name of a column")),
+    **dict.fromkeys(("test", "validation"), (str, "the name of a file")),
+    "quoting": (bool, "True or False"),
+}
 
 
 def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:

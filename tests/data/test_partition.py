@@ -165,6 +165,8 @@ def test_summary_and_json():
         ("mixture", 3, {"mixture_seed": -1}, "mixture_seed must be an integer from 0"),
         ("lda", 3, {"min_size": 0}, "min_size must be a positive integer"),
         ("lda", 3, {"field": "domian"}, "no column 'domian'.*did you mean 'domain'"),
+        ("lda", 3, {"field": ["domain"]}, "data.splitter_args: field = .'domain'.: expected the name of a column"),
+        ("field", 3, {"field": ["domain"]}, "expected the name of a column"),
         ("field", 3, {"field": "topic"}, "no column 'topic'.*there are: domain"),
         ("field", 2, {"field": "domain"}, "3 values, more than the 2 clients"),
         ("field", 3, {"field": "domain", "min_size": 60}, "fewer than min_size 60"),

@@ -237,6 +237,24 @@ def test_args_must_be_one_mapping(tmp_path, args):
         load_raw(SimpleNamespace(type="a.csv", root=str(tmp_path), args=args))
 
 
+@pytest.mark.parametrize("args, message", [
+    ({"text": None}, "data.args: text = None: expected the name of a column; or leave the key out"),
+    ({"label": ["a", "b"]}, "data.args: label = .'a', 'b'.: expected the name of a column"),
+    ({"instruction": 3}, "instruction = 3: expected the name of a column"),
+    ({"test": ["a.csv"]}, "test = .'a.csv'.: expected the name of a file"),
+    ({"quoting": "maybe"}, "quoting = 'maybe': expected True or False"),
+])
+def test_args_of_the_wrong_kind(tmp_path, args, message):
+    write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
+    with pytest.raises(UserError, match=message):
+        load("a.csv", tmp_path, [args])
+
+
+def test_an_arg_of_none_is_as_good_as_left_out(tmp_path):
+    write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
+    assert len(load("a.csv", tmp_path, [{"text_pair": None, "test": None, "quoting": None}]).train) == 2
+
+
 def test_unknown_arg(tmp_path):
     write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
     with pytest.raises(UserError, match="no key 'lable'; did you mean 'label'"):
