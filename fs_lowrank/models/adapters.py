@@ -4,10 +4,12 @@ PEFT is imported where a model is at hand: it takes seconds, and what only reads
 """
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +43,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
     Raises:
         UserError: no such module or layer (with the nearest that exists), a rank above a layer's width,
-            an adapter method that is not known.
+            an adapter method that is not known, or what else PEFT refuses.
     """
     from peft import get_peft_model
 
@@ -51,7 +53,8 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     with warnings.catch_warnings():
         # PEFT asks transformers for an attribute by its old name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        wrapped = get_peft_model(model, config)
+        with _complaints():
+            wrapped = get_peft_model(model, config)
     compose(wrapped)
     strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
     if strange:
@@ -84,9 +87,23 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
     else:
         strength = {"alpha": spec.lora_alpha, "rank_dropout": spec.lora_dropout}
     import peft
-    return getattr(peft, _CLASSES[spec.method])(
-        r=spec.r, **strength, target_modules=_targets(model, spec), layers_to_transform=_layers(model, spec), **task,
-        **spec.extra)
+    made = getattr(peft, _CLASSES[spec.method])
+    takes = [f.name for f in dataclasses.fields(made)]
+    for key in spec.extra:
+        if key not in takes:
+            raise UserError(f"llm.adapter.args: {key!r} is no argument of PEFT's {made.__name__}{nearest(key, takes)}")
+    targets, layers = _targets(model, spec), _layers(model, spec)
+    with _complaints():
+        return made(r=spec.r, **strength, target_modules=targets, layers_to_transform=layers, **task, **spec.extra)
+
+
+@contextlib.contextmanager
+def _complaints() -> Iterator[None]:
+    """What PEFT refuses is a wrong value in ``llm.adapter.args``, and said to be."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, ImportError, NotImplementedError) as error:
+        raise UserError(f"llm.adapter.args: PEFT refuses this adapter: {' '.join(str(error).split())}") from error
 
 
 def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:

@@ -60,6 +60,11 @@ def test_one_seed_draws_one_a(tiny_encoder):
      "rank 33 is above the width of .*query: its weight is 32 × 32; choose r ≤ 32"),
     ({"target_modules": ("intermediate.dense",), "r": 40}, "rank 40 .* 48 × 32; choose r ≤ 32"),
     ({"method": "prefix"}, "adapter_method 'prefix' is not known"),
+    ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT refuses this adapter: No modules were targeted"),
+    ({"target_modules": ("LayerNorm",)}, "llm.adapter.args: PEFT refuses this adapter: .*is not supported"),
+    ({"target_modules": ("query",), "extra": {"init_lora_weights": "foo"}}, "llm.adapter.args: .*'foo'"),
+    ({"target_modules": ("query",), "extra": {"rank_pattern": 5}}, "llm.adapter.args: PEFT refuses"),
+    ({"target_modules": ("query",), "extra": {"foo": 1}}, "llm.adapter.args: 'foo' is no argument of .*LoraConfig"),
 ])
 def test_wrong_adapters_are_named(tiny_encoder, spec, message):
     with pytest.raises(UserError, match=message):
