@@ -1047,6 +1047,12 @@ def _check_together(config: Config, origin: _Origin) -> None:
     if isinstance(config.device, str) and config.device != "cpu" or isinstance(config.device, int) \
             and config.device < -1:
         origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
+    if config.train.optimizer.extra:
+        from .training.local import check_optimizer  # imports torch, which reading a config's schema should not
+        try:
+            check_optimizer(config.train.optimizer)
+        except UserError as error:
+            raise UserError(f"{origin.where('train.optimizer')}{error}") from None
     best = config.eval.best_res_update_round_wise_key
     if not re.fullmatch(r"(\w+\.)?(train|val|test|client_test)_\w+", best):
         origin.wrong("eval.best_res_update_round_wise_key", best, "SPLIT_METRIC, such as val_loss or test_acc")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import yaml
 
+import fs_lowrank.training.local  # noqa: F401  (what tries an optimizer, with the real methods)
 from fs_lowrank.config import AdapterSpec, Config, check_local, known_keys, load_config, parse_overrides
 from fs_lowrank.errors import UserError, nearest
 
@@ -64,7 +65,7 @@ METHODS = {cls.name: cls for cls in (FedAvg, FedLoRA, RoLoRA, Ranked, Needy)}
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """A registry that needs no torch."""
+    """A registry of a few methods that stay as they are."""
     def get_method_class(name):
         name = {"fedit": "fedlora"}.get(name, name)
         if name not in METHODS:
@@ -249,6 +250,9 @@ def test_keys_that_are_not_the_users():
     ("train.optimizer.type", "AdamX", ("did you mean 'Adam",)),
     ("train.local_update_steps", 0, ("at least 1",)),
     ("train.batch_or_epoch", "epochs", ("did you mean 'epoch'",)),
+    ("train.optimizer", {"type": "AdamW", "betas": [0.9]}, ("AdamW does not take {'betas': [0.9]}",)),
+    ("train.optimizer", {"type": "AdamW", "betas": 5}, ("AdamW does not take",)),
+    ("train.optimizer", {"type": "SGD", "momentum": "abc"}, ("SGD does not take {'momentum': 'abc'}",)),
     ("federate", 3, ("a section",)),
     ("federate.client_num", 0, ("number of clients",)),
     ("federate.total_round_num", 0, ("at least 1",)),

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..config import Optimizer as OptimizerConfig
 from ..errors import UserError, nearest
 from ..methods import Phase
 from ..models.frozen import FrozenPrefix
@@ -36,8 +37,21 @@ def make_optimizer(parameters: list[nn.Parameter], kind: str, lr: float, extra: 
         raise UserError(f"train.optimizer.type = {kind!r}: torch.optim has none{nearest(kind, known)}")
     try:
         return known[str(kind).lower()](parameters, lr=lr, **extra)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         raise UserError(f"train.optimizer: {kind} does not take {extra}: {error}") from error
+
+
+def check_optimizer(wanted: OptimizerConfig) -> None:
+    """Raise ``UserError`` if ``train.optimizer`` cannot be made or cannot take a step: some values show only there."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    # What depends on the device says nothing here.
+    extra = {key: value for key, value in wanted.extra.items() if key not in ("capturable", "fused")}
+    optimizer = make_optimizer([parameter], wanted.type, wanted.lr, extra)
+    try:
+        optimizer.step()
+    except Exception as error:  # whatever torch stumbles over, it is these values
+        raise UserError(f"train.optimizer: {wanted.type} does not take {extra}: {error}") from error
 
 
 def batch_indices(size: int, batch_size: int, generator: np.random.Generator, shuffle: bool = True,

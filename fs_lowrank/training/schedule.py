@@ -10,7 +10,7 @@ _TYPES = ("", "constant", "linear", "cosine")
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Raise ``UserError`` if ``train.scheduler`` holds an unknown type or key."""
+    """Raise ``UserError`` if ``train.scheduler`` holds an unknown type or key, or a value that is no number."""
     kind = scheduler.type.lower()
     if kind not in _TYPES:
         raise UserError(f"train.scheduler.type = {scheduler.type!r}: expected one of constant, linear, cosine"
@@ -19,6 +19,19 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for key in scheduler.extra:
         if key not in known:
             raise UserError(f"train.scheduler.{key}: no such key{nearest(key, known)}; known: {', '.join(known)}")
+    floor, cycle = scheduler.extra.get("min_lr", 0.0), scheduler.extra.get("cycle", 0)
+    if not 0 <= _number(floor) < math.inf:
+        raise UserError(f"train.scheduler.min_lr = {floor!r}: expected a learning rate, 0 or more")
+    if not (_number(cycle) >= 0 and _number(cycle).is_integer()):
+        raise UserError(f"train.scheduler.cycle = {cycle!r}: expected a whole number of rounds; or 0 for the whole run")
+
+
+def _number(value: object) -> float:
+    """``value`` as a number, also where it is written as text; NaN for anything else."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def lr_at(round: int, rounds: int, lr: float, scheduler: Scheduler) -> float:
@@ -33,7 +46,7 @@ def lr_at(round: int, rounds: int, lr: float, scheduler: Scheduler) -> float:
         return lr * round / warmup
     if kind in ("", "constant"):
         return lr
-    length = int(scheduler.extra.get("cycle", 0)) or rounds - warmup
+    length = int(float(scheduler.extra.get("cycle", 0))) or rounds - warmup
     done = ((round - warmup - 1) % length) / max(length - 1, 1)
     fall = (1 - done) if kind == "linear" else (1 + math.cos(math.pi * done)) / 2
     return floor + (lr - floor) * fall

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from fs_lowrank.config import AdapterSpec, Scheduler, load_config
+from fs_lowrank.config import _OPTIMIZERS, AdapterSpec, Optimizer, Scheduler, load_config
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import Phase
 from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.seeds import derive
 from fs_lowrank.training import evaluate, train_client
-from fs_lowrank.training.local import batch_indices, make_optimizer, set_trainable
+from fs_lowrank.training.local import batch_indices, check_optimizer, make_optimizer, set_trainable
 from fs_lowrank.training.schedule import check_scheduler, lr_at
 
 
@@ -190,6 +190,23 @@ def test_optimizers_by_name():
         make_optimizer(parameters, "SGD", 0.1, {"beta": 1})
 
 
+@pytest.mark.parametrize("kind", _OPTIMIZERS)
+def test_every_optimizer_takes_the_step_that_checks_it(kind):
+    check_optimizer(Optimizer(type=kind, lr=0.1, extra={} if kind == "Rprop" else {"weight_decay": 0.1}))
+    with pytest.raises(UserError, match=f"{kind} does not take"):
+        check_optimizer(Optimizer(type=kind, lr=0.1, extra={"beta": 1}))
+
+
+@pytest.mark.parametrize("betas", [5, [0.9], [0.9, 0.99, 0.999], ["a", "b"]])
+def test_betas_that_fail_only_in_a_step(betas):
+    with pytest.raises(UserError, match="train.optimizer: AdamW does not take {'betas': "):
+        check_optimizer(Optimizer(type="AdamW", lr=0.1, extra={"betas": betas}))
+
+
+def test_what_depends_on_the_device_is_left_to_it():
+    check_optimizer(Optimizer(type="AdamW", lr=0.1, extra={"capturable": True}))
+
+
 # -- evaluation ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -254,6 +271,12 @@ def test_learning_rates_by_round():
 @pytest.mark.parametrize("scheduler, message", [
     (Scheduler(type="cosin"), "did you mean 'cosine'"),
     (Scheduler(type="linear", extra={"min_rl": 0.1}), "did you mean 'min_lr'"),
+    (Scheduler(type="cosine", extra={"min_lr": "abc"}), "min_lr = 'abc': expected a learning rate, 0 or more"),
+    (Scheduler(type="cosine", extra={"min_lr": -0.1}), "min_lr = -0.1: expected"),
+    (Scheduler(type="cosine", extra={"min_lr": None}), "min_lr = None: expected"),
+    (Scheduler(type="cosine", extra={"cycle": "abc"}), "cycle = 'abc': expected a whole number of rounds"),
+    (Scheduler(type="cosine", extra={"cycle": -3}), "cycle = -3: expected"),
+    (Scheduler(type="cosine", extra={"cycle": 2.5}), "cycle = 2.5: expected"),
 ])
 def test_wrong_schedules_are_named(scheduler, message):
     with pytest.raises(UserError, match=message):
