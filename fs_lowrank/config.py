@@ -221,10 +221,16 @@ class Eval:
     extra: dict = _key({}, open=True, result=False)
 
 
+def server_lr(kind: str) -> float:
+    """The default ``fedopt.optimizer.lr``: 1 for SGD, which then is FedAvg; 0.01 for the adaptive ones."""
+    return 1.0 if kind.lower() == "sgd" else 0.01
+
+
 @dataclass(frozen=True)
 class ServerOptimizer:
     type: str = _key("SGD", choices=("SGD", "Adam", "Adagrad", "Yogi"), fold=True)
-    lr: float = _key(0.01, above=0.0)
+    #: None: ``server_lr`` of the type; the framework's default is 0.01 for all
+    lr: float | None = _key(None, above=0.0)
     #: further arguments: ``momentum``, ``betas``, …
     extra: dict = _key({}, open=True)
 
@@ -485,6 +491,9 @@ class Config:
         found = {name: value for name, value, meta in _flat(self) if meta.get("result", True)}
         found.update((name, value) for name, value in self.framework.items()
                      if not framework_keys.decides_nothing(name, self.framework))
+        if self.fedopt.optimizer.lr is None:
+            # Where it is not used it counts as the framework's default.
+            found["fedopt.optimizer.lr"] = server_lr(self.fedopt.optimizer.type) if self.fedopt.use else 0.01
         return _canonical(found)
 
     def replace(self, overrides: Mapping[str, Any] | Sequence[str] | None = None, /, **keys: Any) -> Config:

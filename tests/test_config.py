@@ -295,6 +295,20 @@ def test_values_that_mean_the_same(write):
     assert config.federate.method == "fedlora" and config.grad.grad_clip == -1.0 and config.model.task == ""
 
 
+def test_the_servers_learning_rate_depends_on_its_type_unless_it_is_given():
+    def rate(config):
+        again = load_config(config.to_dict())
+        assert again == config and again.fingerprint() == config.fingerprint()
+        return config.decisive()["fedopt.optimizer.lr"]
+    plain = make(fedopt__use=True)
+    assert rate(plain) == 1 and rate(plain.replace(fedopt__optimizer__type="Adam")) == 0.01
+    assert rate(make(fedopt__use=True, fedopt__optimizer__lr=0.01)) == 0.01
+    assert plain.fingerprint() == make(fedopt__use=True, fedopt__optimizer__lr=1.0).fingerprint()
+    # without a server optimizer it stays what it was, and is decided when one is turned on
+    assert rate(make()) == 0.01 and make().fingerprint() == make(fedopt__optimizer__lr=0.01).fingerprint()
+    assert rate(make().replace(fedopt__use=True)) == 1
+
+
 @pytest.mark.parametrize("keys, asked", [
     ({}, 10), ({"sample_client_num": 4}, 4), ({"sample_client_rate": 0.25}, 2), ({"sample_client_rate": 0.01}, 1),
     ({"sample_client_num": 4, "sample_client_rate": 0.5}, 5)])

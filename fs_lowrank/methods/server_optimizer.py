@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..config import server_lr
 from ..errors import UserError, nearest
 from ..models.names import is_statistic
 
@@ -49,6 +50,8 @@ class ServerOptimizer:
     def from_config(cls, values: Mapping[str, object]) -> ServerOptimizer:
         """From ``fedopt.optimizer``: ``type`` SGD | Adam | Adagrad | Yogi, ``lr``, ``momentum``, ``betas``, ``tau``.
 
+        Without ``lr``, or with None, it is ``server_lr`` of the type: 1 for SGD, 0.01 for the others.
+
         Raises:
             UserError: an unknown key or type (with the nearest), a value that is no number or out of range.
         """
@@ -61,6 +64,8 @@ class ServerOptimizer:
         if kind not in ("sgd", *_V_RULES):
             raise UserError(f"fedopt.optimizer.type = {values['type']!r}: expected SGD, Adam, Adagrad or Yogi"
                             f"{nearest(kind, _V_RULES)}")
+        if values.get("lr") is None:
+            values = {**values, "lr": server_lr(kind)}
         for key in ("lr", "momentum", "tau"):
             if key in values and not _is_number(values[key]):
                 raise UserError(f"fedopt.optimizer.{key} = {values[key]!r}: expected a number")

@@ -3,6 +3,8 @@ import numpy as np
 import pytest
 import torch
 
+from fs_lowrank.config import load_config
+from fs_lowrank.engines.common import method_of
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 
@@ -144,3 +146,18 @@ def test_the_usual_names_are_understood():
     for given, kind in (("FedAvg", "sgd"), ("FedAvgM", "sgd"), ("FedAdam", "adam"), ("FedYogi", "yogi"),
                         ("fedadagrad", "adagrad")):
         assert create_method("fedlora", server_optimizer={"type": given}).combine.type == kind
+
+
+@pytest.mark.parametrize("kind, lr", [("SGD", 1.0), ("FedAvgM", 1.0), ("Adam", 0.01), ("Adagrad", 0.01),
+                                      ("Yogi", 0.01)])
+def test_the_learning_rate_where_none_is_given(kind, lr):
+    for given in ({}, {"lr": None}):
+        assert create_method("fedlora", server_optimizer={"type": kind, **given}).combine.lr == lr
+
+
+def test_a_server_optimizer_that_is_only_turned_on_is_fedavg():
+    config = load_config({"federate.client_num": 2, "federate.method": "fedlora", "fedopt.use": True})
+    combine = method_of(config).combine
+    mean, state = {"w.weight": torch.tensor([0.1, 0.7])}, {"w.weight": torch.tensor([3.0, -2.0])}
+    new, memory = combine(mean, state)
+    assert torch.equal(new["w.weight"], mean["w.weight"]) and not memory
