@@ -1051,8 +1051,8 @@ def _check_together(config: Config, origin: _Origin) -> None:
         origin.fail("lowrank.base_init", "= 'zero' would wipe out the pre-trained weights of lowrank.weights; it is "
                     "for training from scratch")
     splits = config.data.splits
-    if len(splits) != 3 or sum(splits) > 1 + 1e-6:
-        origin.wrong("data.splits", splits, "three shares, of train, validation and test, that sum to 1 or less")
+    if len(splits) != 3 or abs(sum(splits) - 1) > 1e-6:
+        origin.wrong("data.splits", splits, "three shares, of train, validation and test, that add up to 1")
     if isinstance(config.device, str) and config.device != "cpu" or isinstance(config.device, int) \
             and config.device < -1:
         origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
