@@ -17,8 +17,11 @@ __all__ = ["SUFFIXES", "read_table", "read_text", "read_tsv"]
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
     """The text of a UTF-8 file, without a byte order mark.
+
+    Args:
+        named_by: the keys that name it, for messages.
 
     Raises:
         UserError: no such file, an empty one, or a byte that is not UTF-8 (its offset and line are named).
@@ -30,8 +33,8 @@ def read_text(path: Path) -> str:
         try:
             names = [entry.name for entry in folder.iterdir()]
         except OSError:
-            raise UserError(f"no file {path}: there is no folder {folder}; check data.root and data.type") from error
-        raise UserError(f"no file {path}{nearest(path.name, names)}; check data.root and data.type") from error
+            raise UserError(f"no file {path}: there is no folder {folder}; check {named_by}") from error
+        raise UserError(f"no file {path}{nearest(path.name, names)}; check {named_by}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     try:
@@ -67,16 +70,17 @@ def read_tsv(path: Path, header: list[str] | None = None) -> tuple[pd.DataFrame,
     return pd.DataFrame(whole, columns=header, dtype=object), len(lines) - len(whole)
 
 
-def read_table(path: Path, quoting: bool | None = None) -> pd.DataFrame:
+def read_table(path: Path, quoting: bool | None = None, named_by: str = "data.root and data.type") -> pd.DataFrame:
     """A user's file, by its suffix; text columns come as ``str``, a missing value of a JSON row as None.
 
     Args:
         quoting: whether a double quote encloses a field; by default it does in ``.csv`` and does not in ``.tsv``.
+        named_by: as for ``read_text``.
 
     Raises:
         UserError: unreadable, truncated or invalid, with the line; or without a row.
     """
-    text = read_text(path)
+    text = read_text(path, named_by)
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv"):
         rows = _delimited(
@@ -85,8 +89,7 @@ def read_table(path: Path, quoting: bool | None = None) -> pd.DataFrame:
     elif suffix == ".jsonl":
         rows = _json_lines(path, text)
     elif suffix == ".json":
-        # Many files named .json hold one object a line.
-        rows = _json_lines(path, text) if text.lstrip().startswith("{") else _json(path, text)
+        rows = _json_objects(path, text) if text.lstrip().startswith("{") else _json(path, text)
     else:
         raise UserError(f"{path}: unknown kind of file {suffix!r}; known are {', '.join(SUFFIXES)}")
     if not rows:
@@ -102,6 +105,7 @@ def _delimited(path: Path, text: str, delimiter: str, quoting: bool) -> list[dic
     rows: list[dict[str, Any]] = []
     header: list[str] | None = None
     start = 1
+    limit = csv.field_size_limit(len(text) + 1)  # a long text is no mistake; the limit is the whole process's
     try:
         for cells in reader:
             if header is None:
@@ -117,6 +121,8 @@ def _delimited(path: Path, text: str, delimiter: str, quoting: bool) -> list[dic
         raise UserError(
             f"{path}, line {start}: {error}; a quotation may not be closed, or the file is truncated"
         ) from error
+    finally:
+        csv.field_size_limit(limit)
     return rows
 
 
@@ -128,6 +134,19 @@ def _json(path: Path, text: str) -> list[dict[str, Any]]:
     if not isinstance(data, list):
         raise UserError(f"{path}: expected a list of objects, got {type(data).__name__}")
     return [_object(path, f"entry {number}", row) for number, row in enumerate(data, start=1)]
+
+
+def _json_objects(path: Path, text: str) -> list[dict[str, Any]]:
+    """Many files named .json hold one object a line; a single object must be a row, and not a table in itself."""
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError:
+        return _json_lines(path, text)
+    if "messages" not in row and any(isinstance(value, (list, dict)) for value in row.values()):
+        keys = ", ".join(map(repr, list(row)[:10]))
+        raise UserError(f"{path}: expected a list of objects, or one object a line; got one object with "
+                        f"{'keys' if len(row) > 1 else 'key'} {keys}")
+    return [row]
 
 
 def _json_lines(path: Path, text: str) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +126,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
     name = str(data_cfg.type or "").strip()
     args = data_args(data_cfg)
     root = Path(str(getattr(data_cfg, "root", "") or "")).expanduser()
-    stem, _, provider = name.rpartition("@") if "@" in name else (name, "", "")
+    stem, provider = _named(name, root)
     if provider == "glue":
         return _glue(stem.lower(), root, args)
     if provider == "huggingface_datasets":
@@ -159,6 +160,13 @@ def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
 
 
 PROVIDERS = ("glue", "huggingface_datasets", "llm")
+
+
+def _named(name: str, root: Path) -> tuple[str, str]:
+    """What ``data.type`` names and its provider, ``""`` without one: the path of a file may hold an ``@`` too."""
+    stem, _, provider = name.rpartition("@")
+    is_path = "/" in provider or provider.lower().endswith(SUFFIXES) or "@" in name and _under(root, name).exists()
+    return (name, "") if is_path or "@" not in name else (stem, provider)
 
 
 def _images(found: ImageSet) -> RawData:
@@ -404,11 +412,11 @@ def own_files(data_cfg: Any) -> dict[str, str]:
 
     A file that is missing is left out: reading it is what says so.
     """
-    stem, _, provider = str(data_cfg.type or "").rpartition("@")
-    stem = stem or str(data_cfg.type or "")
-    if provider not in ("llm", str(data_cfg.type)) or not stem.lower().endswith(SUFFIXES):
+    root = Path(str(data_cfg.root or "")).expanduser()
+    stem, provider = _named(str(data_cfg.type or ""), root)
+    if provider not in ("llm", "") or not stem.lower().endswith(SUFFIXES):
         return {}
-    paths = _roles(_under(Path(str(data_cfg.root or "")).expanduser(), stem), data_args(data_cfg))
+    paths = _roles(_under(root, stem), data_args(data_cfg))
     return {role: hashlib.sha256(path.read_bytes()).hexdigest() for role, path in paths.items() if path.is_file()}
 
 
@@ -424,7 +432,8 @@ OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category
 
 def _own_file(path: Path, args: Mapping[str, Any], language: bool | None) -> RawData:
     quoting = args.get("quoting")
-    tables = {role: (str(file), read_table(file, quoting)) for role, file in _roles(path, args).items()}
+    tables = {role: (str(file), read_table(file, quoting, *(() if role == "train" else (f"data.args: {role}",))))
+              for role, file in _roles(path, args).items()}
     if language is None:
         present = set(tables["train"][1])
         asked = {"text", "label"} & set(args)
@@ -468,7 +477,8 @@ def _classified(
     used = [column for column in columns.values() if column]
     for role, (where, table) in tables.items():
         _columns(where, table, used)
-        missing = table[columns["label"]].map(lambda value: value is None or value != value or str(value).strip() == "")
+        # pandas may write "nan" where there is none
+        missing = table[columns["label"]].map(lambda value: value is None or str(value).strip().lower() in ("", "nan"))
         if missing.any():
             raise UserError(
                 f"{where}, row {int(np.argmax(missing.to_numpy())) + 1}: no label in column {columns['label']!r} "
@@ -509,10 +519,11 @@ def _classified(
 
 
 def _plain(value: Any) -> str:
-    """A label as text: 1, "1" and 1.0 are one label, since pandas and JSON turn one into the other."""
+    """A label as text: 1, "1", 1.0 and "1.0" are one label, since pandas and JSON turn one into the other."""
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
         value = int(value)
-    return str(value).strip()
+    text = str(value).strip()
+    return text.split(".")[0] if re.fullmatch(r"-?[0-9]+\.0+", text) else text
 
 
 def _kinds(labels: pd.Series) -> list[Any]:

@@ -1,9 +1,10 @@
+import csv
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from fs_lowrank.data.sources import load_raw
+from fs_lowrank.data.sources import load_raw, own_files
 from fs_lowrank.errors import UserError
 
 
@@ -259,6 +260,70 @@ def test_unknown_arg(tmp_path):
     write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
     with pytest.raises(UserError, match="no key 'lable'; did you mean 'label'"):
         load("a.csv", tmp_path, [{"lable": "x"}])
+
+
+# What a user's file may look like
+
+
+@pytest.mark.parametrize("text, keys", [
+    ('{"data": [{"text": "a", "label": 1}]}', "key 'data'"),
+    ('{\n "data": [\n {"text": "a", "label": 1}]}', "key 'data'"),
+    ('{"version": "1", "data": [{"text": "a"}]}', "keys 'version', 'data'"),
+    ('{"text": {"0": "a", "1": "b"}, "label": {"0": 1, "1": 0}}', "keys 'text', 'label'"),
+])
+def test_a_json_object_that_is_no_table(tmp_path, text, keys):
+    write(tmp_path / "a.json", text)
+    with pytest.raises(UserError, match=f"a.json: expected a list of objects, or one object a line; got .* {keys}"):
+        load("a.json", tmp_path)
+
+
+def test_a_json_file_of_one_object_is_one_row(tmp_path):
+    write(tmp_path / "a.json", '{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n')
+    write(tmp_path / "one.json", '{"text": "c",\n "label": 0}')
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write(tmp_path / "talk.json", json.dumps({"messages": talk}))
+    assert load("a.json", tmp_path, [{"test": "one.json"}]).test["text"].tolist() == ["c"]
+    assert load("talk.json", tmp_path).train["messages"].tolist() == [talk]
+
+
+def test_a_long_field(tmp_path):
+    limit = csv.field_size_limit()
+    write(tmp_path / "a.csv", f'text,label\n"{"good " * 40000}",1\nbad,0\n')
+    assert len(load("a.csv", tmp_path).train["text"][0]) == 200000 and csv.field_size_limit() == limit
+
+
+def test_a_path_with_an_at_sign(tmp_path):
+    path = write(tmp_path / "me@lab" / "a.csv", "text,label\na,1\nb,0\n")
+    write(tmp_path / "me@lab" / "me@home.csv", "text,label\na,1\nb,0\n")
+    assert len(load(path).train) == len(load("me@home.csv", tmp_path / "me@lab").train) == 2
+    assert own_files(SimpleNamespace(type=str(path), root="", args=[])).keys() == {"train"}
+    assert own_files(SimpleNamespace(type="rte@glue", root=str(tmp_path), args=[])) == {}
+    with pytest.raises(UserError, match="no file .*me@lab/b.csv"):
+        load(tmp_path / "me@lab" / "b.csv")
+    talk = write(tmp_path / "me@lab" / "i.jsonl", '{"instruction": "a", "output": "b"}\n')
+    assert load(f"{talk}@llm").task == "causal_lm"
+
+
+@pytest.mark.parametrize("nothing", ["NaN", "nan", " ", ""])
+def test_a_missing_label(tmp_path, nothing):
+    write(tmp_path / "a.csv", f"text,label\na,1\nb,{nothing}\nc,0\n")
+    with pytest.raises(UserError, match="a.csv, row 2: no label in column 'label' .1 rows have none"):
+        load("a.csv", tmp_path)
+
+
+def test_whole_numbers_are_one_label_however_they_are_written(tmp_path):
+    write(tmp_path / "a.csv", "text,label\na,1.0\nb,10.0\nc,2.0\n")
+    write(tmp_path / "t.csv", "text,label\na,2\nb,10\n")
+    raw = load("a.csv", tmp_path, [{"test": "t.csv"}])
+    assert raw.label_names == ["1", "2", "10"] and raw.test["label"].tolist() == [1, 2]
+    write(tmp_path / "v.csv", "text,label\na,v1.0\nb,1.5\n")
+    assert load("v.csv", tmp_path).label_names == ["1.5", "v1.0"]
+
+
+def test_a_missing_test_file_names_the_key(tmp_path):
+    write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
+    with pytest.raises(UserError, match="no file .*b.csv; did you mean 'a.csv'.; check data.args: test$"):
+        load("a.csv", tmp_path, [{"test": "b.csv"}])
 
 
 # Fetched sets
