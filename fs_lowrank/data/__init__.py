@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,6 +75,9 @@ class FederatedData:
         skipped: rows left out, by reason.
         image_shape: ``(channels, height, width)`` of what the model gets; None for text.
         test_shares: rows of ``test`` that are each client's, for ``client_tests``.
+        rows: where the rows of ``train`` (what ``partition`` divides), ``validation`` and ``test`` stand in what was
+            loaded: int64, from 0, as in ``RawData``.
+        cut: which of ``validation`` and ``test`` were cut off the training rows; the others have a source of their own.
     """
 
     clients: list[Examples | ImageExamples]
@@ -89,6 +93,21 @@ class FederatedData:
     skipped: dict[str, int] = field(default_factory=dict)
     image_shape: tuple[int, int, int] | None = None
     test_shares: list[np.ndarray] = field(default_factory=list, repr=False)
+    rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    cut: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """The split as plain data for ``data.json``: who has which rows of what was loaded, and of which classes.
+
+        ``from`` says in which source the rows of ``validation`` and ``test`` are counted; clients' rows are all of
+        ``train``. The indices of ``partition`` count the training rows that were kept instead.
+        """
+        clients = [{**client, "rows": self.rows["train"][indices].tolist()}
+                   for client, indices in zip(self.partition.summary(), self.partition.indices, strict=True)]
+        held_out = {split: {"from": "train" if split in self.cut else split, "rows": self.rows[split].tolist()}
+                    for split in ("validation", "test") if split in self.rows}
+        return {"source": self.source, "fingerprint": self.fingerprint, "skipped": self.skipped,
+                "partition": json.loads(self.partition.to_json()), "clients": clients, **held_out}
 
     @cached_property
     def client_tests(self) -> list[Examples | ImageExamples | None]:
@@ -143,10 +162,10 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         examples, kept = tokenize_causal(frame, tokenizer, max_len, **options)
         if not kept.all():
             skipped["prompt too long"] = skipped.get("prompt too long", 0) + int((~kept).sum())
-        return examples, frame[kept].reset_index(drop=True)
+        return examples, frame[kept]
 
     train_examples, train = ready(train, "train")
-    validation_examples, _ = ready(validation, "val")
+    validation_examples, validation = ready(validation, "val")
     test_examples, test = ready(test, "test")
     image_shape = _image_shape(train_examples, validation_examples, test_examples) if pipelines else None
 
@@ -183,6 +202,9 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         skipped=skipped,
         image_shape=image_shape,
         test_shares=shares,
+        rows={split: frame.index.to_numpy(np.int64)
+              for split, frame in (("train", train), ("validation", validation), ("test", test)) if frame is not None},
+        cut=tuple(split for split in ("validation", "test") if getattr(raw, split) is None),
     )
 
 
@@ -238,11 +260,9 @@ def _split(raw: RawData, splits: Any, seed: int,
 
 
 def _divide(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """``(rest, taken)``: ``share`` of the rows is taken, class by class; both keep the order of ``frame``."""
+    """``(rest, taken)``: ``share`` of the rows is taken, class by class; both keep order and index of ``frame``."""
     taken = _stratified(frame, share, rng)
-    if not taken.any():
-        return frame.reset_index(drop=True), None
-    return frame[~taken].reset_index(drop=True), frame[taken].reset_index(drop=True)
+    return (frame[~taken], frame[taken]) if taken.any() else (frame, None)
 
 
 def _stratified(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> np.ndarray:
@@ -268,4 +288,4 @@ def _subsample(train: pd.DataFrame, share: Any, seed: int) -> pd.DataFrame:
     chosen = _stratified(train, float(share), _rng(seed, "subsample"))
     if not chosen.any():
         raise UserError(f"data.subsample {share} of {len(train)} training rows leaves none")
-    return train[chosen].reset_index(drop=True)
+    return train[chosen]

@@ -52,9 +52,9 @@ class Partition:
         return np.array([len(rows) for rows in self.indices], dtype=np.int64)
 
     def summary(self) -> list[dict[str, Any]]:
-        """One record a client: ``client``, ``size`` and, where rows have classes, ``labels``: class name to count."""
+        """One record a client: ``client`` (from 1), ``size`` and, where rows have classes, ``labels``, by name."""
         records: list[dict[str, Any]] = []
-        for client, rows in enumerate(self.indices):
+        for client, rows in enumerate(self.indices, start=1):
             record: dict[str, Any] = {"client": client, "size": len(rows)}
             if self.labels is not None:
                 names = self.label_names or [str(value) for value in range(int(self.labels.max(initial=-1)) + 1)]

@@ -52,7 +52,8 @@ class RawData:
         train, validation, test: for classification the columns ``text``, perhaps ``text_pair``, and ``label`` (int64,
             an index into ``label_names``); for a causal language model ``instruction``, ``input``, ``output``, or
             ``messages``; for images ``image`` (int64, a row of ``images``) and ``label``; and those in ``fields``.
-            ``validation`` and ``test`` are None without an official split.
+            ``validation`` and ``test`` are None without an official split. The index of a frame is the row in the file
+            or table it came from, from 0, before any was left out; a header and empty lines do not count.
         label_names: empty for a causal language model.
         fields: further columns that a partitioner may divide by, such as ``domain``.
         source: where the data truly come from, in words.
@@ -204,7 +205,7 @@ def _sentiment(args: Mapping[str, Any], home: str | Path | None) -> RawData:
         "vaderSentiment 3.3.2, human ratings of movie review, Amazon review, New York Times and Twitter sentences "
         "(Hutto and Gilbert, ICWSM 2014); class: the sign of the mean rating; no official split"
     )
-    kept = kept[["text", "label", "domain"]].reset_index(drop=True)
+    kept = kept[["text", "label", "domain"]]
     return RawData(CLASSIFICATION, kept, None, None, ["negative", "positive"], ["domain"], source, skipped)
 
 
@@ -321,7 +322,7 @@ def _glue(name: str, root: Path, args: Mapping[str, Any]) -> RawData:
                 frame[column] = table[column]
         _count(skipped, "no agreed label", len(odd))
         frame = frame[label.notna()]
-        frame = _drop_empty(frame, ("text", "text_pair"), skipped).reset_index(drop=True)
+        frame = _drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frame):
             raise UserError(f"{path}: every row has an empty text or no label")
         frames.append(frame.astype({"label": np.int64}))
@@ -491,7 +492,7 @@ def _classified(
         for column in table:
             if column not in used and column not in frame and _is_field(table[column]):
                 frame[column] = table[column]
-        frames[role] = _drop_empty(frame, ("text", "text_pair"), skipped).reset_index(drop=True)
+        frames[role] = _drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frames[role]):
             raise UserError(f"{where}: every row has an empty text")
     train_where = tables["train"][0]
@@ -575,7 +576,7 @@ def _instructions(
         if column not in used and column not in frame and _is_field(table[column]):
             frame[column] = table[column].reindex(frame.index)
     roles = {"instruction", "input", "output", "messages"}
-    return frame.reset_index(drop=True), [c for c in frame if c not in roles], skipped
+    return frame, [c for c in frame if c not in roles], skipped
 
 
 def _conversation(where: str, messages: Any) -> None:

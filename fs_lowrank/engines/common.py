@@ -397,9 +397,7 @@ class Run:
         self.records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
         (self.outdir / "environment.json").write_text(json.dumps(environment(), indent=1))
-        (self.outdir / "data.json").write_text(json.dumps(
-            {"source": self.data.source, "fingerprint": self.data.fingerprint,
-             "skipped": self.data.skipped, "partition": json.loads(self.data.partition.to_json())}))
+        (self.outdir / "data.json").write_text(json.dumps(self.data.record(), separators=(",", ":")))
         return checkpoint
 
     def _checkpoint_due(self, round: int) -> bool:

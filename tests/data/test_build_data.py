@@ -56,6 +56,42 @@ def test_an_empty_share_gives_none(reviews, config, encoder_tokenizer):
     assert built.test is None and built.majority is None and len(built.validation) == 10
 
 
+def test_the_record_says_which_row_of_the_file_is_whose(reviews, config, encoder_tokenizer):
+    lines = reviews.read_text().splitlines()
+    lines[4:4] = ["", ",0,x", " ,1,y"]  # an empty line does not count, a row without a text does
+    reviews.write_text("\n".join(lines) + "\n")
+    table = [line.split(",") for line in lines[1:] if line]
+    built = build_data(config(reviews, clients=3, subsample=0.5, splitter="lda"), encoder_tokenizer)
+    record = json.loads(json.dumps(built.record()))
+    assert record["skipped"] == {"empty text": 2} and record["validation"]["from"] == record["test"]["from"] == "train"
+    parts = [*record["clients"], record["validation"], record["test"]]
+    everyone = [row for part in parts for row in part["rows"]]
+    assert len(everyone) == len(set(everyone)) == 40 + 10 + 10 and not {3, 4} & set(everyone)
+    for part, examples in zip(parts, [*built.clients, built.validation, built.test], strict=True):
+        words = encoder_tokenizer([table[row][0] for row in part["rows"]])["input_ids"]
+        assert [list(ids) for ids in examples.columns["input_ids"]] == words
+        assert [int(table[row][1]) for row in part["rows"]] == examples.labels.tolist()
+    for number, client in enumerate(record["clients"], start=1):
+        assert client["client"] == number and client["size"] == len(client["rows"]) == sum(client["labels"].values())
+        assert client["labels"]["1"] == sum(table[row][1] == "1" for row in client["rows"])
+
+
+def test_the_record_of_a_test_set_of_its_own(reviews, tmp_path, config, encoder_tokenizer):
+    (tmp_path / "held.csv").write_text("text,label\n,1\nb,0\nc,1\n")
+    built = build_data(config(reviews, args=[{"test": "held.csv"}], splits=(1, 0, 0)), encoder_tokenizer)
+    record = built.record()
+    assert record["test"] == {"from": "test", "rows": [1, 2]} and "validation" not in record
+    assert sorted(row for client in record["clients"] for row in client["rows"]) == list(range(100))
+
+
+def test_the_record_of_prompts_that_are_too_long(tmp_path, config, chat_tokenizer):
+    rows = [{"instruction": "a " * (50 if i % 4 == 1 else 1 + i % 3), "output": "b"} for i in range(40)]
+    (tmp_path / "i.json").write_text(json.dumps(rows))
+    record = build_data(config("i.json", tmp_path), chat_tokenizer).record()
+    parts = [*record["clients"], record["validation"], record["test"]]
+    assert sorted(row for part in parts for row in part["rows"]) == [i for i in range(40) if i % 4 != 1]
+
+
 def test_one_seed_decides_everything(reviews, config, encoder_tokenizer):
     first, again, other = (build_data(config(reviews, seed=s), encoder_tokenizer) for s in (1, 1, 2))
     assert first.fingerprint == again.fingerprint != other.fingerprint

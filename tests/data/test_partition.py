@@ -142,8 +142,8 @@ def test_without_classes_lda_takes_the_category():
 def test_summary_and_json():
     made = partition("iid", Rows(4, np.array([0, 1, 1, 1])), 1, rng())
     made.label_names = ["neg", "pos"]
-    assert made.summary() == [{"client": 0, "size": 4, "labels": {"neg": 1, "pos": 3}}]
-    assert partition("iid", Rows(3), 1, rng()).summary() == [{"client": 0, "size": 3}]
+    assert made.summary() == [{"client": 1, "size": 4, "labels": {"neg": 1, "pos": 3}}]
+    assert partition("iid", Rows(3), 1, rng()).summary() == [{"client": 1, "size": 3}]
     back = Partition.from_json(made.to_json())
     assert back.name == "iid" and back.indices[0].tolist() == [0, 1, 2, 3]
 
