@@ -1,6 +1,7 @@
 """A model and its tokenizer, by name or path."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -68,12 +69,13 @@ def build_tokenizer(config):
 
 
 def build_model(config, num_labels: int | None, pad_token_id: int | None = None,
-                image_shape: tuple[int, int, int] | None = None) -> nn.Module:
+                image_shape: tuple[int, int, int] | None = None, label_names: Sequence[str] = ()) -> nn.Module:
     """The model in evaluation mode, in ``lowrank.dtype``, what is new in it drawn from the run's seed.
 
     Args:
         num_labels: classes; ignored for ``CausalLM``.
         image_shape: ``(channels, height, width)``, for ``ImageClassification``.
+        label_names: of the classes; a text classifier is saved with them.
     Raises:
         UserError: the model cannot be found or loaded.
     """
@@ -99,6 +101,9 @@ def build_model(config, num_labels: int | None, pad_token_id: int | None = None,
         transformers.logging.set_verbosity(verbosity)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
+    if label_names and config.model.task == "SequenceClassification":
+        model.config.id2label = dict(enumerate(label_names))
+        model.config.label2id = {name: i for i, name in enumerate(label_names)}
     return model.eval()
 
 
