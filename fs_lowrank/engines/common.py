@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from ..algebra import nbytes
-from ..config import Config, load_config
+from ..config import Config, Eval, load_config
 from ..data import build_data, load_raw
 from ..errors import RunFailed, UserError
 from ..methods import Client, Method, Update, Workbench, create_method
@@ -149,7 +149,7 @@ class Run:
     def plain_model(self) -> nn.Module:
         """The model before the method puts anything on it; the same at every call."""
         pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
-        return build_model(self.config, self.data.num_labels, pad, self.data.image_shape)
+        return build_model(self.config, self.data.num_labels, pad, self.data.image_shape, self.data.label_names)
 
     def adapted(self, model: nn.Module) -> nn.Module:
         """``model`` with the method's parts on it, on the run's device."""
@@ -207,7 +207,9 @@ class Run:
             if split == "train":
                 raise UserError("eval.split: held-out data is evaluated, test or val; a round's record has the "
                                 "training loss already")
-            if split == "test" and self.data.test is None:
+            # By default whatever there is of validation data is evaluated.
+            asked = split == "test" or set(self.config.eval.split) != set(Eval().split)
+            if asked and getattr(self.data, _SPLITS[split]) is None:
                 raise UserError(f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
                                 f"for it (now {list(self.config.data.splits)}) or take it out of eval.split")
 
