@@ -16,7 +16,7 @@ setup(
     package_data={"benchmark": ["suites/*.yaml"], "hpo": ["spaces/*.yaml"]},
     install_requires=[
         "torch>=2.8", "transformers>=5.0", "peft>=0.18", "datasets>=4.0", "accelerate>=1.0", "safetensors>=0.5",
-        "numpy>=2.0", "pandas>=2.2", "pillow>=10", "pyyaml>=6.0", "rich>=13", "matplotlib>=3.8",
+        "numpy>=2.0", "pandas>=2.2", "filelock>=3.16", "pillow>=10", "pyyaml>=6.0", "rich>=13", "matplotlib>=3.8",
     ],
     extras_require={
         # The framework itself is on no package index; README says how to put a checkout of it on the path.

@@ -4,6 +4,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -12,15 +13,17 @@ from torch import nn
 PACKAGES = ("fs-lowrank", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 
 
+@cache
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def versions() -> dict[str, str]:
     """Version of Python and of each package that decides a result; ``not installed`` where it is missing."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
 
 
 def environment() -> dict:

@@ -19,9 +19,10 @@ from benchmark.execute import dig, execute, permitted, quotient
 from benchmark.plan import Options, plan
 from benchmark.report import _at_the_end, _setting
 from benchmark.results import find
-from benchmark.suite import load_suite
+from benchmark.suite import import_all, load_suite
 from benchmark.worker import disk_full
-from fs_lowrank import UserError, register_method
+from fs_lowrank import UserError, list_methods, register_method
+from fs_lowrank.methods import registry
 from fs_lowrank.methods.fedlora import FedLoRA
 
 METHODS = """
@@ -101,6 +102,25 @@ def bench(folder, *args, wait=True):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
 
 
+@pytest.fixture
+def bench_here(place, monkeypatch, capsys):
+    """The command in this process, which has the libraries already; returns its exit code and what it printed."""
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), str(place)]))  # its workers'
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    list_methods()  # the built-in ones are registered once, not into the copy
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.delitem(sys.modules, "own_methods", raising=False)
+    import_all.cache_clear()
+
+    def bench(*args):
+        code, printed = main([*args]), capsys.readouterr()
+        return code, printed.out + printed.err
+    return bench
+
+
 @pytest.fixture(scope="module")
 def done(place):
     return bench(place, "run", "tiny.yaml", "--workers", "2")
@@ -136,17 +156,16 @@ def test_a_result_says_everything(place, done):
     assert [p["train.optimizer.lr"] for p in search["tried"]] == [1e-3, 1e-2] and search["objective"] == "val_acc"
 
 
-def test_again_damaged_and_report(place, done):
+def test_again_damaged_and_report(place, done, bench_here):
     cell = next(c for c in results(place, "cells") if c["experiment"] == "main")
     path = place / "results" / "cells" / f"{cell['hash']}.json"
     path.write_text(path.read_text()[:-200])
-    again = bench(place, "run", "tiny.yaml", "--only", "main", "--workers", "1")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "damaged, and taken as missing" in again.stdout and path.name in again.stdout
-    assert "1 done, 0 failed, 0 remain, 9 were done before" in again.stdout
+    code, said = bench_here("run", "tiny.yaml", "--only", "main", "--workers", "1")
+    assert code == 0 and "damaged, and taken as missing" in said and path.name in said, said
+    assert "1 done, 0 failed, 0 remain, 9 were done before" in said
     assert json.loads(path.read_text())["metrics"]["test_acc"] == cell["metrics"]["test_acc"]
-    report = bench(place, "report", "tiny.yaml")
-    assert report.returncode == 0, report.stdout + report.stderr
+    code, said = bench_here("report", "tiny.yaml")
+    assert code == 0, said
     text = (place / "results" / "report.md").read_text()
     assert "| RoLoRA sends half | tiny |  | **holds** |" in text
     assert "| Something else is tested | tiny |  | **not tested at this size** |" in text
@@ -159,15 +178,15 @@ def test_again_damaged_and_report(place, done):
     assert page.count("<table>") == page.count("</table>") > 5 and "<script" not in page
 
 
-def test_a_report_after_the_searches_alone(place, done):
+def test_a_report_after_the_searches_alone(place, done, bench_here):
     shutil.copytree(place / "results" / "searches", place / "early" / "searches")
-    report = bench(place, "report", "tiny.yaml", "--results", "early")
-    assert report.returncode == 0, report.stdout + report.stderr
+    code, said = bench_here("report", "tiny.yaml", "--results", "early")
+    assert code == 0, said
     assert "**0 of 8 cells are there.**" in (place / "early" / "report.md").read_text()
 
 
-def test_an_interrupted_cell_goes_on_from_its_checkpoint(place, monkeypatch, capsys):
-    text = (place / "tiny.yaml").read_text().replace("total_round_num: 4", "total_round_num: 40")
+def test_an_interrupted_cell_goes_on_from_its_checkpoint(place, bench_here):
+    text = (place / "tiny.yaml").read_text().replace("total_round_num: 4", "total_round_num: 20")
     (place / "long.yaml").write_text(text[:text.index("experiments:")].replace("[0, 1]", "[0]")
                                      .replace("[rolora, fedlora]", "[fedlora]").replace("imports: [own_methods]", ""))
     first = bench(place, "run", "long.yaml", "--results", "long", wait=False)
@@ -181,12 +200,10 @@ def test_an_interrupted_cell_goes_on_from_its_checkpoint(place, monkeypatch, cap
     assert first.returncode == 130 and "the same command goes on where it stopped" in out
     records = reached[0].parents[1] / "rounds.jsonl"
     before = records.read_text().splitlines()[:int(reached[0].name[-6:])]
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert main(["run", "long.yaml", "--results", "long", "--keep"]) == 0 and "1 done" in capsys.readouterr().out
+    code, said = bench_here("run", "long.yaml", "--results", "long", "--keep")
+    assert code == 0 and "1 done" in said
     after = records.read_text().splitlines()
-    assert len(after) == 40 and after[:len(before)] == before  # seconds and all: those rounds were not run again
+    assert len(after) == 20 and after[:len(before)] == before  # seconds and all: those rounds were not run again
 
 
 def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, monkeypatch):
