@@ -37,7 +37,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	@echo "== running the test suite"
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
