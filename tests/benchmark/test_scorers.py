@@ -61,8 +61,8 @@ def manager():
     from lm_eval import tasks
     folder = Path(tasks.__file__).parent
     few = tasks.TaskManager(include_defaults=False, include_path=[
-        folder / name for name in ("arc", "glue", "hellaswag", "humaneval", "mbpp", "mmlu", "openbookqa", "piqa", "siqa",
-                                   "super_glue", "winogrande")])
+        folder / name for name in ("arc", "glue", "hellaswag", "humaneval", "mbpp", "mmlu", "openbookqa", "piqa",
+                                   "siqa", "super_glue", "winogrande")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm_eval_tasks, "_manager", lambda: few)
         yield few
