@@ -38,7 +38,10 @@ ENCODER = [m for m, task in EACH if task == "encoder"]
 
 @pytest.fixture
 def make(settings, causal_settings, vision_settings, tmp_path, monkeypatch):
-    """``make(task, method, **keys)``: an engine with an outdir of its own; curves are not drawn."""
+    """``make(task, method, **keys)``: an engine with an outdir of its own; curves are not drawn.
+
+    Unless the keys ask for it nothing is scored before the last round, and nothing kept to resume from.
+    """
     import fs_lowrank.engines.common as common
     monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
     made, of = [], {"encoder": settings, "causal": causal_settings, "vision": vision_settings}
@@ -51,7 +54,8 @@ def make(settings, causal_settings, vision_settings, tmp_path, monkeypatch):
             plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
         config = load_config(of[task], {
             **plain, "federate.method": method, "federate.client_num": 3, "federate.total_round_num": 3,
-            "train.local_update_steps": 2, "outdir": str(tmp_path / str(len(made))), **(keys or {})})
+            "train.local_update_steps": 2, "eval.freq": -1, "lowrank.checkpoint_freq": 0,
+            "outdir": str(tmp_path / str(len(made))), **(keys or {})})
         return LocalEngine(config, **callbacks)
     return make
 
@@ -123,7 +127,8 @@ def loads_with_the_plain_libraries(engine, task, bases):
 
 @pytest.mark.parametrize("method, task", EACH)
 def test_a_run_what_it_saves_and_the_same_again(make, bases, method, task):
-    seen, keys = [], {**SAVED, "federate.total_round_num": 3, "federate.sample_client_num": 2}
+    seen, keys = [], {**SAVED, "federate.total_round_num": 3, "federate.sample_client_num": 2, "eval.freq": 1,
+                      "lowrank.checkpoint_freq": 1}
 
     def on_round(record):
         view = engine.method.view(engine.server.state)
@@ -167,7 +172,7 @@ def test_it_learns_and_saves_no_more_than_was_asked(make, method):
     # At 0.03 whole weights overshoot, and whether FedHM's loss falls far enough depends on the processor's rounding.
     lr = 1e-2 if "base" in get_method_class(method).shared else 3e-2
     engine = make("encoder", method, {"federate.total_round_num": 5, "train.local_update_steps": 6,
-                                      "train.optimizer": {"type": "AdamW", "lr": lr}, "eval.freq": -1})
+                                      "train.optimizer": {"type": "AdamW", "lr": lr}})
     result = engine.run()
     assert result.history[-1]["loss"] < 0.93 * result.history[0]["loss"]
     own = {"personal"} if engine.untrained_personal else set()
@@ -282,7 +287,7 @@ def test_clients_of_different_ranks(make, monkeypatch, method, task, ranks):
 
 @pytest.mark.parametrize("method", ENCODER)
 def test_clients_that_drop_out(make, method):
-    engine = make("encoder", method, {"federate.client_num": 5, "lowrank.drop_rate": 0.4, "eval.freq": -1})
+    engine = make("encoder", method, {"federate.client_num": 5, "lowrank.drop_rate": 0.4})
     history = engine.run().history
     lost = [f for r in history for f in r["failed"]]
     assert lost and all(f["kind"] == "dropped" for f in lost)
