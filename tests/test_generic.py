@@ -54,7 +54,7 @@ def make(settings, causal_settings, vision_settings, tmp_path, monkeypatch):
             plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
         config = load_config(of[task], {
             **plain, "federate.method": method, "federate.client_num": 3, "federate.total_round_num": 3,
-            "train.local_update_steps": 2, "eval.freq": -1, "lowrank.checkpoint_freq": 0,
+            "train.local_update_steps": 1, "eval.freq": -1, "lowrank.checkpoint_freq": 0,
             "outdir": str(tmp_path / str(len(made))), **(keys or {})})
         return LocalEngine(config, **callbacks)
     return make
@@ -128,7 +128,7 @@ def loads_with_the_plain_libraries(engine, task, bases):
 @pytest.mark.parametrize("method, task", EACH)
 def test_a_run_what_it_saves_and_the_same_again(make, bases, method, task):
     seen, keys = [], {**SAVED, "federate.total_round_num": 3, "federate.sample_client_num": 2, "eval.freq": 1,
-                      "lowrank.checkpoint_freq": 1}
+                      "lowrank.checkpoint_freq": 1, "train.local_update_steps": 2}
 
     def on_round(record):
         view = engine.method.view(engine.server.state)
@@ -322,7 +322,8 @@ def test_weights_by_samples_or_equal(make, monkeypatch, method):
 
 @pytest.mark.parametrize("method", ENCODER)
 def test_one_client_one_round_is_local_training(make, method):
-    keys = {"federate.client_num": 1, "federate.total_round_num": 1, "data.splitter": "iid", "data.splitter_args": []}
+    keys = {"federate.client_num": 1, "federate.total_round_num": 1, "data.splitter": "iid", "data.splitter_args": [],
+            "train.local_update_steps": 3}
     alone, engine = (make("encoder", method, keys) for _ in range(2))
     engine.run()
     load_tensors(alone.model, alone.method.view(alone.server.state, 1))
