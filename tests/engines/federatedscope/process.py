@@ -39,4 +39,4 @@ try:
 except Exception as error:
     traceback.print_exc()
     answers.put((type(error).__name__, str(error), {}))  # noqa: F821
-    raise SystemExit(2) from error
+    raise SystemExit(1 if isinstance(error, fs_lowrank.errors.RunFailed) else 2) from error  # as our command does
