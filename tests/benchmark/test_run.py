@@ -9,7 +9,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -92,38 +94,34 @@ def place(tmp_path_factory, tiny_encoder, reviews_csv):
     return folder
 
 
-def bench(folder, *args, wait=True):
-    """The command, as a user gives it."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-                   "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])}
-    command = [sys.executable, "-m", "benchmark", *args]
-    if not wait:
-        return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=environment)
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
-
-
-@pytest.fixture
-def bench_here(place, monkeypatch, capsys):
-    """The command in this process, which has the libraries already; returns its exit code and what it printed."""
-    monkeypatch.chdir(place)
-    monkeypatch.syspath_prepend(str(place))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), str(place)]))  # its workers'
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    list_methods()  # the built-in ones are registered once, not into the copy
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    monkeypatch.delitem(sys.modules, "own_methods", raising=False)
-    import_all.cache_clear()
-
-    def bench(*args):
-        code, printed = main([*args]), capsys.readouterr()
-        return code, printed.out + printed.err
-    return bench
+@pytest.fixture(scope="module")
+def surroundings(place):
+    """What a process that works there needs in its environment."""
+    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(place)])}
 
 
 @pytest.fixture(scope="module")
-def done(place):
-    return bench(place, "run", "tiny.yaml", "--workers", "2")
+def bench(place, surroundings):
+    """The command in this process, which has the libraries already; returns its exit code and what it printed."""
+    list_methods()  # the built-in ones are registered once, not into the copy
+
+    def run(*args):
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(out):
+            patch.chdir(place)
+            patch.syspath_prepend(str(place))
+            for name, value in surroundings.items():
+                patch.setenv(name, value)
+            patch.setattr(registry, "_METHODS", dict(registry._METHODS))
+            patch.delitem(sys.modules, "own_methods", raising=False)
+            import_all.cache_clear()
+            return main([*args]), out.getvalue()
+    return run
+
+
+@pytest.fixture(scope="module")
+def done(bench):
+    return bench("run", "tiny.yaml", "--workers", "2")
 
 
 def results(place, kind):
@@ -131,8 +129,8 @@ def results(place, kind):
 
 
 def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "died (signal 9: out of memory, perhaps); another takes its place" in done.stdout
+    code, said = done
+    assert code == 1 and "died (signal 9: out of memory, perhaps); another takes its place" in said, said
     failed, = results(place, "failed")
     assert failed["label"] == "bad_lora seed=0" and "it never works" in failed["error"]
     cells = results(place, "cells")
@@ -156,15 +154,15 @@ def test_a_result_says_everything(place, done):
     assert [p["train.optimizer.lr"] for p in search["tried"]] == [1e-3, 1e-2] and search["objective"] == "val_acc"
 
 
-def test_again_damaged_and_report(place, done, bench_here):
+def test_again_damaged_and_report(place, done, bench):
     cell = next(c for c in results(place, "cells") if c["experiment"] == "main")
     path = place / "results" / "cells" / f"{cell['hash']}.json"
     path.write_text(path.read_text()[:-200])
-    code, said = bench_here("run", "tiny.yaml", "--only", "main", "--workers", "1")
+    code, said = bench("run", "tiny.yaml", "--only", "main", "--workers", "1")
     assert code == 0 and "damaged, and taken as missing" in said and path.name in said, said
     assert "1 done, 0 failed, 0 remain, 9 were done before" in said
     assert json.loads(path.read_text())["metrics"]["test_acc"] == cell["metrics"]["test_acc"]
-    code, said = bench_here("report", "tiny.yaml")
+    code, said = bench("report", "tiny.yaml")
     assert code == 0, said
     text = (place / "results" / "report.md").read_text()
     assert "| RoLoRA sends half | tiny |  | **holds** |" in text
@@ -178,18 +176,19 @@ def test_again_damaged_and_report(place, done, bench_here):
     assert page.count("<table>") == page.count("</table>") > 5 and "<script" not in page
 
 
-def test_a_report_after_the_searches_alone(place, done, bench_here):
+def test_a_report_after_the_searches_alone(place, done, bench):
     shutil.copytree(place / "results" / "searches", place / "early" / "searches")
-    code, said = bench_here("report", "tiny.yaml", "--results", "early")
+    code, said = bench("report", "tiny.yaml", "--results", "early")
     assert code == 0, said
     assert "**0 of 8 cells are there.**" in (place / "early" / "report.md").read_text()
 
 
-def test_an_interrupted_cell_goes_on_from_its_checkpoint(place, monkeypatch):
+def test_an_interrupted_cell_goes_on_from_its_checkpoint(place, surroundings, monkeypatch):
     text = (place / "tiny.yaml").read_text().replace("total_round_num: 4", "total_round_num: 20")
     (place / "long.yaml").write_text(text[:text.index("experiments:")].replace("[0, 1]", "[0]")
                                      .replace("[rolora, fedlora]", "[fedlora]").replace("imports: [own_methods]", ""))
-    first = bench(place, "run", "long.yaml", "--results", "long", wait=False)
+    first = subprocess.Popen([sys.executable, "-m", "benchmark", "run", "long.yaml", "--results", "long"], cwd=place,
+                             stdout=subprocess.PIPE, text=True, env={**os.environ, **surroundings})
     for _ in range(600):
         reached = sorted(place.glob("runs/benchmark/*/checkpoint/round_*"))
         if reached:
