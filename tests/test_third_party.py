@@ -30,24 +30,35 @@ def _command(package, *args):
                           env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"})
 
 
-def test_it_runs_by_name(package, settings, tmp_path):
+@pytest.fixture
+def installed(package, monkeypatch):
+    """The package on this process's path; what it registers is gone with the test."""
+    from fs_lowrank.methods import registry
+    registry.list_methods()  # the built-in ones are registered once, not into the copy
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.delitem(sys.modules, "my_methods", raising=False)
+
+
+def test_it_runs_by_name(installed, settings, tmp_path, capsys):
+    from fs_lowrank import cli
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(settings))
-    done = _command(package, "run", "--cfg", str(file), "federate.method", "median_lora",
-                    "federate.total_round_num", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert cli.main(["run", "--cfg", str(file), "federate.method", "median_lora", "federate.total_round_num", "2"]) == 0
+    assert "round   2/2" in capsys.readouterr().out
     assert (Path(settings["outdir"]) / "adapter" / "adapter_model.safetensors").exists()
 
 
-def test_its_server_step_is_the_median(package, monkeypatch):
-    monkeypatch.syspath_prepend(str(package))
-    from fs_lowrank.methods import Update, create_method, registry
-    registry.list_methods()  # the built-in ones are registered once, not into the copy
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+def test_its_server_step_is_the_median(installed):
+    from fs_lowrank.methods import Update, create_method
     name = "model.layer.0.dense.lora_B.default.weight"
     updates = [Update(k, 10 * k, {name: torch.full((3, 2), value)}) for k, value in ((1, 0.0), (2, 1.0), (3, 50.0))]
     state, message = create_method("median_lora").aggregate(updates, {name: torch.zeros(3, 2)}, 1)
     assert torch.equal(message[name], torch.ones(3, 2)) and torch.equal(state[name], torch.ones(3, 2))
+
+
+def test_it_is_listed(package):
+    assert "median_lora" in _command(package, "methods").stdout
 
 
 def test_a_broken_package_is_named(package):
