@@ -28,6 +28,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NoReturn
 
 import yaml
@@ -861,13 +862,19 @@ def _build(tree: Mapping[str, Any], origin: _Origin, own: Mapping[str, Any] | No
     return config
 
 
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The annotations of a class, evaluated: which takes longer than all checks by them."""
+    return typing.get_type_hints(cls)
+
+
 def _section(cls: type, raw: Any, prefix: str, origin: _Origin, others: dict[str, Any]) -> Any:
     """An instance of ``cls`` from its part of the file; the framework's further keys go to ``others``."""
     if raw is None:
         raw = {}
     if not isinstance(raw, Mapping):
         origin.wrong(prefix.rstrip("."), raw, "a section with keys of its own")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)
               if not (f.metadata.get("open") or f.metadata.get("hidden"))}
     rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("open")), None)
@@ -1152,7 +1159,7 @@ def _unknown_parameter(key: str, classes: Sequence[Any], origin: _Origin) -> NoR
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: _Origin | None = None) -> dict[str, Any]:
     """All hyperparameters of the method: the given ones checked, the others at their defaults."""
     fields, origin = _params_fields(cls), origin or _Origin()
-    hints = typing.get_type_hints(cls.Params) if fields else {}
+    hints = _hints(cls.Params) if fields else {}
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = f"lowrank.{key}"
