@@ -28,7 +28,7 @@ CASES += [(m, {"lowrank.tau": 2, "lowrank.nested_ranks": (1, 0), "llm.adapter.ar
           for m in ("mfedloru", "pmfedloru")]
 CASES += [("pfedlora", {"lowrank.variant": 2}), ("fedhm", {"lowrank.rank_factors": (2, 8, 4)})]
 #: of the methods that can work on little: what they send beside the weights, and within the bytes of averaging
-CASES += [(m, {"lowrank.fisher": "kfac", "lowrank.compress": c}) for m in METHODS for c in (False, True)
+CASES += [(m, {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": c}) for m in METHODS for c in (False, True)
           if "fisher" in get_method_class(m).Params.__dataclass_fields__]
 TASKS = {"encoder": "SequenceClassification", "causal": "CausalLM", "vision": "ImageClassification"}
 #: every method with every kind of model that it takes
