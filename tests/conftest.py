@@ -4,15 +4,18 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-
-# Models this small lose more to threads waiting for each other than they gain.
-torch.set_num_threads(1)
 
 GOOD = "good great fine happy superb lovely bright clever".split()
 BAD = "bad poor awful sad dull broken grim silly".split()
 PLAIN = "the a film book day it was is very quite and story room walk tea".split()
 DOMAINS = ("films", "books", "tea")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Models this small lose more to threads waiting for each other than they gain."""
+    import torch
+    torch.set_num_threads(1)
 
 
 def _tokenizer(folder):
@@ -30,6 +33,7 @@ def _tokenizer(folder):
 @pytest.fixture(scope="session")
 def tiny_encoder(tmp_path_factory):
     """A folder with a BERT of 3 layers, width 32; its ``intermediate.dense`` is 48 × 32, not square."""
+    import torch
     from transformers import BertConfig, BertModel
     folder = tmp_path_factory.mktemp("tiny_encoder")
     vocabulary = _tokenizer(folder)
@@ -42,6 +46,7 @@ def tiny_encoder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_causal(tmp_path_factory):
     """A folder with a Llama of 3 layers, width 32; with two key-value heads its ``v_proj`` is 16 × 32."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     folder = tmp_path_factory.mktemp("tiny_causal")
     vocabulary = _tokenizer(folder)

@@ -28,8 +28,8 @@ CASES += [(m, {"lowrank.tau": 2, "lowrank.nested_ranks": (1, 0), "llm.adapter.ar
           for m in ("mfedloru", "pmfedloru")]
 CASES += [("pfedlora", {"lowrank.variant": 2}), ("fedhm", {"lowrank.rank_factors": (2, 8, 4)})]
 #: of the methods that can work on little: what they send beside the weights, and within the bytes of averaging
-CASES += [(m, {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": c}) for m in METHODS for c in (False, True)
-          if "fisher" in get_method_class(m).Params.__dataclass_fields__]
+CASES += [(m, {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": c}) for m in METHODS
+          for c in (False, True) if "fisher" in get_method_class(m).Params.__dataclass_fields__]
 TASKS = {"encoder": "SequenceClassification", "causal": "CausalLM", "vision": "ImageClassification"}
 #: every method with every kind of model that it takes
 EACH = [(m, task) for task in TASKS for m in METHODS if TASKS[task] in get_method_class(m).tasks]
@@ -285,7 +285,8 @@ def test_clients_of_different_ranks(make, monkeypatch, method, task, ranks):
     assert not any(r["failed"] for r in engine.run().history)
 
 
-@pytest.mark.parametrize("method", ENCODER)
+# A sum of halves, stacks, nets of other ranks, a solve; that part of the clients is enough for each method is above.
+@pytest.mark.parametrize("method", ("rolora", "flora", "fedhm", "fedfisher"))
 def test_clients_that_drop_out(make, method):
     engine = make("encoder", method, {"federate.client_num": 5, "lowrank.drop_rate": 0.4})
     history = engine.run().history
