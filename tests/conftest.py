@@ -18,6 +18,13 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def no_curves(monkeypatch):
+    """Runs draw no ``curves.png``, which takes longer than they do."""
+    import fs_lowrank.engines.common as common
+    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+
+
 def _tokenizer(folder):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -8,6 +8,8 @@ import fs_lowrank
 from benchmark.analysis import Seen, watch
 from benchmark.analysis import aggregation_error as ae
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 A, B = "x.lora_A.default.weight", "x.lora_B.default.weight"
 
 

@@ -8,6 +8,8 @@ import torch
 import fs_lowrank
 from benchmark.analysis import client_alignment as ca
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 A, B = "x.lora_A.default.weight", "x.lora_B.default.weight"
 
 

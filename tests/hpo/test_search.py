@@ -25,6 +25,8 @@ from hpo.storage import CONFIRM, load_study, open_storage
 from hpo.trial import one_test_set
 from hpo.worker import FRESH
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 
 def studies(options, name="s"):
     store = open_storage(options.where)
