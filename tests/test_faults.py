@@ -35,9 +35,8 @@ RUNS = {
 
 
 @pytest.fixture
-def make(settings, tmp_path, monkeypatch):
+def make(settings, tmp_path, no_curves):
     """``make(folder, **keys)``: an engine of 4 clients, 2 a round, 4 rounds; curves are not drawn."""
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
     common_keys = {"federate.client_num": 4, "federate.sample_client_num": 2, "train.local_update_steps": 2,
                    "eval.split": ["test"], "eval.freq": 2}
 

@@ -2,6 +2,7 @@
 import csv
 import json
 import os
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,12 +61,14 @@ def manager():
         return
     from lm_eval import tasks
     folder = Path(tasks.__file__).parent
-    few = tasks.TaskManager(include_defaults=False, include_path=[
+    few = partial(tasks.TaskManager, include_defaults=False, include_path=[
         folder / name for name in ("arc", "glue", "hellaswag", "humaneval", "mbpp", "mmlu", "openbookqa", "piqa",
                                    "siqa", "super_glue", "winogrande")])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_eval_tasks, "_manager", lambda: few)
-        yield few
+        patch.setattr(tasks, "TaskManager", few)
+        lm_eval_tasks._manager.cache_clear()
+        yield lm_eval_tasks._manager()
+    lm_eval_tasks._manager.cache_clear()
 
 
 @pytest.fixture(scope="module")

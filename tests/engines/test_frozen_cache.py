@@ -6,14 +6,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, FNetConfig, FNetModel
 
-import fs_lowrank.engines.common as common
 from fs_lowrank import UserError, load_config
 from fs_lowrank.engines.local import LocalEngine
 
 
 @pytest.fixture
-def make(settings, causal_settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+def make(settings, causal_settings, tmp_path, no_curves):
     made = []
 
     def make(task, keys):

@@ -12,9 +12,8 @@ from fs_lowrank.errors import UserError
 
 
 @pytest.fixture
-def run(settings, tmp_path, monkeypatch):
+def run(settings, tmp_path, monkeypatch, no_curves):
     """``run(**keys)``: a one-round run whose clients are kept; (the result, how many were trained)."""
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
     trained, real = [], common.train_client
 
     def spy(*args, **options):
@@ -136,8 +135,7 @@ def test_without_a_validation_split(settings, tmp_path):
     LocalEngine(load_config(settings, {"federate.method": "fedfisher", **keys}))
 
 
-def test_fedfisher_on_adapters(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+def test_fedfisher_on_adapters(settings, tmp_path, no_curves):
     for fisher in ("diag", "kfac"):
         result = fs_lowrank.run(load_config(settings, {
             "federate.method": "fedfisher", "llm.adapter.use": True, "lowrank.fisher": fisher,

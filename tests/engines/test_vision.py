@@ -11,9 +11,7 @@ from fs_lowrank.models.names import all_tensors, is_statistic
 
 
 @pytest.fixture
-def make(vision_settings, tmp_path, monkeypatch):
-    import fs_lowrank.engines.common as common
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+def make(vision_settings, tmp_path, no_curves):
 
     def make(name, keys=None, **callbacks):
         return LocalEngine(fs_lowrank.load_config(vision_settings, {

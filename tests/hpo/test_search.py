@@ -119,7 +119,7 @@ def test_every_sampler_and_pruner_is_made(config, name, sampler):
 @pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
 def test_every_pruner_stops_hopeless_trials(search, config, name):
     # From the second trial on the rate is so small that nothing is learned; the loss says so from the first round.
-    space = {"train.optimizer.lr": {"grid": [3e-2, *(k * 1e-7 for k in range(1, 6))]}}
+    space = {"train.optimizer.lr": {"grid": [3e-2, *(k * 1e-7 for k in range(1, 8))]}}
     options, _, _ = search(space, config.replace(**{"federate.total_round_num": 4, "train.local_update_steps": 4}),
                            sampler="grid", pruner=name, objectives=("val_loss",))
     found = trials(options)

@@ -41,6 +41,9 @@ from .wire import Parcel
 
 logger = logging.getLogger("federatedscope.lowrank")
 
+#: errors that keep their kind on the way from a process to the server's, the narrower first
+_FOR_USERS = (RunFailed, UserError)
+
 
 class ParallelRunner(StandaloneRunner):
     """The framework's standalone runner, with its clients in processes of their own.
@@ -151,8 +154,8 @@ class ParallelRunner(StandaloneRunner):
         if facts["kind"] == "done":
             site.idle = True
         elif facts["kind"] == "stopped":
-            kinds = {kind.__name__: kind for kind in (UserError, RunFailed)}
-            raise kinds.get(facts["error"], RuntimeError)(f"{site}: {facts['reason']}")
+            kind = next((kind for kind in _FOR_USERS if kind.__name__ == facts["error"]), RuntimeError)
+            raise kind(f"{site}: {facts['reason']}")
         elif facts["kind"] == "client":
             number = facts["client"]
             self.session.spent.update({int(n): spent for n, spent in facts["spent"].items()})
@@ -274,8 +277,8 @@ def serve(handle: int) -> None:
     except (EOFError, ConnectionError):
         return  # the server's process has ended, or ends this one
     except Exception as error:  # the server's process tells the user
-        send("stopped", error=type(error).__name__,
-             reason=str(error) if isinstance(error, UserError) else traceback.format_exc())
+        kind = next((kind.__name__ for kind in _FOR_USERS if isinstance(error, kind)), "")
+        send("stopped", error=kind, reason=str(error) if kind else traceback.format_exc())
     finally:
         close_session()
 

@@ -32,11 +32,9 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def quick(settings, tmp_path, monkeypatch):
+def quick(settings, tmp_path, no_curves):
     """``quick(name, **keys)``: the small classification run under an outdir of its own, without drawing curves."""
-    import fs_lowrank.engines.common as common
     from fs_lowrank import load_config
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
 
     def make(name, keys=None):
         return load_config(settings, {"train.local_update_steps": 2, "outdir": str(tmp_path / name), **(keys or {})})

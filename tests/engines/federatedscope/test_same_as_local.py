@@ -33,9 +33,7 @@ def test_standalone(quick, assert_same, method, keys, sample, share):
 
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
 @pytest.mark.parametrize("method", [m for m in fs_lowrank.list_methods() if m not in METHODS])
-def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, monkeypatch, method, share):
-    import fs_lowrank.engines.common as common
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, no_curves, method, share):
     keys = {"federate.method": method, "federate.client_num": 3, "federate.total_round_num": 2,
             "federate.sample_client_num": 2, "model.type": "lenet", "model.use_bias": False}
     if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:

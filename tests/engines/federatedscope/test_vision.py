@@ -9,9 +9,7 @@ pytestmark = pytest.mark.federatedscope
 
 
 @pytest.fixture
-def quick(vision_settings, tmp_path, monkeypatch):
-    import fs_lowrank.engines.common as common
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+def quick(vision_settings, tmp_path, no_curves):
     return lambda name, keys: fs_lowrank.load_config(vision_settings, {
         "train.local_update_steps": 2, "federate.total_round_num": 3, "outdir": str(tmp_path / name), **keys})
 

@@ -78,10 +78,8 @@ def test_a_wider_net_is_held_trained_and_sent(bench):
     torch.testing.assert_close(fresh(**batch).logits, ran.model(**batch).logits)
 
 
-def test_a_checkpoint_holds_the_wider_net(vision_settings, tmp_path, monkeypatch):
+def test_a_checkpoint_holds_the_wider_net(vision_settings, tmp_path, no_curves):
     import fs_lowrank
-    import fs_lowrank.engines.common as common
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
 
     def config(name):
         return fs_lowrank.load_config(vision_settings, {
