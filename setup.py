@@ -1,4 +1,5 @@
 """Package metadata of fs-lowrank."""
+
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -15,8 +16,19 @@ setup(
     packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
     package_data={"benchmark": ["suites/*.yaml"], "hpo": ["spaces/*.yaml"]},
     install_requires=[
-        "torch>=2.8", "transformers>=5.0", "peft>=0.18", "datasets>=4.0", "accelerate>=1.0", "safetensors>=0.5",
-        "numpy>=2.0", "pandas>=2.2", "filelock>=3.16", "pillow>=10", "pyyaml>=6.0", "rich>=13", "matplotlib>=3.8",
+        "torch>=2.8",
+        "transformers>=5.0",
+        "peft>=0.18",
+        "datasets>=4.0",
+        "accelerate>=1.0",
+        "safetensors>=0.5",
+        "numpy>=2.0",
+        "pandas>=2.2",
+        "filelock>=3.16",
+        "pillow>=10",
+        "pyyaml>=6.0",
+        "rich>=13",
+        "matplotlib>=3.8",
     ],
     extras_require={
         # The framework itself is on no package index; README says how to put a checkout of it on the path.
@@ -26,9 +38,25 @@ setup(
         # K-FAC needs curvlinops and backpack on top, with --no-deps: theirs would bring torchvision and another torch.
         "oneshot": ["scipy", "POT", "einops", "einconv", "linear_operator", "opt-einsum", "unfoldNd", "tqdm"],
         "gguf": ["gguf"],
-        "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "scikit-learn", "lm-eval>=0.4.13",
-                "optuna>=5.0", "plotly>=6", "cmaes>=0.11",
-                "scipy", "POT", "einops", "einconv", "linear_operator", "opt-einsum", "unfoldNd", "tqdm"],
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "scikit-learn",
+            "lm-eval>=0.4.13",
+            "optuna>=5.0",
+            "plotly>=6",
+            "cmaes>=0.11",
+            "scipy",
+            "POT",
+            "einops",
+            "einconv",
+            "linear_operator",
+            "opt-einsum",
+            "unfoldNd",
+            "tqdm",
+        ],
     },
     entry_points={"console_scripts": ["fs-lowrank = fs_lowrank.cli:main"]},
 )

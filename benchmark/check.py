@@ -1,4 +1,5 @@
 """Whether every job could run, found out before the first one starts."""
+
 from __future__ import annotations
 
 import os
@@ -60,8 +61,10 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
             note("writing", error)
     if problems:
         hint = "" if options.data else " (where data are missing: --data FOLDER, or FS_LOWRANK_DATA)"
-        raise UserError(f"nothing was started; {len(problems)} thing{'s' * (len(problems) > 1)} to put right{hint}:\n  "
-                        + "\n  ".join(problems))
+        raise UserError(
+            f"nothing was started; {len(problems)} thing{'s' * (len(problems) > 1)} to put right{hint}:\n  "
+            + "\n  ".join(problems)
+        )
 
 
 def _looks(job: Job, options: Options, found: dict[tuple, object]):
@@ -85,8 +88,11 @@ def _looks(job: Job, options: Options, found: dict[tuple, object]):
     tested = isinstance(job, Cell) and job.experiment.test == "once" and not config.data.splits[2]
     scored = isinstance(job, Cell) and bool(job.experiment.evaluation)
     if ("data", data) in found:
-        yield ("use of the data", (*data, config.federate.client_num, tested, scored),
-               lambda: _check_use(job, *found["data", data], tested, scored))
+        yield (
+            "use of the data",
+            (*data, config.federate.client_num, tested, scored),
+            lambda: _check_use(job, *found["data", data], tested, scored),
+        )
     model = (config.model.type, config.model.task)
     yield "model", model, lambda: _check_model(config)
     if ("model", model) in found and ("method", method) in found:
@@ -105,14 +111,20 @@ def _check_engine(engine: str) -> None:
 
 
 def _method(config: Config) -> Method:
-    return create_method(config.federate.method, adapter=config.adapter, rounds=config.federate.total_round_num,
-                         from_scratch=config.from_scratch, with_adapter=bool(config.llm.adapter.use),
-                         **config.method_params)
+    return create_method(
+        config.federate.method,
+        adapter=config.adapter,
+        rounds=config.federate.total_round_num,
+        from_scratch=config.from_scratch,
+        with_adapter=bool(config.llm.adapter.use),
+        **config.method_params,
+    )
 
 
 def _check_adapter(config: Config) -> None:
     """Whether the model has the layers and modules that the method is to work on, and is wide enough."""
     from fs_lowrank.models.build import build_skeleton
+
     try:
         _method(config).adapt(build_skeleton(config))
     except UserError as error:
@@ -122,6 +134,7 @@ def _check_adapter(config: Config) -> None:
 def _facts(config: Config) -> tuple[int, bool, bool]:
     """Rows to train on, whether there is an official test set, whether it is for a language model."""
     from fs_lowrank.data import CAUSAL_LM, load_raw
+
     raw = load_raw(config.data)
     return len(raw.train), raw.test is not None, raw.task == CAUSAL_LM
 
@@ -129,20 +142,26 @@ def _facts(config: Config) -> tuple[int, bool, bool]:
 def _check_use(job: Cell | Search, rows: int, official: bool, causal: bool, tested: bool, scored: bool) -> None:
     config = job.config
     if config.federate.client_num > rows:
-        raise UserError(f"federate.client_num = {config.federate.client_num}: {config.data.type} has only {rows} rows "
-                        "to train on")
+        raise UserError(
+            f"federate.client_num = {config.federate.client_num}: {config.data.type} has only {rows} rows to train on"
+        )
     if tested and not official:
-        raise UserError(f"data.splits = {list(config.data.splits)}: {config.data.type} has no test set of its own; "
-                        "give the last one a share, or say test: none")
+        raise UserError(
+            f"data.splits = {list(config.data.splits)}: {config.data.type} has no test set of its own; "
+            "give the last one a share, or say test: none"
+        )
     if scored and not causal:
-        raise UserError(f"evaluation: {job.experiment.evaluation[0]['scorer']} needs a language model, and "
-                        f"{config.data.type} makes a classifier")
+        raise UserError(
+            f"evaluation: {job.experiment.evaluation[0]['scorer']} needs a language model, and "
+            f"{config.data.type} makes a classifier"
+        )
 
 
 def _check_model(config: Config) -> None:
     from safetensors import SafetensorError, safe_open
 
     from fs_lowrank.models.build import build_tokenizer, locate, model_name
+
     if config.is_vision:
         return
     place = Path(locate(model_name(config.model.type)))
@@ -160,13 +179,16 @@ def _check_model(config: Config) -> None:
 def _check_search(search: Search) -> None:
     from hpo.settings import parse_objectives
     from hpo.space import space_from
+
     try:
         objectives = parse_objectives(search.spec.get("objective", "val_acc"))
     except UserError as error:
         raise UserError(f"learning_rates: search: {error}") from None
     if len(objectives) > 1:
-        raise UserError(f"learning_rates: search: objective = {','.join(objectives)}: expected one, val_acc or "
-                        "val_loss: a suite takes the best trial, and of two objectives there is a front")
+        raise UserError(
+            f"learning_rates: search: objective = {','.join(objectives)}: expected one, val_acc or "
+            "val_loss: a suite takes the best trial, and of two objectives there is a front"
+        )
     space = space_from(search.spec["space"], "learning_rates: search: space")
     for point in space.for_config(search.config).grid(search.config) if space.all_grid else ():
         search.config.replace(point)
@@ -174,9 +196,12 @@ def _check_search(search: Search) -> None:
 
 def _check_scorer(spec: dict, options: Options) -> None:
     from . import scorers
+
     if spec["scorer"] == "humaneval" and not permitted(spec, options.unsafe_code).get("run_unsafe_code"):
-        raise UserError("HumanEval executes code that the model writes, in a child process with limits on time, memory "
-                        "and network; give --unsafe-code to allow it")
+        raise UserError(
+            "HumanEval executes code that the model writes, in a child process with limits on time, memory "
+            "and network; give --unsafe-code to allow it"
+        )
     scorers.check(permitted(spec, options.unsafe_code), Path(options.data or "."))
 
 
@@ -184,6 +209,7 @@ def _check_script(module: str) -> None:
     from importlib.util import find_spec
 
     from fs_lowrank.data.fetch import resolve
+
     try:
         found = find_spec(module)
     except ImportError:
@@ -199,6 +225,7 @@ def _check_script(module: str) -> None:
 def weights_bytes(config: Config) -> float:
     """Bytes of the model's weights on disk, where they are in a folder; 0 where that is not known."""
     from fs_lowrank.models.build import locate, model_name
+
     if config.is_vision:
         return 0.0
     try:
@@ -220,9 +247,11 @@ def _check_memory(jobs: Sequence[Job], workers: int, gpus: Sequence[str]) -> Non
     free = available_bytes()
     if free is not None and needed * workers > free:
         fit = int(free // needed)
-        raise UserError(f"memory: {workers} worker{'s' * (workers > 1)} with {name or 'these models'} need about "
-                        f"{needed * workers / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
-                        + (f"try --workers {fit}" if fit else "this machine is too small for it"))
+        raise UserError(
+            f"memory: {workers} worker{'s' * (workers > 1)} with {name or 'these models'} need about "
+            f"{needed * workers / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            + (f"try --workers {fit}" if fit else "this machine is too small for it")
+        )
 
 
 def available_bytes() -> float | None:
@@ -240,6 +269,7 @@ def _check_gpus(gpus: Sequence[str]) -> None:
     if not gpus:
         return
     import torch
+
     count = torch.cuda.device_count()
     for gpu in gpus:
         if not gpu.isdigit() or int(gpu) >= count:

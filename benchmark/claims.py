@@ -3,6 +3,7 @@
 A verdict is ``holds``, ``does not hold``, or ``not tested at this size``, where a figure that the rule needs is missing
 and no other refutes it, or where one seed leaves the spread unknown that a difference must exceed.
 """
+
 from __future__ import annotations
 
 import math
@@ -18,16 +19,22 @@ HOLDS, FAILS, UNTESTED = "holds", "does not hold", "not tested at this size"
 
 #: condition -> the keys it needs besides ``metric`` and ``where``, and what it says
 RULES = {
-    "drops": (("methods", "along", "from", "to", "by"),
-              "the mean falls by more than `by` from one label of the axis to the other, and by more than the spread"),
-    "keeps": (("methods", "along", "from", "to", "within"),
-              "the mean falls by no more than `within`"),
-    "above": (("better", "than", "by"),
-              "the mean of `better` is above that of each of `than` by more than `by` and more than the spread"),
+    "drops": (
+        ("methods", "along", "from", "to", "by"),
+        "the mean falls by more than `by` from one label of the axis to the other, and by more than the spread",
+    ),
+    "keeps": (("methods", "along", "from", "to", "within"), "the mean falls by no more than `within`"),
+    "above": (
+        ("better", "than", "by"),
+        "the mean of `better` is above that of each of `than` by more than `by` and more than the spread",
+    ),
     "close": (("methods", "to", "within"), "the means differ by no more than `within`"),
     "ratio": (("of", "to", "about", "within"), "the quotient of the means is `about`, give or take `within`"),
-    "learns": (("methods", "by"), "the mean accuracy is above the majority class by more than `by`; else the claim is "
-                                  "not tested, for nothing was learned that could be lost"),
+    "learns": (
+        ("methods", "by"),
+        "the mean accuracy is above the majority class by more than `by`; else the claim is "
+        "not tested, for nothing was learned that could be lost",
+    ),
     "value": (("methods",), "the mean is at least `at_least`, at most `at_most`"),
 }
 _OPTIONAL = ("metric", "where", "at_least", "at_most", "lower_is_better", "spread")
@@ -98,8 +105,10 @@ def check_rule(condition: Any, where: str) -> None:
     known = ("is", *needs, *_OPTIONAL)
     for key in condition:
         if key not in known:
-            raise UserError(f"{where}: rule: {condition['is']}: unknown key {key!r}{nearest(key, known)}; "
-                            f"there are: {', '.join(known)}")
+            raise UserError(
+                f"{where}: rule: {condition['is']}: unknown key {key!r}{nearest(key, known)}; "
+                f"there are: {', '.join(known)}"
+            )
     for key in needs:
         if key not in condition:
             raise UserError(f"{where}: rule: {condition['is']}: {key!r} is missing")
@@ -148,8 +157,10 @@ def _beyond(gap: float, by: float, spread: float, seeds: bool, text: str) -> Con
 def _fall(condition: Mapping, look: Lookup):
     """Per method: both ends of the axis and the fall between them."""
     for method in condition["methods"]:
-        ends = [look(method, {**_where(condition), condition["along"]: str(condition[end])}, _metric(condition))
-                for end in ("from", "to")]
+        ends = [
+            look(method, {**_where(condition), condition["along"]: str(condition[end])}, _metric(condition))
+            for end in ("from", "to")
+        ]
         if None in ends:
             yield method, None, None, 0.0
         else:
@@ -164,8 +175,15 @@ def _drops(condition: Mapping, look: Lookup) -> list[Condition]:
         if first is None:
             found.append(_missing(at))
             continue
-        found.append(_beyond(fall, condition["by"], noise(first, last), None not in (first.std, last.std),
-                             f"{at}: {first} → {last}, falls"))
+        found.append(
+            _beyond(
+                fall,
+                condition["by"],
+                noise(first, last),
+                None not in (first.std, last.std),
+                f"{at}: {first} → {last}, falls",
+            )
+        )
     return found
 
 
@@ -173,9 +191,14 @@ def _keeps(condition: Mapping, look: Lookup) -> list[Condition]:
     found = []
     for method, first, last, fall in _fall(condition, look):
         at = f"{method}, {condition['along']} {condition['from']} → {condition['to']}"
-        found.append(_missing(at) if first is None else _condition(
-            fall <= condition["within"], f"{at}: {first} → {last}, falls by {fall:.4g} "
-                                         f"(asked: at most {condition['within']:g})"))
+        found.append(
+            _missing(at)
+            if first is None
+            else _condition(
+                fall <= condition["within"],
+                f"{at}: {first} → {last}, falls by {fall:.4g} (asked: at most {condition['within']:g})",
+            )
+        )
     return found
 
 
@@ -191,9 +214,15 @@ def _above(condition: Mapping, look: Lookup) -> list[Condition]:
             continue
         gap = sign * (better.mean - worse.mean)
         asked = condition.get("spread", True)
-        found.append(_beyond(gap, condition["by"], paired_noise(better, worse) if asked else 0,
-                             not asked or None not in (better.std, worse.std),
-                             f"{condition['better']} {better} against {other} {worse} {at}: ahead"))
+        found.append(
+            _beyond(
+                gap,
+                condition["by"],
+                paired_noise(better, worse) if asked else 0,
+                not asked or None not in (better.std, worse.std),
+                f"{condition['better']} {better} against {other} {worse} {at}: ahead",
+            )
+        )
     return found
 
 
@@ -206,8 +235,13 @@ def _close(condition: Mapping, look: Lookup) -> list[Condition]:
             found.append(_missing(f"{method} or {condition['to']}"))
         else:
             gap = abs(value.mean - to.mean)
-            found.append(_condition(gap <= condition["within"], f"{method} {value} and {condition['to']} {to}: "
-                                    f"differ by {gap:.4g} (asked: at most {condition['within']:g})"))
+            found.append(
+                _condition(
+                    gap <= condition["within"],
+                    f"{method} {value} and {condition['to']} {to}: "
+                    f"differ by {gap:.4g} (asked: at most {condition['within']:g})",
+                )
+            )
     return found
 
 
@@ -217,9 +251,13 @@ def _ratio(condition: Mapping, look: Lookup) -> list[Condition]:
     if of is None or to is None or to.mean == 0:
         return [_missing(f"{condition['of']} or {condition['to']}")]
     quotient = of.mean / to.mean
-    return [_condition(abs(quotient - condition["about"]) <= condition["within"],
-                       f"{metric}: {condition['of']} {of.mean:.5g} / {condition['to']} {to.mean:.5g} = {quotient:.4g} "
-                       f"(asked: {condition['about']:g} ± {condition['within']:g})")]
+    return [
+        _condition(
+            abs(quotient - condition["about"]) <= condition["within"],
+            f"{metric}: {condition['of']} {of.mean:.5g} / {condition['to']} {to.mean:.5g} = {quotient:.4g} "
+            f"(asked: {condition['about']:g} ± {condition['within']:g})",
+        )
+    ]
 
 
 def _value(condition: Mapping, look: Lookup) -> list[Condition]:
@@ -229,8 +267,11 @@ def _value(condition: Mapping, look: Lookup) -> list[Condition]:
         value = look(method, _where(condition), metric)
         bounds = (f"at least {low:g}", low > -math.inf), (f"at most {high:g}", high < math.inf)
         asked = " and ".join(words for words, given in bounds if given)
-        found.append(_missing(f"{metric} of {method}") if value is None else _condition(
-            low <= value.mean <= high, f"{metric} of {method}: {value} (asked: {asked})"))
+        found.append(
+            _missing(f"{metric} of {method}")
+            if value is None
+            else _condition(low <= value.mean <= high, f"{metric} of {method}: {value} (asked: {asked})")
+        )
     return found
 
 
@@ -242,12 +283,23 @@ def _learns(condition: Mapping, look: Lookup) -> list[Condition]:
             found.append(_missing(f"{method} or the majority class", first=True))
             continue
         gap = value.mean - majority.mean
-        found.append(Condition(
-            HOLDS if gap > condition["by"] else UNTESTED,
-            f"{method} learns: {value} against {majority.mean:.4g} for the majority class (asked: more than "
-            f"{condition['by']:g} above)", first=True))
+        found.append(
+            Condition(
+                HOLDS if gap > condition["by"] else UNTESTED,
+                f"{method} learns: {value} against {majority.mean:.4g} for the majority class (asked: more than "
+                f"{condition['by']:g} above)",
+                first=True,
+            )
+        )
     return found
 
 
-_JUDGES = {"drops": _drops, "keeps": _keeps, "above": _above, "close": _close, "ratio": _ratio, "learns": _learns,
-           "value": _value}
+_JUDGES = {
+    "drops": _drops,
+    "keeps": _keeps,
+    "above": _above,
+    "close": _close,
+    "ratio": _ratio,
+    "learns": _learns,
+    "value": _value,
+}

@@ -1,4 +1,5 @@
 """``python -m benchmark list | run SUITE… | report``."""
+
 from __future__ import annotations
 
 import argparse
@@ -25,12 +26,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def common(command: argparse.ArgumentParser, size: str = "small") -> None:
-        command.add_argument("--size", default=size, choices=(*SIZES, *({size} - set(SIZES))),
-                             help=f"default: {size}")
+        command.add_argument("--size", default=size, choices=(*SIZES, *({size} - set(SIZES))), help=f"default: {size}")
         command.add_argument("--engine", default="local", metavar="NAME", help="what runs it (default: local)")
         command.add_argument("--results", default="results", metavar="FOLDER", help="default: results")
-        command.add_argument("--data", default=os.environ.get("FS_LOWRANK_DATA", ""), metavar="FOLDER",
-                             help="where the data lie that are not fetched (default: $FS_LOWRANK_DATA)")
+        command.add_argument(
+            "--data",
+            default=os.environ.get("FS_LOWRANK_DATA", ""),
+            metavar="FOLDER",
+            help="where the data lie that are not fetched (default: $FS_LOWRANK_DATA)",
+        )
         command.add_argument("--only", default="", metavar="A,B", help="these experiments of the suite")
         command.add_argument("--methods", default="", metavar="A,B", help="these methods, in the suite or not")
 
@@ -62,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.do(args) or OK
     except UserError as error:
         from rich.markup import escape
+
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return WRONG_USE
     except BrokenPipeError:
@@ -75,15 +80,25 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
     from fs_lowrank.api import ENGINES
+
     if args.engine not in ENGINES:
-        raise UserError(f"--engine {args.engine}: no such engine{nearest(args.engine, ENGINES)}; there are: "
-                        f"{', '.join(ENGINES)}")
+        raise UserError(
+            f"--engine {args.engine}: no such engine{nearest(args.engine, ENGINES)}; there are: {', '.join(ENGINES)}"
+        )
     extra = {k: getattr(args, k) for k in ("work", "redo", "keep", "unsafe_code") if hasattr(args, k)}
     data = os.path.abspath(os.path.expanduser(args.data)) if args.data else ""
     if data and not os.path.isdir(data):
         raise UserError(f"--data {args.data}: there is no such folder")
-    return Options(tuple(suites), args.size, args.engine, args.results, data=data, only=_names(args.only),
-                   methods=_names(args.methods), **extra)
+    return Options(
+        tuple(suites),
+        args.size,
+        args.engine,
+        args.results,
+        data=data,
+        only=_names(args.only),
+        methods=_names(args.methods),
+        **extra,
+    )
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -93,8 +108,7 @@ def _list(args: argparse.Namespace) -> None:
             table.add_column(column, overflow="fold")
         for name in shipped():
             sizes = {size: load_suite(name, size) for size in SIZES}
-            table.add_row(name, sizes["small"].title,
-                          *(f"{len(s.experiments)} experiments" for s in sizes.values()))
+            table.add_row(name, sizes["small"].title, *(f"{len(s.experiments)} experiments" for s in sizes.values()))
         console.print(table)
         return
     for column in ("suite", "experiment", "what", "searches", "cells", "done", "took"):
@@ -112,8 +126,13 @@ def _list(args: argparse.Namespace) -> None:
             finished = [(j.kind, r) for j in rated if j is not None and (r := j.result(store)) is not None]
             done = sum(kind == "cells" for kind, _ in finished)
             took = sum(r["seconds_in_all"] for _, r in finished) / 60
-            table.add_row(name, experiment.name + " *" * experiment.extra, experiment.title,
-                          *map(str, (searches, len(jobs) - searches, done)), f"{took:.0f} min" if took else "")
+            table.add_row(
+                name,
+                experiment.name + " *" * experiment.extra,
+                experiment.title,
+                *map(str, (searches, len(jobs) - searches, done)),
+                f"{took:.0f} min" if took else "",
+            )
     console.print(table)
     console.print("took: the minutes of all that is done, one process; what experiments share counts for each")
     if any(" *" in str(cell) for cell in table.columns[1].cells):
@@ -124,6 +143,7 @@ def _gpus(text: str) -> tuple[str, ...]:
     if text != "all":
         return _names(text)
     import torch
+
     if not torch.cuda.device_count():
         raise UserError("--gpus all: torch finds no GPU here")
     return tuple(str(i) for i in range(torch.cuda.device_count()))
@@ -135,11 +155,17 @@ def _run(args: argparse.Namespace) -> int:
     if workers < 1:
         raise UserError(f"--workers {workers}: expected 1 or more")
     outcome = run(_options(args, args.suites), workers, gpus, console)
-    console.print(f"{outcome.finished} done, {len(outcome.failed)} failed, {outcome.remaining} remain, "
-                  f"{outcome.skipped} were done before", soft_wrap=True)
+    console.print(
+        f"{outcome.finished} done, {len(outcome.failed)} failed, {outcome.remaining} remain, "
+        f"{outcome.skipped} were done before",
+        soft_wrap=True,
+    )
     for failure in outcome.failed:
-        console.print(f"failed: {failure['suite']}/{failure['experiment']}  {failure['label']}: {failure['error']}",
-                      soft_wrap=True, markup=False)
+        console.print(
+            f"failed: {failure['suite']}/{failure['experiment']}  {failure['label']}: {failure['error']}",
+            soft_wrap=True,
+            markup=False,
+        )
     if outcome.interrupted:
         console.print("interrupted; the same command goes on where it stopped")
         return INTERRUPTED
@@ -149,5 +175,6 @@ def _run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> None:
     from .report import write_report
+
     for path in write_report(_options(args, args.suites)):
         console.print(str(path), soft_wrap=True)

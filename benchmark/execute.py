@@ -1,4 +1,5 @@
 """Does one job: trains and evaluates a cell, searches a learning rate, runs a script; gives what its JSON holds."""
+
 from __future__ import annotations
 
 import contextlib
@@ -41,12 +42,17 @@ def execute(job: Job, progress: Progress) -> dict:
     began = time.monotonic()
     do = {Cell: _cell, Search: _search, Script: _script}[type(job)]
     record = {**job.identity(), "status": "complete", **do(job, progress)}
-    return {**record, "seconds_in_all": round(time.monotonic() - began, 2),
-            "command": command(job.suite, job.experiment, job.options.engine), "versions": _versions(),
-            "machine": _machine()}
+    return {
+        **record,
+        "seconds_in_all": round(time.monotonic() - began, 2),
+        "command": command(job.suite, job.experiment, job.options.engine),
+        "versions": _versions(),
+        "machine": _machine(),
+    }
 
 
 # -- cells ---------------------------------------------------------------------------------------------
+
 
 def _cell(cell: Cell, progress: Progress) -> dict:
     import_all(cell.suite.imports)
@@ -59,18 +65,37 @@ def _cell(cell: Cell, progress: Progress) -> dict:
         metrics.update(test_once(config, result))
     scores = _scores(cell, config, result, progress)
     from fs_lowrank.runs.summary import per_client_and_round, seconds
+
     sent = per_client_and_round(result.history)
     record = {
-        "method": cell.method.label, "setting": dict(cell.setting), "seed": cell.seed, "engine": cell.options.engine,
-        "metrics": metrics, "scores": scores, "test": cell.experiment.test, "learning_rate": dict(cell.rate),
-        "rounds": len(result.history), "samples": samples_used(config),
+        "method": cell.method.label,
+        "setting": dict(cell.setting),
+        "seed": cell.seed,
+        "engine": cell.options.engine,
+        "metrics": metrics,
+        "scores": scores,
+        "test": cell.experiment.test,
+        "learning_rate": dict(cell.rate),
+        "rounds": len(result.history),
+        "samples": samples_used(config),
         "bytes": {**dict(result.bytes), "per_client_and_round": sent},
-        "seconds": seconds(result.history), "peak_memory_bytes": _peak(), "majority": result.facts["majority"],
-        "data": {"source": result.facts["source"].replace(cell.options.data or "\0", "$DATA"),
-                 "fingerprint": result.facts["data"], "clients": result.facts["clients"]},
-        "model": {"type": config.model.type, "fingerprint": result.facts["model"],
-                  "parameters": result.facts.get("parameters")},
-        "history": curve(result.history), "evaluation": list(cell.experiment.evaluation), "config": decisive(config)}
+        "seconds": seconds(result.history),
+        "peak_memory_bytes": _peak(),
+        "majority": result.facts["majority"],
+        "data": {
+            "source": result.facts["source"].replace(cell.options.data or "\0", "$DATA"),
+            "fingerprint": result.facts["data"],
+            "clients": result.facts["clients"],
+        },
+        "model": {
+            "type": config.model.type,
+            "fingerprint": result.facts["model"],
+            "parameters": result.facts.get("parameters"),
+        },
+        "history": curve(result.history),
+        "evaluation": list(cell.experiment.evaluation),
+        "config": decisive(config),
+    }
     return {**record, "head": head_of(record)}
 
 
@@ -105,9 +130,17 @@ def test_once(config: Config, result: RunResult) -> dict[str, float]:
     from fs_lowrank.data import build_data
     from fs_lowrank.models.build import build_tokenizer
     from fs_lowrank.training import evaluate
-    lone = config.replace({
-        "federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1,
-        "lowrank.min_clients": 1, "data.splitter": "iid", "data.splitter_args": []})
+
+    lone = config.replace(
+        {
+            "federate.client_num": 1,
+            "federate.sample_client_num": -1,
+            "federate.sample_client_rate": -1,
+            "lowrank.min_clients": 1,
+            "data.splitter": "iid",
+            "data.splitter_args": [],
+        }
+    )
     held_out = build_data(lone, build_tokenizer(config)).test
     if held_out is None:
         raise UserError(f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share")
@@ -134,8 +167,11 @@ def curve(history: list[dict]) -> dict:
         if record["metrics"]:
             flat = {f"{s}_{n}": round(v, _DIGITS) for s, values in record["metrics"].items() for n, v in values.items()}
             points.append({"round": record["round"], "seconds": round(spent, 3), **total, **flat})
-    return {"loss": [round(r["loss"], _DIGITS) for r in history], "evaluated": points,
-            "failed_clients": sum(len(r["failed"]) for r in history)}
+    return {
+        "loss": [round(r["loss"], _DIGITS) for r in history],
+        "evaluated": points,
+        "failed_clients": sum(len(r["failed"]) for r in history),
+    }
 
 
 def _scores(cell: Cell, config: Config, result: RunResult, progress: Progress) -> dict:
@@ -145,13 +181,15 @@ def _scores(cell: Cell, config: Config, result: RunResult, progress: Progress) -
     from fs_lowrank.models.build import build_tokenizer
 
     from . import scorers
+
     tokenizer = build_tokenizer(config)
     found: dict[str, dict] = {}
     for spec in cell.experiment.evaluation:
         progress({"doing": spec["scorer"]})
         spec = permitted(spec, cell.options.unsafe_code)
         found.setdefault(spec["scorer"], {}).update(
-            scorers.score(result.model, tokenizer, spec, Path(cell.options.data or ".")))
+            scorers.score(result.model, tokenizer, spec, Path(cell.options.data or "."))
+        )
     return found
 
 
@@ -162,21 +200,35 @@ def permitted(spec: dict, unsafe_code: bool) -> dict:
 
 # -- searches ------------------------------------------------------------------------------------------
 
+
 def _search(search: Search, progress: Progress) -> dict:
     import hpo
     from hpo.cli import main as hpo_main
     from hpo.plots import points_of
     from hpo.storage import load_study, open_storage
+
     import_all(search.suite.imports)
     folder = search.folder
     folder.mkdir(parents=True, exist_ok=True)
     space_file, best = folder / "space.json", folder / "best.yaml"
     space_file.write_text(json.dumps(search.spec["space"]))  # JSON is YAML
     progress({"doing": "search"})
-    options = hpo.Search("search", objectives=(search.spec.get("objective", "val_acc"),), folder=folder, workers=0,
-                         seeds=search.spec.get("seeds", 1), confirm=0, engine=search.options.engine, retry_failed=True)
-    ended = hpo.tune(search.config, hpo.load_space(str(space_file)), options,
-                     say=lambda text: progress({"doing": text.splitlines()[0][:60]}))
+    options = hpo.Search(
+        "search",
+        objectives=(search.spec.get("objective", "val_acc"),),
+        folder=folder,
+        workers=0,
+        seeds=search.spec.get("seeds", 1),
+        confirm=0,
+        engine=search.options.engine,
+        retry_failed=True,
+    )
+    ended = hpo.tune(
+        search.config,
+        hpo.load_space(str(space_file)),
+        options,
+        say=lambda text: progress({"doing": text.splitlines()[0][:60]}),
+    )
     if ended.how != "done":
         raise Interrupted
     study = load_study(open_storage(options.where), "search")
@@ -189,13 +241,23 @@ def _search(search: Search, progress: Progress) -> dict:
         raise UserError("no trial of the search completed: " + (broken[0][1] if broken else "none was started"))
     found = hpo.read_header(best)
     tried = sorted(({**p.point, "value": p.value} for p in points_of(study)), key=lambda p: json.dumps(p))
-    return {"method": search.method.label, "setting": dict(search.setting), "engine": search.options.engine,
-            "objective": found["objectives"][0], "winner": {"point": found["point"], "values": found["values"]},
-            "tried": tried, "diverged": len(broken), "budget": found["budget"], "trials": found["trials"],
-            "space": search.spec["space"], "config": decisive(search.config)}
+    return {
+        "method": search.method.label,
+        "setting": dict(search.setting),
+        "engine": search.options.engine,
+        "objective": found["objectives"][0],
+        "winner": {"point": found["point"], "values": found["values"]},
+        "tried": tried,
+        "diverged": len(broken),
+        "budget": found["budget"],
+        "trials": found["trials"],
+        "space": search.spec["space"],
+        "config": decisive(search.config),
+    }
 
 
 # -- scripts -------------------------------------------------------------------------------------------
+
 
 def _script(job: Script, progress: Progress) -> dict:
     out = Path(job.options.work) / job.key
@@ -205,8 +267,12 @@ def _script(job: Script, progress: Progress) -> dict:
     root = str(Path(__file__).resolve().parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, "-m", job.experiment.script, *job.experiment.args, "--out", str(out)], env=environment,
-        stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+        [sys.executable, "-m", job.experiment.script, *job.experiment.args, "--out", str(out)],
+        env=environment,
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         _, errors = process.communicate()
     except BaseException:
@@ -225,8 +291,14 @@ def _script(job: Script, progress: Progress) -> dict:
         shutil.copy(path, kept / path.name)
         files.append(str((kept / path.name).relative_to(job.options.results)))
     metrics = {name: quotient(found, path) for name, path in job.experiment.values.items()}
-    return {"method": job.experiment.script.rpartition(".")[2], "setting": {}, "seed": 0, "metrics": metrics,
-            "scores": {}, "files": files}
+    return {
+        "method": job.experiment.script.rpartition(".")[2],
+        "setting": {},
+        "seed": 0,
+        "metrics": metrics,
+        "scores": {},
+        "files": files,
+    }
 
 
 def quotient(found: dict, path: str) -> float:
@@ -248,8 +320,9 @@ def dig(found: dict, path: str) -> float:
             items = node if isinstance(node, dict) else dict(enumerate(node)) if isinstance(node, list) else {}
             by_name = {str(k): v for k, v in items.items()}
             if part != "*" and part not in by_name:
-                raise UserError(f"values: {path}: there is no {part!r}, only "
-                                f"{', '.join(list(by_name)[:12]) or 'a value'}")
+                raise UserError(
+                    f"values: {path}: there is no {part!r}, only {', '.join(list(by_name)[:12]) or 'a value'}"
+                )
             step += list(by_name.values()) if part == "*" else [by_name[part]]
         nodes = step
     if not nodes or not all(isinstance(n, (int, float)) for n in nodes):
@@ -259,17 +332,20 @@ def dig(found: dict, path: str) -> float:
 
 # -- the machine ---------------------------------------------------------------------------------------
 
+
 def _forget_peak() -> None:
     """Start the peak of memory anew: a worker takes many cells."""
     with contextlib.suppress(OSError):  # not every kernel allows it; then the peak is the worker's
         Path("/proc/self/clear_refs").write_text("5")
     import torch
+
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def _peak() -> dict:
     import torch
+
     peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     with contextlib.suppress(OSError):  # there is no /proc but on Linux
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -282,10 +358,15 @@ def _peak() -> dict:
 
 def _versions() -> dict:
     from fs_lowrank.runs.environment import versions
+
     return versions()
 
 
 def _machine() -> dict:
     import torch
-    return {"cores": os.cpu_count(), "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+
+    return {
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }

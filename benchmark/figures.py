@@ -1,4 +1,5 @@
 """The report's pictures."""
+
 from __future__ import annotations
 
 import statistics
@@ -8,8 +9,18 @@ from pathlib import Path
 
 from .results import Found, scale_of, title_of
 
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f",
-            "#bcbd22")
+_COLOURS = (
+    "#1f77b4",
+    "#d62728",
+    "#2ca02c",
+    "#9467bd",
+    "#ff7f0e",
+    "#17becf",
+    "#8c564b",
+    "#e377c2",
+    "#7f7f7f",
+    "#bcbd22",
+)
 _MARKERS = "osD^vP*X<>"
 #: panels side by side
 _COLUMNS = 4
@@ -20,9 +31,13 @@ def draw_all(found: Found, folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{found.suite.name}-{found.suite.size}-{found.experiment.name}"
     drawn = {}
-    for title, name, draw in (("", "axis", _along_axis), ("Learning curves", "curves", _curves),
-                              ("Accuracy against bytes", "traffic", _traffic), ("Bytes by method", "bytes", _bytes),
-                              ("Learning rates tried", "rates", _rates)):
+    for title, name, draw in (
+        ("", "axis", _along_axis),
+        ("Learning curves", "curves", _curves),
+        ("Accuracy against bytes", "traffic", _traffic),
+        ("Bytes by method", "bytes", _bytes),
+        ("Learning rates tried", "rates", _rates),
+    ):
         figure = draw(found)
         if figure is not None:
             path = folder / f"{stem}-{name}.png"
@@ -33,8 +48,10 @@ def draw_all(found: Found, folder: Path) -> dict[str, Path]:
 
 def _figure(width: float, height: float):
     import matplotlib
+
     matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -62,8 +79,14 @@ def _along_axis(found: Found):
     for method in found.methods:
         points = [(x, found.figure(method, c, metric)) for x, c in zip(at, columns)]
         points = [(x, f) for x, f in points if f is not None]
-        axes.errorbar([x for x, _ in points], [f.mean * scale for _, f in points],
-                      [(f.std or 0) * scale for _, f in points], label=method, capsize=3, **_style(found, method))
+        axes.errorbar(
+            [x for x, _ in points],
+            [f.mean * scale for _, f in points],
+            [(f.std or 0) * scale for _, f in points],
+            label=method,
+            capsize=3,
+            **_style(found, method),
+        )
     axes.set(xlabel=name, ylabel=title_of(metric), title=found.experiment.title)
     axes.set_xticks(at, columns)
     majority = _majority(found)
@@ -83,8 +106,11 @@ def curve_metric(found: Found) -> str | None:
     points = [p for rs in found.records.values() for r in rs for p in r.get("history", {}).get("evaluated", ())]
     there = {name for p in points for name in p}
     causal = _majority(found) is None and not any(n in there for n in ("client_test_acc",))
-    names = ("val_loss", "test_loss") if causal and "val_loss" in there else (
-        "val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss")
+    names = (
+        ("val_loss", "test_loss")
+        if causal and "val_loss" in there
+        else ("val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss")
+    )
     return next((n for n in names if n in there), None)
 
 
@@ -105,6 +131,7 @@ def _axis_title(found: Found, column: str) -> str:
 
 def _lines(found: Found, title: str, x_label: str, x_of, log: bool = False):
     from matplotlib.ticker import LogLocator, MaxNLocator
+
     metric = curve_metric(found)
     if metric is None or not found.columns:
         return None
@@ -112,8 +139,11 @@ def _lines(found: Found, title: str, x_label: str, x_of, log: bool = False):
     figure, panels = _grid(found, title)
     for index, (axes, column) in enumerate(zip(panels, found.columns)):
         for method in found.methods:
-            runs = [[(x_of(p), p[metric] * scale) for p in r["history"]["evaluated"] if metric in p]
-                    for r in found.records.get((method, column), ()) if "history" in r]
+            runs = [
+                [(x_of(p), p[metric] * scale) for p in r["history"]["evaluated"] if metric in p]
+                for r in found.records.get((method, column), ())
+                if "history" in r
+            ]
             runs = [run for run in runs if run]
             if not runs:
                 continue
@@ -136,8 +166,9 @@ def _lines(found: Found, title: str, x_label: str, x_of, log: bool = False):
             axes.set_ylabel(title_of(metric))
         axes.grid(alpha=0.3)
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels())}
-    panels[0].figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6),
-                            fontsize=8)
+    panels[0].figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6), fontsize=8
+    )
     return figure
 
 
@@ -148,8 +179,13 @@ def _curves(found: Found):
 def _traffic(found: Found):
     if not any("history" in r for rs in found.records.values() for r in rs):
         return None
-    return _lines(found, "against bytes", "megabytes so far, all clients, both directions",
-                  lambda p: max((p["uplink"] + p["downlink"]) / 1e6, 1e-4), log=True)
+    return _lines(
+        found,
+        "against bytes",
+        "megabytes so far, all clients, both directions",
+        lambda p: max((p["uplink"] + p["downlink"]) / 1e6, 1e-4),
+        log=True,
+    )
 
 
 def _bytes(found: Found):
@@ -160,10 +196,12 @@ def _bytes(found: Found):
         return None
     figure = _figure(7, 0.42 * len(names) + 1.7)
     axes, left = figure.subplots(), [0.0] * len(names)
-    parts = {"up, without head": [found.figure(m, columns[0], "uplink_without_head").mean for m in names],
-             "up, head": [_head(found, m, columns[0], "uplink") for m in names],
-             "down, without head": [found.figure(m, columns[0], "downlink_without_head").mean for m in names],
-             "down, head": [_head(found, m, columns[0], "downlink") for m in names]}
+    parts = {
+        "up, without head": [found.figure(m, columns[0], "uplink_without_head").mean for m in names],
+        "up, head": [_head(found, m, columns[0], "uplink") for m in names],
+        "down, without head": [found.figure(m, columns[0], "downlink_without_head").mean for m in names],
+        "down, head": [_head(found, m, columns[0], "downlink") for m in names],
+    }
     for (label, sizes), colour in zip(parts.items(), ("#1f77b4", "#aec7e8", "#2ca02c", "#98df8a")):
         axes.barh(names, [s / 1e3 for s in sizes], left=[x / 1e3 for x in left], color=colour, label=label)
         left = [a + b for a, b in zip(left, sizes)]

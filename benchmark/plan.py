@@ -1,4 +1,5 @@
 """What a suite asks for, as jobs: searches of learning rates, cells that train, scripts. Knows what is done already."""
+
 from __future__ import annotations
 
 import itertools
@@ -79,8 +80,13 @@ class Job:
 
     def identity(self) -> dict:
         """What a result file says of where it belongs."""
-        return {"suite": self.suite.name, "size": self.suite.size, "experiment": self.experiment.name,
-                "label": self.label, "hash": self.key}
+        return {
+            "suite": self.suite.name,
+            "size": self.suite.size,
+            "experiment": self.experiment.name,
+            "label": self.label,
+            "hash": self.key,
+        }
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,13 @@ class Cell(Job):
         found = self.search.result(store)
         if found is None:
             return None
-        rate = {"from": "search", "search": found["hash"], "point": found["winner"]["point"],
-                "validation": found["winner"]["values"], "budget": found["budget"]}
+        rate = {
+            "from": "search",
+            "search": found["hash"],
+            "point": found["winner"]["point"],
+            "validation": found["winner"]["values"],
+            "budget": found["budget"],
+        }
         cell = replace(self, unrated=self.unrated.replace(found["winner"]["point"]), search=None, rate=rate)
         self.__dict__["_rated"] = cell  # asked for again and again; what a search found does not change
         return cell
@@ -151,8 +162,13 @@ class Cell(Job):
     def key(self) -> str:
         """Before the search is done, of the search and the rest."""
         evaluation = [{k: v for k, v in e.items() if k not in _PERMISSIONS} for e in self.experiment.evaluation]
-        content = {"config": _own(self.config), "evaluation": evaluation, "test": self.experiment.test,
-                   **_content(self), **_engine(self.options)}
+        content = {
+            "config": _own(self.config),
+            "evaluation": evaluation,
+            "test": self.experiment.test,
+            **_content(self),
+            **_engine(self.options),
+        }
         return digest(content if self.search is None else {**content, "waits_for": self.search.key})
 
 
@@ -168,8 +184,13 @@ class Script(Job):
 
     @cached_property
     def key(self) -> str:
-        return digest({"script": self.experiment.script, "args": list(self.experiment.args),
-                       "values": dict(self.experiment.values)})
+        return digest(
+            {
+                "script": self.experiment.script,
+                "args": list(self.experiment.args),
+                "values": dict(self.experiment.values),
+            }
+        )
 
 
 def _content(job: Search | Cell) -> dict:
@@ -205,6 +226,7 @@ def _engine(options: Options) -> dict:
 
 # -- from suites to jobs -------------------------------------------------------------------------------
 
+
 def plan(options: Options, extra: bool = False) -> list[Job]:
     """Every job of every suite, each once, searches before the cells that wait for them.
 
@@ -222,8 +244,10 @@ def plan(options: Options, extra: bool = False) -> list[Job]:
             for job in jobs_of(suite, experiment, options, extra):
                 jobs.setdefault(job.key, job)
     if not jobs:
-        raise UserError(f"{', '.join(options.suites)}: every experiment there is extra; name one by --only: "
-                        f"{', '.join(name for suite in suites for name in suite.experiments)}")
+        raise UserError(
+            f"{', '.join(options.suites)}: every experiment there is extra; name one by --only: "
+            f"{', '.join(name for suite in suites for name in suite.experiments)}"
+        )
     return list(jobs.values())
 
 
@@ -232,8 +256,10 @@ def check_only(suites: Sequence[Suite], options: Options) -> None:
     there = [name for suite in suites for name in suite.experiments]
     for name in options.only:
         if name not in there:
-            raise UserError(f"--only {name}: {', '.join(s.name for s in suites)} ({options.size}) has no such "
-                            f"experiment{nearest(name, there)}; there are: {', '.join(there)}")
+            raise UserError(
+                f"--only {name}: {', '.join(s.name for s in suites)} ({options.size}) has no such "
+                f"experiment{nearest(name, there)}; there are: {', '.join(there)}"
+            )
 
 
 def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Experiment]:
@@ -244,8 +270,9 @@ def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Exper
 def command(suite: Suite, experiment: Experiment, engine: str) -> str:
     """What runs an experiment."""
     name = suite.name if suite.path.parent.name == "suites" else suite.path.name
-    return (f"python -m benchmark run {name} --size {suite.size} --only {experiment.name}"
-            + (f" --engine {engine}" if engine != "local" else ""))
+    return f"python -m benchmark run {name} --size {suite.size} --only {experiment.name}" + (
+        f" --engine {engine}" if engine != "local" else ""
+    )
 
 
 def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool = True) -> list[Job]:
@@ -254,8 +281,12 @@ def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool 
         return [Script(suite, experiment, options)]
     import_all(suite.imports)
     searches: dict[tuple, Search] = {}
-    cells = [_cell(suite, experiment, options, method, setting, seed, searches) for seed, setting, method in
-             itertools.product(experiment.seeds, settings(experiment), methods_of(experiment, options, extra))]
+    cells = [
+        _cell(suite, experiment, options, method, setting, seed, searches)
+        for seed, setting, method in itertools.product(
+            experiment.seeds, settings(experiment), methods_of(experiment, options, extra)
+        )
+    ]
     return [*searches.values(), *cells]
 
 
@@ -276,16 +307,25 @@ def methods_of(experiment: Experiment, options: Options, extra: bool = True) -> 
     return [by_label.get(name, MethodEntry(name, name, {})) for name in options.methods]
 
 
-def _cell(suite: Suite, experiment: Experiment, options: Options, method: MethodEntry, setting: Mapping[str, str],
-          seed: int, searches: dict[tuple, Search]) -> Cell:
+def _cell(
+    suite: Suite,
+    experiment: Experiment,
+    options: Options,
+    method: MethodEntry,
+    setting: Mapping[str, str],
+    seed: int,
+    searches: dict[tuple, Search],
+) -> Cell:
     rates, where = experiment.rates, f"{suite.path.name}: {suite.size}: {experiment.name}: {method.label}"
     search, rate = None, {"from": "the suite's config, one for all methods", "budget": None}
     try:
         keys = _keys(experiment, options, method, setting)
         if rates and "table" in rates:
             if method.label not in rates["table"] and "default" not in rates["table"]:
-                raise UserError(f"learning_rates: table has no rate for {method.label}; there are: "
-                                f"{', '.join(rates['table'])}; give it one, or a default, or a search")
+                raise UserError(
+                    f"learning_rates: table has no rate for {method.label}; there are: "
+                    f"{', '.join(rates['table'])}; give it one, or a default, or a search"
+                )
             keys[_RATE] = rates["table"].get(method.label, rates["table"].get("default"))
             rate = {"from": "table", "budget": rates["budget"], "found_by": rates.get("found_by", "")}
         elif rates:
@@ -293,8 +333,9 @@ def _cell(suite: Suite, experiment: Experiment, options: Options, method: Method
             at = method.label, tuple(place.items())
             search = searches.get(at) or _search(suite, experiment, options, method, place)
             searches[at] = search
-        config = _config({**keys, "seed": seed}, experiment.samples, experiment.evaluations, experiment.test,
-                         options.work)
+        config = _config(
+            {**keys, "seed": seed}, experiment.samples, experiment.evaluations, experiment.test, options.work
+        )
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     rate["point"] = {_RATE: config.train.optimizer.lr}
@@ -312,19 +353,23 @@ def _place(experiment: Experiment, setting: Mapping[str, str]) -> dict[str, str]
     for name, labels in experiment.axes.items():
         place[name] = setting[name] if name in each else at.get(name, next(iter(labels)))
         if place[name] not in labels:
-            raise UserError(f"learning_rates: search: at: {name} has no {place[name]!r}; there are: "
-                            f"{', '.join(labels)}")
+            raise UserError(
+                f"learning_rates: search: at: {name} has no {place[name]!r}; there are: {', '.join(labels)}"
+            )
     return place
 
 
-def _search(suite: Suite, experiment: Experiment, options: Options, method: MethodEntry,
-            place: Mapping[str, str]) -> Search:
+def _search(
+    suite: Suite, experiment: Experiment, options: Options, method: MethodEntry, place: Mapping[str, str]
+) -> Search:
     spec = experiment.rates["search"]
     keys = lay(_keys(experiment, options, method, place), {"eval.freq": 0, **flatten(spec.get("config", {}))})
     keys["seed"] = int(spec.get("seed", 100))
     if keys["seed"] in experiment.seeds:
-        raise UserError(f"learning_rates: search: its seed {keys['seed']} is one of the cells' seeds; give it another "
-                        "'seed', or it chooses by the very run that is reported")
+        raise UserError(
+            f"learning_rates: search: its seed {keys['seed']} is one of the cells' seeds; give it another "
+            "'seed', or it chooses by the very run that is reported"
+        )
     config = _config(keys, spec.get("samples", experiment.samples), None, "none", options.work)
     return Search(suite, experiment, options, method, dict(place), config)
 
@@ -356,16 +401,22 @@ def make_training_file(job: Job) -> None:
         UserError: the training files that it is made of are missing.
     """
     from .scorers.commonsense import training_file
+
     made, path = job.experiment.training_file, Path(job.options.work) / "data" / _training_file(job.experiment)
     if not path.exists():
-        training_file(Path(job.options.data or "."), path, made.get("per_task"), int(made.get("seed", 0)),
-                      made.get("tasks", ()))
+        training_file(
+            Path(job.options.data or "."), path, made.get("per_task"), int(made.get("seed", 0)), made.get("tasks", ())
+        )
 
 
 def samples_a_round(config: Config) -> int:
     """What the clients of a round train on together, counting a sample as often as it is used."""
-    return (config.sampled_per_round * config.train.local_update_steps * config.dataloader.batch_size
-            * config.grad.grad_accum_count)
+    return (
+        config.sampled_per_round
+        * config.train.local_update_steps
+        * config.dataloader.batch_size
+        * config.grad.grad_accum_count
+    )
 
 
 def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | None, test: str, work: str) -> Config:
@@ -378,21 +429,26 @@ def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | Non
     rounds = config.federate.total_round_num
     if samples:
         if config.train.batch_or_epoch != "batch":
-            raise UserError("samples: a budget of samples needs train.batch_or_epoch batch; give "
-                            "federate.total_round_num instead")
+            raise UserError(
+                "samples: a budget of samples needs train.batch_or_epoch batch; give federate.total_round_num instead"
+            )
         of_a_round = samples_a_round(config)
         if of_a_round > samples:
-            raise UserError(f"samples = {samples} is less than one round takes, {of_a_round}: "
-                            f"{config.sampled_per_round} clients × {config.train.local_update_steps} steps × "
-                            f"{config.dataloader.batch_size}")
+            raise UserError(
+                f"samples = {samples} is less than one round takes, {of_a_round}: "
+                f"{config.sampled_per_round} clients × {config.train.local_update_steps} steps × "
+                f"{config.dataloader.batch_size}"
+            )
         rounds = samples // of_a_round
         changes["federate.total_round_num"] = rounds
     if evaluations:
         changes["eval.freq"] = max(1, rounds // evaluations)
     if test != "rounds":
         if not config.data.splits[1]:
-            raise UserError(f"data.splits = {list(config.data.splits)}: curves and rates go by validation data; give "
-                            "the middle one a share")
+            raise UserError(
+                f"data.splits = {list(config.data.splits)}: curves and rates go by validation data; give "
+                "the middle one a share"
+            )
         changes["eval.split"] = ["val"]
     if config.data.splits[2] and "lowrank.test_seed" not in keys:
         changes["lowrank.test_seed"] = 0  # else the search's validation data lie in the cells' test sets

@@ -1,4 +1,5 @@
 """``python -m benchmark report``: one report in Markdown and HTML, and its pictures, from the results on disk."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -66,8 +67,9 @@ def write_report(options: Options) -> list[Path]:
             claims += [(claim, suite, *judged[claim]) for claim in judged]
             body += _suite(suite, found, judged, root)
     if not body:
-        raise UserError(f"{root} holds no result of {', '.join(names)}; run a suite first: python -m benchmark run "
-                        f"{names[0]}")
+        raise UserError(
+            f"{root} holds no result of {', '.join(names)}; run a suite first: python -m benchmark run {names[0]}"
+        )
     blocks = [heading("Benchmark report", 1), *_preface(options), *_summary(claims), *body, *_damaged(store, used)]
     write_text(root / "report.md", markdown(blocks))
     write_text(root / "report.html", page(blocks))
@@ -76,15 +78,20 @@ def write_report(options: Options) -> list[Path]:
 
 def _preface(options: Options) -> list[Block]:
     engine = "" if options.engine == "local" else f" --engine {options.engine}"
-    return [text(f"Written by `python -m benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
-                 "`failed/`. Figures are mean ± standard deviation over seeds; **bold** is ahead of every other method "
-                 "by more than the standard deviation of their differences by seed. Rates are chosen on validation "
-                 "data; the test set is scored after the last round, unless it says otherwise. The papers' figures "
-                 "stand beside ours with their setting: where ours is smaller, the order and the gap compare, the "
-                 "figure does not.")]
+    return [
+        text(
+            f"Written by `python -m benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
+            "`failed/`. Figures are mean ± standard deviation over seeds; **bold** is ahead of every other method "
+            "by more than the standard deviation of their differences by seed. Rates are chosen on validation "
+            "data; the test set is scored after the last round, unless it says otherwise. The papers' figures "
+            "stand beside ours with their setting: where ours is smaller, the order and the gap compare, the "
+            "figure does not."
+        )
+    ]
 
 
 # -- claims --------------------------------------------------------------------------------------------
+
 
 def judged_claims(suite: Suite, found: dict[str, Found]) -> dict[str, tuple[str, list[tuple[str, list[Condition]]]]]:
     """Claim -> its verdict, and for each experiment that is there the conditions."""
@@ -107,10 +114,15 @@ def _summary(claims: list) -> list[Block]:
     if not claims:
         return []
     rows = [("claim", "suite", "size", "verdict")]
-    rows += [(suite.claims[name]["says"], suite.name, suite.size if suite.sized else "", f"**{overall}**")
-             for name, suite, overall, _ in claims]
-    return [heading("The papers' claims", 2), text("Every verdict comes from the rule in the suite; the figures behind "
-            "it stand under the suite."), table(rows)]
+    rows += [
+        (suite.claims[name]["says"], suite.name, suite.size if suite.sized else "", f"**{overall}**")
+        for name, suite, overall, _ in claims
+    ]
+    return [
+        heading("The papers' claims", 2),
+        text("Every verdict comes from the rule in the suite; the figures behind it stand under the suite."),
+        table(rows),
+    ]
 
 
 def _claims(suite: Suite, judged: dict) -> list[Block]:
@@ -138,6 +150,7 @@ def _plain(value) -> str:
 
 # -- suites --------------------------------------------------------------------------------------------
 
+
 def _suite(suite: Suite, found: dict[str, Found], judged: dict, root: Path) -> list[Block]:
     blocks = [heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
     blocks += [text(t) for t in (suite.source, suite.note) if t]
@@ -155,8 +168,13 @@ def _experiment(found: Found, root: Path) -> list[Block]:
         blocks.append(text(experiment.note))
     blocks.append(text(_setting(found)))
     if found.cells < found.wanted:
-        blocks.append(text(f"**{found.cells} of {found.wanted} cells are there"
-                           + (f", {len(found.failed)} failed" if found.failed else "") + ".**"))
+        blocks.append(
+            text(
+                f"**{found.cells} of {found.wanted} cells are there"
+                + (f", {len(found.failed)} failed" if found.failed else "")
+                + ".**"
+            )
+        )
     if experiment.script:
         return blocks + _script(found) + _failures(found)
     if not found.cells:
@@ -180,24 +198,35 @@ def _setting(found: Found) -> str:
     rounds = sorted({r["rounds"] for r in records})
     heads = sorted({head_of(r) for r in records})
     steps = "steps" if config["train.batch_or_epoch"] == "batch" else "epochs"
-    parts = [f"Data: {first['data']['source']}", f"model `{first['model']['type']}`",
-             f"clients train on {_range(samples)} samples in all" if samples else "",
-             f"{_range(rounds)} rounds", f"batch {config['dataloader.batch_size']}",
-             f"{config['train.local_update_steps']} local {steps}",
-             f"{config['train.optimizer.type']}", f"split `{config['data.splitter']}`",
-             f"seeds {', '.join(map(str, seeds))}", f"head: {' / '.join(heads)}",
-             f"majority class {100 * first['majority']:.1f} %" if first.get("majority") else "",
-             "test set scored at every evaluation" if first["test"] == "rounds" else ""]
+    parts = [
+        f"Data: {first['data']['source']}",
+        f"model `{first['model']['type']}`",
+        f"clients train on {_range(samples)} samples in all" if samples else "",
+        f"{_range(rounds)} rounds",
+        f"batch {config['dataloader.batch_size']}",
+        f"{config['train.local_update_steps']} local {steps}",
+        f"{config['train.optimizer.type']}",
+        f"split `{config['data.splitter']}`",
+        f"seeds {', '.join(map(str, seeds))}",
+        f"head: {' / '.join(heads)}",
+        f"majority class {100 * first['majority']:.1f} %" if first.get("majority") else "",
+        "test set scored at every evaluation" if first["test"] == "rounds" else "",
+    ]
     line = "; ".join(p for p in parts if p) + "."
-    fingerprints = {s: {r["data"]["fingerprint"] for r in records if (r["seed"], tuple(r["setting"].items())) == s}
-                    for s in {(r["seed"], tuple(r["setting"].items())) for r in records}}
+    fingerprints = {
+        s: {r["data"]["fingerprint"] for r in records if (r["seed"], tuple(r["setting"].items())) == s}
+        for s in {(r["seed"], tuple(r["setting"].items())) for r in records}
+    }
     if any(len(f) > 1 for f in fingerprints.values()):
         line += " **The methods did not see the same data: their fingerprints differ within a setting and seed.**"
     if len(heads) > 1:
         line += " **The head is not treated alike by all methods.**"
-    for what, taken in (("rounds", lambda r: r["rounds"]), ("samples", lambda r: r["samples"]),
-                        ("local steps", lambda r: r["config"]["train.local_update_steps"]),
-                        ("batches", lambda r: r["config"]["dataloader.batch_size"])):
+    for what, taken in (
+        ("rounds", lambda r: r["rounds"]),
+        ("samples", lambda r: r["samples"]),
+        ("local steps", lambda r: r["config"]["train.local_update_steps"]),
+        ("batches", lambda r: r["config"]["dataloader.batch_size"]),
+    ):
         by_setting: dict[tuple, set] = {}
         for r in records:
             by_setting.setdefault(tuple(r["setting"].items()), set()).add(taken(r))
@@ -219,8 +248,13 @@ def _tables(found: Found) -> list[Block]:
     plain = [m for m in found.experiment.metrics if m.count(":") < 2 or m.startswith(("bytes_to", "rounds_to"))]
     for index, metric in enumerate(plain):
         columns = {c: (c or title_of(metric), metric, c) for c in found.columns}
-        blocks += _table(found, title_of(metric), list(columns.values()), found.columns,
-                         index == 0 and not _scorer_of_reference(found))
+        blocks += _table(
+            found,
+            title_of(metric),
+            list(columns.values()),
+            found.columns,
+            index == 0 and not _scorer_of_reference(found),
+        )
     by_scorer: dict[str, list[str]] = {}
     for metric in found.experiment.metrics:
         if metric not in plain:
@@ -248,8 +282,9 @@ def _table(found: Found, title: str, columns: list[tuple[str, str, str]], keys: 
     reference = found.experiment.reference if paper else None
     values = (reference or {}).get("values", {})
     beside = [k for k in keys if any(_paper(values, m, k) for m in found.methods)]
-    best = {head: best_of({m: found.figure(m, at, metric) for m in found.methods}, metric)
-            for head, metric, at in columns}
+    best = {
+        head: best_of({m: found.figure(m, at, metric) for m in found.methods}, metric) for head, metric, at in columns
+    }
     rows = [("method", *(head for head, _, _ in columns), *(f"paper: {k}" if k else "paper" for k in beside))]
     for method in found.methods:
         cells = []
@@ -287,6 +322,7 @@ def _reference_alone(reference: dict) -> list[Block]:
 
 def _rates_table(found: Found) -> list[Block]:
     from hpo.best import budget_text
+
     rates: dict[tuple[str, str], dict] = {}
     for (method, column), records in found.records.items():
         rates[method, column] = records[0]["learning_rate"]
@@ -306,8 +342,12 @@ def _rates_table(found: Found) -> list[Block]:
     at_the_end = [s for s in found.searches if _at_the_end(s)]
     if at_the_end:
         names = ", ".join(s["label"].removeprefix("learning rate of ") for s in at_the_end)
-        blocks.append(text(f"{len(at_the_end)} of {len(found.searches)} searches won at an end of their grid, so a "
-                           f"better rate may lie beyond: {names}."))
+        blocks.append(
+            text(
+                f"{len(at_the_end)} of {len(found.searches)} searches won at an end of their grid, so a "
+                f"better rate may lie beyond: {names}."
+            )
+        )
     return blocks
 
 
@@ -321,16 +361,32 @@ def _at_the_end(search: dict) -> bool:
 
 
 def _bytes_table(found: Found) -> list[Block]:
-    metrics = ("uplink_without_head", "downlink_without_head", "uplink", "downlink", "traffic", "formula",
-               "aggregation", "memory")
-    column = next((c for c in found.columns if all((m, c) in found.records for m in found.methods)),
-                  found.columns[0] if found.columns else None)
+    metrics = (
+        "uplink_without_head",
+        "downlink_without_head",
+        "uplink",
+        "downlink",
+        "traffic",
+        "formula",
+        "aggregation",
+        "memory",
+    )
+    column = next(
+        (c for c in found.columns if all((m, c) in found.records for m in found.methods)),
+        found.columns[0] if found.columns else None,
+    )
     if column is None or not any(found.figure(m, column, "uplink") for m in found.methods):
         return []
     rows = [("method", *(title_of(m) for m in metrics))]
     rows += [(m, *(found.cell(m, column, k) for k in metrics)) for m in found.methods]
-    return [text("**Bytes, server and memory" + (f", {' / '.join(found.experiment.axes)} = {column}" if column else "")
-                 + ":**"), table(rows)]
+    return [
+        text(
+            "**Bytes, server and memory"
+            + (f", {' / '.join(found.experiment.axes)} = {column}" if column else "")
+            + ":**"
+        ),
+        table(rows),
+    ]
 
 
 def _script(found: Found) -> list[Block]:
@@ -339,8 +395,11 @@ def _script(found: Found) -> list[Block]:
         for record in records:
             if record["metrics"]:
                 blocks.append(table([("figure", "value"), *((k, f"{v:.5g}") for k, v in record["metrics"].items())]))
-            blocks += [Block("image", found.experiment.title, rows=((name,),))
-                       for name in record["files"] if name.endswith(".png")]
+            blocks += [
+                Block("image", found.experiment.title, rows=((name,),))
+                for name in record["files"]
+                if name.endswith(".png")
+            ]
             blocks.append(text("Files: " + ", ".join(f"`{name}`" for name in record["files"]) + "."))
     if found.experiment.reference and found.experiment.reference.get("values"):
         blocks += _reference_alone(found.experiment.reference)
@@ -348,8 +407,11 @@ def _script(found: Found) -> list[Block]:
 
 
 def _failures(found: Found) -> list[Block]:
-    return [text("**Failed:**\n" + "\n".join(f"- {f['label']}: {f['error']}" for f in found.failed))] \
-        if found.failed else []
+    return (
+        [text("**Failed:**\n" + "\n".join(f"- {f['label']}: {f['error']}" for f in found.failed))]
+        if found.failed
+        else []
+    )
 
 
 def _damaged(store, used: set[str]) -> list[Block]:
@@ -359,16 +421,24 @@ def _damaged(store, used: set[str]) -> list[Block]:
         store.read("cells", key)
     others -= {Path(p).stem for p in store.damaged}
     if store.damaged:
-        blocks += [heading("Damaged files", 2), text("\n".join(
-            f"- `{Path(path).relative_to(store.results)}`: {why}; taken as missing" for path, why in
-            sorted(store.damaged.items())))]
+        blocks += [
+            heading("Damaged files", 2),
+            text(
+                "\n".join(
+                    f"- `{Path(path).relative_to(store.results)}`: {why}; taken as missing"
+                    for path, why in sorted(store.damaged.items())
+                )
+            ),
+        ]
     if others:
-        blocks.append(text(f"{len(others)} more results in `cells/` belong to no cell of these suites, sizes and "
-                           "engine."))
+        blocks.append(
+            text(f"{len(others)} more results in `cells/` belong to no cell of these suites, sizes and engine.")
+        )
     return blocks
 
 
 # -- Markdown and HTML ---------------------------------------------------------------------------------
+
 
 def markdown(blocks: Sequence[Block]) -> str:
     parts = []
@@ -403,15 +473,22 @@ def page(blocks: Sequence[Block]) -> str:
         elif block.kind == "table":
             head, *rows = block.rows
             cells = lambda row, tag: "".join(f"<{tag}>{_inline(c)}</{tag}>" for c in row)  # noqa: E731
-            parts.append(f"<table><tr>{cells(head, 'th')}</tr>"
-                         + "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows) + "</table>")
+            parts.append(
+                f"<table><tr>{cells(head, 'th')}</tr>"
+                + "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+                + "</table>"
+            )
         elif block.kind == "image":
-            parts.append(f'<figure><img src="{html.escape(block.rows[0][0])}" alt="{html.escape(block.text)}">'
-                         f"<figcaption>{_inline(block.text)}</figcaption></figure>")
+            parts.append(
+                f'<figure><img src="{html.escape(block.rows[0][0])}" alt="{html.escape(block.text)}">'
+                f"<figcaption>{_inline(block.text)}</figcaption></figure>"
+            )
         elif block.text:
             parts.append(_paragraph(block.text))
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Benchmark report</title>'
-            f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Benchmark report</title>'
+        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
 
 
 def _paragraph(content: str) -> str:

@@ -1,4 +1,5 @@
 """Results as the report needs them: by experiment, method and setting, with mean and spread over seeds."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,8 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             column = job.column if isinstance(job, Cell) else ""
             label = job.method.label if isinstance(job, Cell) else record["method"]
             found.records.setdefault((label, column), []).append(
-                {**record, "setting": dict(getattr(job, "setting", {}))})
+                {**record, "setting": dict(getattr(job, "setting", {}))}
+            )
         elif failed := store.read("failed", now.key):
             found.failed.append(failed)
         found.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
@@ -108,6 +110,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
 
 
 # -- metrics -------------------------------------------------------------------------------------------
+
 
 def value(record: Mapping, metric: str) -> float | None:
     """A figure of a result by name; None where it has none.
@@ -191,16 +194,22 @@ def scale_of(metric: str) -> tuple[float, int]:
 def title_of(metric: str) -> str:
     """The metric in words, with its unit."""
     kind, _, rest = metric.partition(":")
-    words = {"test_acc": "test accuracy, %", "test_loss": "test loss", "val_acc": "validation accuracy, %",
-             "client_test_acc": "accuracy of the clients' own models on their test shares, %",
-             "test_acc_last5": "test accuracy, mean of the last five evaluations, %",
-             "uplink": "sent up, per client and round", "downlink": "sent down, per client and round",
-             "uplink_without_head": "sent up without the head, per client and round",
-             "downlink_without_head": "sent down without the head, per client and round",
-             "traffic": "both directions, per client and round",
-             "formula": "both directions by the papers' formula, 2 × up",
-             "traffic_without_head": "both directions without the head, per client and round",
-             "aggregation": "server aggregation, median of a round, ms", "memory": "peak memory"}
+    words = {
+        "test_acc": "test accuracy, %",
+        "test_loss": "test loss",
+        "val_acc": "validation accuracy, %",
+        "client_test_acc": "accuracy of the clients' own models on their test shares, %",
+        "test_acc_last5": "test accuracy, mean of the last five evaluations, %",
+        "uplink": "sent up, per client and round",
+        "downlink": "sent down, per client and round",
+        "uplink_without_head": "sent up without the head, per client and round",
+        "downlink_without_head": "sent down without the head, per client and round",
+        "traffic": "both directions, per client and round",
+        "formula": "both directions by the papers' formula, 2 × up",
+        "traffic_without_head": "both directions without the head, per client and round",
+        "aggregation": "server aggregation, median of a round, ms",
+        "memory": "peak memory",
+    }
     if kind in ("bytes_to", "rounds_to"):
         name, _, target = rest.partition(":")
         what = "all bytes, both directions" if kind == "bytes_to" else "rounds"
@@ -213,8 +222,12 @@ def best_of(row: Mapping[str, Spread | None], metric: str) -> str | None:
     there = {name: found for name, found in row.items() if found is not None}
     if len(there) < 2 or any(found.std is None for found in there.values()):
         return None
-    lower = scale_of(metric)[0] == 0 or metric in ("aggregation", "training") or metric.startswith("rounds_to") \
+    lower = (
+        scale_of(metric)[0] == 0
+        or metric in ("aggregation", "training")
+        or metric.startswith("rounds_to")
         or metric.rpartition(":")[2].endswith(_LOWER)
+    )
     ranked = sorted(there, key=lambda n: there[n].mean, reverse=not lower)
     first = there[ranked[0]]
     ahead = all(abs(first.mean - there[n].mean) > paired_noise(first, there[n]) for n in ranked[1:])

@@ -1,4 +1,5 @@
 """``python -m benchmark run``: checks everything, starts the workers, shows what runs and what remains."""
+
 from __future__ import annotations
 
 import contextlib
@@ -46,6 +47,7 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         UserError: something is wrong or missing, before anything trains; or nothing can be written any more.
     """
     from .check import check
+
     console = console or Console(highlight=False)
     options = dataclasses.replace(options, since=time.time())
     jobs, store = plan(options), options.store
@@ -60,8 +62,11 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     workers = max(1, min(workers, board.remaining))
     logs = Path(options.work) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    console.print(f"{board.remaining} jobs to do, {skipped} done before; {workers} worker{'s' * (workers > 1)}; "
-                  f"their logs: {logs}", soft_wrap=True)
+    console.print(
+        f"{board.remaining} jobs to do, {skipped} done before; {workers} worker{'s' * (workers > 1)}; "
+        f"their logs: {logs}",
+        soft_wrap=True,
+    )
     interrupted = False
     crew = Crew(options, workers, gpus, logs, lambda text: console.print(text, soft_wrap=True, markup=False))
     live = Live(board.table(), console=console, refresh_per_second=2) if console.is_terminal else None
@@ -92,8 +97,10 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
 @contextlib.contextmanager
 def _ended_like_ctrl_c():
     """SIGTERM, as a scheduler sends it, and SIGINT, which a background job ignores, do what Ctrl-C does meanwhile."""
+
     def interrupt(number, frame) -> None:
         raise KeyboardInterrupt
+
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -134,8 +141,10 @@ class Board:
                 news.append(f"failed  {now.where}  {now.label}: {failed['error']}")
                 continue
             self.finished += 1
-            news.append(f"done    {now.where}  {now.label}  {_headline(record)}  {record['seconds_in_all']:.0f} s  "
-                        f"({len(self.open)} left)")
+            news.append(
+                f"done    {now.where}  {now.label}  {_headline(record)}  {record['seconds_in_all']:.0f} s  "
+                f"({len(self.open)} left)"
+            )
         return news
 
     def running(self) -> list[dict]:
@@ -149,22 +158,33 @@ class Board:
         return found
 
     def table(self) -> Table:
-        table = Table(title=f"{self.finished} done, {len(self.failed)} failed, {self.remaining} remain; "
-                            f"{(time.monotonic() - self.began) / 60:.1f} min", title_justify="left")
+        table = Table(
+            title=f"{self.finished} done, {len(self.failed)} failed, {self.remaining} remain; "
+            f"{(time.monotonic() - self.began) / 60:.1f} min",
+            title_justify="left",
+        )
         for column in ("experiment", "cell", "at", "so far", "min"):
             table.add_column(column, overflow="fold")
         for marker in self.running():
             at = marker.get("doing") or (f"{marker['round']}/{marker['rounds']}" if "round" in marker else "starting")
-            table.add_row(f"{marker['suite']}/{marker['experiment']}", marker["label"], at, _headline(marker),
-                          f"{(time.time() - marker['began']) / 60:.1f}")
+            table.add_row(
+                f"{marker['suite']}/{marker['experiment']}",
+                marker["label"],
+                at,
+                _headline(marker),
+                f"{(time.time() - marker['began']) / 60:.1f}",
+            )
         return table
 
 
 def _headline(record: dict) -> str:
     """A few figures of a result, or of a marker."""
     if "winner" in record:
-        return ", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in record["winner"]["point"].items()) + " " + \
-            ", ".join(f"{k} {v:.3f}" for k, v in record["winner"]["values"].items())
+        return (
+            ", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in record["winner"]["point"].items())
+            + " "
+            + ", ".join(f"{k} {v:.3f}" for k, v in record["winner"]["values"].items())
+        )
     found = {**record, **record.get("metrics", {})}
     shown = [f"{k} {found[k]:.3f}" for k in ("loss", "val_acc", "val_loss", "test_acc", "test_loss") if k in found]
     return " ".join(shown[-2:])
@@ -173,8 +193,7 @@ def _headline(record: dict) -> str:
 class Crew:
     """The worker processes."""
 
-    def __init__(self, options: Options, workers: int, gpus: Sequence[str], logs: Path,
-                 say: Callable[[str], None]):
+    def __init__(self, options: Options, workers: int, gpus: Sequence[str], logs: Path, say: Callable[[str], None]):
         self.options, self.gpus, self.logs, self.say = options, list(gpus), logs, say
         self.threads = max(1, (os.cpu_count() or 1) // workers)
         self.replaced, self.stopped, self.stuck = 0, False, ""
@@ -190,8 +209,15 @@ class Crew:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[index % len(self.gpus)]
             options["overrides"] = {**options["overrides"], "use_gpu": True, "device": 0}
         with (self.logs / f"worker_{index}.log").open("a") as log:
-            process = subprocess.Popen([sys.executable, "-m", "benchmark.worker"], stdin=subprocess.PIPE, stdout=log,
-                                       stderr=log, env=environment, text=True, start_new_session=True)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmark.worker"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                text=True,
+                start_new_session=True,
+            )
         json.dump({**options, "threads": int(environment["OMP_NUM_THREADS"])}, process.stdin)
         process.stdin.close()
         return process
@@ -211,8 +237,10 @@ class Crew:
             elif code and not self.stuck:
                 self.replaced += 1
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                self.say(f"worker {index} died ({how}{': out of memory, perhaps' if code == -9 else ''}); "
-                         "another takes its place")
+                self.say(
+                    f"worker {index} died ({how}{': out of memory, perhaps' if code == -9 else ''}); "
+                    "another takes its place"
+                )
                 if self.replaced > _REPLACED:
                     self.stuck = f"workers died {self.replaced} times; see {self.logs}"
                     self.stop()

@@ -9,6 +9,7 @@ come back, at their own dtype; ``head`` is RoBERTa-large's classifier for three 
 Differs from the paper: it reports 1500.8 kB for LoRA, both directions together. 18 modules of 1024 x 1024 at rank 4 in
 float32 are 589.8 kB a direction; what the paper counted besides is not said.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,8 +36,9 @@ WIDTH, LAYERS, CLASSES = 1024, 9, 3
 HEAD_BYTES = 4 * (WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES)
 
 
-def measure(name: str, clients: int = 50, rank: int = 4, repeats: int = 30, width: int = WIDTH,
-            layers: int = LAYERS) -> dict:
+def measure(
+    name: str, clients: int = 50, rank: int = 4, repeats: int = 30, width: int = WIDTH, layers: int = LAYERS
+) -> dict:
     """Bytes of a client and a round, a mean over two rounds, and the server's seconds, a median.
 
     Args:
@@ -57,9 +59,14 @@ def measure(name: str, clients: int = 50, rank: int = 4, repeats: int = 30, widt
             _, message = method.aggregate(updates, state, round)
             seconds.append(time.perf_counter() - began)
         down.append(nbytes(message))
-    return {"up_kB": statistics.fmean(up) / 1e3, "down_kB": statistics.fmean(down) / 1e3,
-            "both_kB": (statistics.fmean(up) + statistics.fmean(down)) / 1e3, "head_kB": HEAD_BYTES / 1e3,
-            "server_seconds": statistics.median(seconds), "slowest_seconds": max(seconds)}
+    return {
+        "up_kB": statistics.fmean(up) / 1e3,
+        "down_kB": statistics.fmean(down) / 1e3,
+        "both_kB": (statistics.fmean(up) + statistics.fmean(down)) / 1e3,
+        "head_kB": HEAD_BYTES / 1e3,
+        "server_seconds": statistics.median(seconds),
+        "slowest_seconds": max(seconds),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,13 +78,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     found = {name: measure(name, args.clients, args.rank, args.repeats) for name in METHODS}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "server_costs.json").write_text(json.dumps(
-        {"command": f"python -m benchmark.server_costs --clients {args.clients} --rank {args.rank} --repeats "
-                    f"{args.repeats}", "methods": found, "versions": versions(),
-         "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads()}}, indent=1) + "\n")
+    (args.out / "server_costs.json").write_text(
+        json.dumps(
+            {
+                "command": f"python -m benchmark.server_costs --clients {args.clients} --rank {args.rank} --repeats "
+                f"{args.repeats}",
+                "methods": found,
+                "versions": versions(),
+                "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads()},
+            },
+            indent=1,
+        )
+        + "\n"
+    )
     for name, row in found.items():
-        print(f"{name:10} up {row['up_kB']:8.1f} kB  down {row['down_kB']:9.1f} kB  "
-              f"server {row['server_seconds']:.4f} s")
+        print(
+            f"{name:10} up {row['up_kB']:8.1f} kB  down {row['down_kB']:9.1f} kB  server {row['server_seconds']:.4f} s"
+        )
     return 0
 
 

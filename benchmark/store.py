@@ -4,6 +4,7 @@
 of learning rates. In the work folder ``claims/HASH.lock`` is locked by the process that works on it, so the lock of a
 process that died is free again, and ``HASH.json`` beside it says how far that process is.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -135,5 +136,7 @@ def write_text(path: Path, text: str, sync: bool = True) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written: {error.strerror or error}; make room or choose another --results, "
-                        "and give the same command again") from error
+        raise UserError(
+            f"{path} cannot be written: {error.strerror or error}; make room or choose another --results, "
+            "and give the same command again"
+        ) from error

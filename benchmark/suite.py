@@ -8,6 +8,7 @@
 is a whole one. ``small:`` and ``paper:`` hold what differs between the two sizes, ``experiments:`` several grids that
 share the rest; a config is laid over the one around it, any other key replaces it. ``docs/benchmark.md`` has every key.
 """
+
 from __future__ import annotations
 
 import re
@@ -24,9 +25,27 @@ from fs_lowrank.errors import nearest
 
 SIZES = ("small", "paper")
 SHIPPED = Path(__file__).parent / "suites"
-EXPERIMENT = ("title", "note", "config", "methods", "grid", "seeds", "learning_rates", "evaluation", "metrics",
-              "reference", "samples", "evaluations", "test", "script", "args", "values", "plots", "training_file",
-              "extra")
+EXPERIMENT = (
+    "title",
+    "note",
+    "config",
+    "methods",
+    "grid",
+    "seeds",
+    "learning_rates",
+    "evaluation",
+    "metrics",
+    "reference",
+    "samples",
+    "evaluations",
+    "test",
+    "script",
+    "args",
+    "values",
+    "plots",
+    "training_file",
+    "extra",
+)
 SIZE = (*EXPERIMENT, "experiments")
 SUITE = (*SIZE, "source", "imports", "figures", "claims", *SIZES)
 METHOD = ("name", "method", "config", "where", "extra")
@@ -124,8 +143,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9.]*[eE][-+]?[0-9]+$"),
-                              list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9.]*[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def shipped() -> list[str]:
@@ -143,8 +163,10 @@ def load_suite(name: str, size: str) -> Suite:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        raise UserError(f"no suite {name!r}{nearest(name, shipped())}; there are: {', '.join(shipped())}, or the path "
-                        "of a .yaml file") from None
+        raise UserError(
+            f"no suite {name!r}{nearest(name, shipped())}; there are: {', '.join(shipped())}, or the path "
+            "of a .yaml file"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -168,16 +190,26 @@ def load_suite(name: str, size: str) -> Suite:
         if isinstance(whole.get("reference"), str):
             whole["reference"] = _figure(tree.get("figures", {}), whole["reference"], at)
         experiments[str(key)] = _experiment(str(key), whole, at, given.get("title"))
-    return Suite(path.stem, path, size, str(tree.get("title", path.stem)), str(outer.get("note", "")),
-                 str(tree.get("source", "")), tuple(_listed(tree.get("imports", []), f"{where}: imports")), experiments,
-                 _claims(tree.get("claims", {}), _names(tree), experiments, where), any(s in tree for s in SIZES))
+    return Suite(
+        path.stem,
+        path,
+        size,
+        str(tree.get("title", path.stem)),
+        str(outer.get("note", "")),
+        str(tree.get("source", "")),
+        tuple(_listed(tree.get("imports", []), f"{where}: imports")),
+        experiments,
+        _claims(tree.get("claims", {}), _names(tree), experiments, where),
+        any(s in tree for s in SIZES),
+    )
 
 
 def _figure(figures: Any, name: str, where: str) -> dict:
     _mapping(figures, f"{where}: figures")
     if name not in figures:
-        raise UserError(f"{where}: reference: no figures {name!r}{nearest(name, figures)}; there are: "
-                        f"{', '.join(figures)}")
+        raise UserError(
+            f"{where}: reference: no figures {name!r}{nearest(name, figures)}; there are: {', '.join(figures)}"
+        )
     return figures[name]
 
 
@@ -190,6 +222,7 @@ def _names(tree: Mapping) -> set[str]:
 def _claims(given: Any, names: set[str], experiments: Mapping, where: str) -> dict[str, dict]:
     """The claims, their rules checked; also against the axes and methods of the experiments at this size."""
     from .claims import check_rule
+
     claims = _mapping(given, f"{where}: claims")
     for name, claim in claims.items():
         _keys(_mapping(claim, f"{where}: claims: {name}"), CLAIM, f"{where}: claims: {name}")
@@ -200,26 +233,34 @@ def _claims(given: Any, names: set[str], experiments: Mapping, where: str) -> di
             check_rule(condition, f"{where}: claims: {name}")
         for key in _listed(claim["experiments"], f"{where}: claims: {name}: experiments"):
             if key not in names:
-                raise UserError(f"{where}: claims: {name}: no experiment {key!r}{nearest(key, names)}; there are: "
-                                f"{', '.join(sorted(names))}")
+                raise UserError(
+                    f"{where}: claims: {name}: no experiment {key!r}{nearest(key, names)}; there are: "
+                    f"{', '.join(sorted(names))}"
+                )
             for condition in claim["rule"] if key in experiments else ():
                 _check_axes(condition, experiments[key], f"{where}: claims: {name}: {key}")
-        _check_methods(claim, [experiments[e] for e in claim["experiments"] if e in experiments],
-                       f"{where}: claims: {name}")
+        _check_methods(
+            claim, [experiments[e] for e in claim["experiments"] if e in experiments], f"{where}: claims: {name}"
+        )
     return dict(claims)
 
 
 def _check_axes(condition: Mapping, experiment: Experiment, where: str) -> None:
     for axis in [*condition.get("where", {}), *([condition["along"]] if "along" in condition else [])]:
         if axis not in experiment.axes:
-            raise UserError(f"{where}: rule: no axis {axis!r}{nearest(str(axis), experiment.axes)}; there are: "
-                            f"{', '.join(experiment.axes) or 'none'}")
-    asked = [*condition.get("where", {}).items(), *((condition["along"], condition[end]) for end in ("from", "to")
-                                                    if "along" in condition)]
+            raise UserError(
+                f"{where}: rule: no axis {axis!r}{nearest(str(axis), experiment.axes)}; there are: "
+                f"{', '.join(experiment.axes) or 'none'}"
+            )
+    asked = [
+        *condition.get("where", {}).items(),
+        *((condition["along"], condition[end]) for end in ("from", "to") if "along" in condition),
+    ]
     for axis, label in asked:
         if str(label) not in experiment.axes[axis]:
-            raise UserError(f"{where}: rule: {axis} has no {str(label)!r}; there are: "
-                            f"{', '.join(experiment.axes[axis])}")
+            raise UserError(
+                f"{where}: rule: {axis} has no {str(label)!r}; there are: {', '.join(experiment.axes[axis])}"
+            )
 
 
 def _check_methods(claim: Mapping, experiments: list[Experiment], where: str) -> None:
@@ -228,12 +269,17 @@ def _check_methods(claim: Mapping, experiments: list[Experiment], where: str) ->
         return
     known = {*list_methods(), *(entry.label for e in experiments for entry in e.methods)}
     for condition in claim["rule"]:
-        named = [condition[k] for k in ("better", "to", "of") if condition["is"] in ("above", "close", "ratio")
-                 and k in condition]
+        named = [
+            condition[k]
+            for k in ("better", "to", "of")
+            if condition["is"] in ("above", "close", "ratio") and k in condition
+        ]
         for name in [*named, *condition.get("methods", ()), *condition.get("than", ())]:
             if str(name) not in known:
-                raise UserError(f"{where}: rule: no method {name!r}{nearest(str(name), known)}; there are: "
-                                f"{', '.join(sorted(known))}")
+                raise UserError(
+                    f"{where}: rule: no method {name!r}{nearest(str(name), known)}; there are: "
+                    f"{', '.join(sorted(known))}"
+                )
 
 
 def _experiment(name: str, given: Mapping, where: str, title: str | None) -> Experiment:
@@ -244,8 +290,9 @@ def _experiment(name: str, given: Mapping, where: str, title: str | None) -> Exp
                 raise UserError(f"{where}: {key!r} is missing")
     test = given.get("test", "once")
     if test not in ("once", "rounds", "none"):
-        raise UserError(f"{where}: test = {test!r}: expected once (after the last round), rounds (each evaluation) or "
-                        "none")
+        raise UserError(
+            f"{where}: test = {test!r}: expected once (after the last round), rounds (each evaluation) or none"
+        )
     made = given.get("training_file")
     if made is not None:
         _keys(made, TRAINING_FILE, f"{where}: training_file")
@@ -265,16 +312,31 @@ def _experiment(name: str, given: Mapping, where: str, title: str | None) -> Exp
         for axis, labels in entry.where.items():
             for label in labels if axis in axes else [None]:
                 if label not in axes.get(axis, {}):
-                    raise UserError(f"{where}: methods: {entry.label}: where: the grid has no "
-                                    + (f"{axis} {label!r}" if axis in axes else f"axis {axis!r}"))
+                    raise UserError(
+                        f"{where}: methods: {entry.label}: where: the grid has no "
+                        + (f"{axis} {label!r}" if axis in axes else f"axis {axis!r}")
+                    )
     return Experiment(
-        name, str(title or name.replace("_", " ")), str(given.get("note", "")), flatten(given.get("config") or {}),
-        methods, axes, seeds,
-        _rates(given.get("learning_rates"), where), tuple(_evaluation(given.get("evaluation") or [], where)),
-        tuple(_listed(given.get("metrics", ["test_acc"]), f"{where}: metrics")), reference, **numbers, test=test,
-        script=script, args=tuple(str(a) for a in _listed(given.get("args", []), f"{where}: args")),
-        values=_mapping(given.get("values", {}), f"{where}: values"), plots=bool(given.get("plots", True)),
-        training_file=made, extra=_switch(given, where))
+        name,
+        str(title or name.replace("_", " ")),
+        str(given.get("note", "")),
+        flatten(given.get("config") or {}),
+        methods,
+        axes,
+        seeds,
+        _rates(given.get("learning_rates"), where),
+        tuple(_evaluation(given.get("evaluation") or [], where)),
+        tuple(_listed(given.get("metrics", ["test_acc"]), f"{where}: metrics")),
+        reference,
+        **numbers,
+        test=test,
+        script=script,
+        args=tuple(str(a) for a in _listed(given.get("args", []), f"{where}: args")),
+        values=_mapping(given.get("values", {}), f"{where}: values"),
+        plots=bool(given.get("plots", True)),
+        training_file=made,
+        extra=_switch(given, where),
+    )
 
 
 def _methods(given: Any, where: str) -> tuple[MethodEntry, ...] | str:
@@ -289,9 +351,15 @@ def _methods(given: Any, where: str) -> tuple[MethodEntry, ...] | str:
         _keys(entry, METHOD, f"{where}: methods")
         if "method" not in entry:
             raise UserError(f"{where}: methods: {entry}: 'method' is missing, the name of a method")
-        entries.append(MethodEntry(str(entry.get("name", entry["method"])), str(entry["method"]),
-                                   flatten(entry.get("config") or {}), _axes(entry.get("where") or {}, where),
-                                   _switch(entry, f"{where}: methods")))
+        entries.append(
+            MethodEntry(
+                str(entry.get("name", entry["method"])),
+                str(entry["method"]),
+                flatten(entry.get("config") or {}),
+                _axes(entry.get("where") or {}, where),
+                _switch(entry, f"{where}: methods"),
+            )
+        )
     labels = [e.label for e in entries]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice:
@@ -305,16 +373,21 @@ def _axes(given: Any, where: str) -> dict[str, dict[str, dict]]:
     for name, values in _mapping(given, f"{where}: grid").items():
         shown = short(name) if isinstance(values, list) else str(name)
         if shown in axes:
-            raise UserError(f"{where}: grid: two axes would be called {shown!r}; give one a name, with labels and the "
-                            "keys that each sets")
+            raise UserError(
+                f"{where}: grid: two axes would be called {shown!r}; give one a name, with labels and the "
+                "keys that each sets"
+            )
         if isinstance(values, list) and values:
             axes[shown] = {str(v): {name: v} for v in values}
         elif isinstance(values, Mapping) and values:
-            axes[shown] = {str(label): flatten(_mapping(keys, f"{where}: grid: {name}: {label}"))
-                               for label, keys in values.items()}
+            axes[shown] = {
+                str(label): flatten(_mapping(keys, f"{where}: grid: {name}: {label}")) for label, keys in values.items()
+            }
         else:
-            raise UserError(f"{where}: grid: {name}: expected a list of values for a config key, or labels with the "
-                            f"keys that each stands for, got {values!r}")
+            raise UserError(
+                f"{where}: grid: {name}: expected a list of values for a config key, or labels with the "
+                f"keys that each stands for, got {values!r}"
+            )
     return axes
 
 
@@ -338,8 +411,10 @@ def _rates(given: Any, where: str) -> dict | None:
     search = _mapping(rates["search"], f"{where}: learning_rates: search")
     _keys(search, SEARCH, f"{where}: learning_rates: search")
     if "space" not in search:
-        raise UserError(f"{where}: learning_rates: search: 'space' is missing, such as "
-                        "{train.optimizer.lr: {grid: [1e-3, 1e-2]}}")
+        raise UserError(
+            f"{where}: learning_rates: search: 'space' is missing, such as "
+            "{train.optimizer.lr: {grid: [1e-3, 1e-2]}}"
+        )
     return dict(rates)
 
 
@@ -351,12 +426,14 @@ def _evaluation(given: Any, where: str) -> list[dict]:
     tasks = [(entry["scorer"], task) for entry in entries for task in entry.get("tasks", [""])]
     twice = next((t for t in tasks if tasks.count(t) > 1), None)
     if twice:
-        raise UserError(f"{where}: evaluation: {twice[0]}: {twice[1]} is there twice; one of the two results would be "
-                        "lost")
+        raise UserError(
+            f"{where}: evaluation: {twice[0]}: {twice[1]} is there twice; one of the two results would be lost"
+        )
     return [dict(entry) for entry in entries]
 
 
 # -- helpers -------------------------------------------------------------------------------------------
+
 
 def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys; a later key replaces an earlier one and what is below it."""
@@ -417,11 +494,13 @@ def import_all(modules: tuple[str, ...]) -> None:
         UserError: one cannot be imported.
     """
     from importlib import import_module
+
     for name in modules:
         try:
             import_module(name)
         except ImportError as error:
-            raise UserError(f"imports: {name}: {error}; it must be installed, or lie in the folder that "
-                            "the command is started in") from error
+            raise UserError(
+                f"imports: {name}: {error}; it must be installed, or lie in the folder that the command is started in"
+            ) from error
         except Exception as error:  # whatever a user's module does while it is imported
             raise UserError(f"imports: {name}: {type(error).__name__}: {error}") from error

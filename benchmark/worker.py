@@ -1,4 +1,5 @@
 """A process that takes one job after the other until none is left: ``python -m benchmark.worker < options.json``."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -31,8 +32,13 @@ class Marker:
 
     def __init__(self, store: Store, job: Job, deaths: int):
         self.store, self.key, self.parent, self.written = store, job.key, os.getppid(), 0.0
-        self.content = {**job.identity(), "pid": os.getpid(), "deaths": deaths, "since": job.options.since,
-                        "began": time.time()}
+        self.content = {
+            **job.identity(),
+            "pid": os.getpid(),
+            "deaths": deaths,
+            "since": job.options.since,
+            "began": time.time(),
+        }
         store.mark(self.key, self.content)
 
     def __call__(self, news: dict) -> None:
@@ -87,8 +93,13 @@ def _do(store: Store, job: Job) -> None:
     left = store.marked(job.key)
     deaths = left["deaths"] + 1 if left and left.get("since") == job.options.since else 0
     if deaths >= _DEATHS:
-        _fail(store, job, "died", f"the process that ran it died {deaths} times, out of memory perhaps; "
-              "try fewer --workers, or a smaller batch")
+        _fail(
+            store,
+            job,
+            "died",
+            f"the process that ran it died {deaths} times, out of memory perhaps; "
+            "try fewer --workers, or a smaller batch",
+        )
         return
     waits = getattr(job, "search", None)
     if waits is not None:
@@ -115,8 +126,10 @@ def _do(store: Store, job: Job) -> None:
 
 
 def _fail(store: Store, job: Job, kind: str, reason: str) -> None:
-    store.write("failed", {**job.identity(), "status": "failed", "kind": kind, "error": reason,
-                           "job": job.kind, "finished": time.time()})
+    store.write(
+        "failed",
+        {**job.identity(), "status": "failed", "kind": kind, "error": reason, "job": job.kind, "finished": time.time()},
+    )
     store.unmark(job.key)
 
 
@@ -138,8 +151,9 @@ def _interrupt(number, frame) -> None:
 def main() -> int:
     given = json.load(sys.stdin)
     threads = given.pop("threads")
-    options = Options(**{f.name: tuple(v) if isinstance(v := given[f.name], list) else v
-                         for f in dataclasses.fields(Options)})
+    options = Options(
+        **{f.name: tuple(v) if isinstance(v := given[f.name], list) else v for f in dataclasses.fields(Options)}
+    )
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     sys.path.insert(0, os.getcwd())  # where a suite's own modules may lie

@@ -7,15 +7,25 @@
 
 Everything heavy is imported on first use, so that ``import fs_lowrank`` is fast.
 """
+
 from importlib import import_module
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "load_config": "config", "Config": "config", "UserError": "errors", "RunFailed": "errors",
-    "run": "api", "compare": "api",
-    "create_method": "methods", "list_methods": "methods", "register_method": "methods", "Method": "methods",
-    "Phase": "methods", "Update": "methods", "RunResult": "runs",
+    "load_config": "config",
+    "Config": "config",
+    "UserError": "errors",
+    "RunFailed": "errors",
+    "run": "api",
+    "compare": "api",
+    "create_method": "methods",
+    "list_methods": "methods",
+    "register_method": "methods",
+    "Method": "methods",
+    "Phase": "methods",
+    "Update": "methods",
+    "RunResult": "runs",
 }
 __all__ = sorted(_LAZY)
 

@@ -1,4 +1,5 @@
 """``python -m fs_lowrank`` is ``fs-lowrank``."""
+
 import sys
 
 from .cli import main

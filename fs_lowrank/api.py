@@ -1,4 +1,5 @@
 """Running and comparing methods from Python."""
+
 from __future__ import annotations
 
 import json
@@ -17,9 +18,14 @@ from .runs.result import RunResult
 ENGINES = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
 
 
-def run(config: Config | str | Path, engine: str = "local", *, resume: bool = False,
-        on_round: Callable[[dict], object] | None = None,
-        on_client: Callable[[int, int, int], object] | None = None) -> RunResult:
+def run(
+    config: Config | str | Path,
+    engine: str = "local",
+    *,
+    resume: bool = False,
+    on_round: Callable[[dict], object] | None = None,
+    on_client: Callable[[int, int, int], object] | None = None,
+) -> RunResult:
     """One run.
 
     Args:
@@ -43,9 +49,16 @@ def _check_config(config: object) -> None:
         raise UserError(f"config = {config!r}: expected a Config, as load_config gives it, or the path of a YAML file")
 
 
-def compare(config: Config | str | Path, methods: Sequence[str], engine: str = "local", *,
-            overrides: Mapping[str, Any] | Sequence[str] | None = None, resume: bool = False,
-            on_method: Callable[[str], object] | None = None, **callbacks) -> dict[str, RunResult]:
+def compare(
+    config: Config | str | Path,
+    methods: Sequence[str],
+    engine: str = "local",
+    *,
+    overrides: Mapping[str, Any] | Sequence[str] | None = None,
+    resume: bool = False,
+    on_method: Callable[[str], object] | None = None,
+    **callbacks,
+) -> dict[str, RunResult]:
     """The same run under several methods, each in a folder of its name below ``config.outdir``.
 
     Writes ``comparison.json`` and ``curves.png`` there. In a run of one round, clients are trained once and kept in
@@ -63,11 +76,14 @@ def compare(config: Config | str | Path, methods: Sequence[str], engine: str = "
     """
     from .runs.environment import environment
     from .runs.summary import per_client_and_round, seconds
+
     _check_config(config)
     config, own = load_for(config, methods, overrides)
     outdir = Path(config.outdir) / config.expname
-    configs = {name: config.replace(
-        {**keys, "federate.method": name, "outdir": str(outdir / name), "expname": ""}) for name, keys in own.items()}
+    configs = {
+        name: config.replace({**keys, "federate.method": name, "outdir": str(outdir / name), "expname": ""})
+        for name, keys in own.items()
+    }
     if config.federate.total_round_num == 1 and not config.lowrank.reuse_clients:
         # All start from one model, so methods whose clients train the same train them once.
         configs = {n: c.replace(**{"lowrank.reuse_clients": str(outdir / "clients")}) for n, c in configs.items()}
@@ -79,15 +95,29 @@ def compare(config: Config | str | Path, methods: Sequence[str], engine: str = "
     majority = next(iter(results.values())).facts["majority"]
     try:
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)
-        (outdir / "comparison.json").write_text(json.dumps(
-            {n: {"final": r.final, "bytes_per_client_and_round": per_client_and_round(r.history),
-                 "seconds": seconds(r.history), "majority": majority,
-                 **{k: r.facts[k] for k in ("source", "data", "model", "config")}, "seed": config.seed,
-                 "versions": environment()["versions"], "settings": configs[n].to_dict()}
-             for n, r in results.items()}, indent=1))
+        (outdir / "comparison.json").write_text(
+            json.dumps(
+                {
+                    n: {
+                        "final": r.final,
+                        "bytes_per_client_and_round": per_client_and_round(r.history),
+                        "seconds": seconds(r.history),
+                        "majority": majority,
+                        **{k: r.facts[k] for k in ("source", "data", "model", "config")},
+                        "seed": config.seed,
+                        "versions": environment()["versions"],
+                        "settings": configs[n].to_dict(),
+                    }
+                    for n, r in results.items()
+                },
+                indent=1,
+            )
+        )
     except OSError as error:
-        raise RunFailed(f"all methods ran, but their comparison could not be written to {outdir}: {error}; when that "
-                        "is mended, run again with --resume, which trains nothing anew") from error
+        raise RunFailed(
+            f"all methods ran, but their comparison could not be written to {outdir}: {error}; when that "
+            "is mended, run again with --resume, which trains nothing anew"
+        ) from error
     for result in results.values():
         result.saved["comparison"] = curves
     return results

@@ -1,4 +1,5 @@
 """The command line: ``fs-lowrank run | compare | methods | doctor | fetch``."""
+
 from __future__ import annotations
 
 import argparse
@@ -32,15 +33,21 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--cfg", required=True, metavar="FILE", help="configuration (YAML, FederatedScope's keys)")
         command.add_argument("--engine", default="local", metavar="NAME", help="what runs it (default: local)")
         command.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
-        command.add_argument("overrides", nargs="*", metavar="KEY VALUE",
-                             help="override the file, e.g.: federate.total_round_num 20 train.optimizer.lr 0.05")
+        command.add_argument(
+            "overrides",
+            nargs="*",
+            metavar="KEY VALUE",
+            help="override the file, e.g.: federate.total_round_num 20 train.optimizer.lr 0.05",
+        )
 
-    run = commands.add_parser("run", help="one run", description="One run: a line per round, then what it wrote.",
-                              epilog=_CODES)
+    run = commands.add_parser(
+        "run", help="one run", description="One run: a line per round, then what it wrote.", epilog=_CODES
+    )
     run_options(run)
     run.set_defaults(do=_run)
-    compare = commands.add_parser("compare", help="the same run under several methods, a table and a plot",
-                                  epilog=_CODES)
+    compare = commands.add_parser(
+        "compare", help="the same run under several methods, a table and a plot", epilog=_CODES
+    )
     run_options(compare)
     compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods, separated by commas")
     compare.set_defaults(do=_compare)
@@ -63,8 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success; 1 a run that could not go on, though it was asked for rightly (a full disk, too few usable clients), or
     doctor misses something; 2 wrong use; 130 interrupted.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s",
-                        handlers=[RichHandler(console=console, show_path=False, show_time=False)])
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_path=False, show_time=False)],
+    )
     args = _arguments(sys.argv[1:] if argv is None else argv)
     try:
         return args.do(args) or OK
@@ -99,6 +109,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def _escape(text: str) -> str:
     from rich.markup import escape
+
     return escape(text)
 
 
@@ -117,15 +128,20 @@ class _Live:
 
     def on_round(self, record: dict) -> None:
         from .runs.summary import human_bytes
-        held_out = "  ".join(f"{split} " + " ".join(f"{n} {v:.3f}" for n, v in sorted(m.items()))
-                             for split, m in record["metrics"].items())
+
+        held_out = "  ".join(
+            f"{split} " + " ".join(f"{n} {v:.3f}" for n, v in sorted(m.items()))
+            for split, m in record["metrics"].items()
+        )
         clients = max(len(record["clients"]), 1)
         failed = f"  [yellow]{len(record['failed'])} failed[/]" if record["failed"] else ""
         console.print(
             f"round {record['round']:>3}/{self.rounds}  clients {len(record['clients'])}{failed}  "
             f"train loss {record['loss']:.3f}  {held_out}  up {human_bytes(record['uplink_bytes'] / clients)} "
             f"down {human_bytes(record['downlink_bytes'] / max(len(record['selected']), 1))} a client  "
-            f"{sum(record['seconds'].values()):.1f} s", soft_wrap=True)
+            f"{sum(record['seconds'].values()):.1f} s",
+            soft_wrap=True,
+        )
 
     def stop(self) -> None:
         if self.status:
@@ -133,8 +149,10 @@ class _Live:
 
 
 def _announce(config, name: str) -> None:
-    console.print(f"[bold]{name}[/]: {config.federate.client_num} clients, {config.sampled_per_round} a round, "
-                  f"{config.federate.total_round_num} rounds, lr {config.train.optimizer.lr}, seed {config.seed}")
+    console.print(
+        f"[bold]{name}[/]: {config.federate.client_num} clients, {config.sampled_per_round} a round, "
+        f"{config.federate.total_round_num} rounds, lr {config.train.optimizer.lr}, seed {config.seed}"
+    )
 
 
 def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
@@ -167,41 +185,70 @@ def _print_figures(title: str, lines: Sequence[Sequence[str]]) -> None:
 def _print_results(results: dict) -> None:
     """The table of all methods, that of the clients' own models if there are any, and the whole traffic."""
     from .runs.summary import human_bytes, per_client_and_round, seconds
+
     names = sorted({k for result in results.values() for k in result.final if k != "best_round"})
     own = [n for n in names if n.startswith("client_test_")]
     metrics = [n for n in names if n not in own]
-    lines = [["method", *(m.replace("_", "\n") for m in metrics), "majority\nclass", "uplink\nwith head",
-              "downlink\nwith head", "uplink\nno head", "downlink\nno head", "training\ntotal", "aggregation\na round"]]
+    lines = [
+        [
+            "method",
+            *(m.replace("_", "\n") for m in metrics),
+            "majority\nclass",
+            "uplink\nwith head",
+            "downlink\nwith head",
+            "uplink\nno head",
+            "downlink\nno head",
+            "training\ntotal",
+            "aggregation\na round",
+        ]
+    ]
     for name, result in results.items():
         sent, spent = per_client_and_round(result.history), seconds(result.history)
         majority = result.facts["majority"]
-        lines.append([
-            name, *(f"{result.final[m]:.3f}" if m in result.final else "-" for m in metrics),
-            "-" if majority is None else f"{majority:.3f}",
-            *(human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")),
-            f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms"])
+        lines.append(
+            [
+                name,
+                *(f"{result.final[m]:.3f}" if m in result.final else "-" for m in metrics),
+                "-" if majority is None else f"{majority:.3f}",
+                *(human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")),
+                f"{spent['training']:.1f} s",
+                f"{spent['aggregation_median'] * 1000:.1f} ms",
+            ]
+        )
     _print_figures("bytes are per client and round; the head is the new classifier", lines)
     if own:
-        _print_figures("every client's own model on its share of the test set", [
-            ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in own)],
-            *([name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in own)]
-              for name, result in results.items())])
+        _print_figures(
+            "every client's own model on its share of the test set",
+            [
+                ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in own)],
+                *(
+                    [name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in own)]
+                    for name, result in results.items()
+                ),
+            ],
+        )
     for name, result in results.items():
         total = result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]
-        console.print(f"  {name}: {human_bytes(total)} in all, measured; {human_bytes(result.facts['formula_bytes'])} "
-                      "by the papers' 2 · clients a round · bytes sent · rounds", soft_wrap=True)
+        console.print(
+            f"  {name}: {human_bytes(total)} in all, measured; {human_bytes(result.facts['formula_bytes'])} "
+            "by the papers' 2 · clients a round · bytes sent · rounds",
+            soft_wrap=True,
+        )
 
 
 def _print_saved(result) -> None:
     images = result.facts.get("images")
-    meanings = {"adapter": "the global adapter, for plain PEFT" + (" over its folder base" if images else ""),
-                "model": "the whole model, for " + ("fs_lowrank.models.vision.load_vision" if images else
-                                                    "plain transformers"),
-                "personal": "every client's own adapter over that model, for plain PEFT",
-                "curves": "learning curves"}
+    meanings = {
+        "adapter": "the global adapter, for plain PEFT" + (" over its folder base" if images else ""),
+        "model": "the whole model, for " + ("fs_lowrank.models.vision.load_vision" if images else "plain transformers"),
+        "personal": "every client's own adapter over that model, for plain PEFT",
+        "curves": "learning curves",
+    }
     total, trains = result.facts["parameters"]["total"], result.facts["parameters"]["trainable"]
-    console.print(f"  parameters: {total:,} in the model, {trains:,} trained by a client "
-                  f"({100 * trains / total:.1f} %)", soft_wrap=True)
+    console.print(
+        f"  parameters: {total:,} in the model, {trains:,} trained by a client ({100 * trains / total:.1f} %)",
+        soft_wrap=True,
+    )
     for name, path in result.saved.items():
         if name in meanings:
             console.print(f"  {meanings[name]}: {path}", soft_wrap=True)
@@ -211,6 +258,7 @@ def _print_saved(result) -> None:
 def _run(args: argparse.Namespace) -> None:
     from .api import run
     from .config import load_config
+
     config = load_config(args.cfg, args.overrides)
     _announce(config, config.federate.method)
     if args.resume and not (folder := Path(config.outdir) / config.expname / "checkpoint").exists():
@@ -230,19 +278,28 @@ def _run(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> None:
     from .api import compare
     from .config import load_for
+
     methods = [m.strip() for m in args.methods.split(",") if m.strip()]
     config, _ = load_for(args.cfg, methods, args.overrides)
     live = _Live(config.federate.total_round_num)
     try:
-        results = compare(config, methods, args.engine, overrides=args.overrides, resume=args.resume,
-                          on_method=lambda name: _announce(config, name), on_round=live.on_round,
-                          on_client=live.on_client)
+        results = compare(
+            config,
+            methods,
+            args.engine,
+            overrides=args.overrides,
+            resume=args.resume,
+            on_method=lambda name: _announce(config, name),
+            on_round=live.on_round,
+            on_client=live.on_client,
+        )
     finally:
         live.stop()
     first = next(iter(results.values()))
     sizes = sorted(first.facts["clients"])
-    console.print(f"\ndata: {first.facts['source']}; {len(sizes)} clients of {sizes[0]} to {sizes[-1]} samples",
-                  soft_wrap=True)
+    console.print(
+        f"\ndata: {first.facts['source']}; {len(sizes)} clients of {sizes[0]} to {sizes[-1]} samples", soft_wrap=True
+    )
     _print_results(results)
     for name, result in results.items():
         console.print(f"[bold]{name}[/]")
@@ -254,6 +311,7 @@ def _methods(args: argparse.Namespace) -> None:
     import inspect
 
     from .methods import get_method_class, list_methods
+
     if args.name is None:
         table = Table()
         for column in ("method", "source", "a client sends", "server step"):
@@ -269,12 +327,16 @@ def _methods(args: argparse.Namespace) -> None:
     console.print("\nhyperparameters (config section lowrank):" if fields else "\nno hyperparameters of its own")
     for field in fields:
         limits = [f"{k} {field.metadata[k]}" for k in ("min", "max", "choices") if k in field.metadata]
-        console.print(f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')} "
-                      f"({', '.join(limits)})", markup=False, soft_wrap=True)
+        console.print(
+            f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')} ({', '.join(limits)})",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import examine
+
     table = Table()
     for column in ("", "what", "found", "what to do"):
         table.add_column(column)
@@ -288,6 +350,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _fetch(args: argparse.Namespace) -> None:
     from .data.fetch import FETCHABLE, fetch, resolve
+
     if not args.names:
         table = Table()
         for column in ("name", "what", "size", "licence", "here"):
@@ -297,8 +360,9 @@ def _fetch(args: argparse.Namespace) -> None:
         console.print(table)
         return
     for name in args.names:
-        console.print(f"{name}: {fetch(name, progress=lambda text: console.print(text, soft_wrap=True))}",
-                      soft_wrap=True)
+        console.print(
+            f"{name}: {fetch(name, progress=lambda text: console.print(text, soft_wrap=True))}", soft_wrap=True
+        )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ also its default, averages adapters if ``llm.adapter.use`` is True. So ``fedavg`
 ``fedlora`` where ``llm.adapter.use`` is True, and trains all weights otherwise. All other names are ours.
 The config holds the resolved name.
 """
+
 from __future__ import annotations
 
 import copy
@@ -38,14 +39,24 @@ from .errors import UserError, nearest
 
 logger = logging.getLogger("fs_lowrank")
 
-__all__ = ["VISION_MODELS", "AdapterSpec", "Config", "check_local", "check_method_params", "known_keys", "load_config",
-           "load_for", "parse_overrides"]
+__all__ = [
+    "VISION_MODELS",
+    "AdapterSpec",
+    "Config",
+    "check_local",
+    "check_method_params",
+    "known_keys",
+    "load_config",
+    "load_for",
+    "parse_overrides",
+]
 
 #: networks of ours, by ``model.type`` (``models.vision``)
 VISION_MODELS = ("lenet", "fedma_cnn", "resnet10", "resnet18")
 
 
 # -- sections ------------------------------------------------------------------------------------------
+
 
 def _key(default: Any, **meta: Any) -> Any:
     """A key of a section.
@@ -154,8 +165,20 @@ class LLM:
     cache: Cache = field(default_factory=Cache)
 
 
-_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Adafactor", "ASGD", "NAdam", "RAdam",
-               "RMSprop", "Rprop")
+_OPTIMIZERS = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "Adafactor",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+)
 
 
 @dataclass(frozen=True)
@@ -286,16 +309,46 @@ class Lowrank:
 # -- the adapter ---------------------------------------------------------------------------------------
 
 #: short spellings of PEFT's names
-_SHORT = {"modules": "target_modules", "layers": "layers_to_transform", "alpha": "lora_alpha",
-          "dropout": "lora_dropout", "rank": "r"}
+_SHORT = {
+    "modules": "target_modules",
+    "layers": "layers_to_transform",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "rank": "r",
+}
 _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
 #: names that PEFT has besides; only to tell a misspelling from an argument of a later version
-_PEFT_KEYS = ("alpha_pattern", "arrow_config", "bias", "corda_config", "decompose_both", "decompose_factor",
-              "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "init_lora_weights",
-              "init_weights", "layer_replication", "layers_pattern", "loftq_config", "lora_bias", "megatron_config",
-              "megatron_core", "module_dropout", "modules_to_save", "rank_dropout", "rank_dropout_scale",
-              "rank_pattern", "runtime_config", "target_parameters", "trainable_token_indices", "use_dora",
-              "use_effective_conv2d", "use_qalora")
+_PEFT_KEYS = (
+    "alpha_pattern",
+    "arrow_config",
+    "bias",
+    "corda_config",
+    "decompose_both",
+    "decompose_factor",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "init_lora_weights",
+    "init_weights",
+    "layer_replication",
+    "layers_pattern",
+    "loftq_config",
+    "lora_bias",
+    "megatron_config",
+    "megatron_core",
+    "module_dropout",
+    "modules_to_save",
+    "rank_dropout",
+    "rank_dropout_scale",
+    "rank_pattern",
+    "runtime_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_dora",
+    "use_effective_conv2d",
+    "use_qalora",
+)
 _LOW_RANK_METHODS = ("lora", "lokr", "loha")
 _ADAPTER_METHODS = (*_LOW_RANK_METHODS, "prefix", "prompt", "p-tuning")
 
@@ -330,8 +383,9 @@ class AdapterSpec:
         """The mapping for ``llm.adapter.args``, in PEFT's names."""
         args: dict[str, Any] = {"adapter_package": "peft", "adapter_method": self.method}
         if self.method in _LOW_RANK_METHODS:
-            args.update(r=self.r, lora_alpha=self.lora_alpha, lora_dropout=self.lora_dropout,
-                        use_rslora=self.use_rslora)
+            args.update(
+                r=self.r, lora_alpha=self.lora_alpha, lora_dropout=self.lora_dropout, use_rslora=self.use_rslora
+            )
             if self.target_modules is not None:
                 args["target_modules"] = list(self.target_modules)
             if self.layers is not None:
@@ -372,10 +426,15 @@ class AdapterSpec:
         layers = take("layers_to_transform", None, list[int] | None, min=0)
         alpha = take("lora_alpha", 16, float, above=0.0)
         spec = cls(
-            method=method, r=take("r", 8, int, min=1), lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+            method=method,
+            r=take("r", 8, int, min=1),
+            lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
             lora_dropout=take("lora_dropout", 0.0, float, min=0.0, below=1.0),
             target_modules=None if modules is None else tuple(modules),
-            layers=None if layers is None else tuple(layers), use_rslora=take("use_rslora", False, bool), extra=named)
+            layers=None if layers is None else tuple(layers),
+            use_rslora=take("use_rslora", False, bool),
+            extra=named,
+        )
         known = ("adapter_package", "adapter_method", *_SHORT, *_LORA_KEYS, *_PEFT_KEYS)
         for key in named:
             if key not in known and (close := _misspelt(key, known)):
@@ -384,6 +443,7 @@ class AdapterSpec:
 
 
 # -- the whole -----------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Config:
@@ -410,8 +470,7 @@ class Config:
     #: the framework's other keys, by dotted name, where they differ from its default
     framework: dict = field(default_factory=dict, metadata={"hidden": True})
     #: the file it came from, for messages
-    source: _Origin = field(default_factory=lambda: _Origin(), compare=False, repr=False,
-                              metadata={"hidden": True})
+    source: _Origin = field(default_factory=lambda: _Origin(), compare=False, repr=False, metadata={"hidden": True})
 
     @property
     def adapter(self) -> AdapterSpec:
@@ -490,8 +549,11 @@ class Config:
     def decisive(self) -> dict[str, Any]:
         """Every value that decides the result, by dotted key: not devices, folders, or what is kept."""
         found = {name: value for name, value, meta in _flat(self) if meta.get("result", True)}
-        found.update((name, value) for name, value in self.framework.items()
-                     if not framework_keys.decides_nothing(name, self.framework))
+        found.update(
+            (name, value)
+            for name, value in self.framework.items()
+            if not framework_keys.decides_nothing(name, self.framework)
+        )
         if self.fedopt.optimizer.lr is None:
             # Where it is not used it counts as the framework's default.
             found["fedopt.optimizer.lr"] = server_lr(self.fedopt.optimizer.type) if self.fedopt.use else 0.01
@@ -523,8 +585,12 @@ class Config:
         return _build(tree, dataclasses.replace(self.source, overridden=self.source.overridden | set(changes)))
 
 
-def load_config(path: str | os.PathLike | Mapping[str, Any] | Config | None = None, /,
-                overrides: Mapping[str, Any] | Sequence[str] | None = None, **keys: Any) -> Config:
+def load_config(
+    path: str | os.PathLike | Mapping[str, Any] | Config | None = None,
+    /,
+    overrides: Mapping[str, Any] | Sequence[str] | None = None,
+    **keys: Any,
+) -> Config:
     """Read a configuration and check it.
 
     Args:
@@ -541,8 +607,11 @@ def load_config(path: str | os.PathLike | Mapping[str, Any] | Config | None = No
     return _build(*_content(path, _overrides(overrides), _overrides(keys)))
 
 
-def load_for(path: str | os.PathLike | Mapping[str, Any] | Config | None, methods: Sequence[str],
-             overrides: Mapping[str, Any] | Sequence[str] | None = None) -> tuple[Config, dict[str, dict[str, Any]]]:
+def load_for(
+    path: str | os.PathLike | Mapping[str, Any] | Config | None,
+    methods: Sequence[str],
+    overrides: Mapping[str, Any] | Sequence[str] | None = None,
+) -> tuple[Config, dict[str, dict[str, Any]]]:
     """Read a configuration that several methods are to run.
 
     Args:
@@ -559,8 +628,7 @@ def load_for(path: str | os.PathLike | Mapping[str, Any] | Config | None, method
     if not classes or len({cls.name for cls in classes}) < len(classes):
         raise UserError(f"compare needs distinct methods, got {', '.join(methods) or 'none'}")
     flat, general = _flatten(_overrides(overrides)), _general_keys()
-    own = {key: value for key, value in flat.items()
-           if key.startswith("lowrank.") and key.split(".")[1] not in general}
+    own = {key: value for key, value in flat.items() if key.startswith("lowrank.") and key.split(".")[1] not in general}
     for key in own:
         if not any(_taken(cls, [key]) for cls in classes):
             _unknown_parameter(key.split(".")[1], classes, _Origin(overridden=frozenset(own)))
@@ -599,8 +667,9 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
             parsed[key] = yaml.load(text, _Loader) if text.strip() else ""
         except yaml.YAMLError as error:
             if text.lstrip()[:1] in tuple("[{"):
-                raise UserError(f"override {key} = {text!r} is not valid YAML: "
-                                f"{getattr(error, 'problem', None) or error}") from None
+                raise UserError(
+                    f"override {key} = {text!r} is not valid YAML: {getattr(error, 'problem', None) or error}"
+                ) from None
             parsed[key] = text
     return parsed
 
@@ -612,8 +681,11 @@ def check_local(config: Config) -> None:
         UserError: names every such key at once.
     """
     refused = [(name, value) for name, value, meta in _flat(config) if "local" in meta and value != meta["local"]]
-    refused += [(name, value) for name, value in config.framework.items()
-                if not framework_keys.decides_nothing(name, config.framework)]
+    refused += [
+        (name, value)
+        for name, value in config.framework.items()
+        if not framework_keys.decides_nothing(name, config.framework)
+    ]
     method = config.adapter.method
     if config.llm.adapter.use and method not in _LOW_RANK_METHODS:
         refused.append(("llm.adapter.args.0.adapter_method", method))
@@ -623,10 +695,13 @@ def check_local(config: Config) -> None:
             logger.warning("%s = %s is left out by this engine: %s", name, _show(value), meta["idle"])
     if refused:
         file, lines = config.source.file, config.source.lines
-        listed = [f"{name} = {_show(value)}" + (f" (line {lines[name]})" if name in lines else "")
-                  for name, value in refused]
-        raise UserError(f"{file + ': ' if file else ''}honoured only by --engine federatedscope; remove, or run with "
-                        "that engine:\n  " + "\n  ".join(listed))
+        listed = [
+            f"{name} = {_show(value)}" + (f" (line {lines[name]})" if name in lines else "") for name, value in refused
+        ]
+        raise UserError(
+            f"{file + ': ' if file else ''}honoured only by --engine federatedscope; remove, or run with "
+            "that engine:\n  " + "\n  ".join(listed)
+        )
 
 
 def known_keys() -> list[str]:
@@ -635,6 +710,7 @@ def known_keys() -> list[str]:
 
 
 # -- reading -------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class _Origin:
@@ -677,12 +753,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_FLOAT = re.compile(r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
-                    |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""", re.X)
+_FLOAT = re.compile(
+    r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
+                    |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
+    re.X,
+)
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers
-            if not tag.endswith((":float", ":timestamp"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
@@ -763,8 +842,10 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str):
-            raise UserError(f"unknown key {prefix}{key!r}: expected text (YAML reads a bare on, off, yes, no as "
-                            "a truth value and digits as a number)")
+            raise UserError(
+                f"unknown key {prefix}{key!r}: expected text (YAML reads a bare on, off, yes, no as "
+                "a truth value and digits as a number)"
+            )
         if isinstance(value, Mapping) and value:
             flat.update(_flatten(value, f"{prefix}{key}."))
         else:
@@ -793,8 +874,10 @@ def _assign(tree: Any, key: str, value: Any) -> None:
         fresh: Any = None if last else [] if parts[depth + 1].isdigit() else {}
         if isinstance(node, list):
             if not part.isdigit() or int(part) > len(node):
-                raise UserError(f"{key}: {'.'.join(parts[:depth])} is a list of {len(node)}; "
-                                f"expected an index up to {len(node)}, not {part!r}")
+                raise UserError(
+                    f"{key}: {'.'.join(parts[:depth])} is a list of {len(node)}; "
+                    f"expected an index up to {len(node)}, not {part!r}"
+                )
             index: Any = int(part)
             if index == len(node):
                 node.append(fresh)
@@ -807,8 +890,9 @@ def _assign(tree: Any, key: str, value: Any) -> None:
         if child is None:
             child = node[index] = fresh
         if not isinstance(child, (dict, list)):
-            raise UserError(f"unknown key {key!r}: {'.'.join(parts[:depth + 1])} is a value ({_show(child)}), "
-                            "not a section")
+            raise UserError(
+                f"unknown key {key!r}: {'.'.join(parts[: depth + 1])} is a value ({_show(child)}), not a section"
+            )
         node = child
 
 
@@ -836,6 +920,7 @@ def _plain(value: Any) -> Any:
 
 # -- checking ------------------------------------------------------------------------------------------
 
+
 def _build(tree: Mapping[str, Any], origin: _Origin, own: Mapping[str, Any] | None = None) -> Config:
     """The checked config; of ``own``, overrides in ``lowrank``, its method takes what it has and leaves the rest."""
     others: dict[str, Any] = {}
@@ -851,14 +936,22 @@ def _build(tree: Mapping[str, Any], origin: _Origin, own: Mapping[str, Any] | No
         origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
     params = check_method_params(method, params, origin)
     config = dataclasses.replace(
-        config, federate=federate, framework=others, source=origin,
-        model=dataclasses.replace(config.model, task=task), llm=dataclasses.replace(config.llm, adapter=adapter),
-        lowrank=dataclasses.replace(config.lowrank, params=params))
+        config,
+        federate=federate,
+        framework=others,
+        source=origin,
+        model=dataclasses.replace(config.model, task=task),
+        llm=dataclasses.replace(config.llm, adapter=adapter),
+        lowrank=dataclasses.replace(config.lowrank, params=params),
+    )
     _check_together(config, origin)
     tasks = getattr(method, "tasks", (task,))
     if task and task not in tasks:
-        origin.fail("federate.method", f"= {method.name} is not for model.type = {config.model.type} ({task}); "
-                    f"it takes models of {', '.join(tasks)}")
+        origin.fail(
+            "federate.method",
+            f"= {method.name} is not for model.type = {config.model.type} ({task}); "
+            f"it takes models of {', '.join(tasks)}",
+        )
     return config
 
 
@@ -875,17 +968,18 @@ def _section(cls: type, raw: Any, prefix: str, origin: _Origin, others: dict[str
     if not isinstance(raw, Mapping):
         origin.wrong(prefix.rstrip("."), raw, "a section with keys of its own")
     hints = _hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)
-              if not (f.metadata.get("open") or f.metadata.get("hidden"))}
+    fields = {f.name: f for f in dataclasses.fields(cls) if not (f.metadata.get("open") or f.metadata.get("hidden"))}
     rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("open")), None)
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for key, value in raw.items():
         name = prefix + key
         if key in fields:
-            values[key] = (_section(hints[key], value, name + ".", origin, others)
-                           if dataclasses.is_dataclass(hints[key])
-                           else _value(name, value, hints[key], fields[key].metadata, origin))
+            values[key] = (
+                _section(hints[key], value, name + ".", origin, others)
+                if dataclasses.is_dataclass(hints[key])
+                else _value(name, value, hints[key], fields[key].metadata, origin)
+            )
         elif _framework_key(name, value, origin, others):
             continue
         elif rest is None:
@@ -931,8 +1025,16 @@ def _framework_key(name: str, value: Any, origin: _Origin, others: dict[str, Any
     return True
 
 
-_EXPECTED = {bool: "True or False", int: "a whole number", float: "a number", str: "text", list: "a list",
-             tuple: "a list", dict: "a mapping", type(None): "nothing"}
+_EXPECTED = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+    dict: "a mapping",
+    type(None): "nothing",
+}
 
 
 def _expected(hint: Any) -> str:
@@ -942,8 +1044,12 @@ def _expected(hint: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(map(repr, args))
     if origin in (list, tuple) and args:
-        return {int: "a list of whole numbers", float: "a list of numbers", str: "a list of texts",
-                dict: "a list of mappings"}.get(args[0], "a list")
+        return {
+            int: "a list of whole numbers",
+            float: "a list of numbers",
+            str: "a list of texts",
+            dict: "a list of mappings",
+        }.get(args[0], "a list")
     return _EXPECTED.get(origin or hint, getattr(hint, "__name__", str(hint)))
 
 
@@ -1011,8 +1117,10 @@ def _value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: _O
     if meta.get("fold"):
         value = {choice.lower(): choice for choice in meta["choices"]}.get(value.lower(), value)
     items = value if isinstance(value, (list, tuple)) else [value]
-    for choices, shape, chosen in ((meta.get("choices"), "one of", [value]),
-                                   (meta.get("items"), "a list of any of", items)):
+    for choices, shape, chosen in (
+        (meta.get("choices"), "one of", [value]),
+        (meta.get("items"), "a list of any of", items),
+    ):
         for item in chosen:
             if choices and item is not None and item not in choices:
                 listed = ", ".join(str(choice) or "''" for choice in choices)
@@ -1026,8 +1134,12 @@ def _value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: _O
     return value
 
 
-_BOUNDS = (("min", operator.ge, "at least"), ("above", operator.gt, "above"),
-           ("max", operator.le, "at most"), ("below", operator.lt, "below"))
+_BOUNDS = (
+    ("min", operator.ge, "at least"),
+    ("above", operator.gt, "above"),
+    ("max", operator.le, "at most"),
+    ("below", operator.lt, "below"),
+)
 
 
 def _check_together(config: Config, origin: _Origin) -> None:
@@ -1038,33 +1150,57 @@ def _check_together(config: Config, origin: _Origin) -> None:
     if federate.sample_client_num == 0:
         origin.wrong("federate.sample_client_num", 0, "clients a round, 1 or more; or -1 for all")
     if federate.sample_client_num > federate.client_num:
-        origin.wrong("federate.sample_client_num", federate.sample_client_num,
-                     f"at most federate.client_num, which is {federate.client_num}")
+        origin.wrong(
+            "federate.sample_client_num",
+            federate.sample_client_num,
+            f"at most federate.client_num, which is {federate.client_num}",
+        )
     if federate.sample_client_rate <= 0 and federate.sample_client_rate != -1:
-        origin.wrong("federate.sample_client_rate", federate.sample_client_rate,
-                     "a share above 0 and at most 1; or -1 for all")
+        origin.wrong(
+            "federate.sample_client_rate", federate.sample_client_rate, "a share above 0 and at most 1; or -1 for all"
+        )
     if config.lowrank.min_clients > config.sampled_per_round:
-        origin.wrong("lowrank.min_clients", config.lowrank.min_clients,
-                     f"at most the clients of a round, {config.sampled_per_round}")
+        origin.wrong(
+            "lowrank.min_clients",
+            config.lowrank.min_clients,
+            f"at most the clients of a round, {config.sampled_per_round}",
+        )
     if config.is_vision and config.model.task != "ImageClassification":
         origin.wrong("model.task", config.model.task, f"ImageClassification, or nothing, with {config.model.type}")
-    for key, value, default in () if config.is_vision else (
-            ("norm", config.lowrank.norm, "batch"), ("width", config.lowrank.width, 1.0),
-            ("weights", config.lowrank.weights, ""), ("base_init", config.lowrank.base_init, "random")):
+    for key, value, default in (
+        ()
+        if config.is_vision
+        else (
+            ("norm", config.lowrank.norm, "batch"),
+            ("width", config.lowrank.width, 1.0),
+            ("weights", config.lowrank.weights, ""),
+            ("base_init", config.lowrank.base_init, "random"),
+        )
+    ):
         if value != default:
-            origin.fail(f"lowrank.{key}", f"= {value!r} is for networks of ours ({', '.join(VISION_MODELS)}); "
-                        f"model.type is {config.model.type!r}")
+            origin.fail(
+                f"lowrank.{key}",
+                f"= {value!r} is for networks of ours ({', '.join(VISION_MODELS)}); "
+                f"model.type is {config.model.type!r}",
+            )
     if config.lowrank.base_init == "zero" and not config.from_scratch:
-        origin.fail("lowrank.base_init", "= 'zero' would wipe out the pre-trained weights of lowrank.weights; it is "
-                    "for training from scratch")
+        origin.fail(
+            "lowrank.base_init",
+            "= 'zero' would wipe out the pre-trained weights of lowrank.weights; it is for training from scratch",
+        )
     splits = config.data.splits
     if len(splits) != 3 or abs(sum(splits) - 1) > 1e-6:
         origin.wrong("data.splits", splits, "three shares, of train, validation and test, that add up to 1")
-    if isinstance(config.device, str) and config.device != "cpu" or isinstance(config.device, int) \
-            and config.device < -1:
+    if (
+        isinstance(config.device, str)
+        and config.device != "cpu"
+        or isinstance(config.device, int)
+        and config.device < -1
+    ):
         origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
     if config.train.optimizer.extra:
         from .training.local import check_optimizer  # imports torch, which reading a config's schema should not
+
         try:
             check_optimizer(config.train.optimizer)
         except UserError as error:
@@ -1078,8 +1214,9 @@ def _infer_task(model_type: str) -> str:
     if model_type in VISION_MODELS:
         return "ImageClassification"
     suffix = model_type.rpartition("@")[2] if "@" in model_type else ""
-    return {"huggingface_llm": "CausalLM", "modelscope_llm": "CausalLM",
-            "transformers": "SequenceClassification"}.get(suffix, "")
+    return {"huggingface_llm": "CausalLM", "modelscope_llm": "CausalLM", "transformers": "SequenceClassification"}.get(
+        suffix, ""
+    )
 
 
 def _resolved_name(key: str) -> str:
@@ -1096,8 +1233,10 @@ def _adapter_args(args: list[dict], origin: _Origin) -> dict[str, Any]:
 
 # -- the method ----------------------------------------------------------------------------------------
 
+
 def _method_class(name: str, origin: _Origin) -> Any:
     from .methods import get_method_class  # imports torch, which reading a config's schema should not
+
     try:
         return get_method_class(name.lower())
     except UserError as error:
@@ -1111,14 +1250,20 @@ def _resolve_method(config: Config, named: bool, origin: _Origin) -> tuple[Any, 
         if use:
             name = framework_keys.WITH_ADAPTERS[name]
         elif use is None and not named and any(config.llm.adapter.args):
-            origin.fail("federate.method", "is missing, and llm.adapter.args is given without llm.adapter.use: the "
-                        "framework would ignore the adapter and train all weights; say which method, such as fedlora, "
-                        "or set llm.adapter.use")
+            origin.fail(
+                "federate.method",
+                "is missing, and llm.adapter.args is given without llm.adapter.use: the "
+                "framework would ignore the adapter and train all weights; say which method, such as fedlora, "
+                "or set llm.adapter.use",
+            )
     cls = _method_class(name, origin)
     adapts = "adapter" in getattr(cls, "shared", ("adapter",)) or (bool(use) and getattr(cls, "either", False))
     if use is False and adapts:
-        origin.fail("llm.adapter.use", f"= False, but federate.method = {cls.name} trains adapters; "
-                    "remove the key, or choose fedavg to train all weights")
+        origin.fail(
+            "llm.adapter.use",
+            f"= False, but federate.method = {cls.name} trains adapters; "
+            "remove the key, or choose fedavg to train all weights",
+        )
     return cls, adapts if use is None else use
 
 
@@ -1150,10 +1295,15 @@ def _taken(cls: Any, keys: Iterable[str]) -> list[str]:
 
 def _unknown_parameter(key: str, classes: Sequence[Any], origin: _Origin) -> NoReturn:
     name, fields = f"lowrank.{key}", list(dict.fromkeys(field for cls in classes for field in _params_fields(cls)))
-    has = f"the method {classes[0].name} has" if len(classes) == 1 else \
-        f"the methods {', '.join(cls.name for cls in classes)} have"
-    raise UserError(f"{origin.where(name)}unknown key {name!r}{nearest(key, [*_general_keys(), *fields])}; {has} " + (
-        f"the keys {', '.join(fields)}" if fields else f"no keys of {'its' if len(classes) == 1 else 'their'} own"))
+    has = (
+        f"the method {classes[0].name} has"
+        if len(classes) == 1
+        else f"the methods {', '.join(cls.name for cls in classes)} have"
+    )
+    raise UserError(
+        f"{origin.where(name)}unknown key {name!r}{nearest(key, [*_general_keys(), *fields])}; {has} "
+        + (f"the keys {', '.join(fields)}" if fields else f"no keys of {'its' if len(classes) == 1 else 'their'} own")
+    )
 
 
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: _Origin | None = None) -> dict[str, Any]:
@@ -1179,6 +1329,7 @@ def check_method_params(cls: Any, given: Mapping[str, Any], origin: _Origin | No
 
 
 # -- helpers -------------------------------------------------------------------------------------------
+
 
 def _flat(section: Any, prefix: str = "") -> list[tuple[str, Any, Mapping[str, Any]]]:
     """Every key below ``section``: dotted name, value, and the field's metadata."""

@@ -1,4 +1,5 @@
 """What is installed, which engines and extras are usable, what to do about the rest."""
+
 from __future__ import annotations
 
 import platform
@@ -33,13 +34,20 @@ def _package(name: str, remedy: str, required: bool = False) -> Check:
 def _framework() -> list[Check]:
     """Whether the framework can be used is known only once it has been imported; so it is."""
     from .errors import UserError
+
     try:
         from .engines.federatedscope import FRAMEWORK, compat, locate
     except UserError as error:
         return [Check("engine federatedscope", False, getattr(error, "what", str(error)), getattr(error, "remedy", ""))]
     except Exception as error:  # whatever breaks in it, the other engine works
-        return [Check("engine federatedscope", False, f"{type(error).__name__}: {error}",
-                      "it does not import; see docs/federatedscope.md for versions that work")]
+        return [
+            Check(
+                "engine federatedscope",
+                False,
+                f"{type(error).__name__}: {error}",
+                "it does not import; see docs/federatedscope.md for versions that work",
+            )
+        ]
     found = f"{locate.version(FRAMEWORK)} (branch {locate.BRANCH}) in {FRAMEWORK.parent}"
     mends = [Check(f"  mended: {m.name}", True, f"{m.reason}; can go when {m.until}") for m in compat.applied()]
     return [Check("engine federatedscope", True, found), *mends]
@@ -48,22 +56,42 @@ def _framework() -> list[Check]:
 def examine() -> list[Check]:
     """All checks, the required ones first."""
     from .data.fetch import FETCHABLE, home, resolve
+
     here = (3, 11) <= tuple(map(int, platform.python_version_tuple()[:2]))
     checks = [Check("Python", here, platform.python_version(), "install Python 3.11 or later", required=True)]
     checks += [_package(n, "pip install fs-lowrank with constraints.txt", required=True) for n in _CORE]
     if find_spec("torchvision"):
-        checks.append(Check("torchvision", False, "installed", "nothing here needs it, and a build that does not match "
-                            "torch breaks transformers and peft: pip uninstall torchvision"))
+        checks.append(
+            Check(
+                "torchvision",
+                False,
+                "installed",
+                "nothing here needs it, and a build that does not match "
+                "torch breaks transformers and peft: pip uninstall torchvision",
+            )
+        )
     if find_spec("torch"):
         import torch
+
         gpu = torch.cuda.is_available()
-        checks.append(Check("GPU", gpu, torch.cuda.get_device_name() if gpu else "none",
-                            "none needed; with one, set use_gpu True"))
+        checks.append(
+            Check(
+                "GPU", gpu, torch.cuda.get_device_name() if gpu else "none", "none needed; with one, set use_gpu True"
+            )
+        )
     checks += [Check("engine local", True, "built in"), *_framework()]
     checks += [_package(n, f"pip install 'fs-lowrank[{extra}]'") for n, extra in _EXTRAS.items()]
-    checks += [Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")
-               for n in FETCHABLE]
+    checks += [
+        Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")
+        for n in FETCHABLE
+    ]
     free = shutil.disk_usage(next(p for p in (home(), *home().parents) if p.exists())).free
-    checks.append(Check("disk", free > 2e9, f"{free / 1e9:.0f} GB free in {home()}",
-                        "make room, or set FS_LOWRANK_HOME to another disk"))
+    checks.append(
+        Check(
+            "disk",
+            free > 2e9,
+            f"{free / 1e9:.0f} GB free in {home()}",
+            "make room, or set FS_LOWRANK_HOME to another disk",
+        )
+    )
     return checks

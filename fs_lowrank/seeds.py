@@ -1,4 +1,5 @@
 """One seed decides everything: every use of randomness derives its own stream from it."""
+
 from __future__ import annotations
 
 import hashlib

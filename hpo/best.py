@@ -1,4 +1,5 @@
 """What a study found: its winner, confirmed on fresh seeds, what that cost, and the config file of it."""
+
 from __future__ import annotations
 
 import io
@@ -21,23 +22,31 @@ _HEADER = "# hpo: "
 
 def spread(values: list[float]) -> dict:
     """Mean, standard deviation (of a sample; None for one value) and the values."""
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None,
-            "values": values}
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "values": values,
+    }
 
 
 def confirmation(storage, study: optuna.Study, trial) -> dict | None:
     """The winner's metrics on fresh seeds; None before there are any."""
-    trials = [t for t in load_study(storage, study.study_name + CONFIRM).get_trials(deepcopy=False)
-              if t.user_attrs.get("of") == draw_of(trial)]
+    trials = [
+        t
+        for t in load_study(storage, study.study_name + CONFIRM).get_trials(deepcopy=False)
+        if t.user_attrs.get("of") == draw_of(trial)
+    ]
     done = sorted((t for t in trials if kind(t) == "complete"), key=lambda t: t.user_attrs["seed"])
     if not done:
         return None
     names = sorted(n for n in done[0].user_attrs["metrics"] if n.startswith(("val_", "test_")))
-    return {"seeds": [t.user_attrs["seed"] for t in done],
-            "failed": [t.user_attrs.get("reason") for t in trials if kind(t) == "failed"],
-            "open": sum(kind(t) in ("waiting", "running") for t in trials),
-            "metrics": {n: spread([t.user_attrs["metrics"][n] for t in done]) for n in names},
-            "budget": budget(trials)}
+    return {
+        "seeds": [t.user_attrs["seed"] for t in done],
+        "failed": [t.user_attrs.get("reason") for t in trials if kind(t) == "failed"],
+        "open": sum(kind(t) in ("waiting", "running") for t in trials),
+        "metrics": {n: spread([t.user_attrs["metrics"][n] for t in done]) for n in names},
+        "budget": budget(trials),
+    }
 
 
 def summary(storage, name: str) -> dict:
@@ -49,24 +58,53 @@ def summary(storage, name: str) -> dict:
         counts[kind(trial)] = counts.get(kind(trial), 0) + 1
     winners = []
     for trial in front(study):
-        winners.append({"trial": trial.number, "point": point_of(study, trial),
-                        "values": dict(zip(settings.objectives, trial.values)),
-                        "metrics": trial.user_attrs.get("metrics", {}), "by_seed": trial.user_attrs.get("by_seed", {}),
-                        "confirmed": confirmation(storage, study, trial)})
-    return {"study": name, "objectives": list(settings.objectives), "sampler": settings.sampler,
-            "pruner": settings.pruner, "rungs": list(settings.rungs), "seeds": settings.seeds,
-            "space": settings.space, "config": settings.base.fingerprint(), "trials": counts,
-            "points": len({draw_of(t) for t in trials}), "budget": budget(trials), "winners": winners,
-            "failures": [{"trial": t.number, "kind": t.user_attrs.get("kind"), "reason": t.user_attrs.get("reason"),
-                          "point": point_of(study, t)} for t in trials if kind(t) in ("failed", "lost")]}
+        winners.append(
+            {
+                "trial": trial.number,
+                "point": point_of(study, trial),
+                "values": dict(zip(settings.objectives, trial.values)),
+                "metrics": trial.user_attrs.get("metrics", {}),
+                "by_seed": trial.user_attrs.get("by_seed", {}),
+                "confirmed": confirmation(storage, study, trial),
+            }
+        )
+    return {
+        "study": name,
+        "objectives": list(settings.objectives),
+        "sampler": settings.sampler,
+        "pruner": settings.pruner,
+        "rungs": list(settings.rungs),
+        "seeds": settings.seeds,
+        "space": settings.space,
+        "config": settings.base.fingerprint(),
+        "trials": counts,
+        "points": len({draw_of(t) for t in trials}),
+        "budget": budget(trials),
+        "winners": winners,
+        "failures": [
+            {
+                "trial": t.number,
+                "kind": t.user_attrs.get("kind"),
+                "reason": t.user_attrs.get("reason"),
+                "point": point_of(study, t),
+            }
+            for t in trials
+            if kind(t) in ("failed", "lost")
+        ],
+    }
 
 
 def failures(study) -> list[tuple[str, str]]:
     """Kind (nan, memory, error, lost) and reason of each trial that failed and that no other attempt made good."""
     trials = study.get_trials(deepcopy=False)
     good = {draw_of(t) for t in trials if kind(t) in ("complete", "pruned")}
-    return list({draw_of(t): (t.user_attrs.get("kind", "error"), t.user_attrs.get("reason", "")) for t in trials
-                 if kind(t) in ("failed", "lost") and draw_of(t) not in good}.values())
+    return list(
+        {
+            draw_of(t): (t.user_attrs.get("kind", "error"), t.user_attrs.get("reason", ""))
+            for t in trials
+            if kind(t) in ("failed", "lost") and draw_of(t) not in good
+        }.values()
+    )
 
 
 def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> dict:
@@ -77,21 +115,29 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> 
     """
     winners, name = found["winners"], found["study"]
     if not winners:
-        raise UserError(f"the study {name} has no complete trial yet ({_counts(found['trials'])}); "
-                        "let `python -m hpo tune` go on, or see `python -m hpo status`")
+        raise UserError(
+            f"the study {name} has no complete trial yet ({_counts(found['trials'])}); "
+            "let `python -m hpo tune` go on, or see `python -m hpo status`"
+        )
     if trial is not None:
         there = [w for w in winners if w["trial"] == trial]
         if not there:
-            raise UserError(f"--trial {trial} is not on the front of {name}; there are: "
-                            f"{', '.join(str(w['trial']) for w in winners)}")
+            raise UserError(
+                f"--trial {trial} is not on the front of {name}; there are: "
+                f"{', '.join(str(w['trial']) for w in winners)}"
+            )
         winners = there
     if len(winners) > 1:
-        raise UserError(f"the study {name} has {len(winners)} trials on its Pareto front; choose one with --trial: "
-                        f"{', '.join(str(w['trial']) for w in winners)}")
+        raise UserError(
+            f"the study {name} has {len(winners)} trials on its Pareto front; choose one with --trial: "
+            f"{', '.join(str(w['trial']) for w in winners)}"
+        )
     check = winners[0]["confirmed"]
     if not unconfirmed and (check is None or check["open"]):
-        raise UserError(f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; let "
-                        "`python -m hpo tune` finish, or write it as it is with --unconfirmed")
+        raise UserError(
+            f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; let "
+            "`python -m hpo tune` finish, or write it as it is with --unconfirmed"
+        )
     return winners[0]
 
 
@@ -104,15 +150,21 @@ def config_of(storage, found: dict, winner: dict) -> Config:
 def header(found: dict, winner: dict) -> str:
     """The comment above a winner's config; its last line is the same as JSON."""
     shown = ", ".join(f"{n} {v:.6g}" for n, v in winner["values"].items())
-    lines = [f"# Found by `python -m hpo tune` (fs-lowrank {__version__}): study {found['study']}, "
-             f"trial {winner['trial']}, {shown}",
-             f"# at {', '.join(f'{k} = {v}' for k, v in winner['point'].items())}"]
+    lines = [
+        f"# Found by `python -m hpo tune` (fs-lowrank {__version__}): study {found['study']}, "
+        f"trial {winner['trial']}, {shown}",
+        f"# at {', '.join(f'{k} = {v}' for k, v in winner['point'].items())}",
+    ]
     check = winner["confirmed"]
     if check:
-        parts = [f"{n} {v['mean']:.4f}" + (f" ± {v['std']:.4f}" if v["std"] is not None else "")
-                 for n, v in check["metrics"].items()]
-        lines.append(f"# on {len(check['seeds'])} fresh seeds ({check['seeds'][0]} to {check['seeds'][-1]}): "
-                     f"{', '.join(parts)}" + (f"; {len(check['failed'])} more failed" if check["failed"] else ""))
+        parts = [
+            f"{n} {v['mean']:.4f}" + (f" ± {v['std']:.4f}" if v["std"] is not None else "")
+            for n, v in check["metrics"].items()
+        ]
+        lines.append(
+            f"# on {len(check['seeds'])} fresh seeds ({check['seeds'][0]} to {check['seeds'][-1]}): "
+            f"{', '.join(parts)}" + (f"; {len(check['failed'])} more failed" if check["failed"] else "")
+        )
         lines.append(f"# cost of the fresh seeds: {budget_text(check['budget'])}")
     else:
         lines.append("# NOT run on fresh seeds: the value is that of the search, and may be luck")
@@ -151,9 +203,12 @@ def read_header(path: str | Path) -> dict | None:
 def budget_text(cost: dict) -> str:
     """A budget in words."""
     from fs_lowrank.runs.summary import human_bytes
-    return (f"{cost['trials']} trials, {cost['rounds']} rounds, {cost['client_steps']:,} client-steps, "
-            f"{human_bytes(cost['uplink_bytes'])} up, {human_bytes(cost['downlink_bytes'])} down, "
-            f"{cost['seconds']:.0f} s")
+
+    return (
+        f"{cost['trials']} trials, {cost['rounds']} rounds, {cost['client_steps']:,} client-steps, "
+        f"{human_bytes(cost['uplink_bytes'])} up, {human_bytes(cost['downlink_bytes'])} down, "
+        f"{cost['seconds']:.0f} s"
+    )
 
 
 def _counts(counts: dict) -> str:

@@ -1,4 +1,5 @@
 """The command line: ``python -m hpo tune | status | best | plot``."""
+
 from __future__ import annotations
 
 import argparse
@@ -20,15 +21,25 @@ OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 def _parser() -> argparse.ArgumentParser:
     from .settings import OBJECTIVES, PRUNERS, SAMPLERS
+
     parser = argparse.ArgumentParser(prog="python -m hpo", description="Search hyperparameters over any config.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def storage_options(command: argparse.ArgumentParser) -> None:
         command.add_argument("--study", metavar="NAME", help="the study, or the first part of the names of several")
-        command.add_argument("--dir", default="runs/hpo", metavar="FOLDER", type=Path,
-                             help="of the trials' runs, and of the storage (default: runs/hpo)")
-        command.add_argument("--storage", default="", metavar="URL",
-                             help="a journal or SQLite file, or a database's URL (default: journal.log in --dir)")
+        command.add_argument(
+            "--dir",
+            default="runs/hpo",
+            metavar="FOLDER",
+            type=Path,
+            help="of the trials' runs, and of the storage (default: runs/hpo)",
+        )
+        command.add_argument(
+            "--storage",
+            default="",
+            metavar="URL",
+            help="a journal or SQLite file, or a database's URL (default: journal.log in --dir)",
+        )
 
     tune = commands.add_parser("tune", help="search; the same command continues a search that was ended")
     tune.add_argument("--cfg", required=True, metavar="FILE", help="the config that is searched around")
@@ -36,19 +47,33 @@ def _parser() -> argparse.ArgumentParser:
     storage_options(tune)
     tune.add_argument("--methods", metavar="A,B", help="a study for each method")
     tune.add_argument("--data", metavar="X,Y", help="a study for each data set (data.type)")
-    tune.add_argument("--trials", type=_natural, default=0, metavar="N",
-                      help="points a study tries in all (default: the whole grid, or 20)")
+    tune.add_argument(
+        "--trials",
+        type=_natural,
+        default=0,
+        metavar="N",
+        help="points a study tries in all (default: the whole grid, or 20)",
+    )
     tune.add_argument("--budget", type=float, metavar="N", help="client-steps after which no trial of a study starts")
     tune.add_argument("--timeout", type=float, metavar="S", help="seconds after which this call ends")
-    tune.add_argument("--workers", type=int, default=None, metavar="N",
-                      help="processes (default: 1, or one for each GPU); 0 runs in this one")
+    tune.add_argument(
+        "--workers",
+        type=int,
+        default=None,
+        metavar="N",
+        help="processes (default: 1, or one for each GPU); 0 runs in this one",
+    )
     tune.add_argument("--gpus", metavar="0,1", help="a GPU for each worker; or all")
     tune.add_argument("--sampler", choices=SAMPLERS, default="", help="default: grid where all keys are, else tpe")
     tune.add_argument("--sampler-seed", type=int, default=0, metavar="N", help="seed of the sampler")
     tune.add_argument("--pruner", choices=PRUNERS, default="", help="default: median, and none for a grid")
     tune.add_argument("--rungs", metavar="4,8,16", help="rounds at which the better part goes on from its checkpoint")
-    tune.add_argument("--objective", default="val_acc", metavar="NAMES",
-                      help=f"of {', '.join(OBJECTIVES)}; several give a Pareto front (default: val_acc)")
+    tune.add_argument(
+        "--objective",
+        default="val_acc",
+        metavar="NAMES",
+        help=f"of {', '.join(OBJECTIVES)}; several give a Pareto front (default: val_acc)",
+    )
     tune.add_argument("--seeds", type=_natural, default=1, metavar="K", help="runs averaged in a trial")
     tune.add_argument("--confirm", type=int, default=3, metavar="K", help="fresh seeds for the winner (default: 3)")
     tune.add_argument("--engine", default="local", metavar="NAME", help="what runs the trials (default: local)")
@@ -89,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.do(args) or OK
     except UserError as error:
         from rich.markup import escape
+
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return WRONG_USE
     except ImportError as error:
@@ -116,6 +142,7 @@ def _tune(args: argparse.Namespace) -> int:
     from .space import load_space
     from .storage import open_storage
     from .tune import Search, tune
+
     if args.confirm < 0 or (args.workers is not None and args.workers < 0):
         raise UserError("--confirm and --workers: expected 0 or more")
     config = load_config(args.cfg, **parse_overrides(args.overrides))
@@ -125,8 +152,9 @@ def _tune(args: argparse.Namespace) -> int:
         if text:
             studies[key] = _names(text)
     if any(p.key in studies for p in space.parameters):
-        raise UserError(f"{args.space}: {', '.join(studies)} is searched, and also given a study for each value; "
-                        "keep one")
+        raise UserError(
+            f"{args.space}: {', '.join(studies)} is searched, and also given a study for each value; keep one"
+        )
     space = dataclasses.replace(space, studies=studies)
     try:
         rungs = tuple(int(r) for r in _names(args.rungs))
@@ -135,10 +163,24 @@ def _tune(args: argparse.Namespace) -> int:
     gpus = _gpus(args.gpus)
     name = args.study or re.sub(r"[^\w+-]+", "_", f"{Path(args.cfg).stem}-{Path(args.space).stem}")
     options = Search(
-        name=name, objectives=parse_objectives(args.objective), sampler=args.sampler, sampler_seed=args.sampler_seed,
-        pruner=args.pruner, rungs=rungs, trials=args.trials, limit=args.budget, timeout=args.timeout,
-        workers=max(1, len(gpus)) if args.workers is None else args.workers, gpus=gpus, seeds=args.seeds,
-        confirm=args.confirm, engine=args.engine, storage=args.storage, folder=args.dir, retry_failed=args.retry_failed)
+        name=name,
+        objectives=parse_objectives(args.objective),
+        sampler=args.sampler,
+        sampler_seed=args.sampler_seed,
+        pruner=args.pruner,
+        rungs=rungs,
+        trials=args.trials,
+        limit=args.budget,
+        timeout=args.timeout,
+        workers=max(1, len(gpus)) if args.workers is None else args.workers,
+        gpus=gpus,
+        seeds=args.seeds,
+        confirm=args.confirm,
+        engine=args.engine,
+        storage=args.storage,
+        folder=args.dir,
+        retry_failed=args.retry_failed,
+    )
     ended = tune(config, space, options, say=_say)
     if ended.how == "interrupted":
         console.print(f"interrupted; continue with:\n  {args.again}", soft_wrap=True, markup=False)
@@ -151,11 +193,17 @@ def _tune(args: argparse.Namespace) -> int:
         return OK
     if not all(f["winners"] for f in found):
         missing = ", ".join(f["study"] for f in found if not f["winners"])
-        console.print(f"no trial completed in {missing}; see the reasons with: python -m hpo status "
-                      f"{_where(args)}", soft_wrap=True, markup=False)
+        console.print(
+            f"no trial completed in {missing}; see the reasons with: python -m hpo status {_where(args)}",
+            soft_wrap=True,
+            markup=False,
+        )
         return FAILED
-    console.print(f"next: python -m hpo best {_where(args)}--study {ended.studies[0]} --out best.yaml", soft_wrap=True,
-                  markup=False)
+    console.print(
+        f"next: python -m hpo best {_where(args)}--study {ended.studies[0]} --out best.yaml",
+        soft_wrap=True,
+        markup=False,
+    )
     return OK
 
 
@@ -168,6 +216,7 @@ def _gpus(text: str | None) -> tuple[str, ...]:
     if text != "all":
         return _names(text)
     import torch
+
     if not torch.cuda.device_count():
         raise UserError("--gpus all: torch finds no GPU here")
     return tuple(str(i) for i in range(torch.cuda.device_count()))
@@ -182,6 +231,7 @@ def _chosen(args: argparse.Namespace) -> tuple:
     from fs_lowrank.errors import nearest
 
     from .storage import open_storage, study_names
+
     where = args.storage or str(args.dir / "journal.log")
     storage = open_storage(where)
     names = study_names(storage)
@@ -196,57 +246,87 @@ def _chosen(args: argparse.Namespace) -> tuple:
 
 
 def _at(winner: dict) -> str:
-    return ", ".join(f"{k.rpartition('.')[2]} {v:.4g}" if isinstance(v, float) else f"{k.rpartition('.')[2]} {v}"
-                     for k, v in winner["point"].items())
+    return ", ".join(
+        f"{k.rpartition('.')[2]} {v:.4g}" if isinstance(v, float) else f"{k.rpartition('.')[2]} {v}"
+        for k, v in winner["point"].items()
+    )
 
 
 def _print_table(found: list[dict]) -> None:
     table = Table()
     for column in ("study", "trials", "best", "at", "fresh seeds", "rounds", "client-steps", "seconds"):
-        table.add_column(column, justify="right" if column in ("rounds", "client-steps", "seconds") else "left",
-                         overflow="fold")
+        table.add_column(
+            column, justify="right" if column in ("rounds", "client-steps", "seconds") else "left", overflow="fold"
+        )
     for f in found:
         trials = "\n".join(f"{n} {k}" for k, n in sorted(f["trials"].items()))
         cost = f["budget"]
         best = at = fresh = "-"
         if f["winners"]:
             winners = f["winners"]
-            best = "\n".join("  ".join(f"{n} {v:.4g}" for n, v in w["values"].items()) + f" (#{w['trial']})"
-                             for w in winners)
+            best = "\n".join(
+                "  ".join(f"{n} {v:.4g}" for n, v in w["values"].items()) + f" (#{w['trial']})" for w in winners
+            )
             at = "\n".join(_at(w) for w in winners)
             checks = [w["confirmed"] for w in winners]
-            fresh = "\n".join("not yet" if c is None else "  ".join(
-                f"{n} {v['mean']:.3f}" + (f" ± {v['std']:.3f}" if v["std"] is not None else "")
-                for n, v in c["metrics"].items() if n.endswith("acc") or len(c["metrics"]) < 3) for c in checks)
-        table.add_row(f["study"], trials, best, at, fresh, str(cost["rounds"]), f"{cost['client_steps']:,}",
-                      f"{cost['seconds']:.0f}")
+            fresh = "\n".join(
+                "not yet"
+                if c is None
+                else "  ".join(
+                    f"{n} {v['mean']:.3f}" + (f" ± {v['std']:.3f}" if v["std"] is not None else "")
+                    for n, v in c["metrics"].items()
+                    if n.endswith("acc") or len(c["metrics"]) < 3
+                )
+                for c in checks
+            )
+        table.add_row(
+            f["study"],
+            trials,
+            best,
+            at,
+            fresh,
+            str(cost["rounds"]),
+            f"{cost['client_steps']:,}",
+            f"{cost['seconds']:.0f}",
+        )
     console.print(table)
 
 
 def _status(args: argparse.Namespace) -> None:
     from .best import budget_text, summary
+
     storage, names = _chosen(args)
     found = [summary(storage, n) for n in names]
     _print_table(found)
     for f in found:
-        console.print(f"{f['study']}: {f['sampler']}, pruner {f['pruner']}"
-                      + (f", rungs {','.join(map(str, f['rungs']))}" if f["rungs"] else "")
-                      + f", {f['points']} points; {budget_text(f['budget'])}", soft_wrap=True, markup=False)
+        console.print(
+            f"{f['study']}: {f['sampler']}, pruner {f['pruner']}"
+            + (f", rungs {','.join(map(str, f['rungs']))}" if f["rungs"] else "")
+            + f", {f['points']} points; {budget_text(f['budget'])}",
+            soft_wrap=True,
+            markup=False,
+        )
         for failure in f["failures"]:
-            console.print(f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} "
-                          f"at {failure['point']}", soft_wrap=True, markup=False)
+            console.print(
+                f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} at {failure['point']}",
+                soft_wrap=True,
+                markup=False,
+            )
 
 
 def _best(args: argparse.Namespace) -> None:
     from .best import choose, config_of, header, summary, write
+
     storage, names = _chosen(args)
     found = [summary(storage, n) for n in names]
     _print_table(found)
     if not args.out:
         return
     if len(found) > 1 and "{study}" not in args.out:
-        raise UserError(f"{len(found)} studies: {', '.join(names)}; choose one with --study, or write them all with "
-                        "--out 'best-{study}.yaml'")
+        raise UserError(
+            f"{len(found)} studies: {', '.join(names)}; choose one with --study, or write them all with "
+            "--out 'best-{study}.yaml'"
+        )
     chosen = [(f, choose(f, args.trial, args.unconfirmed)) for f in found]
     for f, winner in chosen:
         path = write(args.out.replace("{study}", f["study"]), config_of(storage, f, winner), header(f, winner))
@@ -255,6 +335,7 @@ def _best(args: argparse.Namespace) -> None:
 
 def _plot(args: argparse.Namespace) -> None:
     from .plots import draw, panels
+
     storage, names = _chosen(args)
     out = args.out or args.dir / "plots"
     for path in draw(panels(storage, names), out, args.study or "studies"):

@@ -6,6 +6,7 @@ The RoLoRA paper's eight rates as a grid, and its range with TPE and successive 
 their checkpoints, on the demo's task in a smaller setting. The winners of both are run on the same fresh seeds.
 Needs: fs-lowrank fetch minilm sentiment. The same command continues.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -26,8 +27,15 @@ from .storage import load_study, open_storage
 from .tune import Search, tune
 
 #: what is smaller than in examples/demo.yaml, and the validation data that a search needs
-SMALLER = {"data.subsample": 0.06, "data.splits": [0.92, 0.03, 0.05], "llm.tok_len": 24,
-           "dataloader.batch_size": 8, "federate.total_round_num": 12, "eval.freq": 2, "eval.split": ["val", "test"]}
+SMALLER = {
+    "data.subsample": 0.06,
+    "data.splits": [0.92, 0.03, 0.05],
+    "llm.tok_len": 24,
+    "dataloader.batch_size": 8,
+    "federate.total_round_num": 12,
+    "eval.freq": 2,
+    "eval.split": ["val", "test"],
+}
 METHODS = ("rolora", "ffa_lora", "fedlora")
 #: The rungs compare losses: in the first rounds accuracy is that of one class or the other, and what learns nothing
 #: keeps the larger one. 42 % of the grid's rounds: 11 × 2, 3 × 4 and 1 × 6 of 8 × 12.
@@ -37,8 +45,16 @@ RUNGS, POINTS = (2, 6, 12), 11
 def searches(folder: Path, workers: int) -> dict[str, tuple[str, Search]]:
     """Name -> the space and the search."""
     grid = Search("grid", folder=folder, workers=workers, confirm=0)
-    halving = Search("halving", folder=folder, workers=workers, confirm=0, sampler="tpe", rungs=RUNGS, trials=POINTS,
-                     objectives=("val_loss",))
+    halving = Search(
+        "halving",
+        folder=folder,
+        workers=workers,
+        confirm=0,
+        sampler="tpe",
+        rungs=RUNGS,
+        trials=POINTS,
+        objectives=("val_loss",),
+    )
     return {"grid": ("rolora_lr", grid), "halving": ("rolora_lr_range", halving)}
 
 
@@ -54,37 +70,64 @@ def collect(config: Config, storage, overrides: Sequence[str] = ()) -> dict:
                 continue
             facts = summary(storage, study.study_name)
             curve = sorted((p.point["train.optimizer.lr"], p.value, p.complete) for p in points_of(study))
-            found[name] = {k: facts[k] for k in ("sampler", "pruner", "rungs", "budget", "trials", "winners",
-                                                 "failures")}
-            objective, = facts["objectives"]
+            found[name] = {
+                k: facts[k] for k in ("sampler", "pruner", "rungs", "budget", "trials", "winners", "failures")
+            }
+            (objective,) = facts["objectives"]
             found[name]["curve"] = [{"lr": lr, objective: value, "all_rounds": whole} for lr, value, whole in curve]
-            found[name]["finished"] = not any(kind(t) in ("waiting", "running") for t in study.trials) \
-                and bool(facts["winners"])
+            found[name]["finished"] = not any(kind(t) in ("waiting", "running") for t in study.trials) and bool(
+                facts["winners"]
+            )
         methods[method] = found
-    return {"command": " ".join(["python -m hpo.learning_rates", *overrides]), "config": config.decisive(),
-            "smaller": SMALLER, "methods": methods}
+    return {
+        "command": " ".join(["python -m hpo.learning_rates", *overrides]),
+        "config": config.decisive(),
+        "smaller": SMALLER,
+        "methods": methods,
+    }
 
 
 def table(found: dict) -> str:
     """The results as Markdown."""
     rates = sorted({p["lr"] for m in found["methods"].values() for p in m.get("grid", {}).get("curve", ())})
-    lines = ["# Learning rates", "", f"Written by `{found['command']}`; all figures in `learning_rates.json`.",
-             "MiniLM on the demo's sentiment data, 24 clients, 7 a round, smaller than `examples/demo.yaml`: "
-             + ", ".join(f"`{k} {v}`" for k, v in found["smaller"].items()) + ".", "",
-             "Validation accuracy after the last round, one seed:", "",
-             "| learning rate | " + " | ".join(f"{r:g}" for r in rates) + " |", "| --- |" + " --- |" * len(rates)]
+    lines = [
+        "# Learning rates",
+        "",
+        f"Written by `{found['command']}`; all figures in `learning_rates.json`.",
+        "MiniLM on the demo's sentiment data, 24 clients, 7 a round, smaller than `examples/demo.yaml`: "
+        + ", ".join(f"`{k} {v}`" for k, v in found["smaller"].items())
+        + ".",
+        "",
+        "Validation accuracy after the last round, one seed:",
+        "",
+        "| learning rate | " + " | ".join(f"{r:g}" for r in rates) + " |",
+        "| --- |" + " --- |" * len(rates),
+    ]
     for method, studies in found["methods"].items():
         values = {p["lr"]: p["val_acc"] for p in studies.get("grid", {}).get("curve", ())}
         lines.append(f"| {method} | " + " | ".join(f"{values[r]:.3f}" if r in values else "–" for r in rates) + " |")
-    missing = [f"{m} {n}" for m in METHODS for n in ("grid", "halving")
-               if not found["methods"].get(m, {}).get(n, {}).get("finished")]
-    missing += [f"{m} {n}: fresh seeds" for m, studies in found["methods"].items() for n, s in studies.items()
-                if s["finished"] and not (s["winners"][0]["confirmed"] or {}).get("metrics")]
+    missing = [
+        f"{m} {n}"
+        for m in METHODS
+        for n in ("grid", "halving")
+        if not found["methods"].get(m, {}).get(n, {}).get("finished")
+    ]
+    missing += [
+        f"{m} {n}: fresh seeds"
+        for m, studies in found["methods"].items()
+        for n, s in studies.items()
+        if s["finished"] and not (s["winners"][0]["confirmed"] or {}).get("metrics")
+    ]
     if missing:
         lines += ["", f"**Unfinished**, and continued by the same command: {'; '.join(missing)}."]
-    lines += ["", "Winners, on fresh seeds (mean ± standard deviation); the test data is evaluated there only:", "",
-              "| method | search | learning rate | in the search | fresh seeds | val_acc | test_acc | "
-              "client-steps | of the grid's |", "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    lines += [
+        "",
+        "Winners, on fresh seeds (mean ± standard deviation); the test data is evaluated there only:",
+        "",
+        "| method | search | learning rate | in the search | fresh seeds | val_acc | test_acc | "
+        "client-steps | of the grid's |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for method, studies in found["methods"].items():
         whole = studies.get("grid", {}).get("budget", {}).get("client_steps")
         for name, study in studies.items():
@@ -98,8 +141,10 @@ def table(found: dict) -> str:
             fresh = winner["confirmed"] or {"metrics": {}, "seeds": []}
             shown = [_shown(fresh["metrics"].get(n)) for n in ("val_acc", "test_acc")]
             value = ", ".join(f"{k} {v:.3f}" for k, v in winner["values"].items())
-            lines.append(f"| {method} | {name}{unfinished} | {winner['point']['train.optimizer.lr']:.4g} | {value} | "
-                         f"{len(fresh['seeds'])} | {shown[0]} | {shown[1]} | {steps:,} | {share} |")
+            lines.append(
+                f"| {method} | {name}{unfinished} | {winner['point']['train.optimizer.lr']:.4g} | {value} | "
+                f"{len(fresh['seeds'])} | {shown[0]} | {shown[1]} | {steps:,} | {share} |"
+            )
     lines += [""]
     for method, studies in found["methods"].items():
         lines += [f"- {method}, {name}: {budget_text(s['budget'])}" for name, s in studies.items()]
@@ -113,8 +158,9 @@ def _shown(value: dict | None) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpo.learning_rates", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m hpo.learning_rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("results/hpo"))
     parser.add_argument("--cfg", default="examples/demo.yaml")
     parser.add_argument("--dir", type=Path, default=Path("runs/hpo-learning-rates"))
@@ -146,8 +192,10 @@ def main(argv: list[str] | None = None) -> int:
             names = [f"{name}.{m}" for m in METHODS if found["methods"][m].get(name, {}).get("curve")]
             if names:
                 panel = learning_rate_panel(storage, names)
-                panel.title = {"grid": "grid of eight", "halving": "TPE, halving at "
-                               f"{', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)"}[name]
+                panel.title = {
+                    "grid": "grid of eight",
+                    "halving": f"TPE, halving at {', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)",
+                }[name]
                 panels.append(panel)
         if panels:
             draw_png(panels, args.out / "learning_rates.png")

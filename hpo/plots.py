@@ -1,4 +1,5 @@
 """Pictures of studies, as PNG and as one HTML page: history, slices, a key against the objective, Pareto front."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -58,7 +59,8 @@ def points_of(study) -> list[Point]:
         value = trial.values[0] if complete else reported[max(reported)] if reported else None
         if value is not None:
             found[trial.user_attrs.get("draw", trial.number)] = Point(
-                trial.number, point_of(study, trial), value, complete, tuple(trial.values or ()))
+                trial.number, point_of(study, trial), value, complete, tuple(trial.values or ())
+            )
     return list(found.values())
 
 
@@ -76,14 +78,15 @@ def panels(storage, names: Sequence[str]) -> dict[str, list[Panel]]:
     for index, (name, found) in enumerate(trials.items()):
         history.series += _points(found, lambda p: p.number, short[name], index)
         whole = [p for p in found if p.complete]
-        best = [pick(q.value for q in whole[:i + 1]) for i in range(len(whole))]
+        best = [pick(q.value for q in whole[: i + 1]) for i in range(len(whole))]
         history.series.append(Series("", [p.number for p in whole], best, line=True, colour=index))
     pictures = {"history": [history], "slices": [], "pareto": []}
     for key in dict.fromkeys(p.key for s in studies.values() for p in space_of(s).parameters):
         panel = Panel(f"{objective} against {key}", key, objective, log=_log(studies.values(), key))
         for index, (name, found) in enumerate(trials.items()):
-            panel.series += _points([p for p in found if key in p.point], lambda p, k=key: _axis(p.point[k]),
-                                    short[name], index)
+            panel.series += _points(
+                [p for p in found if key in p.point], lambda p, k=key: _axis(p.point[k]), short[name], index
+            )
         pictures["slices"].append(panel)
     rate = "train.optimizer.lr"
     if any(rate in p.point for found in trials.values() for p in found):
@@ -93,12 +96,20 @@ def panels(storage, names: Sequence[str]) -> dict[str, list[Panel]]:
             panel = Panel("Pareto front", other, objective)
             for index, (name, found) in enumerate(trials.items()):
                 complete = [p for p in found if len(p.values) > axis]
-                panel.series.append(Series(short[name], [p.values[axis] for p in complete],
-                                           [p.value for p in complete], colour=index, hollow=True))
+                panel.series.append(
+                    Series(
+                        short[name],
+                        [p.values[axis] for p in complete],
+                        [p.value for p in complete],
+                        colour=index,
+                        hollow=True,
+                    )
+                )
                 winners = summary(storage, name)["winners"]
                 line = sorted((w["values"][other], w["values"][objective]) for w in winners)
-                panel.series.append(Series(f"{short[name]}: front", [x for x, _ in line], [y for _, y in line],
-                                           line=True, colour=index))
+                panel.series.append(
+                    Series(f"{short[name]}: front", [x for x, _ in line], [y for _, y in line], line=True, colour=index)
+                )
             pictures["pareto"].append(panel)
     return {name: made for name, made in pictures.items() if made}
 
@@ -113,16 +124,25 @@ def learning_rate_panel(storage, names: Sequence[str]) -> Panel:
         found = sorted((p for p in points_of(study) if rate in p.point), key=lambda p: p.point[rate])
         whole, cut = [p for p in found if p.complete], [p for p in found if not p.complete]
         alone = {p.key for p in space_of(study).parameters} == {rate}
-        panel.series.append(Series(short[name], [p.point[rate] for p in whole], [p.value for p in whole], line=alone,
-                                   colour=index))
+        panel.series.append(
+            Series(short[name], [p.point[rate] for p in whole], [p.value for p in whole], line=alone, colour=index)
+        )
         if cut:
-            panel.series.append(Series("", [p.point[rate] for p in cut], [p.value for p in cut], hollow=True,
-                                       colour=index))
+            panel.series.append(
+                Series("", [p.point[rate] for p in cut], [p.value for p in cut], hollow=True, colour=index)
+            )
         for winner in summary(storage, name)["winners"][:1]:
             fresh = (winner["confirmed"] or {}).get("metrics", {}).get(objective)
             if fresh:
-                panel.series.append(Series(f"{short[name]}: best, fresh seeds", [winner["point"][rate]],
-                                           [fresh["mean"]], colour=index, error=[fresh["std"] or 0.0]))
+                panel.series.append(
+                    Series(
+                        f"{short[name]}: best, fresh seeds",
+                        [winner["point"][rate]],
+                        [fresh["mean"]],
+                        colour=index,
+                        error=[fresh["std"] or 0.0],
+                    )
+                )
     return panel
 
 
@@ -130,8 +150,9 @@ def _points(found: list[Point], x, label: str, colour: int) -> list[Series]:
     whole, cut = [p for p in found if p.complete], [p for p in found if not p.complete]
     series = [Series(label, [x(p) for p in whole], [p.value for p in whole], colour=colour)]
     if cut:
-        series.append(Series(f"{label}, pruned", [x(p) for p in cut], [p.value for p in cut], hollow=True,
-                             colour=colour))
+        series.append(
+            Series(f"{label}, pruned", [x(p) for p in cut], [p.value for p in cut], hollow=True, colour=colour)
+        )
     return series
 
 
@@ -177,8 +198,10 @@ def draw(pictures: dict[str, list[Panel]], folder: Path, title: str) -> list[Pat
 
 def draw_png(made: list[Panel], path: Path) -> Path:
     import matplotlib
+
     matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(1.5 + 5.5 * len(made), 4.2), layout="constrained")
     for panel, axes in zip(made, figure.subplots(1, len(made), squeeze=False)[0]):
         for s in panel.series:
@@ -186,9 +209,15 @@ def draw_png(made: list[Panel], path: Path) -> Path:
             if s.error is not None:
                 axes.errorbar(s.x, s.y, yerr=s.error, fmt="*", color=colour, markersize=11, capsize=4, label=s.label)
             else:
-                axes.plot(s.x, s.y, marker="" if s.line and not s.label else "o", linestyle="-" if s.line else "",
-                          color=colour, markerfacecolor="none" if s.hollow else colour,
-                          label=s.label if s.label and s.x else "_")
+                axes.plot(
+                    s.x,
+                    s.y,
+                    marker="" if s.line and not s.label else "o",
+                    linestyle="-" if s.line else "",
+                    color=colour,
+                    markerfacecolor="none" if s.hollow else colour,
+                    label=s.label if s.label and s.x else "_",
+                )
         if panel.log:
             axes.set_xscale("log")
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
@@ -203,8 +232,9 @@ def _html(pictures: dict[str, list[Panel]], path: Path, title: str) -> Path:
     try:
         import plotly.graph_objects as go
     except ImportError:
-        raise UserError("the HTML page needs plotly: pip install 'fs-lowrank[hpo]'; the PNG files are written"
-                        ) from None
+        raise UserError(
+            "the HTML page needs plotly: pip install 'fs-lowrank[hpo]'; the PNG files are written"
+        ) from None
     parts = [f"<!doctype html><meta charset='utf-8'><title>{title}</title><h1>{title}</h1>"]
     script: str | bool = "directory"  # plotly.min.js beside the page: it opens without a network
     for made in pictures.values():
@@ -214,15 +244,26 @@ def _html(pictures: dict[str, list[Panel]], path: Path, title: str) -> Path:
                 colour = _COLOURS[s.colour % len(_COLOURS)]
                 symbol = "star" if s.error is not None else "circle-open" if s.hollow else "circle"
                 figure.add_scatter(
-                    x=s.x, y=s.y, name=s.label or None, showlegend=bool(s.label and s.x),
+                    x=s.x,
+                    y=s.y,
+                    name=s.label or None,
+                    showlegend=bool(s.label and s.x),
                     mode="lines" if s.line and not s.label else "lines+markers" if s.line else "markers",
-                    marker={"color": colour, "symbol": symbol, "size": 9}, line={"color": colour},
-                    error_y={"array": s.error} if s.error is not None else None)
-            figure.update_layout(title=panel.title, xaxis_title=panel.x, yaxis_title=panel.y, height=480,
-                                 xaxis_type="log" if panel.log else None)
+                    marker={"color": colour, "symbol": symbol, "size": 9},
+                    line={"color": colour},
+                    error_y={"array": s.error} if s.error is not None else None,
+                )
+            figure.update_layout(
+                title=panel.title,
+                xaxis_title=panel.x,
+                yaxis_title=panel.y,
+                height=480,
+                xaxis_type="log" if panel.log else None,
+            )
             parts.append(figure.to_html(full_html=False, include_plotlyjs=script))
             if script == "directory":
                 from plotly.offline import get_plotlyjs
+
                 beside = path.parent / "plotly.min.js"
                 if not beside.exists():
                     beside.write_text(get_plotlyjs(), encoding="utf-8")

@@ -4,6 +4,7 @@ Every trial carries ``draw``, the number of its point. A trial that was interrup
 put in the queue again under the same draw, and so is one that a rung promotes to more rounds; all of them run in
 the folder of their config, so that they go on from its checkpoint.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -36,6 +37,7 @@ BUDGET = ("rounds", "client_steps", "uplink_bytes", "downlink_bytes", "seconds")
 
 # -- the study ------------------------------------------------------------------------------------------
 
+
 def create(storage, name: str, settings: Settings) -> optuna.Study:
     """The study of that name, made or continued.
 
@@ -58,14 +60,22 @@ def create(storage, name: str, settings: Settings) -> optuna.Study:
     optuna.create_study(study_name=name + CONFIRM, storage=storage, directions=directions[:1], load_if_exists=True)
     then = settings_of(study)
     if then.space != settings.to_dict()["space"]:
-        keys = sorted(k for k in then.space.keys() | settings.space.keys()
-                      if then.space.get(k) != settings.to_dict()["space"].get(k))
-        raise UserError(f"the study {name} searches another space (differs in {', '.join(keys)}); "
-                        "one study has one space: name another with --study")
+        keys = sorted(
+            k
+            for k in then.space.keys() | settings.space.keys()
+            if then.space.get(k) != settings.to_dict()["space"].get(k)
+        )
+        raise UserError(
+            f"the study {name} searches another space (differs in {', '.join(keys)}); "
+            "one study has one space: name another with --study"
+        )
     old, new = then.base.decisive(), settings.base.decisive()
     keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    keys += ["--" + f.name.replace("_", "-") for f in dataclasses.fields(Settings)
-             if f.name not in ("config", "space") and getattr(then, f.name) != getattr(settings, f.name)]
+    keys += [
+        "--" + f.name.replace("_", "-")
+        for f in dataclasses.fields(Settings)
+        if f.name not in ("config", "space") and getattr(then, f.name) != getattr(settings, f.name)
+    ]
     if keys:
         raise UserError(f"the study {name} was started with another {', '.join(keys)}; name another with --study")
     return study
@@ -80,6 +90,7 @@ def enqueue_grid(study: optuna.Study, points: Sequence[Mapping[str, Any]]) -> No
 
 
 # -- trials ---------------------------------------------------------------------------------------------
+
 
 def worker_identity() -> dict:
     return {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid())}
@@ -139,8 +150,10 @@ def reap(study: optuna.Study, say=lambda text: None) -> int:
         if again:
             trial.user_attrs["kind"] = "lost"
             requeue(study, trial)
-        say(f"{study.study_name} #{trial.number}: its worker died; "
-            f"{'queued again' if again else 'given up after ' + str(tries + 1) + ' times'}")
+        say(
+            f"{study.study_name} #{trial.number}: its worker died; "
+            f"{'queued again' if again else 'given up after ' + str(tries + 1) + ' times'}"
+        )
     return found
 
 
@@ -149,8 +162,12 @@ def kind(trial: FrozenTrial) -> str:
     if trial.state == TrialState.FAIL:
         found = trial.user_attrs.get("kind", "error")
         return found if found in ("interrupted", "lost", "surplus") else "failed"
-    return {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.RUNNING: "running",
-            TrialState.WAITING: "waiting"}[trial.state]
+    return {
+        TrialState.COMPLETE: "complete",
+        TrialState.PRUNED: "pruned",
+        TrialState.RUNNING: "running",
+        TrialState.WAITING: "waiting",
+    }[trial.state]
 
 
 def draw_of(trial: FrozenTrial) -> int:
@@ -227,8 +244,11 @@ class Queue:
             surplus = self.settings.sampler == "grid" or len({draw_of(t) for t in before}) >= self.wanted
         else:
             mine = attrs["draw"], attrs.get("rung", 0), attrs.get("retry", 0)
-            surplus = any((t.user_attrs.get("draw"), t.user_attrs.get("rung", 0), t.user_attrs.get("retry", 0)) == mine
-                          and kind(t) in ("running", "complete", "pruned") for t in before)
+            surplus = any(
+                (t.user_attrs.get("draw"), t.user_attrs.get("rung", 0), t.user_attrs.get("retry", 0)) == mine
+                and kind(t) in ("running", "complete", "pruned")
+                for t in before
+            )
         if surplus:
             fail(self.study, self.study._storage.get_trial(trial._trial_id), "surplus", "another worker has this point")
             return None
@@ -249,7 +269,7 @@ class Queue:
             if draws - ended or not done:
                 break
             best = sorted(done, key=lambda d: (sign * done[d].user_attrs["value"], d))
-            planned = set(best[:max(1, len(best) * rungs[rung] // rungs[rung + 1])])
+            planned = set(best[: max(1, len(best) * rungs[rung] // rungs[rung + 1])])
             above = {draw_of(t) for t in trials if t.user_attrs.get("rung", 0) == rung + 1}
             for draw in sorted(planned - above):
                 self.study.enqueue_trial(done[draw].params, user_attrs={"draw": draw, "rung": rung + 1})

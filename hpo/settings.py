@@ -1,4 +1,5 @@
 """What a study is: its config, space and objectives, its sampler and pruner, and whether they fit together."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,8 +17,13 @@ from .space import Space, space_from
 SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
 PRUNERS = ("none", "median", "halving", "hyperband")
 #: what can be searched for, and which way is better; never anything of the test data
-OBJECTIVES = {"val_acc": "maximize", "val_loss": "minimize", "uplink_bytes": "minimize",
-              "downlink_bytes": "minimize", "client_steps": "minimize"}
+OBJECTIVES = {
+    "val_acc": "maximize",
+    "val_loss": "minimize",
+    "uplink_bytes": "minimize",
+    "downlink_bytes": "minimize",
+    "client_steps": "minimize",
+}
 #: the attribute of a study that holds its settings
 META = "fs_lowrank_hpo"
 
@@ -58,13 +64,17 @@ def parse_objectives(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
         if name.startswith("test"):
-            raise UserError(f"--objective {name}: the test data chooses nothing; search by val{name[4:]}, and the best "
-                            "config is tested when it is confirmed")
+            raise UserError(
+                f"--objective {name}: the test data chooses nothing; search by val{name[4:]}, and the best "
+                "config is tested when it is confirmed"
+            )
         if name not in OBJECTIVES:
             raise UserError(f"--objective {name}{nearest(name, OBJECTIVES)}; there are: {', '.join(OBJECTIVES)}")
     if not names or len(set(names)) < len(names) or not any(n.startswith("val") for n in names):
-        raise UserError(f"--objective {text!r}: expected val_acc or val_loss, and perhaps what it may cost, "
-                        "such as val_acc,uplink_bytes")
+        raise UserError(
+            f"--objective {text!r}: expected val_acc or val_loss, and perhaps what it may cost, "
+            "such as val_acc,uplink_bytes"
+        )
     return names
 
 
@@ -75,11 +85,15 @@ def check_config(config: Config, settings_of: str = "") -> None:
         UserError: it holds no validation data out, or does not evaluate on them.
     """
     if "val" not in config.eval.split:
-        raise UserError(f"{settings_of}eval.split = {list(config.eval.split)}: a search goes by validation data, never "
-                        "by the test data; put val there, such as: eval.split '[val, test]'")
+        raise UserError(
+            f"{settings_of}eval.split = {list(config.eval.split)}: a search goes by validation data, never "
+            "by the test data; put val there, such as: eval.split '[val, test]'"
+        )
     if not config.data.splits[1] and not any("validation" in a for a in config.data.args if isinstance(a, dict)):
-        raise UserError(f"{settings_of}data.splits = {list(config.data.splits)}: a search needs validation data; give "
-                        "the middle one a share, such as: data.splits '[0.8, 0.1, 0.1]'")
+        raise UserError(
+            f"{settings_of}data.splits = {list(config.data.splits)}: a search needs validation data; give "
+            "the middle one a share, such as: data.splits '[0.8, 0.1, 0.1]'"
+        )
 
 
 def check_fit(settings: Settings, space: Space) -> None:
@@ -92,8 +106,11 @@ def check_fit(settings: Settings, space: Space) -> None:
     if settings.sampler == "cmaes":
         listed = [p.key for p in space.parameters if p.values or any(k in space_keys(space) for k, _ in p.when)]
         if several or listed or len(space.parameters) < 2:
-            why = "it has one objective only" if several else (
-                f"{listed[0]} is listed or conditional" if listed else "one key is too few")
+            why = (
+                "it has one objective only"
+                if several
+                else (f"{listed[0]} is listed or conditional" if listed else "one key is too few")
+            )
             raise UserError(f"--sampler cmaes needs two or more ranges that always apply, and {why}; use tpe or gp")
     if several and (settings.pruner != "none" or settings.rungs):
         raise UserError("several objectives cannot be pruned by rounds; leave --pruner and --rungs out")
@@ -101,23 +118,30 @@ def check_fit(settings: Settings, space: Space) -> None:
         raise UserError("--rungs stops trials by itself; leave --pruner out")
     freq, rounds = base.eval.freq, base.federate.total_round_num
     if settings.pruner != "none" and freq < 1:
-        raise UserError(f"--pruner {settings.pruner} needs evaluations between the rounds, and eval.freq = {freq}; "
-                        "set eval.freq 1")
+        raise UserError(
+            f"--pruner {settings.pruner} needs evaluations between the rounds, and eval.freq = {freq}; set eval.freq 1"
+        )
     rungs = settings.rungs
     if rungs:
         if len(rungs) < 2 or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
-            raise UserError(f"--rungs {','.join(map(str, rungs))}: expected two or more growing numbers of rounds, "
-                            "such as 4,8,16")
+            raise UserError(
+                f"--rungs {','.join(map(str, rungs))}: expected two or more growing numbers of rounds, such as 4,8,16"
+            )
         if rungs[-1] != rounds:
-            raise UserError(f"--rungs ends at {rungs[-1]} rounds, but federate.total_round_num = {rounds}; "
-                            "make them the same")
+            raise UserError(
+                f"--rungs ends at {rungs[-1]} rounds, but federate.total_round_num = {rounds}; make them the same"
+            )
         if freq < 1 or any(r % freq for r in rungs[:-1]):
-            raise UserError(f"--rungs {','.join(map(str, rungs))}: there is no evaluation after each of these rounds "
-                            f"with eval.freq = {freq}; set eval.freq 1")
+            raise UserError(
+                f"--rungs {','.join(map(str, rungs))}: there is no evaluation after each of these rounds "
+                f"with eval.freq = {freq}; set eval.freq 1"
+            )
     searched = {p.key for p in space.parameters}
     if "federate.total_round_num" in searched and (rungs or settings.pruner != "none"):
-        raise UserError("federate.total_round_num is searched, so rounds cannot decide what is pruned; "
-                        "leave --pruner and --rungs out")
+        raise UserError(
+            "federate.total_round_num is searched, so rounds cannot decide what is pruned; "
+            "leave --pruner and --rungs out"
+        )
 
 
 def space_keys(space: Space) -> set[str]:
@@ -163,8 +187,9 @@ def settings_of(study: optuna.Study) -> Settings:
     try:
         return Settings.from_dict(study.user_attrs[META])
     except (KeyError, TypeError):
-        raise UserError(f"the study {study.study_name!r} was not made by `python -m hpo`; "
-                        "name another with --study") from None
+        raise UserError(
+            f"the study {study.study_name!r} was not made by `python -m hpo`; name another with --study"
+        ) from None
 
 
 def space_of(study: optuna.Study) -> Space:

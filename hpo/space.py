@@ -9,6 +9,7 @@
 end, both included, with ``step``, and ``log`` for ``int``. ``when`` makes a key part of a point only where
 other keys, searched or not, have one of the values named.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -28,8 +29,12 @@ from fs_lowrank.errors import nearest
 KINDS = ("grid", "choice", "loguniform", "uniform", "int")
 _OPTIONS = {"loguniform": {"when"}, "uniform": {"step", "when"}, "int": {"step", "log", "when"}}
 #: keys that are not the search's to change, and what to use in their place
-_NOT_SEARCHED = {"seed": "average over seeds with --seeds", "eval": "it would change what trials are measured with",
-                 "outdir": "every trial has a folder of its own", "expname": "every trial has a folder of its own"}
+_NOT_SEARCHED = {
+    "seed": "average over seeds with --seeds",
+    "eval": "it would change what trials are measured with",
+    "outdir": "every trial has a folder of its own",
+    "expname": "every trial has a folder of its own",
+}
 _LARGEST_GRID = 10_000
 
 
@@ -100,8 +105,9 @@ class Space:
             UserError: an unknown key, a value the config does not take, a key that decides nothing.
         """
         searched = {p.key for p in self.parameters}
-        kept = [p for p in self.parameters
-                if all(k in searched or base_value(base, k, self.source) in v for k, v in p.when)]
+        kept = [
+            p for p in self.parameters if all(k in searched or base_value(base, k, self.source) in v for k, v in p.when)
+        ]
         # A key that depends on a dropped one goes by the config's own value of that.
         names = {p.key for p in kept}
         kept = [p for p in kept if all(k in names or base_value(base, k, self.source) in v for k, v in p.when)]
@@ -123,8 +129,10 @@ class Space:
                 raise UserError(f"{self.source}: {error}") from None
             prints.add(config.fingerprint())
         if len(prints) < len(values):
-            raise UserError(f"{self.source}: {parameter.key} does not decide the result of a run, "
-                            "or two of its values mean the same; there is nothing to search")
+            raise UserError(
+                f"{self.source}: {parameter.key} does not decide the result of a run, "
+                "or two of its values mean the same; there is nothing to search"
+            )
 
     def _context(self, parameter: Parameter) -> dict[str, Any]:
         """Values of other searched keys under which this one applies."""
@@ -154,12 +162,15 @@ class Space:
         size = 1
         for parameter in self.parameters:
             if not parameter.listed():
-                raise UserError(f"{self.source}: {parameter.key} is a {parameter.kind}, which a grid cannot list; "
-                                "give it `grid: [...]`, or use --sampler tpe or random")
+                raise UserError(
+                    f"{self.source}: {parameter.key} is a {parameter.kind}, which a grid cannot list; "
+                    "give it `grid: [...]`, or use --sampler tpe or random"
+                )
             size *= len(parameter.listed())
         if size > _LARGEST_GRID:
-            raise UserError(f"{self.source}: a grid of up to {size} points; take keys or values out, "
-                            "or use --sampler tpe or random")
+            raise UserError(
+                f"{self.source}: a grid of up to {size} points; take keys or values out, or use --sampler tpe or random"
+            )
         return list(self._points({}, self.parameters, base))
 
     def _points(self, point: dict, rest: tuple[Parameter, ...], base: Config) -> Iterator[dict]:
@@ -191,8 +202,9 @@ class _Loader(yaml.SafeLoader):
     """Reads ``5e-4`` as a number, as configs do, and refuses a key given twice."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-                              list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
@@ -218,8 +230,9 @@ def load_space(path: str | Path) -> Space:
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        raise UserError(f"{name}: no such file{nearest(name, shipped)}; spaces that ship: "
-                        f"{', '.join(shipped)}") from None
+        raise UserError(
+            f"{name}: no such file{nearest(name, shipped)}; spaces that ship: {', '.join(shipped)}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -238,8 +251,10 @@ def space_from(content: Any, source: str = "space") -> Space:
     content = dict(content)
     studies = content.pop("studies", None) or {}
     if not isinstance(studies, Mapping) or not all(isinstance(v, list) and v for v in studies.values()):
-        raise UserError(f"{source}: studies: expected a list of values for each key, "
-                        "such as {federate.method: [rolora, ffa_lora]}")
+        raise UserError(
+            f"{source}: studies: expected a list of values for each key, "
+            "such as {federate.method: [rolora, ffa_lora]}"
+        )
     found = {p.key: p for p in _parameters(content, "", source)}
     for key in studies:
         if key in found:
@@ -250,8 +265,12 @@ def space_from(content: Any, source: str = "space") -> Space:
 def _parameters(content: Mapping, prefix: str, source: str) -> Iterator[Parameter]:
     for key, entry in content.items():
         name = f"{prefix}{key}"
-        if isinstance(entry, Mapping) and entry and not set(entry) & set(KINDS) and \
-                all(isinstance(v, Mapping) for v in entry.values()):
+        if (
+            isinstance(entry, Mapping)
+            and entry
+            and not set(entry) & set(KINDS)
+            and all(isinstance(v, Mapping) for v in entry.values())
+        ):
             yield from _parameters(entry, name + ".", source)
         else:
             yield _parameter(name, entry, source)
@@ -288,14 +307,19 @@ def _parameter(key: str, entry: Any, source: str) -> Parameter:
             if a == b:
                 fail(f"{kind} has {b!r} twice")
         return Parameter(key, kind, values=tuple(values), when=when)
-    number = isinstance(values, list) and len(values) == 2 and all(
-        isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+    number = (
+        isinstance(values, list)
+        and len(values) == 2
+        and all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+    )
     if not number:
         fail(f"{kind} = {values!r}: expected [low, high]")
     low, high = values
     if low >= high:
-        fail(f"{kind} = {values!r}: the range is {'empty' if low == high else 'the wrong way round'}; "
-             "expected [low, high]")
+        fail(
+            f"{kind} = {values!r}: the range is {'empty' if low == high else 'the wrong way round'}; "
+            "expected [low, high]"
+        )
     log, step = kind == "loguniform" or bool(entry.get("log", False)), entry.get("step")
     if log and low <= 0:
         fail(f"{kind} = {values!r}: a logarithmic range starts above 0")
@@ -309,8 +333,9 @@ def _parameter(key: str, entry: Any, source: str) -> Parameter:
 def _ordered(found: dict[str, Parameter], source: str) -> tuple[Parameter, ...]:
     ordered: dict[str, Parameter] = {}
     while len(ordered) < len(found):
-        ready = [p for k, p in found.items()
-                 if k not in ordered and all(w not in found or w in ordered for w, _ in p.when)]
+        ready = [
+            p for k, p in found.items() if k not in ordered and all(w not in found or w in ordered for w, _ in p.when)
+        ]
         if not ready:
             left = ", ".join(k for k in found if k not in ordered)
             raise UserError(f"{source}: {left} depend on each other through `when`")

@@ -1,4 +1,5 @@
 """Where studies are kept: a journal file, SQLite, or a database server."""
+
 from __future__ import annotations
 
 import json
@@ -39,6 +40,7 @@ def open_storage(where: str, create: bool = False) -> optuna.storages.BaseStorag
 
 def _open_journal(path: Path, create: bool):
     from optuna.storages.journal import JournalFileBackend
+
     try:
         if path.exists():
             with path.open("rb") as file:
@@ -74,17 +76,22 @@ def _check_sqlite(path: Path, create: bool) -> None:
         finally:
             database.close()
     except sqlite3.OperationalError as error:
-        raise UserError(f"{path}: {error}; another process holds it, or it cannot be written; wait for that, "
-                        "or name another storage with --storage") from None
+        raise UserError(
+            f"{path}: {error}; another process holds it, or it cannot be written; wait for that, "
+            "or name another storage with --storage"
+        ) from None
     except sqlite3.DatabaseError:
         raise UserError(f"{path} is not a SQLite file; name another with --storage") from None
     if tables and "version_info" not in tables:
-        raise UserError(f"{path} is a database of something else (it has the tables {', '.join(sorted(tables)[:3])}); "
-                        "name another file with --storage")
+        raise UserError(
+            f"{path} is a database of something else (it has the tables {', '.join(sorted(tables)[:3])}); "
+            "name another file with --storage"
+        )
 
 
 def _open_database(url: str, create: bool):
     from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
     shown = url.rsplit("@", 1)[-1]  # never a password
     arguments = {"connect_args": {"timeout": WAIT}} if url.startswith("sqlite") else {}
     try:
@@ -94,8 +101,9 @@ def _open_database(url: str, create: bool):
             # Two that make the tables at once: one of them fails, and finds them there the second time.
             return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        raise UserError(f"--storage {shown}: {error}; expected a path, sqlite:///FILE, or a server's URL, "
-                        "whose driver is installed") from None
+        raise UserError(
+            f"--storage {shown}: {error}; expected a path, sqlite:///FILE, or a server's URL, whose driver is installed"
+        ) from None
     except SQLAlchemyError as error:
         raise UserError(f"--storage {shown}: cannot be used: {str(error).splitlines()[0]}") from None
     except RuntimeError as error:
@@ -106,12 +114,15 @@ def _open_database(url: str, create: bool):
 def storage_errors(where: str):
     """What a storage raises in use, in words."""
     from sqlalchemy.exc import SQLAlchemyError
+
     try:
         yield
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
         cause = error.__cause__ or error
-        raise UserError(f"the storage {where.rsplit('@', 1)[-1]} failed: {str(cause).splitlines()[0]}; when that is "
-                        "mended, the same command goes on") from None
+        raise UserError(
+            f"the storage {where.rsplit('@', 1)[-1]} failed: {str(cause).splitlines()[0]}; when that is "
+            "mended, the same command goes on"
+        ) from None
 
 
 def study_names(storage) -> list[str]:

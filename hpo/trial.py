@@ -1,4 +1,5 @@
 """One trial: the config at a point, run by ``fs_lowrank.run``, reported and stopped by rounds, and what it cost."""
+
 from __future__ import annotations
 
 import json
@@ -62,12 +63,19 @@ def one_test_set(base: Config) -> Config:
     return base.replace({"lowrank.test_seed": base.seed}) if cut else base
 
 
-def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: int, rungs: bool,
-                 test: bool = False) -> Config:
+def trial_config(
+    base: Config, point: Mapping, metric: str, folder: Path, seed: int, rungs: bool, test: bool = False
+) -> Config:
     """The config of one run of a trial, in a folder named after all that decides its result."""
-    changes = {**point, "seed": seed, "expname": "", "eval.split": ["val", "test"] if test else ["val"],
-               "eval.best_res_update_round_wise_key": metric, "lowrank.keep_checkpoints": 1,
-               "lowrank.save_merged": False}
+    changes = {
+        **point,
+        "seed": seed,
+        "expname": "",
+        "eval.split": ["val", "test"] if test else ["val"],
+        "eval.best_res_update_round_wise_key": metric,
+        "lowrank.keep_checkpoints": 1,
+        "lowrank.save_merged": False,
+    }
     if test:
         changes["eval.freq"] = 0  # after the last round only: the test data is looked at once
         changes["early_stop.patience"] = 0
@@ -99,14 +107,28 @@ class Runner:
         stopping: asked often; True ends the trial that runs. say: prints a line.
     """
 
-    def __init__(self, settings: Settings, folder: Path, stopping: Callable[[], bool] = lambda: False,
-                 say: Callable[[str], None] = lambda text: None, overrides: Mapping | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        stopping: Callable[[], bool] = lambda: False,
+        say: Callable[[str], None] = lambda text: None,
+        overrides: Mapping | None = None,
+    ):
         self.settings, self.folder, self.stopping, self.say = settings, folder, stopping, say
         self.base = settings.base.replace(overrides or {})
         self.metric = next(n for n in settings.objectives if n.startswith("val"))
 
-    def run(self, trial: optuna.Trial, point: Mapping, *, target: int | None = None, report: bool = True,
-            seeds: list[int] | None = None, test: bool = False) -> Outcome:
+    def run(
+        self,
+        trial: optuna.Trial,
+        point: Mapping,
+        *,
+        target: int | None = None,
+        report: bool = True,
+        seeds: list[int] | None = None,
+        test: bool = False,
+    ) -> Outcome:
         """Run the config at ``point`` for ``target`` rounds, at each seed.
 
         Raises:
@@ -136,8 +158,9 @@ class Runner:
         return outcome
 
     def _one(self, trial, point, seed, target, report, test, cost, outcome) -> None:
-        config = trial_config(self.base, point, self.metric, self.folder / "trials", seed,
-                              bool(self.settings.rungs), test)
+        config = trial_config(
+            self.base, point, self.metric, self.folder / "trials", seed, bool(self.settings.rungs), test
+        )
         folder = Path(config.outdir)
         target = min(target or config.federate.total_round_num, config.federate.total_round_num)
         with exclusive(folder.parent / f"{folder.name}.lock", self.stopping):
@@ -154,8 +177,11 @@ class Runner:
             raise Failed("error", "the data has no validation set; give data.splits a share for it")
         found = {f"{split}_{name}": value for split, values in last.items() for name, value in values.items()}
         steps = _Steps(config)
-        found.update(client_steps=sum(map(steps, history)), rounds=len(history),
-                     **{k: sum(r[k] for r in history) for k in ("uplink_bytes", "downlink_bytes")})
+        found.update(
+            client_steps=sum(map(steps, history)),
+            rounds=len(history),
+            **{k: sum(r[k] for r in history) for k in ("uplink_bytes", "downlink_bytes")},
+        )
         if self.metric not in found:
             raise Failed("error", f"the run gives no {self.metric}, but {', '.join(sorted(found))}")
         outcome.rounds = len(history)
@@ -255,4 +281,5 @@ def _beat(trial: optuna.Trial) -> Callable[[], None]:
     def stop() -> None:
         done.set()
         thread.join(timeout=5)
+
     return stop

@@ -1,4 +1,5 @@
 """A search from start to end: the studies are made, workers run them, the winners are confirmed."""
+
 from __future__ import annotations
 
 import json
@@ -93,13 +94,21 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
     shared = {"wanted": wanted, "confirm": options.confirm, "limit": options.limit}
     deadline = time.monotonic() + options.timeout if options.timeout else None
     with _stop_signals() as stopped:
+
         def late() -> bool:
             return deadline is not None and time.monotonic() > deadline
 
         if options.workers == 0:
             try:
-                work(options.where, list(plans), options.folder, **shared, overrides=_device(options.gpus[:1]),
-                     stopping=lambda: bool(stopped) or late(), say=say)
+                work(
+                    options.where,
+                    list(plans),
+                    options.folder,
+                    **shared,
+                    overrides=_device(options.gpus[:1]),
+                    stopping=lambda: bool(stopped) or late(),
+                    say=say,
+                )
             except KeyboardInterrupt:
                 stopped.append(signal.SIGINT)
         else:
@@ -129,13 +138,24 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
         else:
             free = sampler != "grid" and len(options.objectives) == 1 and not options.rungs and base.eval.freq > 0
             pruner = "median" if free and "federate.total_round_num" not in space_keys(mine) else "none"
-        settings = Settings(base.to_dict(), mine.to_dict(), options.objectives, sampler, options.sampler_seed, pruner,
-                            options.rungs, options.seeds, options.engine)
+        settings = Settings(
+            base.to_dict(),
+            mine.to_dict(),
+            options.objectives,
+            sampler,
+            options.sampler_seed,
+            pruner,
+            options.rungs,
+            options.seeds,
+            options.engine,
+        )
         check_fit(settings, mine)
         points = mine.grid(base) if sampler == "grid" else None
         if points is not None and options.trials and len(points) > options.trials:
-            raise UserError(f"{space.source}: a grid of {len(points)} points is too large for --trials "
-                            f"{options.trials}; give it {len(points)}, or --sampler tpe or random")
+            raise UserError(
+                f"{space.source}: a grid of {len(points)} points is too large for --trials "
+                f"{options.trials}; give it {len(points)}, or --sampler tpe or random"
+            )
         for point in points or ():
             try:
                 base.replace(point)
@@ -171,13 +191,16 @@ def _check_gpus(gpus: Sequence[str]) -> None:
     if not gpus:
         return
     import torch
+
     count = torch.cuda.device_count()
     for gpu in gpus:
         if not gpu.isdigit():
             raise UserError(f"--gpus {gpu!r}: expected numbers, such as 0,1; or all")
         if int(gpu) >= count:
-            raise UserError(f"--gpus {gpu}: torch finds {count} GPU{'' if count == 1 else 's'} here"
-                            + (f", numbered from 0 to {count - 1}" if count else ""))
+            raise UserError(
+                f"--gpus {gpu}: torch finds {count} GPU{'' if count == 1 else 's'} here"
+                + (f", numbered from 0 to {count - 1}" if count else "")
+            )
 
 
 def _device(gpus: Sequence[str]) -> dict:
@@ -215,10 +238,16 @@ def _start(options: Search, index: int, names: list[str], shared: dict) -> subpr
     if options.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = options.gpus[index % len(options.gpus)]
         overrides = {"use_gpu": True, "device": 0}
-    process = subprocess.Popen([sys.executable, "-c", "import sys; from hpo.worker import main; sys.exit(main())"],
-                               stdin=subprocess.PIPE, env=environment, text=True)
-    json.dump({"where": options.where, "names": names, "folder": str(options.folder), **shared,
-               "overrides": overrides}, process.stdin)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from hpo.worker import main; sys.exit(main())"],
+        stdin=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    json.dump(
+        {"where": options.where, "names": names, "folder": str(options.folder), **shared, "overrides": overrides},
+        process.stdin,
+    )
     process.stdin.close()
     return process
 
@@ -231,8 +260,10 @@ def _run_workers(options, names, shared, stopped, late, say) -> None:
             if (stopped or late() or failed) and not told:
                 told = True
                 if not failed:
-                    say(f"{'stopping' if stopped else 'time is up'}: running trials end now; "
-                        "once more Ctrl-C kills them")
+                    say(
+                        f"{'stopping' if stopped else 'time is up'}: running trials end now; "
+                        "once more Ctrl-C kills them"
+                    )
                 for process in workers.values():
                     process.send_signal(signal.SIGTERM)
             for index, process in list(workers.items()):
@@ -243,8 +274,10 @@ def _run_workers(options, names, shared, stopped, late, say) -> None:
                 if code == 2:
                     failed = "a worker stopped; its error stands above"
                 elif code not in (0, 130) and not told:
-                    say(f"worker {index} died ({'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}"
-                        f"{': out of memory, perhaps' if code == -9 else ''}); its trial is queued again")
+                    say(
+                        f"worker {index} died ({'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}"
+                        f"{': out of memory, perhaps' if code == -9 else ''}); its trial is queued again"
+                    )
                     replaced += 1
                     if replaced > _REPLACED:
                         failed = f"workers died {replaced} times"

@@ -1,4 +1,5 @@
 """A worker: takes trials from the studies until there are none left."""
+
 from __future__ import annotations
 
 import json
@@ -25,9 +26,18 @@ from .trial import Failed, Runner, Stopped
 FRESH = 1000
 
 
-def work(where: str, names: list[str], folder: Path, *, wanted: Mapping[str, int], confirm: int = 3,
-         limit: float | None = None, overrides: Mapping | None = None, stopping: Callable[[], bool] = lambda: False,
-         say: Callable[[str], None] = print) -> None:
+def work(
+    where: str,
+    names: list[str],
+    folder: Path,
+    *,
+    wanted: Mapping[str, int],
+    confirm: int = 3,
+    limit: float | None = None,
+    overrides: Mapping | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = print,
+) -> None:
     """Run trials until the studies are done, or ``stopping`` is True.
 
     Args:
@@ -39,8 +49,7 @@ def work(where: str, names: list[str], folder: Path, *, wanted: Mapping[str, int
     """
     with storage_errors(where):
         storage = open_storage(where)
-        searches = [_Search(storage, n, folder / n, wanted[n], confirm, limit, overrides, stopping, say)
-                    for n in names]
+        searches = [_Search(storage, n, folder / n, wanted[n], confirm, limit, overrides, stopping, say) for n in names]
         while not stopping():
             states = []
             for search in searches:
@@ -84,8 +93,12 @@ class _Search:
             warnings.simplefilter("ignore", UserWarning)  # Optuna wants no text "json:…" as a choice
             point = self.space.suggest(trial, self.base)
         label = self._label(trial, point)
-        self._guarded(self.study, trial, label, lambda: self._finish(
-            trial, label, self.runner.run(trial, point, target=target, report=True), final))
+        self._guarded(
+            self.study,
+            trial,
+            label,
+            lambda: self._finish(trial, label, self.runner.run(trial, point, target=target, report=True), final),
+        )
 
     def _finish(self, trial, label, outcome, final) -> None:
         names, metrics = self.settings.objectives, outcome.metrics
@@ -96,8 +109,9 @@ class _Search:
             trial.set_user_attr("value", values[0])
         complete = final and not outcome.pruned
         shown = "  ".join(f"{n} {_number(v)}" for n, v in zip(names, values))
-        self._tell(self.study, trial, values if complete else None,
-                   TrialState.COMPLETE if complete else TrialState.PRUNED)
+        self._tell(
+            self.study, trial, values if complete else None, TrialState.COMPLETE if complete else TrialState.PRUNED
+        )
         how = "" if complete else " pruned," if outcome.pruned else " at this rung,"
         self.say(f"{label}:{how} {shown} after {outcome.rounds} rounds")
 
@@ -123,8 +137,10 @@ class _Search:
         ended = [t for t in study.get_trials(deepcopy=False) if kind(t) in ("failed", "complete", "pruned")]
         reasons = {(t.user_attrs.get("kind"), t.user_attrs.get("reason")) for t in ended}
         if len(ended) >= 3 and len(reasons) == 1 and next(iter(reasons))[0] == "error":
-            raise UserError(f"{study.study_name}: all {len(ended)} trials failed in the same way: "
-                            f"{next(iter(reasons))[1]}; mend that, and continue with --retry-failed")
+            raise UserError(
+                f"{study.study_name}: all {len(ended)} trials failed in the same way: "
+                f"{next(iter(reasons))[1]}; mend that, and continue with --retry-failed"
+            )
 
     def _label(self, trial, point) -> str:
         at = ", ".join(f"{k.rpartition('.')[2]} {_number(v)}" for k, v in point.items())
@@ -169,9 +185,13 @@ class _Search:
             outcome = self.runner.run(trial, point, report=False, seeds=[seed], test=test)
             trial.set_user_attr("metrics", outcome.metrics)
             self._tell(self.checks, trial, outcome.metrics[self.runner.metric], TrialState.COMPLETE)
-            shown = "  ".join(f"{n} {_number(v)}" for n, v in outcome.metrics.items()
-                              if n.startswith(("val", "test")) and OBJECTIVES.get(n.replace("test", "val")))
+            shown = "  ".join(
+                f"{n} {_number(v)}"
+                for n, v in outcome.metrics.items()
+                if n.startswith(("val", "test")) and OBJECTIVES.get(n.replace("test", "val"))
+            )
             self.say(f"{label}: {shown}")
+
         self._guarded(self.checks, trial, label, run)
 
 
@@ -201,8 +221,14 @@ def main() -> int:
         signal.signal(number, lambda *_: stopped.append(1))
     stopping = lambda: bool(stopped) or os.getppid() != parent  # noqa: E731  # an orphan has nobody to work for
     try:
-        work(options.pop("where"), options.pop("names"), Path(options.pop("folder")), **options, stopping=stopping,
-             say=lambda text: print(text, flush=True))
+        work(
+            options.pop("where"),
+            options.pop("names"),
+            Path(options.pop("folder")),
+            **options,
+            stopping=stopping,
+            say=lambda text: print(text, flush=True),
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

@@ -1,4 +1,5 @@
 """Running and comparing from Python: what is taken, what every method is given, what is refused."""
+
 import errno
 import json
 from pathlib import Path
@@ -29,17 +30,32 @@ def runs(monkeypatch):
 
     def run(config, resume, on_round, on_client):
         seen[config.federate.method] = config
-        record = {"uplink_bytes": 1, "uplink_bytes_without_head": 1, "downlink_bytes": 1, "client_uplink_bytes": {1: 1},
-                  "downlink_bytes_without_head": 1, "client_downlink_bytes": {1: 1}, "round": 1, "loss": 0.5,
-                  "metrics": {"test": {"acc": 0.5}}, "seconds": {"training": 1, "aggregation": 1, "evaluation": 1}}
+        record = {
+            "uplink_bytes": 1,
+            "uplink_bytes_without_head": 1,
+            "downlink_bytes": 1,
+            "client_uplink_bytes": {1: 1},
+            "downlink_bytes_without_head": 1,
+            "client_downlink_bytes": {1: 1},
+            "round": 1,
+            "loss": 0.5,
+            "metrics": {"test": {"acc": 0.5}},
+            "seconds": {"training": 1, "aggregation": 1, "evaluation": 1},
+        }
         Path(config.outdir).mkdir(parents=True)
-        return SimpleNamespace(history=[record], final={"test_acc": 0.5}, saved={}, facts={
-            "majority": 0.5, "source": "", "data": "", "model": "", "config": ""})
+        return SimpleNamespace(
+            history=[record],
+            final={"test_acc": 0.5},
+            saved={},
+            facts={"majority": 0.5, "source": "", "data": "", "model": "", "config": ""},
+        )
+
     monkeypatch.setattr("fs_lowrank.engines.local.run", run)
     return seen
 
 
 # -- what is taken -------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("as_text", [True, False])
 def test_a_path_in_place_of_a_configuration(path, runs, as_text):
@@ -61,6 +77,7 @@ def test_what_is_no_configuration(wrong):
 
 # -- what every method is given ------------------------------------------------------------------------
 
+
 def params(runs):
     return {name: config.method_params for name, config in runs.items()}
 
@@ -68,8 +85,20 @@ def params(runs):
 @pytest.mark.parametrize("as_config", [True, False])
 def test_every_method_gets_the_keys_that_it_has(path, runs, as_config):
     given = load_config(path) if as_config else path
-    fs_lowrank.compare(given, ["rolora", "flexlora", "flora", "fedavg"], overrides=[
-        "lowrank.mix", "0.5", "lowrank.ranks", "[1, 2]", "train.optimizer.lr", "0.07", "lowrank.min_clients", "2"])
+    fs_lowrank.compare(
+        given,
+        ["rolora", "flexlora", "flora", "fedavg"],
+        overrides=[
+            "lowrank.mix",
+            "0.5",
+            "lowrank.ranks",
+            "[1, 2]",
+            "train.optimizer.lr",
+            "0.07",
+            "lowrank.min_clients",
+            "2",
+        ],
+    )
     found = params(runs)
     assert found["rolora"] == {"mix": 0.5} and found["fedavg"] == {}
     assert found["flora"]["ranks"] == found["flexlora"]["ranks"] == (1, 2)
@@ -94,6 +123,7 @@ def test_a_key_without_a_default(path, runs, monkeypatch):
         @dataclasses.dataclass(frozen=True)
         class Params:
             threshold: int
+
     try:
         path.write_text(path.read_text().replace("method: fedlora", "method: needs_a_key"))
         fs_lowrank.compare(path, ["rolora", "needs_a_key"], overrides={"lowrank.threshold": 3, "lowrank.mix": 0.5})
@@ -105,17 +135,23 @@ def test_a_key_without_a_default(path, runs, monkeypatch):
     assert issubclass(NeedsAKey, Method)
 
 
-@pytest.mark.parametrize("overrides, message", [
-    ({"lowrank.rankss": [1, 2]}, "override: unknown key 'lowrank.rankss'; did you mean 'ranks'?; the methods rolora, "
-                                 "flexlora have the keys mix, ranks, split"),
-    ({"lowrank.tau": 3}, "override: unknown key 'lowrank.tau'"),
-    ({"lowrank.min_client": 3}, "did you mean 'min_clients'?"),
-    ({"lowrank": {"miks": 3}}, "did you mean 'mix'?"),
-    ({"lowrank.ranks": "many"}, "override: lowrank.ranks = 'many': expected a list of whole numbers"),
-    ({"lowrank.mix": "half"}, "override: lowrank.mix = 'half': expected a number"),
-    ({"lowrank.mix": 3}, "override: lowrank.mix = 3: expected a number, at least 0 and at most 1"),
-    ({"train.local_update_step": 3}, "did you mean 'train.local_update_steps'"),
-])
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            {"lowrank.rankss": [1, 2]},
+            "override: unknown key 'lowrank.rankss'; did you mean 'ranks'?; the methods rolora, "
+            "flexlora have the keys mix, ranks, split",
+        ),
+        ({"lowrank.tau": 3}, "override: unknown key 'lowrank.tau'"),
+        ({"lowrank.min_client": 3}, "did you mean 'min_clients'?"),
+        ({"lowrank": {"miks": 3}}, "did you mean 'mix'?"),
+        ({"lowrank.ranks": "many"}, "override: lowrank.ranks = 'many': expected a list of whole numbers"),
+        ({"lowrank.mix": "half"}, "override: lowrank.mix = 'half': expected a number"),
+        ({"lowrank.mix": 3}, "override: lowrank.mix = 3: expected a number, at least 0 and at most 1"),
+        ({"train.local_update_step": 3}, "did you mean 'train.local_update_steps'"),
+    ],
+)
 @pytest.mark.parametrize("as_config", [True, False])
 def test_an_override_that_no_method_takes(path, runs, overrides, message, as_config):
     with pytest.raises(UserError) as caught:
@@ -129,6 +165,7 @@ def test_methods_without_keys_of_their_own(path, runs):
 
 
 # -- what cannot be written ----------------------------------------------------------------------------
+
 
 def test_a_comparison_that_cannot_be_written(path, tmp_path):
     (tmp_path / "run" / "comparison.json").mkdir(parents=True)
@@ -147,6 +184,7 @@ def test_a_comparison_that_cannot_be_written(path, tmp_path):
 def test_a_disk_that_is_full_at_the_end(path, runs, monkeypatch, where):
     def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.setattr(*((api, where) if where == "plot_curves" else (Path, where)), full)
     with pytest.raises(RunFailed, match="No space left on device"):
         fs_lowrank.compare(path, ["rolora"])

@@ -1,4 +1,5 @@
 """The command line: what it prints, what it refuses, and with which exit code."""
+
 import json
 import subprocess
 import sys
@@ -34,6 +35,7 @@ def command(capsys, monkeypatch):
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err + captured.out
         return code, captured.out, captured.err
+
     return command
 
 
@@ -44,6 +46,7 @@ def squeeze(text):
 
 # -- runs ----------------------------------------------------------------------------------------------
 
+
 def test_a_run_from_start_to_files(command, config_file, tmp_path):
     code, out, err = command("run", "--cfg", config_file, "federate.method", "rolora", "train.optimizer.lr", "5e-3")
     assert code == 0 and "Traceback" not in err
@@ -51,19 +54,45 @@ def test_a_run_from_start_to_files(command, config_file, tmp_path):
     assert len(lines) == 2 and "1/2" in lines[0] and "2/2" in lines[1]
     assert all(part in lines[0] for part in ("clients 3", "train loss", "test acc", "up ", "down 0 B"))
     text = squeeze(out)
-    for part in ("rolora: 3 clients, 3 a round, 2 rounds", "majority", "uplink", "downlink", "no head", "training",
-                 "aggregation", str(tmp_path / "run" / "adapter"), str(tmp_path / "run" / "curves.png")):
+    for part in (
+        "rolora: 3 clients, 3 a round, 2 rounds",
+        "majority",
+        "uplink",
+        "downlink",
+        "no head",
+        "training",
+        "aggregation",
+        str(tmp_path / "run" / "adapter"),
+        str(tmp_path / "run" / "curves.png"),
+    ):
         assert part in text
     folder = tmp_path / "run"
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert {p.name for p in folder.iterdir()} >= {"config.yaml", "rounds.jsonl", "checkpoint", "adapter", "curves.png",
-                                                  "environment.json"}
+    assert {p.name for p in folder.iterdir()} >= {
+        "config.yaml",
+        "rounds.jsonl",
+        "checkpoint",
+        "adapter",
+        "curves.png",
+        "environment.json",
+    }
     assert yaml.safe_load((folder / "config.yaml").read_text())["federate"]["method"] == "rolora"
 
 
 def test_overrides_reach_the_run(command, config_file, tmp_path):
-    code, _, _ = command("run", "--cfg", config_file, "federate.total_round_num", 1, "outdir", tmp_path / "other",
-                         "llm.adapter.args", "[{r: 3, modules: [query], layers: [2]}]", "eval.split", "[test]")
+    code, _, _ = command(
+        "run",
+        "--cfg",
+        config_file,
+        "federate.total_round_num",
+        1,
+        "outdir",
+        tmp_path / "other",
+        "llm.adapter.args",
+        "[{r: 3, modules: [query], layers: [2]}]",
+        "eval.split",
+        "[test]",
+    )
     assert code == 0
     records = [json.loads(line) for line in (tmp_path / "other" / "rounds.jsonl").read_text().splitlines()]
     assert len(records) == 1 and records[0]["metrics"].keys() == {"test"}
@@ -96,8 +125,9 @@ def test_compare(command, config_file, tmp_path):
     assert len({row["data"] for row in found.values()}) == 1, "the same data for every method"
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     text = squeeze(out)
-    assert all(part in text for part in (*found, "majority", "3 clients of", "for plain PEFT",
-                                         "for plain transformers"))
+    assert all(
+        part in text for part in (*found, "majority", "3 clients of", "for plain PEFT", "for plain transformers")
+    )
     assert command(*arguments)[0] == 2
     assert command(*arguments, "--resume")[0] == 0
 
@@ -105,8 +135,19 @@ def test_compare(command, config_file, tmp_path):
 def test_compare_with_the_methods_own_keys(command, config_file, tmp_path, monkeypatch):
     monkeypatch.setattr(cli.console, "_width", 80)
     (tmp_path / "run" / "comparison.json").mkdir(parents=True)
-    arguments = ["compare", "--cfg", config_file, "--methods", "rolora,flexlora", "lowrank.ranks", "[1, 2]",
-                 "federate.total_round_num", 1, "lowrank.mix", 0.5]
+    arguments = [
+        "compare",
+        "--cfg",
+        config_file,
+        "--methods",
+        "rolora,flexlora",
+        "lowrank.ranks",
+        "[1, 2]",
+        "federate.total_round_num",
+        1,
+        "lowrank.mix",
+        0.5,
+    ]
     code, _, err = command(*arguments)
     assert code == 1 and "comparison.json" in err and "run again with --resume" in squeeze(err)
     (tmp_path / "run" / "comparison.json").rmdir()
@@ -126,16 +167,28 @@ def results_of(methods):
     names = [f"{split}_{metric}" for split in ("test", "val") for metric in ("acc", "acc_last5", "loss")]
     results = {}
     for i, method in enumerate(methods):
-        rounds = [{"round": t, "client_uplink_bytes": {1: 0}, "client_downlink_bytes": {1: 0},
-                   "uplink_bytes": 111100 + i * 1000, "uplink_bytes_without_head": 222200 + i * 1000,
-                   "downlink_bytes": 333300 + i * 1000, "downlink_bytes_without_head": 444400 + i * 1000,
-                   "seconds": {"training": 550.0 + i, "aggregation": 0.0661 + i / 1000, "evaluation": 0.0}}
-                  for t in (1, 2)]
+        rounds = [
+            {
+                "round": t,
+                "client_uplink_bytes": {1: 0},
+                "client_downlink_bytes": {1: 0},
+                "uplink_bytes": 111100 + i * 1000,
+                "uplink_bytes_without_head": 222200 + i * 1000,
+                "downlink_bytes": 333300 + i * 1000,
+                "downlink_bytes_without_head": 444400 + i * 1000,
+                "seconds": {"training": 550.0 + i, "aggregation": 0.0661 + i / 1000, "evaluation": 0.0},
+            }
+            for t in (1, 2)
+        ]
         results[method] = SimpleNamespace(
-            history=rounds, bytes={"uplink_bytes": 1, "downlink_bytes": 2},
+            history=rounds,
+            bytes={"uplink_bytes": 1, "downlink_bytes": 2},
             facts={"majority": 0.535, "formula_bytes": 9},
-            final={**{n: 0.1 + i / 10 + k / 1000 for k, n in enumerate(names)},
-                   **{f"client_test_{n}": 0.15 + i / 10 + k / 1000 for k, n in enumerate(("acc", "acc_mean", "loss"))}})
+            final={
+                **{n: 0.1 + i / 10 + k / 1000 for k, n in enumerate(names)},
+                **{f"client_test_{n}": 0.15 + i / 10 + k / 1000 for k, n in enumerate(("acc", "acc_mean", "loss"))},
+            },
+        )
     return results
 
 
@@ -148,19 +201,29 @@ def test_no_width_cuts_the_table(command, capsys, monkeypatch, width, in_a_table
     text = " ".join(lines)
     assert "…" not in text and ("test acc last5" in text) == (width < 250), "turned only where it has to be"
     for i, method in enumerate(methods):
-        figures = [*(f"{0.1 + i / 10 + k / 1000:.3f}" for k in range(6)), "0.535",
-                   *(f"{kilo + i}.{kilo % 10} kB" for kilo in (111, 333, 222, 444)), f"{1100 + 2 * i}.0 s",
-                   f"{66 + i}.1 ms", *(f"{0.15 + i / 10 + k / 1000:.3f}" for k in range(3))]
+        figures = [
+            *(f"{0.1 + i / 10 + k / 1000:.3f}" for k in range(6)),
+            "0.535",
+            *(f"{kilo + i}.{kilo % 10} kB" for kilo in (111, 333, 222, 444)),
+            f"{1100 + 2 * i}.0 s",
+            f"{66 + i}.1 ms",
+            *(f"{0.15 + i / 10 + k / 1000:.3f}" for k in range(3)),
+        ]
         for figure in (method, *figures):
             assert any(figure in line for line in lines), f"{figure} at {width}"
     heads = [line for line in lines if "method" in line.split() and "rolora" in line.split()]
     assert width == 250 or heads[0].split() == ["method", *methods[:in_a_table]]
 
 
-@pytest.mark.parametrize("methods, message", [
-    ("rolora,rollora", "did you mean 'rolora'"), ("rolora,rolora", "distinct methods"), (",", "distinct methods"),
-    ("fedlora,lora", "distinct methods"),
-])
+@pytest.mark.parametrize(
+    "methods, message",
+    [
+        ("rolora,rollora", "did you mean 'rolora'"),
+        ("rolora,rolora", "distinct methods"),
+        (",", "distinct methods"),
+        ("fedlora,lora", "distinct methods"),
+    ],
+)
 def test_compare_refuses_before_anything_runs(command, config_file, tmp_path, methods, message):
     code, _, err = command("compare", "--cfg", config_file, "--methods", methods)
     assert code == 2 and message in squeeze(err) and not (tmp_path / "run").exists()
@@ -203,6 +266,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_use_ends_with_two_and_a_sentence(command, config_file, tmp_path, what):
     import torch
+
     if what == "no GPU" and torch.cuda.is_available():
         pytest.skip("there is one")
     overrides, message = WRONG[what]
@@ -215,8 +279,12 @@ def test_mistakes_in_the_file(command, config_file, tmp_path):
     code, _, err = command("run", "--cfg", tmp_path / "runn.yaml")
     assert code == 2 and "no such file" in err and "run.yaml" in err
     text = config_file.read_text()
-    for wrong, message in (("train: {optimizr: {lr: 1}}\n", "train.optimizer"), ("seed: [\n", "invalid YAML"),
-                           ("- a\n- b\n", "holds a list"), ("federate: 3\n", "federate")):
+    for wrong, message in (
+        ("train: {optimizr: {lr: 1}}\n", "train.optimizer"),
+        ("seed: [\n", "invalid YAML"),
+        ("- a\n- b\n", "holds a list"),
+        ("federate: 3\n", "federate"),
+    ):
         config_file.write_text(wrong)
         code, _, err = command("run", "--cfg", config_file)
         assert code == 2 and message in squeeze(err)
@@ -228,27 +296,57 @@ def test_mistakes_in_the_file(command, config_file, tmp_path):
     assert code == 2 and "seed" in err and "line " in err
 
 
-@pytest.mark.parametrize("content, message", [
-    (b"text,label\ngood,1\nbad,0\n\xff\xfe bad,0\n", "UTF-8"),
-    (b"text,lable\ngood,1\nbad,0\n", "label"),
-    (b"", "empty"),
-    (b'text,label\n"good film,1\nbad,0\n', "data.csv"),
-    (b"text,label\ngood,1\nfine,1\ngreat,1\n", "class"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"text,label\ngood,1\nbad,0\n\xff\xfe bad,0\n", "UTF-8"),
+        (b"text,lable\ngood,1\nbad,0\n", "label"),
+        (b"", "empty"),
+        (b'text,label\n"good film,1\nbad,0\n', "data.csv"),
+        (b"text,label\ngood,1\nfine,1\ngreat,1\n", "class"),
+    ],
+)
 def test_mistakes_in_the_data(command, config_file, tmp_path, content, message):
     (tmp_path / "data.csv").write_bytes(content)
-    code, _, err = command("run", "--cfg", config_file, "data.type", tmp_path / "data.csv", "federate.client_num", "1",
-                           "data.splitter", "iid", "data.splitter_args", "[]")
+    code, _, err = command(
+        "run",
+        "--cfg",
+        config_file,
+        "data.type",
+        tmp_path / "data.csv",
+        "federate.client_num",
+        "1",
+        "data.splitter",
+        "iid",
+        "data.splitter_args",
+        "[]",
+    )
     assert code == 2 and message in squeeze(err)
 
 
 def test_a_client_of_one_sample_and_one_of_one_class(command, config_file, tmp_path):
-    rows = ["text,label,domain", *(f"good day {i},1,a" for i in range(8)), *(f"bad day,{i % 2},b" for i in range(12)),
-            "the tea,0,c"]
+    rows = [
+        "text,label,domain",
+        *(f"good day {i},1,a" for i in range(8)),
+        *(f"bad day,{i % 2},b" for i in range(12)),
+        "the tea,0,c",
+    ]
     (tmp_path / "few.csv").write_text("\n".join(rows) + "\n")
-    code, out, err = command("run", "--cfg", config_file, "data.type", tmp_path / "few.csv", "data.splitter", "meta",
-                             "data.splitter_args", "[{field: domain}]", "data.splits", "[0.9, 0.0, 0.1]",
-                             "eval.split", "[test]")
+    code, out, err = command(
+        "run",
+        "--cfg",
+        config_file,
+        "data.type",
+        tmp_path / "few.csv",
+        "data.splitter",
+        "meta",
+        "data.splitter_args",
+        "[{field: domain}]",
+        "data.splits",
+        "[0.9, 0.0, 0.1]",
+        "eval.split",
+        "[test]",
+    )
     if code:  # the partitioner by a field may go by another name; then it has to say which there are
         assert code == 2 and "data.splitter" in err
         pytest.fail(err)
@@ -256,20 +354,33 @@ def test_a_client_of_one_sample_and_one_of_one_class(command, config_file, tmp_p
     assert len(sizes) == 3 and min(sizes) == 1
 
 
-@pytest.mark.parametrize("arguments", [(), ("runn",), ("run",), ("run", "--cfg"), ("compare", "--cfg", "x.yaml"),
-                                       ("run", "--cfg", "x.yaml", "--sed", "3"), ("methods", "a", "b")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("runn",),
+        ("run",),
+        ("run", "--cfg"),
+        ("compare", "--cfg", "x.yaml"),
+        ("run", "--cfg", "x.yaml", "--sed", "3"),
+        ("methods", "a", "b"),
+    ],
+)
 def test_the_parsers_own_refusals(command, arguments):
     code, _, err = command(*arguments)
     assert code == 2 and "usage" in err.lower()
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("run", "--cfg", "x.yaml", "--resum_e", "seed", "3"), "unrecognised: --resum_e; did you mean '--resume'?"),
-    (("run", "--cfg", "x.yaml", "seed", "3", "--resume", "--engin_e=local"), "did you mean '--engine'?"),
-    (("compare", "--cfg", "x.yaml", "--methods", "rolora", "seed", "3", "--method_s"), "did you mean '--methods'?"),
-    (("run", "--cfg", "x.yaml", "--train.optimizer.lr", "3"), "without dashes"),
-    (("doctor", "x"), "unrecognised: x"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("run", "--cfg", "x.yaml", "--resum_e", "seed", "3"), "unrecognised: --resum_e; did you mean '--resume'?"),
+        (("run", "--cfg", "x.yaml", "seed", "3", "--resume", "--engin_e=local"), "did you mean '--engine'?"),
+        (("compare", "--cfg", "x.yaml", "--methods", "rolora", "seed", "3", "--method_s"), "did you mean '--methods'?"),
+        (("run", "--cfg", "x.yaml", "--train.optimizer.lr", "3"), "without dashes"),
+        (("doctor", "x"), "unrecognised: x"),
+    ],
+)
 def test_what_is_no_option(command, arguments, message):
     code, _, err = command(*arguments)
     assert code == 2 and message in squeeze(err) and f"usage: fs-lowrank {arguments[0]}" in err
@@ -279,27 +390,36 @@ def test_what_is_no_option(command, arguments, message):
 def taken(monkeypatch):
     """The configurations that the command would have run."""
     import fs_lowrank.api
+
     seen = []
 
     def run(config, *args, **options):
         seen.append(config)
         raise UserError("enough")
+
     monkeypatch.setattr(fs_lowrank.api, "run", run)
     return seen
 
 
-@pytest.mark.parametrize("arguments", [
-    "--cfg {} seed 5 --resume data.subsample 0.5 grad.grad_clip -1e0 federate.sample_client_num -1",
-    "seed 5 --cfg {} data.subsample 0.5 --resume grad.grad_clip -1e0 federate.sample_client_num -1 --engine local",
-    "grad.grad_clip -1e0 --cfg {} federate.sample_client_num -1 --resume data.subsample 0.5 --engine local seed 5",
-    "--cfg {} federate.sample_client_num -1 --resume seed 5 grad.grad_clip -1 data.subsample .5",
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--cfg {} seed 5 --resume data.subsample 0.5 grad.grad_clip -1e0 federate.sample_client_num -1",
+        "seed 5 --cfg {} data.subsample 0.5 --resume grad.grad_clip -1e0 federate.sample_client_num -1 --engine local",
+        "grad.grad_clip -1e0 --cfg {} federate.sample_client_num -1 --resume data.subsample 0.5 --engine local seed 5",
+        "--cfg {} federate.sample_client_num -1 --resume seed 5 grad.grad_clip -1 data.subsample .5",
+    ],
+)
 def test_overrides_stand_anywhere(command, config_file, taken, arguments):
     code, _, err = command("run", *arguments.format(config_file).split())
     assert "enough" in err and code == 2
-    config, = taken
-    assert (config.seed, config.data.subsample, config.grad.grad_clip, config.federate.sample_client_num) == \
-        (5, 0.5, -1.0, -1)
+    (config,) = taken
+    assert (config.seed, config.data.subsample, config.grad.grad_clip, config.federate.sample_client_num) == (
+        5,
+        0.5,
+        -1.0,
+        -1,
+    )
 
 
 def test_a_key_that_is_a_number(command, config_file):
@@ -313,12 +433,14 @@ def test_what_was_asked_wrongly_and_what_failed(command, config_file, monkeypatc
 
     def run(*args, **options):
         raise error
+
     monkeypatch.setattr(local, "run", run)
     code, _, err = command("run", "--cfg", config_file)
     assert code == expected and f"error: {error}" in err
 
 
 # -- what it says --------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("arguments", [(), ("run",), ("compare",), ("methods",), ("doctor",), ("fetch",)])
 def test_help(command, arguments):
@@ -375,6 +497,7 @@ def test_importing_loads_nothing_heavy():
 
 
 def test_the_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "fs_lowrank", "run", "--cfg", "nowhere.yaml"], capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "fs_lowrank", "run", "--cfg", "nowhere.yaml"], capture_output=True, text=True
+    )
     assert done.returncode == 2 and "no such file" in done.stderr and "Traceback" not in done.stderr

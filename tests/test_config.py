@@ -66,11 +66,13 @@ METHODS = {cls.name: cls for cls in (FedAvg, FedLoRA, RoLoRA, Ranked, Needy)}
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """A registry of a few methods that stay as they are."""
+
     def get_method_class(name):
         name = {"fedit": "fedlora"}.get(name, name)
         if name not in METHODS:
             raise UserError(f"federate.method: no method {name!r}{nearest(name, METHODS)}")
         return METHODS[name]
+
     module = types.ModuleType("fs_lowrank.methods")
     module.get_method_class = get_method_class
     monkeypatch.setitem(sys.modules, "fs_lowrank.methods", module)
@@ -82,6 +84,7 @@ def write(tmp_path):
         path = tmp_path / "run.yaml"
         path.write_text(text)
         return path
+
     return write
 
 
@@ -119,6 +122,7 @@ lowrank:
 
 # -- reading -------------------------------------------------------------------------------------------
 
+
 def test_file(write):
     config = load_config(write(FILE))
     assert config.federate.method == "rolora" and config.federate.total_round_num == 50
@@ -131,12 +135,14 @@ def test_file(write):
 
 def test_overrides_go_first_in_every_spelling(write):
     path = write(FILE)
-    for config in (load_config(path, **{"train.optimizer.lr": 1, "seed": 4}),
-                   load_config(path, train__optimizer__lr=1, seed=4),
-                   load_config(path, train={"optimizer": {"lr": 1.0}}, seed=4),
-                   load_config(path, {"train.optimizer.lr": 1.0, "seed": 4}),
-                   load_config(path, ["train.optimizer.lr", "1", "seed", "4"]),
-                   load_config(path, ["seed", "9"], train__optimizer__lr=1, seed=4)):
+    for config in (
+        load_config(path, **{"train.optimizer.lr": 1, "seed": 4}),
+        load_config(path, train__optimizer__lr=1, seed=4),
+        load_config(path, train={"optimizer": {"lr": 1.0}}, seed=4),
+        load_config(path, {"train.optimizer.lr": 1.0, "seed": 4}),
+        load_config(path, ["train.optimizer.lr", "1", "seed", "4"]),
+        load_config(path, ["seed", "9"], train__optimizer__lr=1, seed=4),
+    ):
         assert (config.train.optimizer.lr, config.seed) == (1.0, 4)
         assert isinstance(config.train.optimizer.lr, float)
         assert config.train.optimizer.extra["betas"] == [0.9, 0.99]
@@ -150,10 +156,48 @@ def test_a_mapping_in_place_of_a_file():
 
 
 def test_parse_overrides():
-    parsed = parse_overrides(["a", "5e-3", "b", "[q, v]", "c", "True", "d", "", "e", "x@y: z @", "f", "@odd", "g", "8",
-                              "h", "1.5E+2", "i", "-2e6", "j", "2026-01-01", "k", "null", "l", "{alpha: 0.5}"])
-    assert parsed == {"a": 0.005, "b": ["q", "v"], "c": True, "d": "", "e": {"x@y": "z @"}, "f": "@odd", "g": 8,
-                      "h": 150.0, "i": -2e6, "j": "2026-01-01", "k": None, "l": {"alpha": 0.5}}
+    parsed = parse_overrides(
+        [
+            "a",
+            "5e-3",
+            "b",
+            "[q, v]",
+            "c",
+            "True",
+            "d",
+            "",
+            "e",
+            "x@y: z @",
+            "f",
+            "@odd",
+            "g",
+            "8",
+            "h",
+            "1.5E+2",
+            "i",
+            "-2e6",
+            "j",
+            "2026-01-01",
+            "k",
+            "null",
+            "l",
+            "{alpha: 0.5}",
+        ]
+    )
+    assert parsed == {
+        "a": 0.005,
+        "b": ["q", "v"],
+        "c": True,
+        "d": "",
+        "e": {"x@y": "z @"},
+        "f": "@odd",
+        "g": 8,
+        "h": 150.0,
+        "i": -2e6,
+        "j": "2026-01-01",
+        "k": None,
+        "l": {"alpha": 0.5},
+    }
     with refused("'seed'", "no value"):
         parse_overrides(["train.optimizer.lr", "1", "seed"])
     with refused("--seed=1", "`seed VALUE`"):
@@ -175,17 +219,23 @@ def test_an_index_in_a_key(write):
         make({"seed": 1, "seed.x": 2})
 
 
-@pytest.mark.parametrize("text, parts", [
-    ("a: [1,\nb: 2\n", ("line", "column", "invalid YAML")),
-    ("- 1\n- 2\n", ("holds a list",)),
-    ("hello", ("holds a single value",)),
-    ("seed: 1\nfederate:\n  client_num: 3\n  client_num: 4\n", ("line 4", "federate.client_num", "twice", "line 3")),
-    ("seed: 1\n---\nseed: 2\n", ("invalid YAML",)),
-    ("a: !!python/object:os.system {}\n", ("line 1", "invalid YAML")),
-    ("on: 1\n", ("unknown key True",)),
-    ("a: &a {b: *a}\n", ("an alias that contains itself",)),
-    ("", ("federate.client_num", "set it to the number of clients")),
-])
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("a: [1,\nb: 2\n", ("line", "column", "invalid YAML")),
+        ("- 1\n- 2\n", ("holds a list",)),
+        ("hello", ("holds a single value",)),
+        (
+            "seed: 1\nfederate:\n  client_num: 3\n  client_num: 4\n",
+            ("line 4", "federate.client_num", "twice", "line 3"),
+        ),
+        ("seed: 1\n---\nseed: 2\n", ("invalid YAML",)),
+        ("a: !!python/object:os.system {}\n", ("line 1", "invalid YAML")),
+        ("on: 1\n", ("unknown key True",)),
+        ("a: &a {b: *a}\n", ("an alias that contains itself",)),
+        ("", ("federate.client_num", "set it to the number of clients")),
+    ],
+)
 def test_bad_files(write, text, parts):
     with refused("run.yaml" if text[:2] != "on" else "", *parts):
         load_config(write(text))
@@ -220,12 +270,23 @@ def test_lines_are_named(write):
 
 # -- checking ------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("key, meant", [
-    ("federat", "federate"), ("federate.metod", "federate.method"), ("train.optimiser", "train.optimizer"),
-    ("train.optimiser.lr", "train.optimizer"), ("Seed", "seed"), ("fedprox.muu", "fedprox.mu"),
-    ("llm.tok_length", "llm.tok_len"), ("eval.metric", "eval.metrics"), ("train.optimizer.LR", "train.optimizer.lr"),
-    ("dataloader.batchsize", "dataloader.batch_size"), ("client_num", "federate.client_num"),
-])
+
+@pytest.mark.parametrize(
+    "key, meant",
+    [
+        ("federat", "federate"),
+        ("federate.metod", "federate.method"),
+        ("train.optimiser", "train.optimizer"),
+        ("train.optimiser.lr", "train.optimizer"),
+        ("Seed", "seed"),
+        ("fedprox.muu", "fedprox.mu"),
+        ("llm.tok_length", "llm.tok_len"),
+        ("eval.metric", "eval.metrics"),
+        ("train.optimizer.LR", "train.optimizer.lr"),
+        ("dataloader.batchsize", "dataloader.batch_size"),
+        ("client_num", "federate.client_num"),
+    ],
+)
 def test_an_unknown_key_names_the_nearest(key, meant):
     with refused("unknown key", f"did you mean '{meant}'?"):
         make({key: 1})
@@ -237,51 +298,54 @@ def test_keys_that_are_not_the_users():
             make({key: {"a": 1}})
 
 
-@pytest.mark.parametrize("key, value, parts", [
-    ("use_gpu", "True", ("True or False",)),
-    ("use_gpu", 1, ("True or False",)),
-    ("seed", 1.5, ("a whole number",)),
-    ("seed", True, ("a whole number",)),
-    ("seed", -1, ("at least 0",)),
-    ("outdir", 3, ("text",)),
-    ("train.optimizer.lr", True, ("a number",)),
-    ("train.optimizer.lr", math.nan, ("a number",)),
-    ("train.optimizer.lr", 0, ("above 0",)),
-    ("train.optimizer.type", "AdamX", ("did you mean 'Adam",)),
-    ("train.local_update_steps", 0, ("at least 1",)),
-    ("train.batch_or_epoch", "epochs", ("did you mean 'epoch'",)),
-    ("train.optimizer", {"type": "AdamW", "betas": [0.9]}, ("AdamW does not take {'betas': [0.9]}",)),
-    ("train.optimizer", {"type": "AdamW", "betas": 5}, ("AdamW does not take",)),
-    ("train.optimizer", {"type": "SGD", "momentum": "abc"}, ("SGD does not take {'momentum': 'abc'}",)),
-    ("federate", 3, ("a section",)),
-    ("federate.client_num", 0, ("number of clients",)),
-    ("federate.total_round_num", 0, ("at least 1",)),
-    ("federate.sample_client_num", 11, ("federate.client_num, which is 10",)),
-    ("federate.sample_client_num", 0, ("-1 for all",)),
-    ("federate.sample_client_rate", 1.1, ("at most 1",)),
-    ("federate.sample_client_rate", 0.0, ("above 0",)),
-    ("federate.mode", "standalon", ("did you mean 'standalone'",)),
-    ("federate.method", None, ("text",)),
-    ("dataloader.batch_size", 0, ("at least 1",)),
-    ("data.splits", [0.8, 0.2, 0.1], ("add up to 1",)),
-    ("data.splits", [0.5, 0.1, 0.1], ("add up to 1",)),
-    ("data.splits", [0.8, 0.2], ("three shares",)),
-    ("data.splits", [1.1, -0.1, 0.0], ("at least 0",)),
-    ("data.splits", "0.8", ("a list of numbers",)),
-    ("data.subsample", 0, ("above 0 and at most 1",)),
-    ("eval.split", ["tset"], ("did you mean 'test'",)),
-    ("eval.metrics", ["accc"], ("did you mean 'acc'",)),
-    ("eval.metrics", "acc", ("a list of texts",)),
-    ("eval.best_res_update_round_wise_key", "loss", ("val_loss",)),
-    ("fedopt.optimizer.type", "adamm", ("did you mean 'Adam'",)),
-    ("device", "gpu", ("cpu",)),
-    ("device", -2, ("-1 for any",)),
-    ("lowrank.min_clients", 11, ("clients of a round, 10",)),
-    ("lowrank.dtype", "float16", ("bfloat16",)),
-    ("model.task", "CausalLLM", ("did you mean 'CausalLM'",)),
-    ("fedprox.mu", "big", ("a number",)),
-    ("wandb", 3, ("a section",)),
-])
+@pytest.mark.parametrize(
+    "key, value, parts",
+    [
+        ("use_gpu", "True", ("True or False",)),
+        ("use_gpu", 1, ("True or False",)),
+        ("seed", 1.5, ("a whole number",)),
+        ("seed", True, ("a whole number",)),
+        ("seed", -1, ("at least 0",)),
+        ("outdir", 3, ("text",)),
+        ("train.optimizer.lr", True, ("a number",)),
+        ("train.optimizer.lr", math.nan, ("a number",)),
+        ("train.optimizer.lr", 0, ("above 0",)),
+        ("train.optimizer.type", "AdamX", ("did you mean 'Adam",)),
+        ("train.local_update_steps", 0, ("at least 1",)),
+        ("train.batch_or_epoch", "epochs", ("did you mean 'epoch'",)),
+        ("train.optimizer", {"type": "AdamW", "betas": [0.9]}, ("AdamW does not take {'betas': [0.9]}",)),
+        ("train.optimizer", {"type": "AdamW", "betas": 5}, ("AdamW does not take",)),
+        ("train.optimizer", {"type": "SGD", "momentum": "abc"}, ("SGD does not take {'momentum': 'abc'}",)),
+        ("federate", 3, ("a section",)),
+        ("federate.client_num", 0, ("number of clients",)),
+        ("federate.total_round_num", 0, ("at least 1",)),
+        ("federate.sample_client_num", 11, ("federate.client_num, which is 10",)),
+        ("federate.sample_client_num", 0, ("-1 for all",)),
+        ("federate.sample_client_rate", 1.1, ("at most 1",)),
+        ("federate.sample_client_rate", 0.0, ("above 0",)),
+        ("federate.mode", "standalon", ("did you mean 'standalone'",)),
+        ("federate.method", None, ("text",)),
+        ("dataloader.batch_size", 0, ("at least 1",)),
+        ("data.splits", [0.8, 0.2, 0.1], ("add up to 1",)),
+        ("data.splits", [0.5, 0.1, 0.1], ("add up to 1",)),
+        ("data.splits", [0.8, 0.2], ("three shares",)),
+        ("data.splits", [1.1, -0.1, 0.0], ("at least 0",)),
+        ("data.splits", "0.8", ("a list of numbers",)),
+        ("data.subsample", 0, ("above 0 and at most 1",)),
+        ("eval.split", ["tset"], ("did you mean 'test'",)),
+        ("eval.metrics", ["accc"], ("did you mean 'acc'",)),
+        ("eval.metrics", "acc", ("a list of texts",)),
+        ("eval.best_res_update_round_wise_key", "loss", ("val_loss",)),
+        ("fedopt.optimizer.type", "adamm", ("did you mean 'Adam'",)),
+        ("device", "gpu", ("cpu",)),
+        ("device", -2, ("-1 for any",)),
+        ("lowrank.min_clients", 11, ("clients of a round, 10",)),
+        ("lowrank.dtype", "float16", ("bfloat16",)),
+        ("model.task", "CausalLLM", ("did you mean 'CausalLM'",)),
+        ("fedprox.mu", "big", ("a number",)),
+        ("wandb", 3, ("a section",)),
+    ],
+)
 def test_bad_values(key, value, parts):
     with refused(key, *parts):
         make({key: value})
@@ -301,6 +365,7 @@ def test_the_servers_learning_rate_depends_on_its_type_unless_it_is_given():
         again = load_config(config.to_dict())
         assert again == config and again.fingerprint() == config.fingerprint()
         return config.decisive()["fedopt.optimizer.lr"]
+
     plain = make(fedopt__use=True)
     assert rate(plain) == 1 and rate(plain.replace(fedopt__optimizer__type="Adam")) == 0.01
     assert rate(make(fedopt__use=True, fedopt__optimizer__lr=0.01)) == 0.01
@@ -310,16 +375,30 @@ def test_the_servers_learning_rate_depends_on_its_type_unless_it_is_given():
     assert rate(make().replace(fedopt__use=True)) == 1
 
 
-@pytest.mark.parametrize("keys, asked", [
-    ({}, 10), ({"sample_client_num": 4}, 4), ({"sample_client_rate": 0.25}, 2), ({"sample_client_rate": 0.01}, 1),
-    ({"sample_client_num": 4, "sample_client_rate": 0.5}, 5)])
+@pytest.mark.parametrize(
+    "keys, asked",
+    [
+        ({}, 10),
+        ({"sample_client_num": 4}, 4),
+        ({"sample_client_rate": 0.25}, 2),
+        ({"sample_client_rate": 0.01}, 1),
+        ({"sample_client_num": 4, "sample_client_rate": 0.5}, 5),
+    ],
+)
 def test_clients_a_round(keys, asked):
     assert make(federate=keys).sampled_per_round == asked
 
 
-@pytest.mark.parametrize("keys, device", [
-    ({}, "cpu"), ({"device": 1}, "cpu"), ({"use_gpu": True}, "cuda"), ({"use_gpu": True, "device": 1}, "cuda:1"),
-    ({"use_gpu": True, "device": "cpu"}, "cpu")])
+@pytest.mark.parametrize(
+    "keys, device",
+    [
+        ({}, "cpu"),
+        ({"device": 1}, "cpu"),
+        ({"use_gpu": True}, "cuda"),
+        ({"use_gpu": True, "device": 1}, "cuda:1"),
+        ({"use_gpu": True, "device": "cpu"}, "cpu"),
+    ],
+)
 def test_device(keys, device):
     assert make(keys).torch_device == device
 
@@ -331,14 +410,24 @@ def test_dtype():
 
 # -- the adapter ---------------------------------------------------------------------------------------
 
+
 def test_adapter_spellings():
     short = {"rank": 2, "alpha": 3.0, "dropout": 0.1, "modules": "q", "layers": [0, 2], "bias": "none"}
-    long = {"r": 2, "lora_alpha": 3, "lora_dropout": 0.1, "target_modules": ["q"], "layers_to_transform": (0, 2),
-            "bias": "none", "adapter_method": "LoRA", "adapter_package": "peft"}
+    long = {
+        "r": 2,
+        "lora_alpha": 3,
+        "lora_dropout": 0.1,
+        "target_modules": ["q"],
+        "layers_to_transform": (0, 2),
+        "bias": "none",
+        "adapter_method": "LoRA",
+        "adapter_package": "peft",
+    }
     a, b = make(llm__adapter__args=[short]), make(llm__adapter__args=[long])
     assert a == b and a.adapter == AdapterSpec("lora", 2, 3, 0.1, ("q",), (0, 2), False, {"bias": "none"})
-    assert a.llm.adapter.args == [{**long, "layers_to_transform": [0, 2], "adapter_method": "lora",
-                                   "use_rslora": False}]
+    assert a.llm.adapter.args == [
+        {**long, "layers_to_transform": [0, 2], "adapter_method": "lora", "use_rslora": False}
+    ]
     assert make().adapter == make(llm__adapter__args=[]).adapter == AdapterSpec()
     assert make(llm__adapter__args=[{"layers": 3}]).adapter.layers == (3,)
     assert make(llm__adapter__args=[{"some_new_argument": 3}]).adapter.extra == {"some_new_argument": 3}
@@ -350,16 +439,26 @@ def test_scale():
     assert AdapterSpec(r=4, lora_alpha=8, use_rslora=True).scale() == 4
 
 
-@pytest.mark.parametrize("args, parts", [
-    ({"r": 0}, ("args.0.r = 0", "at least 1")), ({"r": 2.0}, ("a whole number",)), ({"r": True}, ("a whole number",)),
-    ({"alpha": 0}, ("args.0.alpha = 0", "above 0")), ({"dropout": 1}, ("below 1",)),
-    ({"dropout": -0.1}, ("at least 0",)),
-    ({"modules": ["q"], "target_modules": ["v"]}, ("two spellings",)), ({"rank": 1, "r": 1}, ("two spellings",)),
-    ({"modules": []}, ("empty list",)), ({"layers": [-1]}, ("at least 0",)), ({"layers": ["a"]}, ("whole numbers",)),
-    ({"adapter_method": "lorra"}, ("did you mean 'lora'",)), ({"adapter_package": "other"}, ("one of peft",)),
-    ({"lora_aplha": 8}, ("args.0.lora_aplha", "did you mean 'lora_alpha'")),
-    ({"use_rslora": "yes"}, ("True or False",)),
-])
+@pytest.mark.parametrize(
+    "args, parts",
+    [
+        ({"r": 0}, ("args.0.r = 0", "at least 1")),
+        ({"r": 2.0}, ("a whole number",)),
+        ({"r": True}, ("a whole number",)),
+        ({"alpha": 0}, ("args.0.alpha = 0", "above 0")),
+        ({"dropout": 1}, ("below 1",)),
+        ({"dropout": -0.1}, ("at least 0",)),
+        ({"modules": ["q"], "target_modules": ["v"]}, ("two spellings",)),
+        ({"rank": 1, "r": 1}, ("two spellings",)),
+        ({"modules": []}, ("empty list",)),
+        ({"layers": [-1]}, ("at least 0",)),
+        ({"layers": ["a"]}, ("whole numbers",)),
+        ({"adapter_method": "lorra"}, ("did you mean 'lora'",)),
+        ({"adapter_package": "other"}, ("one of peft",)),
+        ({"lora_aplha": 8}, ("args.0.lora_aplha", "did you mean 'lora_alpha'")),
+        ({"use_rslora": "yes"}, ("True or False",)),
+    ],
+)
 def test_bad_adapters(args, parts):
     with refused(*parts):
         make(llm__adapter__args=[args])
@@ -369,11 +468,20 @@ def test_bad_adapters(args, parts):
 
 # -- the method ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("method, use, args, resolved, used", [
-    (None, None, [{}], "fedavg", False), (None, True, [{"r": 2}], "fedlora", True),
-    (None, False, [{"r": 2}], "fedavg", False), ("FedAvg", True, [{}], "fedlora", True),
-    ("FedAvg", None, [{"r": 2}], "fedavg", False), ("fedlora", None, [{}], "fedlora", True),
-    ("FedIT", True, [{}], "fedlora", True), ("RoLoRA", None, [{}], "rolora", True)])
+
+@pytest.mark.parametrize(
+    "method, use, args, resolved, used",
+    [
+        (None, None, [{}], "fedavg", False),
+        (None, True, [{"r": 2}], "fedlora", True),
+        (None, False, [{"r": 2}], "fedavg", False),
+        ("FedAvg", True, [{}], "fedlora", True),
+        ("FedAvg", None, [{"r": 2}], "fedavg", False),
+        ("fedlora", None, [{}], "fedlora", True),
+        ("FedIT", True, [{}], "fedlora", True),
+        ("RoLoRA", None, [{}], "rolora", True),
+    ],
+)
 def test_the_frameworks_method_names(method, use, args, resolved, used):
     tree = {"federate": {"client_num": 2}, "llm": {"adapter": {"args": args}}}
     if method:
@@ -398,9 +506,12 @@ def test_method_params():
     config.method_params["tau"] = 0
     assert config.method_params["tau"] == 7
     for keys, parts in {
-        "ranks [2,0]": ("lowrank.ranks = [2, 0]", "at least 1"), "ranks 3": ("a list of whole numbers",),
-        "split c": ("lowrank.split", "one of b, sqrt"), "mix 0.5": ("lowrank.mix", "ranked has the keys ranks"),
-        "ranks [1,1,1,1]": ("lowrank (ranked): ranks: at most three",), "min_client 1": ("'min_clients'",),
+        "ranks [2,0]": ("lowrank.ranks = [2, 0]", "at least 1"),
+        "ranks 3": ("a list of whole numbers",),
+        "split c": ("lowrank.split", "one of b, sqrt"),
+        "mix 0.5": ("lowrank.mix", "ranked has the keys ranks"),
+        "ranks [1,1,1,1]": ("lowrank (ranked): ranks: at most three",),
+        "min_client 1": ("'min_clients'",),
     }.items():
         key, value = keys.split()
         with refused(*parts):
@@ -437,11 +548,16 @@ def test_methods_that_take_an_adapter_or_all_weights(monkeypatch):
 
 # -- the framework's keys --------------------------------------------------------------------------------
 
+
 def test_the_frameworks_other_keys(write, caplog):
-    config = load_config(write(FILE + "fedprox: {use: False, mu: 0.3}\nwandb: {use: True}\n"
-                                      "trainer: {type: llmtrainer}\ncriterion: {type: CrossEntropyLoss}\n"
-                                      "federate.save_to: x.ckpt\n"
-                                      "finetune: {optimizer: {momentum: 0.9}}\nasyn:\nhpo: {sha: {budgets: [1]}}\n"))
+    config = load_config(
+        write(
+            FILE + "fedprox: {use: False, mu: 0.3}\nwandb: {use: True}\n"
+            "trainer: {type: llmtrainer}\ncriterion: {type: CrossEntropyLoss}\n"
+            "federate.save_to: x.ckpt\n"
+            "finetune: {optimizer: {momentum: 0.9}}\nasyn:\nhpo: {sha: {budgets: [1]}}\n"
+        )
+    )
     assert config.framework["fedprox.mu"] == 0.3 and "fedprox.use" not in config.framework
     check_local(config)
     assert "federate.save_to = 'x.ckpt' is left out by this engine: a run leaves its adapter" in caplog.text
@@ -450,13 +566,25 @@ def test_the_frameworks_other_keys(write, caplog):
 
 
 def test_what_only_the_framework_honours(write):
-    config = load_config(write(FILE + "fedprox:\n  use: True\n  mu: 0.3\nasyn.use: True\nfederate.use_ss: True\n"
-                                      "llm.offsite_tuning: {emu_align: {use: True, restore_from: x}}\n"),
-                         federate__mode="distributed", model__hidden=64)
+    config = load_config(
+        write(
+            FILE + "fedprox:\n  use: True\n  mu: 0.3\nasyn.use: True\nfederate.use_ss: True\n"
+            "llm.offsite_tuning: {emu_align: {use: True, restore_from: x}}\n"
+        ),
+        federate__mode="distributed",
+        model__hidden=64,
+    )
     with pytest.raises(UserError) as caught:
         check_local(config)
-    for part in ("--engine federatedscope", "fedprox.use = True (line 21)", "fedprox.mu = 0.3 (line 22)",
-                 "asyn.use = True", "federate.mode = 'distributed'", "model.hidden = 64", "federate.use_ss = True"):
+    for part in (
+        "--engine federatedscope",
+        "fedprox.use = True (line 21)",
+        "fedprox.mu = 0.3 (line 22)",
+        "asyn.use = True",
+        "federate.mode = 'distributed'",
+        "model.hidden = 64",
+        "federate.use_ss = True",
+    ):
         assert part in str(caught.value)
     assert "emu_align" not in str(caught.value)
     with refused("--engine federatedscope", "adapter_method = 'prefix'"):
@@ -483,8 +611,12 @@ def test_the_frameworks_own_files():
         assert config.federate.method == ("fedlora" if adapter else "fedavg"), path
         assert config.model.task == "CausalLM"
         assert load_config(config.to_dict()) == config, path
-        only_there = (raw["federate"]["mode"] == "distributed" or "client_idx_for_local_train" in raw["federate"]
-                      or raw["llm"].get("offsite_tuning") or raw["llm"].get("deepspeed"))
+        only_there = (
+            raw["federate"]["mode"] == "distributed"
+            or "client_idx_for_local_train" in raw["federate"]
+            or raw["llm"].get("offsite_tuning")
+            or raw["llm"].get("deepspeed")
+        )
         if only_there:
             with pytest.raises(UserError):
                 check_local(config)
@@ -496,10 +628,15 @@ def test_the_frameworks_own_files():
 
 # -- writing and changing ------------------------------------------------------------------------------
 
+
 def test_round_trip(write, tmp_path):
-    config = load_config(write(FILE + "fedprox: {use: True, mu: 1e-7}\n"),
-                         train__scheduler={"type": "step", "gamma": 1}, train__cache_frozen="off",
-                         outdir=pathlib.Path("out"), expname="5e-3")
+    config = load_config(
+        write(FILE + "fedprox: {use: True, mu: 1e-7}\n"),
+        train__scheduler={"type": "step", "gamma": 1},
+        train__cache_frozen="off",
+        outdir=pathlib.Path("out"),
+        expname="5e-3",
+    )
     config.dump(tmp_path / "out.yaml")
     again = load_config(tmp_path / "out.yaml")
     assert again == config and again.to_dict() == config.to_dict() and again.fingerprint() == config.fingerprint()
@@ -509,32 +646,55 @@ def test_round_trip(write, tmp_path):
 
 def test_numpy_values():
     numpy = pytest.importorskip("numpy")
-    config = make({"seed": numpy.int64(3), "train.optimizer.lr": numpy.float64(0.5), "train.optimizer.momentum":
-                   numpy.float32(0.5)})
+    config = make(
+        {
+            "seed": numpy.int64(3),
+            "train.optimizer.lr": numpy.float64(0.5),
+            "train.optimizer.momentum": numpy.float32(0.5),
+        }
+    )
     assert type(config.seed) is int and yaml.safe_load(yaml.safe_dump(config.to_dict()))["seed"] == 3
 
 
 def test_fingerprint():
     config = make()
     assert len(config.fingerprint()) == 12 and int(config.fingerprint(), 16) >= 0
-    for key, value in {"outdir": "x", "expname": "x", "verbose": 0, "device": 3, "train.cache_frozen_dir": "x",
-                       "federate.save_to": "x", "dataloader.num_workers": 2, "fedprox.mu": 0.5,
-                       "lowrank.keep_checkpoints": 5}.items():
+    for key, value in {
+        "outdir": "x",
+        "expname": "x",
+        "verbose": 0,
+        "device": 3,
+        "train.cache_frozen_dir": "x",
+        "federate.save_to": "x",
+        "dataloader.num_workers": 2,
+        "fedprox.mu": 0.5,
+        "lowrank.keep_checkpoints": 5,
+    }.items():
         assert config.replace({key: value}).fingerprint() == config.fingerprint(), key
-    changed = {"seed": 1, "train.optimizer.lr": 0.2, "train.optimizer.momentum": 0.9, "llm.adapter.args.0.r": 2,
-               "federate.method": "rolora", "fedprox.use": True, "federate.ignore_weight": True}
+    changed = {
+        "seed": 1,
+        "train.optimizer.lr": 0.2,
+        "train.optimizer.momentum": 0.9,
+        "llm.adapter.args.0.r": 2,
+        "federate.method": "rolora",
+        "fedprox.use": True,
+        "federate.ignore_weight": True,
+    }
     prints = {config.replace({key: value}).fingerprint() for key, value in changed.items()}
     assert len(prints | {config.fingerprint()}) == len(changed) + 1
-    assert (make(train__optimizer__weight_decay=0).fingerprint()
-            == make(train__optimizer__weight_decay=0.0).fingerprint())
+    assert (
+        make(train__optimizer__weight_decay=0).fingerprint() == make(train__optimizer__weight_decay=0.0).fingerprint()
+    )
 
 
 def test_replace(write):
     config = load_config(write(FILE))
     changed = config.replace(train__optimizer__lr=1.0, **{"federate.client_num": 4})
     assert changed.train.optimizer.lr == 1.0 and changed.federate.client_num == 4
-    assert config.train.optimizer.lr == 0.005 and changed.replace(
-        {"train.optimizer.lr": 0.005, "federate.client_num": 3}) == config
+    assert (
+        config.train.optimizer.lr == 0.005
+        and changed.replace({"train.optimizer.lr": 0.005, "federate.client_num": 3}) == config
+    )
     assert config.replace() == config
     assert config.replace(["seed", "5"]).seed == 5
     assert config.replace(model__type="x@transformers").model.task == "SequenceClassification"

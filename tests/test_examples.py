@@ -1,4 +1,5 @@
 """Every configuration file that is shipped loads."""
+
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,5 @@
 """What goes wrong in a run, and what has to come out of it all the same."""
+
 import errno
 import json
 import logging
@@ -26,8 +27,11 @@ from fs_lowrank.runs.records import Records
 from fs_lowrank.training import train_client
 
 RUNS = {
-    "rolora under FedAdam": {"federate.method": "rolora", "fedopt.use": True,
-                             "fedopt.optimizer": {"type": "Adam", "lr": 0.01}},
+    "rolora under FedAdam": {
+        "federate.method": "rolora",
+        "fedopt.use": True,
+        "fedopt.optimizer": {"type": "Adam", "lr": 0.01},
+    },
     "flexlora of three ranks": {"federate.method": "flexlora", "lowrank.ranks": [1, 3, 2]},
     "flora of three ranks": {"federate.method": "flora", "lowrank.ranks": [1, 3, 2]},
     "fedavg": {"federate.method": "fedavg"},
@@ -37,19 +41,28 @@ RUNS = {
 @pytest.fixture
 def make(settings, tmp_path, no_curves):
     """``make(folder, **keys)``: an engine of 4 clients, 2 a round, 4 rounds; curves are not drawn."""
-    common_keys = {"federate.client_num": 4, "federate.sample_client_num": 2, "train.local_update_steps": 2,
-                   "eval.split": ["test"], "eval.freq": 2}
+    common_keys = {
+        "federate.client_num": 4,
+        "federate.sample_client_num": 2,
+        "train.local_update_steps": 2,
+        "eval.split": ["test"],
+        "eval.freq": 2,
+    }
 
     def make(folder, keys=None, **callbacks):
-        return LocalEngine(load_config(settings, {**common_keys, "outdir": str(tmp_path / folder), **(keys or {})}),
-                           **callbacks)
+        return LocalEngine(
+            load_config(settings, {**common_keys, "outdir": str(tmp_path / folder), **(keys or {})}), **callbacks
+        )
+
     return make
 
 
 def tensors_of(engine):
-    return {**{f"state {n}": t for n, t in engine.server.state.items()},
-            **{f"model {n}": p.detach() for n, p in engine.model.named_parameters()},
-            **{f"client {c} {n}": t for c, own in engine.personal.items() for n, t in own.items()}}
+    return {
+        **{f"state {n}": t for n, t in engine.server.state.items()},
+        **{f"model {n}": p.detach() for n, p in engine.model.named_parameters()},
+        **{f"client {c} {n}": t for c, own in engine.personal.items() for n, t in own.items()},
+    }
 
 
 def records_of(folder):
@@ -60,8 +73,11 @@ def records_of(folder):
 
 def saved_by(folder):
     """Every tensor in every file that the run leaves for its user, and in its last checkpoint."""
-    files = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors"),
-             *max(folder.glob("checkpoint/round_*")).glob("*.safetensors")]
+    files = [
+        *folder.glob("adapter/*.safetensors"),
+        *folder.glob("model/*.safetensors"),
+        *max(folder.glob("checkpoint/round_*")).glob("*.safetensors"),
+    ]
     return {f"{path.relative_to(folder)} {n}": t for path in files for n, t in load_file(path).items()}
 
 
@@ -78,8 +94,10 @@ def check_equal_runs(engine, reference):
     """Bit by bit: state, model, personal parts, records, histories, files, and what a later round would draw on."""
     equal(tensors_of(engine), tensors_of(reference))
     assert records_of(engine.outdir) == records_of(reference.outdir)
-    drop = [[{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.records.history]
-            for e in (engine, reference)]
+    drop = [
+        [{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.records.history]
+        for e in (engine, reference)
+    ]
     assert drop[0] == drop[1]
     equal(saved_by(engine.outdir), saved_by(reference.outdir))
     assert engine.server.synced == reference.server.synced
@@ -90,8 +108,16 @@ def check_equal_runs(engine, reference):
 # -- killed --------------------------------------------------------------------------------------------
 
 #: every step of a round that touches the disk, and the training between them
-STEPS = [(common, "train_client"), (Server, "finish"), (Records, "add"), (checkpoint, "save_file"),
-         (checkpoint, "_sync"), (checkpoint.Path, "write_text"), (os, "replace"), (checkpoint.shutil, "rmtree")]
+STEPS = [
+    (common, "train_client"),
+    (Server, "finish"),
+    (Records, "add"),
+    (checkpoint, "save_file"),
+    (checkpoint, "_sync"),
+    (checkpoint.Path, "write_text"),
+    (os, "replace"),
+    (checkpoint.shutil, "rmtree"),
+]
 
 
 def count_steps(monkeypatch, act):
@@ -109,6 +135,7 @@ def count_steps(monkeypatch, act):
             count += 1
             act(count, f"after {name}")
             return result
+
         monkeypatch.setattr(owner, name, stepped)
 
     for owner, name in STEPS:
@@ -141,10 +168,12 @@ def test_killed_at_any_step_and_resumed(make, monkeypatch, run):
         ends = [i for i, name in enumerate(steps, start=1) if name == "after replace"]
         moments = {3, len(steps)} | set(range(ends[1] + 1, ends[2] + 1, 3))
     for moment in sorted(moments):
+
         def die(moment=moment):
             with pytest.MonkeyPatch.context() as patch:
                 count_steps(patch, lambda number, name: number == moment and os.kill(os.getpid(), signal.SIGKILL))
                 make(f"killed {moment}", RUNS[run]).run()
+
         assert in_child(die) == signal.SIGKILL, f"step {moment} was never reached"
         resumed = make(f"killed {moment}", RUNS[run])
         resumed.run(resume=True)
@@ -204,8 +233,15 @@ def test_killed_again_and_again(make, monkeypatch):
 def config_file(settings, tmp_path):
     """The same as a file, with enough rounds to be stopped in the middle."""
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({**settings, "outdir": str(tmp_path / "run"), "federate": {
-        **settings["federate"], "method": "rolora", "client_num": 4, "total_round_num": 12}}))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                **settings,
+                "outdir": str(tmp_path / "run"),
+                "federate": {**settings["federate"], "method": "rolora", "client_num": 4, "total_round_num": 12},
+            }
+        )
+    )
     return path
 
 
@@ -223,9 +259,13 @@ def wait_for_rounds(folder, rounds, process=None):
 def test_the_command_killed_and_resumed(config_file, tmp_path, capsys):
     arguments = ["run", "--cfg", str(config_file)]
     with open(tmp_path / "stderr", "w") as stderr:
-        process = subprocess.Popen([sys.executable, "-X", "importtime", "-m", "fs_lowrank", *arguments],
-                                   stdout=subprocess.DEVNULL, stderr=stderr, cwd=Path(cli.__file__).parents[1],
-                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            [sys.executable, "-X", "importtime", "-m", "fs_lowrank", *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            cwd=Path(cli.__file__).parents[1],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     wait_for_rounds(tmp_path / "run", 2, process)
     process.kill()
     process.wait()
@@ -268,6 +308,7 @@ def test_interrupted_from_the_keyboard(config_file, tmp_path):
 
 
 # -- damaged -------------------------------------------------------------------------------------------
+
 
 def damage(path, how):
     if how == "flip":
@@ -317,6 +358,7 @@ def test_a_record_cut_short(make):
 
 
 # -- no room -------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("call", ["save_file", "add", "dump"])
 def test_no_room_while_writing(make, monkeypatch, call):
@@ -376,15 +418,19 @@ def test_a_disk_that_is_truly_full(make, tmp_path):
 
 # -- resumed as another run ----------------------------------------------------------------------------
 
-@pytest.mark.parametrize("keys, message", [
-    ({"train.optimizer.lr": 0.5}, "another train.optimizer.lr"),
-    ({"federate.method": "fedlora"}, "another .*federate.method"),
-    ({"lowrank.mix": 0.5}, "another .*lowrank.mix"),
-    ({"federate.sample_client_num": 3}, "another federate.sample_client_num"),
-    ({"dataloader.batch_size": 4, "train.optimizer.weight_decay": 0.5}, "dataloader.batch_size"),
-    ({"federate.client_num": 5}, "data is not what"),
-    ({"seed": 9}, "data is not what"),
-])
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"train.optimizer.lr": 0.5}, "another train.optimizer.lr"),
+        ({"federate.method": "fedlora"}, "another .*federate.method"),
+        ({"lowrank.mix": 0.5}, "another .*lowrank.mix"),
+        ({"federate.sample_client_num": 3}, "another federate.sample_client_num"),
+        ({"dataloader.batch_size": 4, "train.optimizer.weight_decay": 0.5}, "dataloader.batch_size"),
+        ({"federate.client_num": 5}, "data is not what"),
+        ({"seed": 9}, "data is not what"),
+    ],
+)
 def test_another_configuration_is_named(make, keys, message):
     method = {"federate.method": "rolora", "federate.total_round_num": 2}
     make("run", method).run()
@@ -432,8 +478,9 @@ ALL = {"federate.sample_client_num": -1}
 
 def without_client_2(monkeypatch, rounds=(2,)):
     select = Server.select
-    monkeypatch.setattr(Server, "select", lambda self, round: [
-        c for c in select(self, round) if c != 2 or round not in rounds])
+    monkeypatch.setattr(
+        Server, "select", lambda self, round: [c for c in select(self, round) if c != 2 or round not in rounds]
+    )
 
 
 def failing(monkeypatch, rounds=(2,), client=2):
@@ -542,8 +589,10 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
 
         patch.setattr(common, "train_client", train)
         engine = make("run", keys)
-        with pytest.raises(UserError, match="(?s)round 3: 1 usable updates, lowrank.min_clients is 2.*"
-                                            "the battery is empty.*last good round"):
+        with pytest.raises(
+            UserError,
+            match="(?s)round 3: 1 usable updates, lowrank.min_clients is 2.*the battery is empty.*last good round",
+        ):
             engine.run()
     assert load_checkpoint(engine.outdir / "checkpoint").round == 2
     assert len(records_of(engine.outdir)) == 2
@@ -567,6 +616,7 @@ def test_past_a_round_that_too_few_clients_finish(make):
 def test_too_few_clients_from_the_first_round(config_file, monkeypatch, capsys, tmp_path):
     def train(*args, **options):
         raise RuntimeError("no luck")
+
     monkeypatch.setattr(common, "train_client", train)
     assert cli.main(["run", "--cfg", str(config_file)]) == 1
     err = capsys.readouterr().err
@@ -595,6 +645,7 @@ def test_a_users_mistake_in_a_client_ends_the_run(make):
 
 
 # -- a folder that is not free -------------------------------------------------------------------------
+
 
 def test_two_runs_do_not_write_into_one_folder(make):
     said = []
@@ -632,6 +683,7 @@ def test_a_finished_run_is_not_overwritten(make):
 
 # -- nothing to evaluate -------------------------------------------------------------------------------
 
+
 def test_an_empty_validation_split(make):
     result = make("some", {"data.splits": [0.8, 0.0, 0.2], "eval.split": ["val", "test"]}).run()
     assert set(result.final) >= {"test_acc", "test_loss"} and "val_acc" not in result.final
@@ -646,8 +698,13 @@ def test_stopped_before_anything_was_evaluated(make):
 
 
 def test_early_stopping_is_the_same_after_a_resume(make):
-    keys = {"early_stop.patience": 1, "eval.best_res_update_round_wise_key": "test_loss", "eval.freq": 1,
-            "train.optimizer.lr": 0.2, "federate.total_round_num": 8}
+    keys = {
+        "early_stop.patience": 1,
+        "eval.best_res_update_round_wise_key": "test_loss",
+        "eval.freq": 1,
+        "train.optimizer.lr": 0.2,
+        "federate.total_round_num": 8,
+    }
     reference = make("whole", keys)
     reference.run()
     assert len(reference.records.history) < 8

@@ -1,4 +1,5 @@
 """What holds for every method that is registered, on a tiny encoder, causal model and vision model."""
+
 import json
 import math
 
@@ -21,15 +22,28 @@ AVERAGING = [n for n in METHODS if get_method_class(n).averages]
 #: every method as it is, and again where a hyperparameter changes what travels
 CASES = [*((m, {}) for m in METHODS), *((m, {"lowrank.ranks": (1, 3, 2)}) for m in RANKED)]
 CASES += [(m, {"lowrank.tau": 2}) for m in ("fedloru", "pfedloru")]
-CASES += [("fedloru", {"lowrank.tau": 2, **more}) for more in (
-    {"lowrank.init": "momentum"}, {"lowrank.merge": False}, {"lowrank.merge": False, "lowrank.init": "momentum"},
-    {"llm.adapter.args.0.adapter_method": "loha"}, {"llm.adapter.args.0.adapter_method": "lokr"})]
-CASES += [(m, {"lowrank.tau": 2, "lowrank.nested_ranks": (1, 0), "llm.adapter.args.0.r": 3})
-          for m in ("mfedloru", "pmfedloru")]
+CASES += [
+    ("fedloru", {"lowrank.tau": 2, **more})
+    for more in (
+        {"lowrank.init": "momentum"},
+        {"lowrank.merge": False},
+        {"lowrank.merge": False, "lowrank.init": "momentum"},
+        {"llm.adapter.args.0.adapter_method": "loha"},
+        {"llm.adapter.args.0.adapter_method": "lokr"},
+    )
+]
+CASES += [
+    (m, {"lowrank.tau": 2, "lowrank.nested_ranks": (1, 0), "llm.adapter.args.0.r": 3})
+    for m in ("mfedloru", "pmfedloru")
+]
 CASES += [("pfedlora", {"lowrank.variant": 2}), ("fedhm", {"lowrank.rank_factors": (2, 8, 4)})]
 #: of the methods that can work on little: what they send beside the weights, and within the bytes of averaging
-CASES += [(m, {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": c}) for m in METHODS
-          for c in (False, True) if "fisher" in get_method_class(m).Params.__dataclass_fields__]
+CASES += [
+    (m, {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": c})
+    for m in METHODS
+    for c in (False, True)
+    if "fisher" in get_method_class(m).Params.__dataclass_fields__
+]
 TASKS = {"encoder": "SequenceClassification", "causal": "CausalLM", "vision": "ImageClassification"}
 #: every method with every kind of model that it takes
 EACH = [(m, task) for task in TASKS for m in METHODS if TASKS[task] in get_method_class(m).tasks]
@@ -46,15 +60,29 @@ def make(settings, causal_settings, vision_settings, tmp_path, no_curves):
 
     def make(task, method, keys=None, **callbacks):
         made.append(method)
-        plain = {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5} if get_method_class(
-            method).chains_only else {}
+        plain = (
+            {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5}
+            if get_method_class(method).chains_only
+            else {}
+        )
         if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
             plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
-        config = load_config(of[task], {
-            **plain, "federate.method": method, "federate.client_num": 3, "federate.total_round_num": 3,
-            "train.local_update_steps": 1, "eval.freq": -1, "lowrank.checkpoint_freq": 0,
-            "outdir": str(tmp_path / str(len(made))), **(keys or {})})
+        config = load_config(
+            of[task],
+            {
+                **plain,
+                "federate.method": method,
+                "federate.client_num": 3,
+                "federate.total_round_num": 3,
+                "train.local_update_steps": 1,
+                "eval.freq": -1,
+                "lowrank.checkpoint_freq": 0,
+                "outdir": str(tmp_path / str(len(made))),
+                **(keys or {}),
+            },
+        )
         return LocalEngine(config, **callbacks)
+
     return make
 
 
@@ -64,7 +92,8 @@ def state_of(engine):
 
 def equal(a, b):
     return a.keys() == b.keys() and all(
-        torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n] for n in a)
+        torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n] for n in a
+    )
 
 
 def logits(model, examples, count=6):
@@ -77,8 +106,9 @@ def logits(model, examples, count=6):
 
 
 def without_seconds(history):
-    return [{k: v for k, v in json.loads(json.dumps(r)).items() if k not in ("seconds", "client_seconds")}
-            for r in history]
+    return [
+        {k: v for k, v in json.loads(json.dumps(r)).items() if k not in ("seconds", "client_seconds")} for r in history
+    ]
 
 
 def plain_model(task, place):
@@ -105,8 +135,9 @@ def loads_with_the_plain_libraries(engine, task, bases):
     result = engine.run()
     wanted = logits(result.model, engine.data.test)
     assert not torch.allclose(untrained, wanted, atol=1e-3)
-    torch.testing.assert_close(logits(plain_model(task, engine.outdir / "model"), engine.data.test), wanted,
-                               atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logits(plain_model(task, engine.outdir / "model"), engine.data.test), wanted, atol=1e-5, rtol=1e-5
+    )
     assert (engine.outdir / "model" / "tokenizer.json").exists() == (task != "vision")
     # Saving has changed nothing: the pairs are beside the weights as before.
     assert [n for n, _ in result.model.named_parameters()] == names
@@ -123,10 +154,19 @@ def loads_with_the_plain_libraries(engine, task, bases):
 
 # -- a run ---------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("method, task", EACH)
 def test_a_run_what_it_saves_and_the_same_again(make, bases, method, task):
-    seen, keys = [], {**SAVED, "federate.sample_client_num": 2, "eval.freq": 1, "lowrank.checkpoint_freq": 1,
-                      "train.local_update_steps": 2}
+    seen, keys = (
+        [],
+        {
+            **SAVED,
+            "federate.sample_client_num": 2,
+            "eval.freq": 1,
+            "lowrank.checkpoint_freq": 1,
+            "train.local_update_steps": 2,
+        },
+    )
 
     def on_round(record):
         view = engine.method.view(engine.server.state)
@@ -169,18 +209,28 @@ def test_another_seed_is_another_split_and_start(make, method, task):
 def test_it_learns_and_saves_no_more_than_was_asked(make, method):
     # At 0.03 whole weights overshoot, and whether FedHM's loss falls far enough depends on the processor's rounding.
     lr = 1e-2 if "base" in get_method_class(method).shared else 3e-2
-    engine = make("encoder", method, {"federate.total_round_num": 5, "train.local_update_steps": 6,
-                                      "train.optimizer": {"type": "AdamW", "lr": lr}})
+    engine = make(
+        "encoder",
+        method,
+        {"federate.total_round_num": 5, "train.local_update_steps": 6, "train.optimizer": {"type": "AdamW", "lr": lr}},
+    )
     result = engine.run()
     assert result.history[-1]["loss"] < 0.93 * result.history[0]["loss"]
     own = {"personal"} if engine.untrained_personal else set()
     assert set(result.saved) == {"model" if result.base_changed else "adapter", "curves"} | own
     assert (engine.outdir / "model").exists() == result.base_changed
-    assert result.base_changed == (method in ("fedavg", "flora")) or method not in ("fedavg", "fedlora", "ffa_lora",
-                                                                                    "rolora", "flexlora", "flora")
+    assert result.base_changed == (method in ("fedavg", "flora")) or method not in (
+        "fedavg",
+        "fedlora",
+        "ffa_lora",
+        "rolora",
+        "flexlora",
+        "flora",
+    )
 
 
 # -- bytes ---------------------------------------------------------------------------------------------
+
 
 def size(tensors, head=True):
     """``numel × itemsize``, counted here by hand from shapes."""
@@ -204,8 +254,11 @@ def factors_only(message, rank_factors, client):
 @pytest.mark.parametrize("method, keys", [c for c in CASES if c[0] in ENCODER])
 def test_bytes_are_what_was_handed_over(make, monkeypatch, method, keys):
     ranks = keys.get("lowrank.ranks")
-    engine = make("encoder", method, {"federate.client_num": 5, "federate.sample_client_rate": 0.45,
-                                      "federate.total_round_num": 6, **keys})
+    engine = make(
+        "encoder",
+        method,
+        {"federate.client_num": 5, "federate.sample_client_rate": 0.45, "federate.total_round_num": 6, **keys},
+    )
     sent, messages = {}, {}
     upload, finish = engine.method.upload, engine.server.finish
 
@@ -237,8 +290,11 @@ def test_bytes_are_what_was_handed_over(make, monkeypatch, method, keys):
                 for merged in [n.split(":", 2)[2] for n in messages[missed] if n.startswith("merge:")]:
                     lacks.pop(merged, None)  # the merge says all that there is to say of the pair
             rank = ranks[(client - 1) % 3] if ranks else None
-            cut = {n: t[:rank] if ".lora_A." in n else t[:, :rank] if ".lora_B." in n else t
-                   for n, t in lacks.items() if not n.startswith("merge:")}
+            cut = {
+                n: t[:rank] if ".lora_A." in n else t[:, :rank] if ".lora_B." in n else t
+                for n, t in lacks.items()
+                if not n.startswith("merge:")
+            }
             cut |= {n: t for n, t in lacks.items() if n.startswith("merge:")}
             cut = factors_only(cut, keys.get("lowrank.rank_factors", (4,)), client)
             down[str(client)], bare = size(cut), bare + size(cut, head=False)
@@ -256,12 +312,14 @@ def test_rolora_sends_half_of_fedlora(make, task):
     def uplink(method):
         history = make(task, method, {"federate.total_round_num": 2}).run().history
         return [r["uplink_bytes_without_head"] for r in history]
+
     both, halves = uplink("fedlora"), uplink("rolora")
     assert both[0] == both[1] == sum(halves) and all(0.3 < h / both[0] < 0.7 for h in halves)
     assert uplink("ffa_lora") == [halves[0]] * 2
 
 
 # -- who takes part ------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("task, ranks", [("encoder", (1, 3, 2)), ("encoder", (4,)), ("causal", (5, 1, 1, 2, 3))])
 @pytest.mark.parametrize("method", RANKED)
@@ -296,6 +354,7 @@ def test_clients_that_drop_out(make, method):
 
 # -- weights, and one client -----------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("method", ENCODER)
 def test_weights_by_samples_or_equal(make, monkeypatch, method):
     states = []
@@ -305,8 +364,13 @@ def test_weights_by_samples_or_equal(make, monkeypatch, method):
         engine = make("encoder", method, {"federate.ignore_weight": uniform, "federate.total_round_num": 1, **own})
         sent = {}
         upload = engine.method.upload
-        monkeypatch.setattr(engine.method, "upload", lambda m, r, c, upload=upload, sent=sent: sent.setdefault(
-            c.id, {n: t.detach().clone() for n, t in upload(m, r, c).items()}))
+        monkeypatch.setattr(
+            engine.method,
+            "upload",
+            lambda m, r, c, upload=upload, sent=sent: sent.setdefault(
+                c.id, {n: t.detach().clone() for n, t in upload(m, r, c).items()}
+            ),
+        )
         engine.run()
         sizes = [1 if uniform else len(e) for e in engine.data.clients]
         assert uniform or len(set(sizes)) > 1
@@ -320,26 +384,42 @@ def test_weights_by_samples_or_equal(make, monkeypatch, method):
 
 @pytest.mark.parametrize("method", ENCODER)
 def test_one_client_one_round_is_local_training(make, method):
-    keys = {"federate.client_num": 1, "federate.total_round_num": 1, "data.splitter": "iid", "data.splitter_args": [],
-            "train.local_update_steps": 3}
+    keys = {
+        "federate.client_num": 1,
+        "federate.total_round_num": 1,
+        "data.splitter": "iid",
+        "data.splitter_args": [],
+        "train.local_update_steps": 3,
+    }
     alone, engine = (make("encoder", method, keys) for _ in range(2))
     engine.run()
     load_tensors(alone.model, alone.method.view(alone.server.state, 1))
     from fs_lowrank.seeds import derive
+
     before = logits(alone.model, alone.data.test)
-    train_client(alone.model, alone.data.clients[0], alone.method.phases(1), alone.config, lr=5e-3,
-                 seed=derive(alone.config.seed, "train", 1, 1), owner="client 1", prefix=alone.prefix)
+    train_client(
+        alone.model,
+        alone.data.clients[0],
+        alone.method.phases(1),
+        alone.config,
+        lr=5e-3,
+        seed=derive(alone.config.seed, "train", 1, 1),
+        owner="client 1",
+        prefix=alone.prefix,
+    )
     load_tensors(alone.model, alone.untrained_personal)
     trained = logits(alone.model, alone.data.test)
     assert not torch.allclose(before, trained, atol=1e-4)
     torch.testing.assert_close(logits(engine.model, engine.data.test), trained, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", [{"type": "SGD", "momentum": 0.9, "weight_decay": 0.1},
-                                       {"type": "AdamW", "weight_decay": 0.5}])
+@pytest.mark.parametrize(
+    "optimizer", [{"type": "SGD", "momentum": 0.9, "weight_decay": 0.1}, {"type": "AdamW", "weight_decay": 0.5}]
+)
 @pytest.mark.parametrize("method", ["rolora", "ffa_lora"])
 def test_the_frozen_half_keeps_every_bit_in_a_run(make, monkeypatch, method, optimizer):
     import fs_lowrank.engines.common as common
+
     engine = make("encoder", method, {"train.optimizer": {"lr": 0.05, **optimizer}, "federate.total_round_num": 4})
     rounds = []
 
@@ -366,6 +446,7 @@ def test_the_frozen_half_keeps_every_bit_in_a_run(make, monkeypatch, method, opt
 
 # -- what is saved -------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("method, keys, task", [(m, k, t) for m, k in CASES if k for t in TASKS if (m, t) in EACH])
 def test_what_is_saved_loads_with_the_plain_libraries(make, bases, task, method, keys):
     if task == "vision" and not keys.get("lowrank.merge", True):
@@ -375,13 +456,19 @@ def test_what_is_saved_loads_with_the_plain_libraries(make, bases, task, method,
 
 # -- half precision ------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("method, task", [*((m, "encoder") for m in ENCODER), ("rolora", "causal")])
 def test_half_precision(make, monkeypatch, method, task):
     engine = make(task, method, {"lowrank.dtype": "bfloat16", "federate.total_round_num": 2})
     before, sent = state_of(engine), {}
     upload = engine.method.upload
-    monkeypatch.setattr(engine.method, "upload", lambda m, r, c: sent.setdefault(
-        (r, c.id), {n: t.detach().clone() for n, t in upload(m, r, c).items()}) and upload(m, r, c))
+    monkeypatch.setattr(
+        engine.method,
+        "upload",
+        lambda m, r, c: (
+            sent.setdefault((r, c.id), {n: t.detach().clone() for n, t in upload(m, r, c).items()}) and upload(m, r, c)
+        ),
+    )
     states = []
     engine.on_round = lambda record: states.append(state_of(engine)) and None
     result = engine.run()
@@ -392,13 +479,14 @@ def test_half_precision(make, monkeypatch, method, task):
         sizes = [len(e) for e in engine.data.clients]
         for name in sent[1, 1]:
             mean = sum(n / sum(sizes) * sent[1, i][name].double() for i, n in enumerate(sizes, start=1))
-            torch.testing.assert_close(states[0][name].double(), mean, atol=1e-6, rtol=2 ** -7)
+            torch.testing.assert_close(states[0][name].double(), mean, atol=1e-6, rtol=2**-7)
     moved = [n for n in before if not torch.equal(before[n], engine.server.state[n])]
     assert moved and (task == "causal" or any("classifier" in n for n in moved))
     assert result.saved["model" if result.base_changed else "adapter"].exists()
 
 
 # -- server optimizers ---------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("method", AVERAGING)
 def test_a_server_optimizer_over_every_averaging_method(make, method):
@@ -411,5 +499,5 @@ def test_a_server_optimizer_over_every_averaging_method(make, method):
     # The same change, another step: FedAdam's first is lr · 0.1 Δ / (√(0.01 Δ² + 0.99 τ²) + τ).
     for name in engine.method.sent(start, 1):
         delta = (plain.server.state[name] - start[name]).double()
-        wanted = start[name] + 0.01 * 0.1 * delta / ((0.01 * delta ** 2 + 0.99e-6).sqrt() + 1e-3)
+        wanted = start[name] + 0.01 * 0.1 * delta / ((0.01 * delta**2 + 0.99e-6).sqrt() + 1e-3)
         torch.testing.assert_close(engine.server.state[name].double(), wanted, atol=1e-6, rtol=1e-4)

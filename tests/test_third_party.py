@@ -1,4 +1,5 @@
 """The README's example of a method of one's own works as it stands there."""
+
 import os
 import re
 import subprocess
@@ -26,14 +27,20 @@ def package(tmp_path):
 
 
 def _command(package, *args):
-    return subprocess.run([sys.executable, "-m", "fs_lowrank", *args], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        [sys.executable, "-m", "fs_lowrank", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.fixture
 def installed(package, monkeypatch):
     """The package on this process's path; what it registers is gone with the test."""
     from fs_lowrank.methods import registry
+
     registry.list_methods()  # the built-in ones are registered once, not into the copy
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
@@ -42,6 +49,7 @@ def installed(package, monkeypatch):
 
 def test_it_runs_by_name(installed, settings, tmp_path, capsys):
     from fs_lowrank import cli
+
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(settings))
     assert cli.main(["run", "--cfg", str(file), "federate.method", "median_lora", "federate.total_round_num", "2"]) == 0
@@ -51,6 +59,7 @@ def test_it_runs_by_name(installed, settings, tmp_path, capsys):
 
 def test_its_server_step_is_the_median(installed):
     from fs_lowrank.methods import Update, create_method
+
     name = "model.layer.0.dense.lora_B.default.weight"
     updates = [Update(k, 10 * k, {name: torch.full((3, 2), value)}) for k, value in ((1, 0.0), (2, 1.0), (3, 50.0))]
     state, message = create_method("median_lora").aggregate(updates, {name: torch.zeros(3, 2)}, 1)

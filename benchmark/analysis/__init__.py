@@ -1,4 +1,5 @@
 """Studies of the statements the methods rest on. Each module is a command that writes one JSON and one PNG."""
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -13,6 +13,7 @@ that average exactly (FlexLoRA in the suite ``glue``). It falls within a run; ro
 Differs from the paper: MiniLM on the four-domain sentiment data (``fs-lowrank fetch minilm sentiment``), as the small
 size of the suite ``glue``; ``key value`` at the end sets any other config.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -37,8 +38,10 @@ NEEDS = ("minilm", "sentiment")
 BASE = {
     "data": {"type": "sentiment", "splitter": "iid", "subsample": 0.1, "splits": [0.93, 0.02, 0.05]},
     "model": {"type": "minilm@transformers"},
-    "llm": {"tok_len": 24, "adapter": {"args": [{"r": 4, "alpha": 16, "modules": ["query", "value"],
-                                                 "layers": [4, 5]}]}},
+    "llm": {
+        "tok_len": 24,
+        "adapter": {"args": [{"r": 4, "alpha": 16, "modules": ["query", "value"], "layers": [4, 5]}]},
+    },
     "federate": {"method": "fedlora", "client_num": 10},
     "dataloader": {"batch_size": 4},
     "train": {"local_update_steps": 4, "optimizer": {"type": "AdamW", "lr": 1e-2}},
@@ -49,11 +52,17 @@ _LR, _STEPS = "train.optimizer.lr", "train.local_update_steps"
 VARIED: dict[str, dict[str, dict]] = {
     "clients": {"3": {"federate.client_num": 3}, "10": {}, "50": {"federate.client_num": 50}},
     "local steps": {"4": {}, "20": {_STEPS: 20}, "80": {_STEPS: 80}},
-    "learning rate, 20 steps": {"0.001": {_STEPS: 20, _LR: 1e-3}, "0.003": {_STEPS: 20, _LR: 3e-3},
-                                "0.01": {_STEPS: 20}, "0.03": {_STEPS: 20, _LR: 3e-2}},
+    "learning rate, 20 steps": {
+        "0.001": {_STEPS: 20, _LR: 1e-3},
+        "0.003": {_STEPS: 20, _LR: 3e-3},
+        "0.01": {_STEPS: 20},
+        "0.03": {_STEPS: 20, _LR: 3e-2},
+    },
     "rank": {"1": {"llm.adapter.args.0.r": 1}, "4": {}, "8": {"llm.adapter.args.0.r": 8}},
-    "optimizer, 20 steps": {"AdamW 0.01": {_STEPS: 20},
-                            "SGD 0.1": {_STEPS: 20, "train.optimizer.type": "SGD", _LR: 0.1}},
+    "optimizer, 20 steps": {
+        "AdamW 0.01": {_STEPS: 20},
+        "SGD 0.1": {_STEPS: 20, "train.optimizer.type": "SGD", _LR: 0.1},
+    },
 }
 
 
@@ -67,8 +76,9 @@ def relative_error(seen: Seen) -> float:
     return (error / change) ** 0.5 if change else 0.0
 
 
-def study(base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int, seeds: int,
-          folder: Path) -> list[dict]:
+def study(
+    base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int, seeds: int, folder: Path
+) -> list[dict]:
     """One run of LoRA per different setting and seed, with ``e`` of every round and the final test accuracy."""
     errors: list[float] = []
     method = watch("fedlora", lambda seen: errors.append(relative_error(seen)))
@@ -79,13 +89,23 @@ def study(base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int
                 same = json.dumps([keys, seed], sort_keys=True)
                 if same not in known:
                     errors.clear()
-                    final = fs_lowrank.run(base.replace({
-                        **keys, "federate.method": method, "federate.total_round_num": rounds, "seed": seed,
-                        "outdir": str(folder / str(len(known)))})).final
+                    final = fs_lowrank.run(
+                        base.replace(
+                            {
+                                **keys,
+                                "federate.method": method,
+                                "federate.total_round_num": rounds,
+                                "seed": seed,
+                                "outdir": str(folder / str(len(known))),
+                            }
+                        )
+                    ).final
                     known[same] = {"errors": list(errors), "test_acc": final["test_acc"]}
                 results.append({"axis": axis, "label": label, "seed": seed, **known[same]})
-                print(f"{axis} {label}, seed {seed}: e {known[same]['errors'][0]:.3f} in round 1, "
-                      f"{known[same]['errors'][-1]:.3f} in round {rounds}; test accuracy {known[same]['test_acc']:.3f}")
+                print(
+                    f"{axis} {label}, seed {seed}: e {known[same]['errors'][0]:.3f} in round 1, "
+                    f"{known[same]['errors'][-1]:.3f} in round {rounds}; test accuracy {known[same]['test_acc']:.3f}"
+                )
     return results
 
 
@@ -96,22 +116,34 @@ def means(runs: list[dict]) -> dict[str, dict[str, dict]]:
         same = [r for r in runs if (r["axis"], r["label"]) == (run["axis"], run["label"])]
         found.setdefault(run["axis"], {})[run["label"]] = {
             "error": statistics.fmean(e for r in same for e in r["errors"]),
-            "test_acc": statistics.fmean(r["test_acc"] for r in same)}
+            "test_acc": statistics.fmean(r["test_acc"] for r in same),
+        }
     return found
 
 
 def plot(result: dict, path: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(result["means"]), figsize=(3 * len(result["means"]), 3.6), sharey=True,
-                                layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1,
+        len(result["means"]),
+        figsize=(3 * len(result["means"]), 3.6),
+        sharey=True,
+        layout="constrained",
+        squeeze=False,
+    )
     for axis, (name, labels) in zip(axes[0], result["means"].items()):
         axis.bar(list(labels), [v["error"] for v in labels.values()], color="C0")
         for at, label in enumerate(labels):
-            axis.plot([at] * result["seeds"], [statistics.fmean(r["errors"]) for r in result["runs"]
-                                               if (r["axis"], r["label"]) == (name, label)], "k.", ms=4)
+            axis.plot(
+                [at] * result["seeds"],
+                [statistics.fmean(r["errors"]) for r in result["runs"] if (r["axis"], r["label"]) == (name, label)],
+                "k.",
+                ms=4,
+            )
         axis.set_title(name)
         axis.grid(axis="y", alpha=0.3)
         axis.tick_params("x", labelrotation=20 if max(map(len, labels)) > 5 else 0)
@@ -122,8 +154,9 @@ def plot(result: dict, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None, base: Mapping = BASE, varied: Mapping = VARIED) -> dict:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.aggregation_error",
-                                     description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.analysis.aggregation_error", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds, 0 to seeds - 1")
     parser.add_argument("--out", type=Path, default=Path("results/analysis"))
@@ -135,11 +168,24 @@ def main(argv: list[str] | None = None, base: Mapping = BASE, varied: Mapping = 
     with tempfile.TemporaryDirectory() as folder:
         runs = study(config, varied, args.rounds, args.seeds, Path(folder))
     result = {
-        "command": " ".join(["python -m benchmark.analysis.aggregation_error", f"--rounds {args.rounds}",
-                             f"--seeds {args.seeds}", *args.overrides]),
+        "command": " ".join(
+            [
+                "python -m benchmark.analysis.aggregation_error",
+                f"--rounds {args.rounds}",
+                f"--seeds {args.seeds}",
+                *args.overrides,
+            ]
+        ),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "base": base, "overrides": args.overrides, "varied": varied, "rounds": args.rounds, "seeds": args.seeds,
-        "seconds": round(time.perf_counter() - began, 1), "means": short(means(runs)), "runs": short(runs, 5)}
+        "base": base,
+        "overrides": args.overrides,
+        "varied": varied,
+        "rounds": args.rounds,
+        "seeds": args.seeds,
+        "seconds": round(time.perf_counter() - began, 1),
+        "means": short(means(runs)),
+        "runs": short(runs, 5),
+    }
     (args.out / "aggregation_error.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, args.out / "aggregation_error.png")
     return result

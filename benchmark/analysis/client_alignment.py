@@ -14,6 +14,7 @@ looks at the updates that its ``aggregate`` gets.
 
 Differs from the paper: LeNet on 6,000 images of MNIST (``fs-lowrank fetch mnist``) instead of ResNet-18 on CIFAR-100.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -62,15 +63,17 @@ def effective_change(after: Mapping[str, Tensor], before: Mapping[str, Tensor], 
     for name in sorted(after):
         if ".lora_A." in name:
             b = name.replace(".lora_A.", ".lora_B.")
-            parts.append(scale * (after[b].flatten(1) @ after[name].flatten(1)
-                                  - before[b].flatten(1) @ before[name].flatten(1)))
+            parts.append(
+                scale * (after[b].flatten(1) @ after[name].flatten(1) - before[b].flatten(1) @ before[name].flatten(1))
+            )
         elif ".lora_B." not in name:
             parts.append(after[name] - before[name])
     return torch.cat([part.detach().float().flatten() for part in parts])
 
 
-def cosines(updates: list[Mapping[str, Tensor]], mean: Mapping[str, Tensor], before: Mapping[str, Tensor],
-            scale: float) -> list[float]:
+def cosines(
+    updates: list[Mapping[str, Tensor]], mean: Mapping[str, Tensor], before: Mapping[str, Tensor], scale: float
+) -> list[float]:
     """Each client's cosine to the global change; NaN where one of the two is zero."""
     whole = effective_change(mean, before, scale)
     result = []
@@ -83,24 +86,44 @@ def cosines(updates: list[Mapping[str, Tensor]], mean: Mapping[str, Tensor], bef
 
 def watched(method: str, rounds: list[dict]) -> str:
     """Register a twin of ``method`` that appends each round's cosines to ``rounds``; returns its name."""
-    return watch(method, lambda seen: rounds.append(
-        {"round": seen.round, "cosines": cosines(seen.tensors, seen.mean, seen.before, seen.scale)}))
+    return watch(
+        method,
+        lambda seen: rounds.append(
+            {"round": seen.round, "cosines": cosines(seen.tensors, seen.mean, seen.before, seen.scale)}
+        ),
+    )
 
 
-def study(base: Mapping, methods: tuple[str, ...], rounds: int, seeds: int, outdir: Path, *,
-          rates: Mapping[str, float] = RATES, tau: int = 10) -> list[dict]:
+def study(
+    base: Mapping,
+    methods: tuple[str, ...],
+    rounds: int,
+    seeds: int,
+    outdir: Path,
+    *,
+    rates: Mapping[str, float] = RATES,
+    tau: int = 10,
+) -> list[dict]:
     """One run per method and seed; all share split, clients of each round and batches."""
     results = []
     for method in methods:
         for seed in range(seeds):
             seen: list[dict] = []
-            config = fs_lowrank.load_config(dict(base), **{
-                "federate.method": watched(method, seen), "federate.total_round_num": rounds, "seed": seed,
-                "train.optimizer.lr": rates[method], "outdir": str(outdir / f"{method}_{seed}"),
-                **({"lowrank.tau": tau} if method == "fedloru" else {})})
+            config = fs_lowrank.load_config(
+                dict(base),
+                **{
+                    "federate.method": watched(method, seen),
+                    "federate.total_round_num": rounds,
+                    "seed": seed,
+                    "train.optimizer.lr": rates[method],
+                    "outdir": str(outdir / f"{method}_{seed}"),
+                    **({"lowrank.tau": tau} if method == "fedloru" else {}),
+                },
+            )
             final = fs_lowrank.run(config).final
-            results.append({"method": method, "seed": seed, "lr": rates[method], "test_acc": final["test_acc"],
-                            "rounds": seen})
+            results.append(
+                {"method": method, "seed": seed, "lr": rates[method], "test_acc": final["test_acc"], "rounds": seen}
+            )
     return results
 
 
@@ -111,6 +134,7 @@ def mean_curve(entry: dict) -> list[float]:
 
 def plot(result: dict, path: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -121,8 +145,15 @@ def plot(result: dict, path: Path) -> None:
         curves = torch.tensor([mean_curve(e) for e in runs])
         rounds = [r["round"] for r in runs[0]["rounds"]]
         accuracy = sum(e["test_acc"] for e in runs) / len(runs)
-        axis.plot(rounds, curves.mean(0), color=f"C{k}", lw=2, marker="o", ms=4,
-                  label=f"{LABELS.get(method, method)}, lr {runs[0]['lr']:g}; test accuracy {accuracy:.3f}")
+        axis.plot(
+            rounds,
+            curves.mean(0),
+            color=f"C{k}",
+            lw=2,
+            marker="o",
+            ms=4,
+            label=f"{LABELS.get(method, method)}, lr {runs[0]['lr']:g}; test accuracy {accuracy:.3f}",
+        )
         if len(runs) > 1:
             axis.fill_between(rounds, curves.amin(0), curves.amax(0), color=f"C{k}", alpha=0.15)
     clients = settings["base"]["federate"]
@@ -133,16 +164,20 @@ def plot(result: dict, path: Path) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     axis.legend(loc="best")
-    axis.set_title(f"{settings['base']['model']['type'].split('@')[0]} on {settings['base']['data']['type']}: "
-                   f"{clients['client_num']} clients, {taking} a round, {settings['seeds']} seed"
-                   + "s (mean; band: smallest to largest)" * (settings["seeds"] > 1))
+    axis.set_title(
+        f"{settings['base']['model']['type'].split('@')[0]} on {settings['base']['data']['type']}: "
+        f"{clients['client_num']} clients, {taking} a round, {settings['seeds']} seed"
+        + "s (mean; band: smallest to largest)"
+        * (settings["seeds"] > 1)
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None, base: Mapping = BASE) -> dict:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.client_alignment",
-                                     description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.analysis.client_alignment", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds, 0 to seeds - 1")
@@ -155,21 +190,30 @@ def main(argv: list[str] | None = None, base: Mapping = BASE) -> dict:
         runs = study(base, tuple(args.methods), args.rounds, args.seeds, Path(folder), tau=args.tau)
     result = {
         "command": f"python -m benchmark.analysis.client_alignment --methods {' '.join(args.methods)} "
-                   f"--rounds {args.rounds} --seeds {args.seeds} --tau {args.tau}",
+        f"--rounds {args.rounds} --seeds {args.seeds} --tau {args.tau}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "settings": {"base": base, "methods": args.methods, "rounds": args.rounds, "seeds": args.seeds,
-                     "tau": args.tau},
+        "settings": {
+            "base": base,
+            "methods": args.methods,
+            "rounds": args.rounds,
+            "seeds": args.seeds,
+            "tau": args.tau,
+        },
         "seconds": round(time.perf_counter() - began, 1),
-        "mean_cosine": {method: statistics.fmean(c for e in runs if e["method"] == method for c in mean_curve(e))
-                        for method in args.methods},
+        "mean_cosine": {
+            method: statistics.fmean(c for e in runs if e["method"] == method for c in mean_curve(e))
+            for method in args.methods
+        },
         "runs": short(runs, 5),
     }
     (args.out / "client_alignment.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, args.out / "client_alignment.png")
     for entry in runs:
         curve = mean_curve(entry)
-        print(f"{entry['method']:<8} seed {entry['seed']}: cosine {curve[0]:.3f} in round 1, {curve[-1]:.3f} in round "
-              f"{len(curve)}; test accuracy {entry['test_acc']:.3f}")
+        print(
+            f"{entry['method']:<8} seed {entry['seed']}: cosine {curve[0]:.3f} in round 1, {curve[-1]:.3f} in round "
+            f"{len(curve)}; test accuracy {entry['test_acc']:.3f}"
+        )
     return result
 
 

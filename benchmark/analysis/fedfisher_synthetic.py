@@ -11,6 +11,7 @@ depends on it: the limit, which is the minimiser nearest to the mean (Lemma 1), 
 which ΣF_i is all but zero. So the figure is drawn for several numbers of steps; the iterate after any number of them is
 had exactly from the eigenvalues of ΣF_i.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,7 +41,7 @@ def make_data(seed: int) -> tuple[Tensor, Tensor]:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
     weights, centres = (normal(CLIENTS, 1) + normal(CLIENTS, 2) for _ in range(2))
-    spread = torch.tensor([1.0, 2 ** -1.2], dtype=torch.float64).sqrt()
+    spread = torch.tensor([1.0, 2**-1.2], dtype=torch.float64).sqrt()
     x = centres[:, None] + spread * normal(CLIENTS, SAMPLES, 2)
     x = x / x.norm(dim=2, keepdim=True)
     return x, torch.einsum("ksd,kd->ks", x, weights)
@@ -100,8 +101,11 @@ def trial(width: int, steps: int, seed: int) -> dict[str, float]:
     (x, y), (first, second) = make_data(seed), make_net(width, seed)
     local = train(first, second, x, y, steps)
     fused = {f"fedfisher {t}": loss(fuse(local, second, x, t), second, x, y) for t in SERVER_STEPS}
-    return {**fused, "mean": loss(local.mean(0), second, x, y),
-            "local": float((answers(local, second, x) - y).square().mean() / 2)}
+    return {
+        **fused,
+        "mean": loss(local.mean(0), second, x, y),
+        "local": float((answers(local, second, x) - y).square().mean() / 2),
+    }
 
 
 def sweep(settings: list[tuple[int, int]], seeds: int) -> list[dict]:
@@ -112,8 +116,11 @@ def sweep(settings: list[tuple[int, int]], seeds: int) -> list[dict]:
         entry = {"width": width, "steps": steps}
         for name in trials[0]:
             values = torch.tensor([t[name] for t in trials], dtype=torch.float64)
-            entry[name] = {"mean": float(values.mean()), "median": float(values.median()),
-                           "standard_error": float(values.std() / math.sqrt(max(seeds, 1))) if seeds > 1 else 0.0}
+            entry[name] = {
+                "mean": float(values.mean()),
+                "median": float(values.median()),
+                "standard_error": float(values.std() / math.sqrt(max(seeds, 1))) if seeds > 1 else 0.0,
+            }
         entries.append(entry)
     return entries
 
@@ -124,19 +131,34 @@ def study(width_seeds: int, step_seeds: int, widths=WIDTHS, steps=STEPS) -> dict
     by_steps = sweep([(AT_WIDTH, step) for step in steps], step_seeds)
     falls, bends = ([e[f"fedfisher {SERVER_STEPS[0]}"]["mean"] for e in entries] for entries in (by_width, by_steps))
     lowest = bends.index(min(bends))
-    return {"settings": {"clients": CLIENTS, "samples": SAMPLES, "rate": RATE, "server_rate": SERVER_RATE,
-                         "server_steps": SERVER_STEPS, "width_seeds": width_seeds,
-                         "step_seeds": step_seeds, "steps_of_width_panel": AT_STEPS, "width_of_steps_panel": AT_WIDTH},
-            "by_width": by_width, "by_steps": by_steps,
-            "claims": {"falls_with_every_width": all(a > b for a, b in zip(falls, falls[1:])),
-                       "widest_over_narrowest": falls[-1] / falls[0],
-                       "lowest_at_steps": by_steps[lowest]["steps"],
-                       "first_falls": bends[0] > bends[lowest], "then_rises": bends[-1] > bends[lowest]}}
+    return {
+        "settings": {
+            "clients": CLIENTS,
+            "samples": SAMPLES,
+            "rate": RATE,
+            "server_rate": SERVER_RATE,
+            "server_steps": SERVER_STEPS,
+            "width_seeds": width_seeds,
+            "step_seeds": step_seeds,
+            "steps_of_width_panel": AT_STEPS,
+            "width_of_steps_panel": AT_WIDTH,
+        },
+        "by_width": by_width,
+        "by_steps": by_steps,
+        "claims": {
+            "falls_with_every_width": all(a > b for a, b in zip(falls, falls[1:])),
+            "widest_over_narrowest": falls[-1] / falls[0],
+            "lowest_at_steps": by_steps[lowest]["steps"],
+            "first_falls": bends[0] > bends[lowest],
+            "then_rises": bends[-1] > bends[lowest],
+        },
+    }
 
 
 def plot(result: dict, path: Path) -> None:
     """Both panels, on logarithmic axes."""
     import matplotlib
+
     matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
 
@@ -144,40 +166,62 @@ def plot(result: dict, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     set_to = result["settings"]
     for axes, entries, key, title in (
-            (left, result["by_width"], "width", f"{set_to['steps_of_width_panel']} local steps, "
-                                                f"{set_to['width_seeds']} seeds"),
-            (right, result["by_steps"], "steps", f"width {set_to['width_of_steps_panel']}, "
-                                                 f"{set_to['step_seeds']} seeds")):
-        for name, label, marker in (*((f"fedfisher {t}", f"FedFisher, {t:,} server steps", "o")
-                                      for t in set_to["server_steps"]), ("mean", "mean of the models", "s")):
-            axes.errorbar([e[key] for e in entries], [e[name]["mean"] for e in entries],
-                          [e[name]["standard_error"] for e in entries], marker=marker, capsize=3, label=label)
-        axes.set(xscale="log", yscale="log", xlabel={"width": "width", "steps": "local steps"}[key],
-                 ylabel="training loss, mean ± standard error", title=title)
+        (
+            left,
+            result["by_width"],
+            "width",
+            f"{set_to['steps_of_width_panel']} local steps, {set_to['width_seeds']} seeds",
+        ),
+        (right, result["by_steps"], "steps", f"width {set_to['width_of_steps_panel']}, {set_to['step_seeds']} seeds"),
+    ):
+        for name, label, marker in (
+            *((f"fedfisher {t}", f"FedFisher, {t:,} server steps", "o") for t in set_to["server_steps"]),
+            ("mean", "mean of the models", "s"),
+        ):
+            axes.errorbar(
+                [e[key] for e in entries],
+                [e[name]["mean"] for e in entries],
+                [e[name]["standard_error"] for e in entries],
+                marker=marker,
+                capsize=3,
+                label=label,
+            )
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel={"width": "width", "steps": "local steps"}[key],
+            ylabel="training loss, mean ± standard error",
+            title=title,
+        )
         axes.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.fedfisher_synthetic",
-                                     description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.analysis.fedfisher_synthetic", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--seeds", type=int, default=50, help="seeds of the panel by width, 0 to seeds - 1")
     parser.add_argument("--step-seeds", type=int, default=10, help="seeds of the panel by local steps")
     parser.add_argument("--out", type=Path, default=Path("results/analysis"))
     args = parser.parse_args(argv)
     began = time.perf_counter()
-    result = {"command": f"python -m benchmark.analysis.fedfisher_synthetic --seeds {args.seeds} --step-seeds "
-                         f"{args.step_seeds}",
-              "versions": {"python": platform.python_version(), "torch": torch.__version__},
-              **study(args.seeds, args.step_seeds)}
+    result = {
+        "command": f"python -m benchmark.analysis.fedfisher_synthetic --seeds {args.seeds} --step-seeds "
+        f"{args.step_seeds}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **study(args.seeds, args.step_seeds),
+    }
     result["seconds"] = round(time.perf_counter() - began, 1)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "fedfisher_synthetic.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, args.out / "fedfisher_synthetic.png")
     for entry in (*result["by_width"], *result["by_steps"]):
-        print(f"width {entry['width']:<5} steps {entry['steps']:<6} " + "  ".join(
-            f"{n} {entry[n]['mean']:.3g}" for n in entry if isinstance(entry[n], dict)))
+        print(
+            f"width {entry['width']:<5} steps {entry['steps']:<6} "
+            + "  ".join(f"{n} {entry[n]['mean']:.3g}" for n in entry if isinstance(entry[n], dict))
+        )
     print(result["claims"])
     return result
 

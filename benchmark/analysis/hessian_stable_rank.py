@@ -20,6 +20,7 @@ Differs from the paper: its figure is ResNet-18 on CIFAR-100, and its estimate d
 singular value on a smoothed spectrum (eq. 87); here the two norms themselves are estimated. For a transformer, load it
 with ``attn_implementation="eager"``: fused attention has no second derivative on a CPU.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -47,6 +48,7 @@ POINTS = (0, 5, 10, 20, 40, 80, 160, 320)
 def hessian(model: nn.Module, loss: nn.Module, x, y: torch.Tensor) -> tuple[Callable, int]:
     """``V (D, k) -> H V`` for the mean loss over the samples, and D; H is over the parameters that train."""
     from curvlinops import HessianLinearOperator
+
     params = [p for p in model.parameters() if p.requires_grad]
     operator = HessianLinearOperator(model, loss, params, [(x, y)], check_deterministic=False)
     return (lambda v: operator @ v), sum(p.numel() for p in params)
@@ -70,15 +72,16 @@ def lanczos(matmul: Callable, dim: int, steps: int, generator: torch.Generator) 
             break  # the space is exhausted
         basis.append(w / beside[-1])
     size = len(diagonal)
-    off = torch.stack(beside[:size - 1]) if size > 1 else torch.zeros(0)
+    off = torch.stack(beside[: size - 1]) if size > 1 else torch.zeros(0)
     small = torch.diag(torch.stack(diagonal)) + torch.diag(off, 1) + torch.diag(off, -1)
     values, vectors = torch.linalg.eigh(small.double())
     order = values.abs().argsort(descending=True)
     return values[order].float(), torch.stack(basis[:size], dim=1) @ vectors[:, order].float()
 
 
-def stable_rank(matmul: Callable, dim: int, seed: int, *, steps: int = STEPS, leading: int = LEADING,
-                probes: int = PROBES) -> dict[str, float]:
+def stable_rank(
+    matmul: Callable, dim: int, seed: int, *, steps: int = STEPS, leading: int = LEADING, probes: int = PROBES
+) -> dict[str, float]:
     """``stable_rank``, ``spectral`` (||H||_2), ``frobenius`` (||H||_F), and the standard error of the stable rank that
     is due to the probes."""
     generator = torch.Generator().manual_seed(seed)
@@ -89,15 +92,20 @@ def stable_rank(matmul: Callable, dim: int, seed: int, *, steps: int = STEPS, le
     rest = matmul(g - q @ (q.T @ g)).square().sum(0)
     spectral = values[0].abs()
     frobenius2 = exact + rest.mean()
-    return {"stable_rank": (frobenius2 / spectral**2).item(), "spectral": spectral.item(),
-            "frobenius": frobenius2.sqrt().item(), "error": (rest.std() / probes**0.5 / spectral**2).item()}
+    return {
+        "stable_rank": (frobenius2 / spectral**2).item(),
+        "spectral": spectral.item(),
+        "frobenius": frobenius2.sqrt().item(),
+        "error": (rest.std() / probes**0.5 / spectral**2).item(),
+    }
 
 
 def network(inputs: int, hidden: int, classes: int, seed: int) -> nn.Module:
     """Two hidden layers with ReLU, PyTorch's initialisation."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
-                         nn.Linear(hidden, classes))
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)
+    )
 
 
 def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, generator: torch.Generator) -> Iterator[int]:
@@ -121,8 +129,16 @@ def measure(model: nn.Module, x: torch.Tensor, y: torch.Tensor, seed: int) -> di
     return stable_rank(*hessian(model, nn.CrossEntropyLoss(), x, y), seed)
 
 
-def study(data: Data, *, sizes: tuple[int, ...], compared: tuple[int, int], seeds: int, trained_on: int, steps: int,
-          hidden: int) -> dict:
+def study(
+    data: Data,
+    *,
+    sizes: tuple[int, ...],
+    compared: tuple[int, int],
+    seeds: int,
+    trained_on: int,
+    steps: int,
+    hidden: int,
+) -> dict:
     """Both studies; see the module's docstring. ``steps`` of training on ``trained_on`` samples for the first."""
     classes = int(data.y.max()) + 1
     same, own = [], []
@@ -144,8 +160,14 @@ def study(data: Data, *, sizes: tuple[int, ...], compared: tuple[int, int], seed
                 if done in POINTS:
                     with torch.no_grad():
                         loss = nn.functional.cross_entropy(model(x[:size]), y[:size]).item()
-                    curve.append({"steps": done, "epochs": done * BATCH / size, "loss": loss,
-                                  **measure(model, x[:size], y[:size], seed)})
+                    curve.append(
+                        {
+                            "steps": done,
+                            "epochs": done * BATCH / size,
+                            "loss": loss,
+                            **measure(model, x[:size], y[:size], seed),
+                        }
+                    )
             own.append({"samples": size, "seed": seed, "curve": curve})
     return {"same_weights": same, "own_training": own}
 
@@ -159,6 +181,7 @@ def by_size(result: dict, steps: int) -> torch.Tensor:
 
 def plot(result: dict, path: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -169,35 +192,47 @@ def plot(result: dict, path: Path) -> None:
         label = "at the start" if not steps else f"after {steps} steps on {settings['trained_on']} other samples"
         left.plot(settings["sizes"], found.mean(0), "o-", lw=2, color=f"C{k + 2}", label=label)
         left.fill_between(settings["sizes"], found.amin(0), found.amax(0), alpha=0.2, color=f"C{k + 2}")
-    left.set(xscale="log", yscale="log", xlabel="samples N", ylabel=r"$\|H\|_F^2\,/\,\|H\|_2^2$",
-             title="Same weights, Hessian on N fresh samples")
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="samples N",
+        ylabel=r"$\|H\|_F^2\,/\,\|H\|_2^2$",
+        title="Same weights, Hessian on N fresh samples",
+    )
     for k, size in enumerate(settings["compared"]):
         runs = [e["curve"] for e in result["own_training"] if e["samples"] == size]
         curves = torch.tensor([[point["stable_rank"] for point in curve] for curve in runs])
         right.plot(POINTS, curves.mean(0), "o-", color=f"C{k}", lw=2, label=f"N = {size}")
         right.fill_between(POINTS, curves.amin(0), curves.amax(0), color=f"C{k}", alpha=0.2)
     right.set_xscale("symlog", linthresh=POINTS[1])
-    right.set(yscale="log", xlabel=f"steps of training, batches of {BATCH}",
-              title="Each network trained on its own N samples only")
+    right.set(
+        yscale="log",
+        xlabel=f"steps of training, batches of {BATCH}",
+        title="Each network trained on its own N samples only",
+    )
     right.set_xticks(POINTS, [str(p) for p in POINTS])
     right.minorticks_off()
-    top = 1.3 * max(e["stable_rank"] for e in result["same_weights"] + [p for e in result["own_training"]
-                                                                        for p in e["curve"]])
+    top = 1.3 * max(
+        e["stable_rank"] for e in result["same_weights"] + [p for e in result["own_training"] for p in e["curve"]]
+    )
     for axis in (left, right):
         axis.set(ylim=(1, top), yticks=[t for t in (1, 2, 5, 10, 20, 50, 100, 200, 500) if t < top])
         axis.yaxis.set_major_formatter("{x:g}")
         axis.legend()
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    figure.suptitle(f"Stable rank of the loss Hessian: {DATA[settings['data']]}, {settings['parameters']:,} "
-                    f"parameters, {settings['seeds']} seeds (mean; band: smallest to largest)")
+    figure.suptitle(
+        f"Stable rank of the loss Hessian: {DATA[settings['data']]}, {settings['parameters']:,} "
+        f"parameters, {settings['seeds']} seeds (mean; band: smallest to largest)"
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.hessian_stable_rank",
-                                     description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.analysis.hessian_stable_rank", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--data", choices=tuple(DATA), default="digits")
     parser.add_argument("--root", type=Path, help="folder of IDX files, instead of the fetched ones")
     parser.add_argument("--sizes", type=int, nargs="+", default=[25, 50, 100, 200, 500, 1000])
@@ -216,24 +251,44 @@ def main(argv: list[str] | None = None) -> dict:
     torch.set_num_threads(1)
     began = time.perf_counter()
     data = load(args.data, args.root)
-    settings = {"sizes": args.sizes, "compared": args.compared, "seeds": args.seeds,
-                "trained_on": args.trained_on, "steps": args.steps, "hidden": args.hidden}
+    settings = {
+        "sizes": args.sizes,
+        "compared": args.compared,
+        "seeds": args.seeds,
+        "trained_on": args.trained_on,
+        "steps": args.steps,
+        "hidden": args.hidden,
+    }
     if max(max(args.sizes) + args.trained_on, *args.compared) > len(data.y):
-        raise SystemExit(f"--sizes, --trained-on and --compared ask for more than the {len(data.y)} training samples "
-                         f"of {args.data}")
-    flags = " ".join(f"--{key.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-                     for key, value in settings.items())
+        raise SystemExit(
+            f"--sizes, --trained-on and --compared ask for more than the {len(data.y)} training samples of {args.data}"
+        )
+    flags = " ".join(
+        f"--{key.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in settings.items()
+    )
     result = {
         "command": f"python -m benchmark.analysis.hessian_stable_rank --data {args.data} {flags}"
-                   + (" --root DIR" if args.root else ""),
+        + (" --root DIR" if args.root else ""),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "curvlinops": version},
-        "settings": {"data": args.data, **settings, "lanczos_steps": STEPS, "leading": LEADING, "probes": PROBES,
-                     "lr": LR, "momentum": MOMENTUM, "batch": BATCH, "points": list(POINTS),
-                     "parameters": sum(p.numel() for p in network(data.x.shape[1], args.hidden, 10, 0).parameters())},
+        "settings": {
+            "data": args.data,
+            **settings,
+            "lanczos_steps": STEPS,
+            "leading": LEADING,
+            "probes": PROBES,
+            "lr": LR,
+            "momentum": MOMENTUM,
+            "batch": BATCH,
+            "points": list(POINTS),
+            "parameters": sum(p.numel() for p in network(data.x.shape[1], args.hidden, 10, 0).parameters()),
+        },
         **study(data, **settings),
     }
-    result["mean_by_size"] = {name: dict(zip(map(str, args.sizes), by_size(result, steps).mean(0).tolist()))
-                              for name, steps in (("untrained", 0), ("trained", args.steps))}
+    result["mean_by_size"] = {
+        name: dict(zip(map(str, args.sizes), by_size(result, steps).mean(0).tolist()))
+        for name, steps in (("untrained", 0), ("trained", args.steps))
+    }
     result["seconds"] = round(time.perf_counter() - began, 1)
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"hessian_stable_rank_{args.data}"

@@ -22,6 +22,7 @@ Two remarks on the paper.
 Assumption A.5 (a gradient's derivatives along the eigenvectors are the same for all clients: alpha along the outliers,
 beta along the bulk) is taken as given, not tested.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -48,7 +49,7 @@ def draw(theta: tuple[float, ...], dim: int, s: float, generator: torch.Generato
     """H_N (dim, dim), float64, in the basis of H_true's eigenvectors: the first ones belong to ``theta``."""
     entries = torch.randn(dim, dim, generator=generator, dtype=torch.float64) * (s * sigma / math.sqrt(dim))
     error = entries.triu() + entries.triu(1).T
-    error.diagonal()[:len(theta)] += torch.tensor(theta, dtype=torch.float64)
+    error.diagonal()[: len(theta)] += torch.tensor(theta, dtype=torch.float64)
     return error
 
 
@@ -77,20 +78,22 @@ def bound(theta: tuple[float, ...], dim: int, s_small: float, s_large: float, si
     out = [t for t in theta if abs(t) > sigma * s_large]
     first = sum(8 * sigma**4 * s_small * s_large * abs(top / t - t / top) for t in out)
     bulk = 4 * sigma**2 * (dim - len(out)) * (top**2 - sigma**4 * s_small**2 * s_large**2 / top**2)
-    return (s_small**2 - s_large**2) / (outlier(top, s_small, sigma) * outlier(top, s_large, sigma))**2 * (first + bulk)
+    return (
+        (s_small**2 - s_large**2) / (outlier(top, s_small, sigma) * outlier(top, s_large, sigma)) ** 2 * (first + bulk)
+    )
 
 
 def gradients(theta, dim: int, s: float, ranks, alpha: float, beta: float, generator: torch.Generator) -> torch.Tensor:
     """One client's rank-r gradients (len(ranks), dim): alpha along each outlier's eigenvector (taken in the direction
     of the true one), beta along the following ones of the bulk, by falling magnitude."""
     values, vectors = torch.linalg.eigh(draw(theta, dim, s, generator))
-    vectors = vectors[:, values.abs().argsort(descending=True)[:max(ranks)]]
+    vectors = vectors[:, values.abs().argsort(descending=True)[: max(ranks)]]
     true = sorted(range(len(theta)), key=lambda i: -abs(theta[i]))
     signs = torch.randint(2, (vectors.shape[1],), generator=generator) * 2.0 - 1.0
-    for j, i in enumerate(true[:vectors.shape[1]]):
+    for j, i in enumerate(true[: vectors.shape[1]]):
         signs[j] = torch.sign(vectors[i, j])
     weights = torch.full((vectors.shape[1],), beta, dtype=torch.float64)
-    weights[:len(theta)] = alpha
+    weights[: len(theta)] = alpha
     return torch.stack([vectors[:, :r] @ (signs[:r] * weights[:r]) for r in ranks])
 
 
@@ -110,8 +113,17 @@ def expected_cosine(theta, s: float, rank: int, alpha: float, beta: float, sigma
     return sum(kept) / (alpha**2 * len(kept) + beta**2 * max(0, rank - len(out)))
 
 
-def study(dim: int, seeds: int, *, samples=(50, 100, 200, 500, 1000, 2000, 5000), compared=(50, 500),
-          ranks=(1, 2, 3, 4, 5, 6, 8, 12, 20, 40), clients: int = 8, alpha: float = 1.0, beta: float = 0.5) -> dict:
+def study(
+    dim: int,
+    seeds: int,
+    *,
+    samples=(50, 100, 200, 500, 1000, 2000, 5000),
+    compared=(50, 500),
+    ranks=(1, 2, 3, 4, 5, 6, 8, 12, 20, 40),
+    clients: int = 8,
+    alpha: float = 1.0,
+    beta: float = 0.5,
+) -> dict:
     """Everything that the command writes."""
     by_size = []
     for n in samples:
@@ -122,27 +134,59 @@ def study(dim: int, seeds: int, *, samples=(50, 100, 200, 500, 1000, 2000, 5000)
             ranks_found.append(stable_rank(values))
             tops.append(values[-4:].flip(0).tolist())  # of the four positive thetas
             weak.append(torch.linalg.eigvalsh(draw((0.5 * SIGMA * s,), dim, s, generator))[-1].item() / s)
-        by_size.append({"samples": n, "s": s, "stable_rank": ranks_found,
-                        "expected_stable_rank": expected_stable_rank(THETA, dim, s),
-                        "largest_eigenvalues": tops,
-                        "expected_eigenvalues": [outlier(t, s) for t in THETA if t > 0],
-                        "weak_eigenvalue_over_s": weak})
+        by_size.append(
+            {
+                "samples": n,
+                "s": s,
+                "stable_rank": ranks_found,
+                "expected_stable_rank": expected_stable_rank(THETA, dim, s),
+                "largest_eigenvalues": tops,
+                "expected_eigenvalues": [outlier(t, s) for t in THETA if t > 0],
+                "weak_eigenvalue_over_s": weak,
+            }
+        )
     gaps = []
     for few, many in zip(by_size, by_size[1:]):
         gap = sum(few["stable_rank"]) / seeds - sum(many["stable_rank"]) / seeds
-        gaps.append({"few": few["samples"], "many": many["samples"], "measured": gap,
-                     "bound": bound(THETA, dim, few["s"], many["s"]), "positive": gap > 0})
-    alignment = [{"samples": n, "s": scale(n), "ranks": list(ranks),
-                  "cosines": cosines(THETA, dim, scale(n), ranks, clients, alpha, beta, seed=n),
-                  "expected": [expected_cosine(THETA, scale(n), r, alpha, beta) for r in ranks]} for n in compared]
-    return {"settings": {"dim": dim, "theta": list(THETA), "sigma": SIGMA, "s": "7 / sqrt(N)", "seeds": seeds,
-                         "clients": clients, "alpha": alpha, "beta": beta},
-            "theorem_3_2": {"by_size": by_size, "gaps": gaps},
-            "weak_eigenvalue": {"theta_over_sigma_s": 0.5, "paper": 2.5, "edge": 2.0}, "theorem_3_3": alignment}
+        gaps.append(
+            {
+                "few": few["samples"],
+                "many": many["samples"],
+                "measured": gap,
+                "bound": bound(THETA, dim, few["s"], many["s"]),
+                "positive": gap > 0,
+            }
+        )
+    alignment = [
+        {
+            "samples": n,
+            "s": scale(n),
+            "ranks": list(ranks),
+            "cosines": cosines(THETA, dim, scale(n), ranks, clients, alpha, beta, seed=n),
+            "expected": [expected_cosine(THETA, scale(n), r, alpha, beta) for r in ranks],
+        }
+        for n in compared
+    ]
+    return {
+        "settings": {
+            "dim": dim,
+            "theta": list(THETA),
+            "sigma": SIGMA,
+            "s": "7 / sqrt(N)",
+            "seeds": seeds,
+            "clients": clients,
+            "alpha": alpha,
+            "beta": beta,
+        },
+        "theorem_3_2": {"by_size": by_size, "gaps": gaps},
+        "weak_eigenvalue": {"theta_over_sigma_s": 0.5, "paper": 2.5, "edge": 2.0},
+        "theorem_3_3": alignment,
+    }
 
 
 def plot(result: dict, path: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -154,8 +198,13 @@ def plot(result: dict, path: Path) -> None:
     left.plot(sizes, found.mean(1), "o", ms=7, label=f"measured, mean of {settings['seeds']} draws")
     left.vlines(sizes, found.amin(1), found.amax(1), lw=2)
     left.plot(sizes, [e["expected_stable_rank"] for e in by_size], color="tab:orange", label="expected")
-    left.set(xscale="log", yscale="log", xlabel="samples N", ylabel=r"$\|H\|_F^2\,/\,\|H\|_2^2$",
-             title="Theorem 3.2: fewer samples, larger stable rank")
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="samples N",
+        ylabel=r"$\|H\|_F^2\,/\,\|H\|_2^2$",
+        title="Theorem 3.2: fewer samples, larger stable rank",
+    )
     left.legend()
 
     tops = torch.tensor([e["largest_eigenvalues"] for e in by_size], dtype=torch.float64).mean(1)
@@ -165,47 +214,71 @@ def plot(result: dict, path: Path) -> None:
         middle.plot(sizes, [e["expected_eigenvalues"][k] for e in by_size], color=colour, lw=1)
     edge = [2 * settings["sigma"] * e["s"] for e in by_size]
     middle.plot(sizes, edge, color="grey", ls=":", label="edge of the bulk")
-    middle.set(xscale="log", xlabel="samples N", ylabel="eigenvalue", ylim=(0, None),
-               title=r"Proposition 3.1: dots measured, lines $\theta + \sigma^2 s^2/\theta$")
+    middle.set(
+        xscale="log",
+        xlabel="samples N",
+        ylabel="eigenvalue",
+        ylim=(0, None),
+        title=r"Proposition 3.1: dots measured, lines $\theta + \sigma^2 s^2/\theta$",
+    )
     middle.legend(fontsize=9)
 
     for k, entry in enumerate(result["theorem_3_3"]):
         cosine = torch.tensor(entry["cosines"], dtype=torch.float64)
         error = cosine.std(1) / math.sqrt(cosine.shape[1])
-        right.errorbar(entry["ranks"], cosine.mean(1), 2 * error, fmt="o", capsize=3, color=f"C{k}",
-                       label=f"N = {entry['samples']}, measured ± 2 standard errors")
+        right.errorbar(
+            entry["ranks"],
+            cosine.mean(1),
+            2 * error,
+            fmt="o",
+            capsize=3,
+            color=f"C{k}",
+            label=f"N = {entry['samples']}, measured ± 2 standard errors",
+        )
         right.plot(entry["ranks"], entry["expected"], color=f"C{k}", lw=1, label="expected, eqs. 54 and 57")
     right.axvline(len(settings["theta"]), color="grey", ls=":", label="number of outliers")
-    right.set(xscale="log", xlabel="rank r", ylabel="mean cosine of two clients", ylim=(0, 1.02),
-              title="Theorem 3.3: alignment falls as the rank grows")
+    right.set(
+        xscale="log",
+        xlabel="rank r",
+        ylabel="mean cosine of two clients",
+        ylim=(0, 1.02),
+        title="Theorem 3.3: alignment falls as the rank grows",
+    )
     right.legend(fontsize=9)
     for axis in (left, middle, right):
         axis.grid(alpha=0.3)
-    figure.suptitle(f"$H_N = H_{{true}} + s(N)\\,X$, R = {settings['dim']}, s(N) = 7/√N, σ = {settings['sigma']:g}, "
-                    f"θ = {', '.join(f'{t:g}' for t in settings['theta'])}")
+    figure.suptitle(
+        f"$H_N = H_{{true}} + s(N)\\,X$, R = {settings['dim']}, s(N) = 7/√N, σ = {settings['sigma']:g}, "
+        f"θ = {', '.join(f'{t:g}' for t in settings['theta'])}"
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.random_matrix",
-                                     description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.analysis.random_matrix", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--dim", type=int, default=800, help="R, the size of the matrices")
     parser.add_argument("--seeds", type=int, default=5, help="draws of each matrix")
     parser.add_argument("--out", type=Path, default=Path("results/analysis"))
     args = parser.parse_args(argv)
     began = time.perf_counter()
-    result = {"command": f"python -m benchmark.analysis.random_matrix --dim {args.dim} --seeds {args.seeds}",
-              "versions": {"python": platform.python_version(), "torch": torch.__version__},
-              **study(args.dim, args.seeds)}
+    result = {
+        "command": f"python -m benchmark.analysis.random_matrix --dim {args.dim} --seeds {args.seeds}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **study(args.dim, args.seeds),
+    }
     result["seconds"] = round(time.perf_counter() - began, 1)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "random_matrix.json").write_text(json.dumps(short(result), indent=1) + "\n")
     plot(result, args.out / "random_matrix.png")
     for entry in result["theorem_3_2"]["by_size"]:
         mean = sum(entry["stable_rank"]) / args.seeds
-        print(f"N = {entry['samples']:<5} s = {entry['s']:.3f}  stable rank {mean:7.3f}, "
-              f"expected {entry['expected_stable_rank']:7.3f}")
+        print(
+            f"N = {entry['samples']:<5} s = {entry['s']:.3f}  stable rank {mean:7.3f}, "
+            f"expected {entry['expected_stable_rank']:7.3f}"
+        )
     for gap in result["theorem_3_2"]["gaps"]:
         print(f"N = {gap['few']} against {gap['many']}: gap {gap['measured']:.3f}, bound of eq. 4 {gap['bound']:.3f}")
     return result

@@ -17,6 +17,7 @@ Two remarks on the paper.
   one as the angle falls. eta <= 1/(2 L_max^2), which Lemma A3.16 asks for, is safe.
 * The proof takes each iterate to be independent of the data. As in Algorithm 2, the data stay the same throughout.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -37,6 +38,7 @@ METHODS = ("rolora", "ffa_lora")
 @dataclasses.dataclass(frozen=True)
 class Target:
     """The ground truth: `a` (d,) of unit length and `b` (d_out,), float64."""
+
     a: torch.Tensor
     b: torch.Tensor
 
@@ -48,6 +50,7 @@ class History:
     sin_angle: delta_t (Definition 4.2). loss: global loss (eq. 6). error: ||a b^T - a* b*^T||_F (Theorem 4.5).
     a_norm: ||a^t||. eta, b_norm: the step size and ||b*||.
     """
+
     sin_angle: list[float]
     loss: list[float]
     error: list[float]
@@ -95,9 +98,20 @@ def global_loss(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tens
     return residual.square().sum().item() / (x.shape[0] * x.shape[1])
 
 
-def simulate(num_clients: int, samples: int, dim: int, rounds: int, eta: float, seed: int,
-             target: Target | None = None, *, method: str = "rolora", delta0: float = 0.8, b_norm: float = 1.0,
-             normalise: bool = True) -> History:
+def simulate(
+    num_clients: int,
+    samples: int,
+    dim: int,
+    rounds: int,
+    eta: float,
+    seed: int,
+    target: Target | None = None,
+    *,
+    method: str = "rolora",
+    delta0: float = 0.8,
+    b_norm: float = 1.0,
+    normalise: bool = True,
+) -> History:
     """Run Algorithm 2 (or FFA-LoRA) for `rounds` iterations with `samples` rows per client.
 
     `target` defaults to a random one with ||b*|| = `b_norm`. The same seed gives both methods the same data and start.
@@ -161,8 +175,9 @@ def c_tilde(num_clients: int, samples: int) -> float:
     return (n * (4 - m) - 2) / (n**2 * m * (m - 2))
 
 
-def measure_c_tilde(num_clients: int, samples: int, draws: int, seed: int, *, dim: int = 4,
-                    delta0: float = 0.8) -> tuple[float, float]:
+def measure_c_tilde(
+    num_clients: int, samples: int, draws: int, seed: int, *, dim: int = 4, delta0: float = 0.8
+) -> tuple[float, float]:
     """Monte Carlo mean of FFA-LoRA's loss / (||b*||^2 delta0^2) - 1, with its standard error.
 
     Each draw subtracts the loss at b = (a^T a*) b*, whose expectation is exactly ||b*||^2 delta0^2: without that the
@@ -180,10 +195,20 @@ def measure_c_tilde(num_clients: int, samples: int, draws: int, seed: int, *, di
     return values.mean().item(), values.std().item() / math.sqrt(draws)
 
 
-def study(seeds: int, *, num_clients: int = 10, samples: int = 500, dim: int = 20, rounds: int = 80,
-          delta0: float = 0.8, b_norm: float = 2.0, steps: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25),
-          draws: int = 2000) -> dict:
+def study(
+    seeds: int,
+    *,
+    num_clients: int = 10,
+    samples: int = 500,
+    dim: int = 20,
+    rounds: int = 80,
+    delta0: float = 0.8,
+    b_norm: float = 2.0,
+    steps: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25),
+    draws: int = 2000,
+) -> dict:
     """Every curve and summary that the command writes; `steps` are eta * L_max^2 with L_max = ||b*||."""
+
     def run(eta: float, seed: int, method: str) -> History:
         return simulate(num_clients, samples, dim, rounds, eta, seed, method=method, delta0=delta0, b_norm=b_norm)
 
@@ -191,36 +216,53 @@ def study(seeds: int, *, num_clients: int = 10, samples: int = 500, dim: int = 2
     for step in steps:
         runs = [run(step / b_norm**2, seed, "rolora") for seed in range(seeds)]
         finals = [r.sin_angle[-1] for r in runs]
-        rolora.append({
-            "eta_times_L_squared": step,
-            "lemma_factor": lemma_factor(step / b_norm**2, delta0, b_norm) if step <= 1.0 / (1.0 - delta0**2) else None,
-            "seeds_within_lemma": sum(obeys_lemma(r) for r in runs),
-            "final_sin_angle": {"min": min(finals), "max": max(finals)},
-            "seeds_recovered_to_1e-8": sum(r.error[-1] < 1e-8 for r in runs),
-            "runs": [dataclasses.asdict(r) for r in runs],
-        })
+        rolora.append(
+            {
+                "eta_times_L_squared": step,
+                "lemma_factor": lemma_factor(step / b_norm**2, delta0, b_norm)
+                if step <= 1.0 / (1.0 - delta0**2)
+                else None,
+                "seeds_within_lemma": sum(obeys_lemma(r) for r in runs),
+                "final_sin_angle": {"min": min(finals), "max": max(finals)},
+                "seeds_recovered_to_1e-8": sum(r.error[-1] < 1e-8 for r in runs),
+                "runs": [dataclasses.asdict(r) for r in runs],
+            }
+        )
     ffa = [run(0.0, seed, "ffa_lora") for seed in range(seeds)]
     losses = torch.tensor([r.loss[-1] for r in ffa], dtype=torch.float64)
     floor = (1.0 + c_tilde(num_clients, samples)) * b_norm**2 * delta0**2
     constants = []
     for n, m in ((2, 10), (5, 20), (10, 20), (10, 50), (20, 100)):
         mean, error = measure_c_tilde(n, m, draws, seed=n * m)
-        constants.append({"num_clients": n, "samples": m, "formula": c_tilde(n, m), "measured": mean,
-                          "standard_error": error})
+        constants.append(
+            {"num_clients": n, "samples": m, "formula": c_tilde(n, m), "measured": mean, "standard_error": error}
+        )
     return {
-        "settings": {"num_clients": num_clients, "samples": samples, "dim": dim, "rounds": rounds, "delta0": delta0,
-                     "b_norm": b_norm, "seeds": list(range(seeds)), "draws_for_c_tilde": draws},
+        "settings": {
+            "num_clients": num_clients,
+            "samples": samples,
+            "dim": dim,
+            "rounds": rounds,
+            "delta0": delta0,
+            "b_norm": b_norm,
+            "seeds": list(range(seeds)),
+            "draws_for_c_tilde": draws,
+        },
         "largest_valid_eta_times_L_squared": largest_step(delta0),
         "rolora": rolora,
-        "ffa_lora": {"floor": floor, "mean_final_loss": losses.mean().item(),
-                     "std_final_loss": losses.std().item() if seeds > 1 else 0.0,
-                     "runs": [dataclasses.asdict(r) for r in ffa]},
+        "ffa_lora": {
+            "floor": floor,
+            "mean_final_loss": losses.mean().item(),
+            "std_final_loss": losses.std().item() if seeds > 1 else 0.0,
+            "runs": [dataclasses.asdict(r) for r in ffa],
+        },
         "c_tilde": constants,
     }
 
 
 def plot(result: dict, path: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -237,42 +279,71 @@ def plot(result: dict, path: Path) -> None:
         if entry["lemma_factor"] and step <= 1.0:
             left.plot(rounds, [delta0 * entry["lemma_factor"] ** t for t in rounds], color=colour, ls=":", lw=1.5)
     left.plot([], [], color="grey", ls=":", label="Lemma 4.3's bound, same colour")
-    left.set(yscale="log", ylim=(1e-17, 3), xlabel="iteration", ylabel=r"$|\sin\theta(a_t, a^*)|$",
-             title="RoLoRA: angle to the truth")
+    left.set(
+        yscale="log",
+        ylim=(1e-17, 3),
+        xlabel="iteration",
+        ylabel=r"$|\sin\theta(a_t, a^*)|$",
+        title="RoLoRA: angle to the truth",
+    )
     left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
 
     for colour, entry in zip(colours, result["rolora"]):
         curves = torch.tensor([r["loss"] for r in entry["runs"]], dtype=torch.float64).clamp_min(1e-33)
-        middle.plot(rounds, curves.log().mean(0).exp(), color=colour, lw=2,
-                    label=rf"RoLoRA, $\eta L^2 = {entry['eta_times_L_squared']:g}$")
+        middle.plot(
+            rounds,
+            curves.log().mean(0).exp(),
+            color=colour,
+            lw=2,
+            label=rf"RoLoRA, $\eta L^2 = {entry['eta_times_L_squared']:g}$",
+        )
     curves = torch.tensor([r["loss"] for r in result["ffa_lora"]["runs"]], dtype=torch.float64)
     middle.plot(rounds, curves.mean(0), color="black", lw=2.5, label="FFA-LoRA")
-    middle.axhline(result["ffa_lora"]["floor"], color="magenta", ls="--", lw=1.2,
-                   label=r"$(1+\tilde c)\,\|b^*\|^2\delta_0^2$ (Prop. 4.6)")
+    middle.axhline(
+        result["ffa_lora"]["floor"],
+        color="magenta",
+        ls="--",
+        lw=1.2,
+        label=r"$(1+\tilde c)\,\|b^*\|^2\delta_0^2$ (Prop. 4.6)",
+    )
     middle.set(yscale="log", ylim=(1e-31, 1e2), xlabel="iteration", ylabel="global loss", title="Global loss")
     middle.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
 
     entries = result["c_tilde"]
     size = [e["num_clients"] * e["samples"] for e in entries]
-    right.errorbar(size, [-e["measured"] for e in entries], [2 * e["standard_error"] for e in entries], fmt="o",
-                   capsize=4, label="measured, ± 2 standard errors")
+    right.errorbar(
+        size,
+        [-e["measured"] for e in entries],
+        [2 * e["standard_error"] for e in entries],
+        fmt="o",
+        capsize=4,
+        label="measured, ± 2 standard errors",
+    )
     right.plot(size, [-e["formula"] for e in entries], "x", ms=10, color="magenta", label="eq. 199")
     right.plot(size, [1.0 / s for s in size], color="grey", ls="--", label=r"$1/(Nm)$")
-    right.set(xscale="log", yscale="log", xlabel=r"$N\,m$", ylabel=r"$-\tilde c$",
-              title=r"FFA-LoRA: $\tilde c$ is negative, near $-1/(Nm)$")
+    right.set(
+        xscale="log",
+        yscale="log",
+        xlabel=r"$N\,m$",
+        ylabel=r"$-\tilde c$",
+        title=r"FFA-LoRA: $\tilde c$ is negative, near $-1/(Nm)$",
+    )
     right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
     for axis in (left, middle, right):
         axis.grid(alpha=0.3)
-    figure.suptitle(f"Federated linear regressor: N = {settings['num_clients']} clients, m = {settings['samples']}, "
-                    f"d = {settings['dim']}, $\\delta_0$ = {delta0:g}, {len(settings['seeds'])} seeds (geometric mean; "
-                    "band: smallest to largest)")
+    figure.suptitle(
+        f"Federated linear regressor: N = {settings['num_clients']} clients, m = {settings['samples']}, "
+        f"d = {settings['dim']}, $\\delta_0$ = {delta0:g}, {len(settings['seeds'])} seeds (geometric mean; "
+        "band: smallest to largest)"
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.rolora_linear",
-                                     description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.analysis.rolora_linear", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--seeds", type=int, default=10, help="number of seeds, 0 to seeds - 1")
     parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--draws", type=int, default=2000, help="draws for the constant of Proposition 4.6")
@@ -281,7 +352,7 @@ def main(argv: list[str] | None = None) -> dict:
     began = time.perf_counter()
     result = {
         "command": f"python -m benchmark.analysis.rolora_linear --seeds {args.seeds} --rounds {args.rounds} "
-                   f"--draws {args.draws}",
+        f"--draws {args.draws}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         **study(args.seeds, rounds=args.rounds, draws=args.draws),
     }
@@ -291,13 +362,17 @@ def main(argv: list[str] | None = None) -> dict:
     plot(result, args.out / "rolora_linear.png")
     for entry in result["rolora"]:
         final = entry["final_sin_angle"]
-        print(f"eta L^2 = {entry['eta_times_L_squared']:<5g} within Lemma 4.3: "
-              f"{entry['seeds_within_lemma']}/{args.seeds}   final angle {final['min']:.1e} to {final['max']:.1e}")
+        print(
+            f"eta L^2 = {entry['eta_times_L_squared']:<5g} within Lemma 4.3: "
+            f"{entry['seeds_within_lemma']}/{args.seeds}   final angle {final['min']:.1e} to {final['max']:.1e}"
+        )
     ffa = result["ffa_lora"]
     print(f"FFA-LoRA loss {ffa['mean_final_loss']:.4f} ± {ffa['std_final_loss']:.4f}, Prop. 4.6: {ffa['floor']:.4f}")
     for e in result["c_tilde"]:
-        print(f"N = {e['num_clients']:<3} m = {e['samples']:<4} c~ {e['measured']:+.6f} ± {e['standard_error']:.6f}, "
-              f"formula {e['formula']:+.6f}")
+        print(
+            f"N = {e['num_clients']:<3} m = {e['samples']:<4} c~ {e['measured']:+.6f} ± {e['standard_error']:.6f}, "
+            f"formula {e['formula']:+.6f}"
+        )
     return result
 
 

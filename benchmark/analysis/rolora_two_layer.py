@@ -21,6 +21,7 @@ method reaches with no skew and no averaging.
 
 All clients advance together in batched products; one that has run out of samples in an epoch takes no step.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -46,6 +47,7 @@ IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-
 @dataclasses.dataclass(frozen=True)
 class Data:
     """x (n, d) float32 in [0, 1], y (n,) int64, and the same for the test set."""
+
     x: torch.Tensor
     y: torch.Tensor
     x_test: torch.Tensor
@@ -55,6 +57,7 @@ class Data:
 @dataclasses.dataclass(frozen=True)
 class Clients:
     """Padded to the largest client: x (N, n_max, d), y (N, n_max); `counts` (N,) real samples per client."""
+
     x: torch.Tensor
     y: torch.Tensor
     counts: torch.Tensor
@@ -63,6 +66,7 @@ class Clients:
 @dataclasses.dataclass(frozen=True)
 class Model:
     """a (d, r), b (r, d), w_out (d, c). On clients, a trained half has one more, leading, axis N."""
+
     a: torch.Tensor
     b: torch.Tensor
     w_out: torch.Tensor
@@ -77,6 +81,7 @@ def load(name: str, root: Path | None = None) -> Data:
         raise ValueError(f"unknown data {name!r}, expected one of {', '.join(DATA)}")
     if name == "digits":
         from sklearn.datasets import load_digits
+
         raw = load_digits()
         x, y = torch.tensor(raw.data / 16.0, dtype=torch.float32), torch.tensor(raw.target)
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
@@ -85,10 +90,14 @@ def load(name: str, root: Path | None = None) -> Data:
 
     from fs_lowrank.data.fetch import resolve
     from fs_lowrank.data.idx import read_idx
+
     root = root or resolve(name)
     if root is None:
-        way = "fetch it with fs_lowrank.data.fetch.fetch('mnist')" if name == "mnist" else \
-            "install the Debian package dataset-fashion-mnist"
+        way = (
+            "fetch it with fs_lowrank.data.fetch.fetch('mnist')"
+            if name == "mnist"
+            else "install the Debian package dataset-fashion-mnist"
+        )
         raise FileNotFoundError(f"no files for {name!r}: {way}, or name a folder of IDX files with --root")
 
     def read(stem: str) -> torch.Tensor:
@@ -112,7 +121,7 @@ def subsample(data: Data, samples: int | None, seed: int) -> Data:
 def hold_out(data: Data, share: float, seed: int) -> Data:
     """Training data split in two: the second part, a random `share`, takes the test set's place."""
     order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(seed))
-    kept, held = order[int(share * len(order)):], order[:int(share * len(order))]
+    kept, held = order[int(share * len(order)) :], order[: int(share * len(order))]
     return Data(data.x[kept], data.y[kept], data.x[held], data.y[held])
 
 
@@ -128,14 +137,16 @@ def split_by_label(data: Data, num_clients: int) -> Clients:
     x = data.x.new_zeros(num_clients, int(counts.max()), data.x.shape[1])
     y = data.y.new_zeros(num_clients, int(counts.max()))
     for k in range(num_clients):
-        x[k, :counts[k]], y[k, :counts[k]] = data.x[owner == k], data.y[owner == k]
+        x[k, : counts[k]], y[k, : counts[k]] = data.x[owner == k], data.y[owner == k]
     return Clients(x, y, counts)
 
 
 def start(dim: int, rank: int, classes: int, generator: torch.Generator) -> Model:
     """Uniform within 1/sqrt(fan_in), each matrix."""
+
     def uniform(rows: int, columns: int) -> torch.Tensor:
         return (2 * torch.rand(rows, columns, generator=generator) - 1) / math.sqrt(rows)
+
     return Model(uniform(dim, rank), uniform(rank, dim), uniform(dim, classes))
 
 
@@ -148,8 +159,14 @@ def halves_of(method: str, round_number: int) -> tuple[str, ...]:
     return ("b",) if method == "ffa_lora" or round_number % 2 else ("a",)
 
 
-def gradients(x: torch.Tensor, projected: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, model: Model,
-              halves: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def gradients(
+    x: torch.Tensor,
+    projected: torch.Tensor,
+    labels: torch.Tensor,
+    valid: torch.Tensor,
+    model: Model,
+    halves: tuple[str, ...],
+) -> dict[str, torch.Tensor]:
     """Gradients of each client's mean cross-entropy over its valid samples, for the halves asked for.
 
     x (N, m, d), projected = x A (N, m, r), labels and valid (N, m); a (N, d, r), b (N, r, d): each may lack its N.
@@ -168,8 +185,16 @@ def gradients(x: torch.Tensor, projected: torch.Tensor, labels: torch.Tensor, va
     return result
 
 
-def train_locally(model: Model, clients: Clients, halves: tuple[str, ...], *, lr: float, epochs: int, batch: int,
-                  generator: torch.Generator) -> dict[str, torch.Tensor]:
+def train_locally(
+    model: Model,
+    clients: Clients,
+    halves: tuple[str, ...],
+    *,
+    lr: float,
+    epochs: int,
+    batch: int,
+    generator: torch.Generator,
+) -> dict[str, torch.Tensor]:
     """Every client's trained halves after `epochs` of SGD from the server's `model`: a (N, d, r) and/or b (N, r, d)."""
     num_clients, longest, _ = clients.x.shape
     local = {name: getattr(model, name).expand(num_clients, -1, -1).clone() for name in halves}
@@ -181,7 +206,7 @@ def train_locally(model: Model, clients: Clients, halves: tuple[str, ...], *, lr
     for _ in range(epochs):
         order = torch.rand(num_clients, longest, generator=generator).masked_fill(padding, 2.0).argsort(1)
         for first in range(0, longest, batch):
-            index = order[:, first:first + batch]
+            index = order[:, first : first + batch]
             valid = (torch.arange(first, first + index.shape[1]) < clients.counts.unsqueeze(1)).float()
             x = source[rows, index]
             projected = x if frozen_a else x @ model.a
@@ -201,8 +226,19 @@ def accuracy(model: Model, x: torch.Tensor, y: torch.Tensor) -> float:
     return (logits.argmax(1) == y).float().mean().item()
 
 
-def train(data: Data, clients: Clients, method: str, *, rounds: int, lr: float, seed: int, rank: int = 16,
-          epochs: int = 5, batch: int = 64, after_round=None) -> list[float]:
+def train(
+    data: Data,
+    clients: Clients,
+    method: str,
+    *,
+    rounds: int,
+    lr: float,
+    seed: int,
+    rank: int = 16,
+    epochs: int = 5,
+    batch: int = 64,
+    after_round=None,
+) -> list[float]:
     """Test accuracy before round 1 and after every round. One seed gives every method the same start.
 
     `after_round(round_number, before, local, after)`, if given, sees both server models and the clients' halves.
@@ -211,8 +247,9 @@ def train(data: Data, clients: Clients, method: str, *, rounds: int, lr: float, 
     generator = torch.Generator().manual_seed(seed + 1_000_003)
     curve = [accuracy(model, data.x_test, data.y_test)]
     for t in range(1, rounds + 1):
-        local = train_locally(model, clients, halves_of(method, t), lr=lr, epochs=epochs, batch=batch,
-                              generator=generator)
+        local = train_locally(
+            model, clients, halves_of(method, t), lr=lr, epochs=epochs, batch=batch, generator=generator
+        )
         after = dataclasses.replace(model, **{n: aggregate(v, clients.counts) for n, v in local.items()})
         if after_round:
             after_round(t, model, local, after)
@@ -223,11 +260,12 @@ def train(data: Data, clients: Clients, method: str, *, rounds: int, lr: float, 
 
 def tail(curve: list[float]) -> float:
     """Mean over the last quarter of the rounds: one round's accuracy jumps under label skew."""
-    return statistics.fmean(curve[-max(1, len(curve) // 4):])
+    return statistics.fmean(curve[-max(1, len(curve) // 4) :])
 
 
-def choose_rate(data: Data, method: str, num_clients: int, *, grid: tuple[float, ...], share: float = 0.1,
-                seed: int = 0, **options) -> tuple[float, dict[str, float]]:
+def choose_rate(
+    data: Data, method: str, num_clients: int, *, grid: tuple[float, ...], share: float = 0.1, seed: int = 0, **options
+) -> tuple[float, dict[str, float]]:
     """The grid's rate with the best `tail` accuracy on held-out training samples, and every score."""
     part = hold_out(data, share, seed)
     clients = split_by_label(part, num_clients)
@@ -235,51 +273,74 @@ def choose_rate(data: Data, method: str, num_clients: int, *, grid: tuple[float,
     return float(max(scores, key=scores.get)), scores
 
 
-def study(data: Data, *, clients: tuple[int, ...], seeds: int, samples: int | None, lr: float | None,
-          grid: tuple[float, ...] = GRID, say=print, **options) -> list[dict]:
+def study(
+    data: Data,
+    *,
+    clients: tuple[int, ...],
+    seeds: int,
+    samples: int | None,
+    lr: float | None,
+    grid: tuple[float, ...] = GRID,
+    say=print,
+    **options,
+) -> list[dict]:
     """One entry per number of clients and method: rate, scores of the grid, curves, and their summary over seeds."""
     entries = []
     for num_clients in clients:
         for method in METHODS:
-            rate, scores = (lr, None) if lr is not None else \
-                choose_rate(subsample(data, samples, seed=0), method, num_clients, grid=grid, **options)
+            rate, scores = (
+                (lr, None)
+                if lr is not None
+                else choose_rate(subsample(data, samples, seed=0), method, num_clients, grid=grid, **options)
+            )
             curves = []
             for seed in range(seeds):
                 part = subsample(data, samples, seed)
                 curves.append(train(part, split_by_label(part, num_clients), method, lr=rate, seed=seed, **options))
             tails = [tail(c) for c in curves]
             entry = {
-                "num_clients": num_clients, "method": method, "lr": rate, "held_out_accuracy_by_lr": scores,
-                "accuracy_last_quarter": {"mean": statistics.fmean(tails),
-                                          "std": statistics.stdev(tails) if seeds > 1 else None},
+                "num_clients": num_clients,
+                "method": method,
+                "lr": rate,
+                "held_out_accuracy_by_lr": scores,
+                "accuracy_last_quarter": {
+                    "mean": statistics.fmean(tails),
+                    "std": statistics.stdev(tails) if seeds > 1 else None,
+                },
                 "accuracy_last_round": [c[-1] for c in curves],
                 "accuracy_best_round": [max(c) for c in curves],
                 "curves": curves,
             }
             entries.append(entry)
             spread = f" ± {100 * statistics.stdev(tails):.1f}" if seeds > 1 else ""
-            say(f"{num_clients:>2} clients  {method:<9} lr {rate:<6g} accuracy "
-                f"{100 * statistics.fmean(tails):.1f}{spread} % (last quarter of the rounds)", flush=True)
+            say(
+                f"{num_clients:>2} clients  {method:<9} lr {rate:<6g} accuracy "
+                f"{100 * statistics.fmean(tails):.1f}{spread} % (last quarter of the rounds)",
+                flush=True,
+            )
     return entries
 
 
 def plot(result: dict, path: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     settings = result["settings"]
     sizes = sorted({e["num_clients"] for e in result["runs"]})
     labels = {1: "one label", 2: "two labels", 5: "five labels"}
-    figure, axes = plt.subplots(1, len(sizes), figsize=(6.5 * len(sizes), 5.2), layout="constrained", sharey=True,
-                                squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(sizes), figsize=(6.5 * len(sizes), 5.2), layout="constrained", sharey=True, squeeze=False
+    )
     colours = {"lora": "tab:blue", "ffa_lora": "tab:red", "rolora": "tab:green"}
     for axis, size in zip(axes[0], sizes):
         for entry in (e for e in result["runs"] if e["num_clients"] == size):
             curves = 100 * torch.tensor(entry["curves"])
             method, rounds = entry["method"], range(curves.shape[1])
-            axis.plot(rounds, curves.mean(0), color=colours[method], lw=2,
-                      label=f"{LABELS[method]}, lr {entry['lr']:g}")
+            axis.plot(
+                rounds, curves.mean(0), color=colours[method], lw=2, label=f"{LABELS[method]}, lr {entry['lr']:g}"
+            )
             axis.fill_between(rounds, curves.amin(0), curves.amax(0), color=colours[method], alpha=0.15)
         if settings["data"] == "mnist" and size > 1:
             axis.axhline(55, color="grey", ls=":", label="FFA-LoRA in the paper, about 55 %")
@@ -289,15 +350,18 @@ def plot(result: dict, path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend(loc="lower right", fontsize=9)
     axes[0][0].set_ylabel("test accuracy, %")
-    figure.suptitle(f"{DATA[settings['data']]}, {settings['train_samples']} training samples, "
-                    f"rank {settings['rank']},\n{len(settings['seeds'])} seeds (mean; band: smallest to largest)")
+    figure.suptitle(
+        f"{DATA[settings['data']]}, {settings['train_samples']} training samples, "
+        f"rank {settings['rank']},\n{len(settings['seeds'])} seeds (mean; band: smallest to largest)"
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.analysis.rolora_two_layer",
-                                     description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.analysis.rolora_two_layer", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--data", choices=tuple(DATA), default="mnist")
     parser.add_argument("--root", type=Path, help="folder of IDX files, instead of the fetched ones")
     parser.add_argument("--samples", type=int, default=5000, help="training samples in all; 0 for every one")
@@ -318,22 +382,32 @@ def main(argv: list[str] | None = None) -> dict:
     samples = args.samples or None
     options = dict(rounds=args.rounds, rank=args.rank, epochs=args.epochs, batch=args.batch)
     runs = study(data, clients=tuple(args.clients), seeds=args.seeds, samples=samples, lr=args.lr, **options)
-    command = (f"python -m benchmark.analysis.rolora_two_layer --data {args.data}"
-               + (" --root DIR" if args.root else "")
-               + f" --samples {args.samples} --rounds {args.rounds} --seeds {args.seeds}"
-               + (f" --lr {args.lr:g}" if args.lr is not None else "")
-               + f" --clients {' '.join(map(str, args.clients))} --rank {args.rank} --epochs {args.epochs}"
-               f" --batch {args.batch}")
+    command = (
+        f"python -m benchmark.analysis.rolora_two_layer --data {args.data}"
+        + (" --root DIR" if args.root else "")
+        + f" --samples {args.samples} --rounds {args.rounds} --seeds {args.seeds}"
+        + (f" --lr {args.lr:g}" if args.lr is not None else "")
+        + f" --clients {' '.join(map(str, args.clients))} --rank {args.rank} --epochs {args.epochs}"
+        f" --batch {args.batch}"
+    )
     result = {
         "command": command,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "settings": {"data": args.data, "train_samples": min(samples or len(data.y), len(data.y)),
-                     "test_samples": len(data.y_test), "dim": data.x.shape[1], **options,
-                     "seeds": list(range(args.seeds)), "lr_grid": list(GRID) if args.lr is None else None},
+        "settings": {
+            "data": args.data,
+            "train_samples": min(samples or len(data.y), len(data.y)),
+            "test_samples": len(data.y_test),
+            "dim": data.x.shape[1],
+            **options,
+            "seeds": list(range(args.seeds)),
+            "lr_grid": list(GRID) if args.lr is None else None,
+        },
         "paper": {"figure": 2, "ffa_lora_accuracy": 0.55},
         "seconds": round(time.perf_counter() - began, 1),
-        "accuracy": {str(clients): {r["method"]: r["accuracy_last_quarter"]["mean"] for r in runs
-                                    if r["num_clients"] == clients} for clients in args.clients},
+        "accuracy": {
+            str(clients): {r["method"]: r["accuracy_last_quarter"]["mean"] for r in runs if r["num_clients"] == clients}
+            for clients in args.clients
+        },
         "runs": short(runs, 5),
     }
     args.out.mkdir(parents=True, exist_ok=True)

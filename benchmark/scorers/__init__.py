@@ -8,6 +8,7 @@ An entry of a suite's ``evaluation:`` names a scorer and its options:
 
 ``check`` is for before training, ``score`` for after it. A PEFT adapter stays where it is: nothing is merged.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,8 +19,11 @@ from fs_lowrank.errors import UserError, nearest
 
 #: scorer -> its module, with a dataclass ``Options`` and functions ``check(options, root)`` and
 #: ``score(model, tokenizer, options, root)``
-SCORERS = {"lm_eval": "benchmark.scorers.lm_eval_tasks", "generate": "benchmark.scorers.generate",
-           "humaneval": "benchmark.scorers.humaneval"}
+SCORERS = {
+    "lm_eval": "benchmark.scorers.lm_eval_tasks",
+    "generate": "benchmark.scorers.generate",
+    "humaneval": "benchmark.scorers.humaneval",
+}
 
 
 def check(spec: dict, data_root: Path | str) -> None:
@@ -65,8 +69,9 @@ def _parse(spec: dict):
     given = {key: value for key, value in spec.items() if key != "scorer"}
     for key, value in given.items():
         if key not in fields:
-            raise UserError(f"evaluation: scorer {name!r} has no key {key!r}{nearest(key, fields)}; "
-                            f"there are: {', '.join(fields)}")
+            raise UserError(
+                f"evaluation: scorer {name!r} has no key {key!r}{nearest(key, fields)}; there are: {', '.join(fields)}"
+            )
         _check_value(f"evaluation: {key} of scorer {name!r}", value, fields[key])
     return module, module.Options(**given)
 

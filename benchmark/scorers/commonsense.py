@@ -6,6 +6,7 @@ Files: ``commonsense/<task>/train.json`` and ``test.json``, lists of ``{instruct
 instruction holds the question, the options and the form of the answer; ``split_row`` takes it apart and makes sure
 that nothing is lost on the way.
 """
+
 from __future__ import annotations
 
 import json
@@ -40,12 +41,15 @@ FORMS = {
     "openbookqa": Form(_CHOOSE),
     "piqa": Form("Please choose the correct solution to the question: ", "Solution", between="\n\n"),
     "social_i_qa": Form(_CHOOSE),
-    "winogrande": Form("Please choose the correct answer to fill in the blank to complete the given sentence: ",
-                       "Option", last=" "),
+    "winogrande": Form(
+        "Please choose the correct answer to fill in the blank to complete the given sentence: ", "Option", last=" "
+    ),
 }
 _FORMAT = "Answer format: "
-HOW_TO_GET = ("these files are LLM-Adapters' dataset/<task>/{train,test}.json; "
-              "put them below the data root as commonsense/<task>/")
+HOW_TO_GET = (
+    "these files are LLM-Adapters' dataset/<task>/{train,test}.json; "
+    "put them below the data root as commonsense/<task>/"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def split_row(task: str, row: dict) -> Question:
     text, found, choices = instruction.rpartition(_FORMAT)
     if not (found and text.startswith(form.start) and text.endswith(form.last)):
         raise ValueError(f"not an instruction of {task}: {instruction[:200]!r}")
-    text, options = text[len(form.start):len(text) - len(form.last)], []
+    text, options = text[len(form.start) : len(text) - len(form.last)], []
     if form.word:
         # From the right: a number in the question then cuts nothing off the options. Some ARC rows have five
         # options, or three, and an answer format of four.
@@ -142,8 +146,9 @@ def questions(root: Path, task: str, split: str) -> list[Question]:
     return result
 
 
-def training_file(data_root: Path | str, out: Path | str, per_task: int | None, seed: int,
-                  tasks: Sequence[str] = ()) -> dict[str, int]:
+def training_file(
+    data_root: Path | str, out: Path | str, per_task: int | None, seed: int, tasks: Sequence[str] = ()
+) -> dict[str, int]:
     """Write the training rows of ``tasks``, or of all, into one JSONL file, to be used as ``data.type``.
 
     Tasks come in alphabetical order, each thinned to ``per_task`` rows in the order of its file; the field

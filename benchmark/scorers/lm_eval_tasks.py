@@ -13,6 +13,7 @@ replace it fails at once instead of being ignored.
 
 A group's result names its tasks. A group is scored whole or not at all: one subject without data stops it.
 """
+
 from __future__ import annotations
 
 import io
@@ -54,8 +55,9 @@ def check(options: Options, root: Path) -> None:
     for name in options.tasks:
         entry = manager.task_index.get(name)
         if entry is None and not Path(name).is_file():
-            raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}; "
-                            "`lm-eval ls tasks` shows them all")
+            raise UserError(
+                f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` shows them all"
+            )
         # Before the task is built: HumanEval's definition asks a hub for its metric when it is read.
         if entry is not None and (entry.cfg or {}).get("unsafe_code"):
             raise _unsafe(name)
@@ -72,8 +74,10 @@ def check(options: Options, root: Path) -> None:
         own = task.get_config("num_fewshot")
         shots = own if own == 0 or options.num_fewshot is None else options.num_fewshot
         if shots and not len(list(task.fewshot_docs() or [])):
-            raise UserError(f"{name} with num_fewshot {shots} needs examples, and the local copy has only the samples "
-                            "to score; add its train.json (mmlu: dev/<subject>_dev.csv) or set num_fewshot: 0")
+            raise UserError(
+                f"{name} with num_fewshot {shots} needs examples, and the local copy has only the samples "
+                "to score; add its train.json (mmlu: dev/<subject>_dev.csv) or set num_fewshot: 0"
+            )
 
 
 def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
@@ -83,25 +87,39 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     ``tasks``, the members of a group. A metric behind a filter other than ``none`` keeps the filter's name.
     """
     from lm_eval import simple_evaluate
+
     places: dict[str, str] = {}
     # lm-eval draws progress bars; a live view may own the terminal.
     with _local_first(root, places), redirect_stderr(io.StringIO()):
         found = simple_evaluate(
-            model=_wrap(model, tokenizer, options), tasks=options.tasks, task_manager=_manager(), limit=options.limit,
-            num_fewshot=options.num_fewshot, apply_chat_template=options.chat, bootstrap_iters=BOOTSTRAP,
-            log_samples=False, random_seed=None, numpy_random_seed=None, torch_random_seed=None)
+            model=_wrap(model, tokenizer, options),
+            tasks=options.tasks,
+            task_manager=_manager(),
+            limit=options.limit,
+            num_fewshot=options.num_fewshot,
+            apply_chat_template=options.chat,
+            bootstrap_iters=BOOTSTRAP,
+            log_samples=False,
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
     counts = {task: n["effective"] for task, n in found["n-samples"].items()}
     members = _members(found.get("group_subtasks", {}), counts)
     result = {}
     for name, values in {**found["results"], **found.get("groups", {})}.items():
-        entry = {key.removesuffix(",none"): float(value) for key, value in values.items()
-                 if "," in key and isinstance(value, (int, float))}
+        entry = {
+            key.removesuffix(",none"): float(value)
+            for key, value in values.items()
+            if "," in key and isinstance(value, (int, float))
+        }
         entry["version"] = found["versions"].get(name)
         if name in members:
             entry.update(n=sum(counts[task] for task in members[name]), tasks=members[name])
         else:
-            entry.update(n=counts[name], num_fewshot=found["n-shot"].get(name),
-                         data=places.get(name, "as lm-eval's task says"))
+            entry.update(
+                n=counts[name], num_fewshot=found["n-shot"].get(name), data=places.get(name, "as lm-eval's task says")
+            )
         result[name] = entry
     return result
 
@@ -117,17 +135,22 @@ def _manager():
 
 
 def _unsafe(name: str) -> UserError:
-    return UserError(f"lm-eval's task {name!r} runs generated code within this process; for HumanEval use "
-                     "{scorer: humaneval}, which runs it in a limited child process")
+    return UserError(
+        f"lm-eval's task {name!r} runs generated code within this process; for HumanEval use "
+        "{scorer: humaneval}, which runs it in a limited child process"
+    )
 
 
 @contextmanager
 def _local_first(root: Path, places: dict[str, str] | None = None):
     """Within it, tasks are built on local data where there are some; ``places`` gets the source by task."""
     from lm_eval.api.task import ConfigurableTask
+
     places, original = {} if places is None else places, ConfigurableTask.download
-    logs = {logging.getLogger("lm_eval"): logging.ERROR,  # a line for every task
-            logging.getLogger("lm_eval.models"): logging.WARNING}  # prompts that are cut
+    logs = {
+        logging.getLogger("lm_eval"): logging.ERROR,  # a line for every task
+        logging.getLogger("lm_eval.models"): logging.WARNING,
+    }  # prompts that are cut
     levels = {log: log.level for log in logs}
 
     def download(self, dataset_kwargs=None, **kwargs):
@@ -141,8 +164,10 @@ def _local_first(root: Path, places: dict[str, str] | None = None):
         except Exception as error:  # whatever a hub or its cache raises; nothing is hidden
             expected = local_data.expected(root, *where)
             here = f"there is no {expected}" if expected else "no local copy of it is known"
-            raise UserError(f"{name} needs the data set {'/'.join(filter(None, where))}: {here}, and no hub gave it "
-                            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})") from error
+            raise UserError(
+                f"{name} needs the data set {'/'.join(filter(None, where))}: {here}, and no hub gave it "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            ) from error
         places[name] = f"data set {'/'.join(filter(None, where))}"
 
     ConfigurableTask.download = download
@@ -158,11 +183,14 @@ def _local_first(root: Path, places: dict[str, str] | None = None):
 
 def _wrap(model, tokenizer, options: Options):
     from lm_eval.models.huggingface import HFLM
+
     return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, max_length=options.max_length)
 
 
 def _members(subtasks: dict[str, list[str]], counts: dict[str, int]) -> dict[str, list[str]]:
     """The tasks of each group, those of its groups among them, sorted."""
+
     def leaves(name: str) -> set[str]:
         return {name} if name in counts else {task for child in subtasks.get(name, ()) for task in leaves(child)}
+
     return {group: sorted(leaves(group)) for group in subtasks if group not in counts}

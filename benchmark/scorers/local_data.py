@@ -8,6 +8,7 @@ question. Social IQa's context and question, and the two halves of a HellaSwag c
 divided at the last end of a sentence, and lm-eval's prompt puts them together again (in HellaSwag it also writes the
 first letter of the second half as a capital).
 """
+
 from __future__ import annotations
 
 import csv
@@ -31,8 +32,12 @@ def _piqa(q: Question) -> dict:
 
 def _social_i_qa(q: Question) -> dict:
     context, question = _last_sentence(q.question)
-    return {"context": context, "question": question, "label": str(q.right + 1),
-            **{f"answer{letter}": option for letter, option in zip("ABC", q.options)}}
+    return {
+        "context": context,
+        "question": question,
+        "label": str(q.right + 1),
+        **{f"answer{letter}": option for letter, option in zip("ABC", q.options)},
+    }
 
 
 def _hellaswag(q: Question) -> dict:
@@ -58,7 +63,7 @@ def _openbookqa(q: Question) -> dict:
 def _last_sentence(text: str) -> tuple[str, str]:
     """``text`` cut at the blank before its last sentence (else at its first blank); the blank itself is dropped."""
     cuts = [m.end() for m in re.finditer(r"[.!?][\"')]* (?=\S)", text)] or [text.find(" ") + 1]
-    return text[:max(cuts[-1] - 1, 0)], text[cuts[-1]:]
+    return text[: max(cuts[-1] - 1, 0)], text[cuts[-1] :]
 
 
 #: (lm-eval's dataset_path, dataset_name) -> folder below ``commonsense``, split that lm-eval scores, conversion
@@ -79,12 +84,15 @@ _MNLI = ("entailment", "neutral", "contradiction")
 _GLUE = {
     "sst2": ("SST-2", _DEV, {"sentence": "sentence"}, "label", None),
     "rte": ("RTE", _DEV, _PAIR, "label", ("entailment", "not_entailment")),
-    "qnli": ("QNLI", _DEV, {"question": "question", "sentence": "sentence"}, "label",
-             ("entailment", "not_entailment")),
+    "qnli": ("QNLI", _DEV, {"question": "question", "sentence": "sentence"}, "label", ("entailment", "not_entailment")),
     "qqp": ("QQP", _DEV, {"question1": "question1", "question2": "question2"}, "is_duplicate", None),
-    "mnli": ("MNLI", {"train": "train.tsv", "validation_matched": "dev_matched.tsv",
-                      "validation_mismatched": "dev_mismatched.tsv"},
-             {"premise": "sentence1", "hypothesis": "sentence2"}, "gold_label", _MNLI),
+    "mnli": (
+        "MNLI",
+        {"train": "train.tsv", "validation_matched": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv"},
+        {"premise": "sentence1", "hypothesis": "sentence2"},
+        "gold_label",
+        _MNLI,
+    ),
 }
 MMLU = ("cais/mmlu", "hails/mmlu_no_train")
 
@@ -149,8 +157,14 @@ def _mmlu_rows(path: Path, subject: str) -> list[dict]:
         if len(line) != 6 or line[5].strip() not in {*"ABCD", *"0123"}:
             raise UserError(f"{path}: row {i} should be a question, four choices and A-D or 0-3, got {line!r}")
         answer = line[5].strip()
-        rows.append({"question": line[0], "subject": subject, "choices": line[1:5],
-                     "answer": int(answer) if answer.isdigit() else "ABCD".index(answer)})
+        rows.append(
+            {
+                "question": line[0],
+                "subject": subject,
+                "choices": line[1:5],
+                "answer": int(answer) if answer.isdigit() else "ABCD".index(answer),
+            }
+        )
     if not rows:
         raise UserError(f"{path} has no rows")
     return rows
@@ -175,8 +189,10 @@ def _glue_rows(path: Path, fields: dict[str, str], column: str, labels: tuple[st
     for i, line in enumerate(lines, start=1):
         label = line.get(column)
         if any(line.get(c) is None for c in fields.values()) or label not in (labels or ("0", "1")):
-            raise UserError(f"{path}: row {i} should have {', '.join(fields.values())} and {column} among "
-                            f"{', '.join(labels or ('0', '1'))}, got {line!r}")
+            raise UserError(
+                f"{path}: row {i} should have {', '.join(fields.values())} and {column} among "
+                f"{', '.join(labels or ('0', '1'))}, got {line!r}"
+            )
         value = labels.index(label) if labels else int(label)
         rows.append({"idx": i - 1, **{f: line[c] for f, c in fields.items()}, "label": value})
     return rows
@@ -184,5 +200,6 @@ def _glue_rows(path: Path, fields: dict[str, str], column: str, labels: tuple[st
 
 def _datasets(rows: dict[str, list[dict]], full: str) -> dict:
     from datasets import Dataset
+
     made = {split: Dataset.from_list(part) for split, part in rows.items() if part}
     return {split: made[split] if part else made[full].select([]) for split, part in rows.items()}

@@ -5,6 +5,7 @@
 Only ratios from one run mean anything: the variants are timed in turn, so that other load on the machine
 falls on all of them, and the median is kept.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -16,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 
-def race(variants: Mapping[str, Callable[[], object]], repeats: int,
-         fewer: Mapping[str, int] | None = None) -> dict[str, float]:
+def race(
+    variants: Mapping[str, Callable[[], object]], repeats: int, fewer: Mapping[str, int] | None = None
+) -> dict[str, float]:
     """Median seconds of each variant, run in turn ``repeats`` times.
 
     On one thread seconds of the processor are counted, which leaves out the time that other processes had it.
@@ -49,23 +51,33 @@ def threads(number: int | None) -> Iterator[None]:
 
 def difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
     """The largest relative difference over all tensors, in the Frobenius norm."""
-    return max(float((ours[n].double() - t.double()).norm() / t.double().norm().clamp_min(1e-30))
-               for n, t in theirs.items())
+    return max(
+        float((ours[n].double() - t.double()).norm() / t.double().norm().clamp_min(1e-30)) for n, t in theirs.items()
+    )
 
 
-def row(case: str, figure: str, value: float, target: str, holds: bool, note: str = "",
-        agreement: float | None = None) -> dict:
+def row(
+    case: str, figure: str, value: float, target: str, holds: bool, note: str = "", agreement: float | None = None
+) -> dict:
     """One line of the table.
 
     Args:
         case: what was measured. figure: what ``value`` is. target: what it should be, in words.
         note: the times behind it. agreement: relative difference between fast and slow results.
     """
-    return {"case": case, "figure": figure, "value": value, "target": target, "holds": bool(holds), "note": note,
-            "agreement": agreement}
+    return {
+        "case": case,
+        "figure": figure,
+        "value": value,
+        "target": target,
+        "holds": bool(holds),
+        "note": note,
+        "agreement": agreement,
+    }
 
 
 def machine() -> dict:
     """What the figures were taken on."""
     from fs_lowrank.runs.environment import versions
+
     return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "versions": versions()}

@@ -2,6 +2,7 @@
 
 Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo fashion_mnist
 """
+
 from __future__ import annotations
 
 import argparse
@@ -19,13 +20,17 @@ PARTS = ("server_step", "clients", "frozen_cache", "overhead", "vision", "one_sh
 
 def table(folder: Path) -> str:
     """The README's text, from all results in ``folder``."""
-    lines = ["# Speed", "",
-             "Written by `python -m benchmark.speed`. Figures are medians of runs taken in turn on a shared machine: "
-             "compare within a line, not between lines. Seconds are the clock's in `server_step` and `overhead`, "
-             "the processor's in the others. Agreement "
-             "is the relative difference between the results of the fast and the slow form.", "",
-             "| case | figure | value | target | holds | times | agreement |",
-             "| --- | --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "# Speed",
+        "",
+        "Written by `python -m benchmark.speed`. Figures are medians of runs taken in turn on a shared machine: "
+        "compare within a line, not between lines. Seconds are the clock's in `server_step` and `overhead`, "
+        "the processor's in the others. Agreement "
+        "is the relative difference between the results of the fast and the slow form.",
+        "",
+        "| case | figure | value | target | holds | times | agreement |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     about = []
     for part in PARTS:
         path = folder / f"{part}.json"
@@ -35,17 +40,22 @@ def table(folder: Path) -> str:
         for line in found["rows"]:
             holds = "–" if line["target"] == "–" else "yes" if line["holds"] else "**no**"
             agreement = "" if line["agreement"] is None else f"{line['agreement']:.0e}"
-            lines.append(f"| {line['case']} | {line['figure']} | {line['value']:.3g} | {line['target']} | {holds} | "
-                         f"{line['note']} | {agreement} |")
+            lines.append(
+                f"| {line['case']} | {line['figure']} | {line['value']:.3g} | {line['target']} | {holds} | "
+                f"{line['note']} | {agreement} |"
+            )
         on = found["machine"]
-        about.append(f"- `{part}`: {on['cpus']} cores, {found.get('threads', on['threads'])} thread(s), torch "
-                     f"{on['versions']['torch']}, {found['seconds']:.0f} s.")
+        about.append(
+            f"- `{part}`: {on['cpus']} cores, {found.get('threads', on['threads'])} thread(s), torch "
+            f"{on['versions']['torch']}, {found['seconds']:.0f} s."
+        )
     return "\n".join([*lines, "", *about, ""])
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.speed", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", nargs="?", default="all", choices=(*PARTS, "all"))
     parser.add_argument("--out", type=Path, default=Path("results/speed"), help="folder for the results")
     args = parser.parse_args(argv)
@@ -54,12 +64,18 @@ def main(argv: list[str] | None = None) -> int:
         for part in PARTS if args.part == "all" else (args.part,):
             started = time.perf_counter()
             found = import_module(f".{part}", __package__).run()
-            result = {"command": f"python -m benchmark.speed {part}", "seconds": time.perf_counter() - started,
-                      "machine": machine(), **found}
+            result = {
+                "command": f"python -m benchmark.speed {part}",
+                "seconds": time.perf_counter() - started,
+                "machine": machine(),
+                **found,
+            }
             (args.out / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
             for line in found["rows"]:
-                print(f"{part}: {line['case']}: {line['figure']}: {line['value']:.3g} ({line['target']}) "
-                      f"{line['note']}", flush=True)
+                print(
+                    f"{part}: {line['case']}: {line['figure']}: {line['value']:.3g} ({line['target']}) {line['note']}",
+                    flush=True,
+                )
     except UserError as error:
         print(f"error: {error}")
         return 1

@@ -1,4 +1,5 @@
 """Many clients in one process: peak memory and set-up time, each taken in a process of its own."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +18,8 @@ SETTINGS = {
     "data": {"type": "sentiment", "splitter": "iid", "splits": [0.96, 0.0, 0.04]},
     "model": {"type": "minilm@transformers"},
     "llm": {"tok_len": 16, "adapter": {"args": [{"r": 4, "alpha": 8, "modules": ["query", "value"]}]}},
-    "dataloader": {"batch_size": 2}, "train": {"local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
+    "dataloader": {"batch_size": 2},
+    "train": {"local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
     "eval": {"split": ["test"], "freq": 0, "batch_size": 64},
 }
 #: what a run may take beside the base model and the clients' adapters
@@ -38,32 +40,43 @@ def measure(settings: dict, train: bool) -> dict:
     from fs_lowrank import load_config
     from fs_lowrank.algebra import nbytes
     from fs_lowrank.engines.local import LocalEngine
+
     imported = peak_bytes()
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(settings, outdir=folder)
         started = time.process_time()  # on one thread: free of what else runs on the machine
         engine = LocalEngine(config)
         found = {
-            "clients": len(engine.clients), "setup_seconds": time.process_time() - started,
-            "base_bytes": sum(p.numel() * p.element_size() for n, p in engine.model.named_parameters()
-                              if n not in engine.server.state),
+            "clients": len(engine.clients),
+            "setup_seconds": time.process_time() - started,
+            "base_bytes": sum(
+                p.numel() * p.element_size() for n, p in engine.model.named_parameters() if n not in engine.server.state
+            ),
             "adapter_bytes": nbytes(engine.method.view(engine.server.state)),
-            "imported_peak_bytes": imported, "setup_peak_bytes": peak_bytes(),
+            "imported_peak_bytes": imported,
+            "setup_peak_bytes": peak_bytes(),
         }
         if train:
             started = time.perf_counter()
             result = engine.run()
-            found.update(run_seconds=time.perf_counter() - started, peak_bytes=peak_bytes(),
-                         updates_a_round=[len(r["clients"]) for r in result.history],
-                         aggregation_seconds=[r["seconds"]["aggregation"] for r in result.history])
+            found.update(
+                run_seconds=time.perf_counter() - started,
+                peak_bytes=peak_bytes(),
+                updates_a_round=[len(r["clients"]) for r in result.history],
+                aggregation_seconds=[r["seconds"]["aggregation"] for r in result.history],
+            )
     return found
 
 
 def in_fresh_process(settings: dict, train: bool) -> dict:
     """``measure`` where nothing has been allocated yet."""
-    done = subprocess.run([sys.executable, "-m", __name__, json.dumps(settings), json.dumps(train)],
-                          cwd=Path(__file__).parents[2], capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, json.dumps(settings), json.dumps(train)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     if done.returncode:
         raise RuntimeError(f"the measuring process failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -84,15 +97,30 @@ def run(settings: dict = SETTINGS, few: int = 10, turns: int = 3) -> dict:
     milliseconds = 1e3 * (least[many] - least[few]) / (many - few)
     everyone = in_fresh_process(settings, True)
     some = in_fresh_process(with_federate(settings, sample_client_num=many // 10, total_round_num=2), True)
-    rows = [row(f"{many:,} clients, MiniLM, rank 4", "set-up, milliseconds a client", milliseconds, "milliseconds",
-                milliseconds < 10, f"{least[many]:.2f} s with {many:,}, {least[few]:.2f} s with {few}")]
+    rows = [
+        row(
+            f"{many:,} clients, MiniLM, rank 4",
+            "set-up, milliseconds a client",
+            milliseconds,
+            "milliseconds",
+            milliseconds < 10,
+            f"{least[many]:.2f} s with {many:,}, {least[few]:.2f} s with {few}",
+        )
+    ]
     for case, found in ((f"a round of all {many:,}", everyone), (f"two rounds of {many // 10} of them", some)):
         limit = found["base_bytes"] + many * found["adapter_bytes"] + ALLOWED
-        rows.append(row(case, "peak memory ÷ (base + all adapters + 1.5 GB)", found["peak_bytes"] / limit, "≤ 1",
-                        found["peak_bytes"] <= limit,
-                        f"{found['peak_bytes'] / 1e6:.0f} MB of {limit / 1e6:.0f} MB; base "
-                        f"{found['base_bytes'] / 1e6:.0f} MB, adapter {found['adapter_bytes'] / 1e3:.0f} kB, "
-                        f"libraries alone {found['imported_peak_bytes'] / 1e6:.0f} MB"))
+        rows.append(
+            row(
+                case,
+                "peak memory ÷ (base + all adapters + 1.5 GB)",
+                found["peak_bytes"] / limit,
+                "≤ 1",
+                found["peak_bytes"] <= limit,
+                f"{found['peak_bytes'] / 1e6:.0f} MB of {limit / 1e6:.0f} MB; base "
+                f"{found['base_bytes'] / 1e6:.0f} MB, adapter {found['adapter_bytes'] / 1e3:.0f} kB, "
+                f"libraries alone {found['imported_peak_bytes'] / 1e6:.0f} MB",
+            )
+        )
     return {"threads": 1, "rows": rows, "results": {"setup_seconds": setups, "everyone": everyone, "some": some}}
 
 

@@ -8,6 +8,7 @@ sampled while it runs: what several processes share counts once. Rounds per seco
 from other load on the machine; processor seconds, summed over all processes, hardly do. A distributed run that
 would not fit into the machine's memory is not started, and the table says so.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,14 +41,24 @@ def make_job(folder: Path, rows: int) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS]
     inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-                            sep_token="[SEP]").save_pretrained(str(folder / "model"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    ).save_pretrained(str(folder / "model"))
     torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(vocabulary), hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-                         intermediate_size=256, max_position_embeddings=64)).save_pretrained(str(folder / "model"))
+    BertModel(
+        BertConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=256,
+            max_position_embeddings=64,
+        )
+    ).save_pretrained(str(folder / "model"))
     draw = np.random.default_rng(0)
     labels = draw.integers(0, 2, rows)
     texts = [" ".join(draw.permutation([*draw.choice(WORDS[8:], 10), WORDS[4 * (1 - label)]])) for label in labels]
@@ -59,9 +70,12 @@ def settings(folder: Path, clients: int, rounds: int) -> dict:
         "federate": {"method": "rolora", "client_num": clients, "total_round_num": rounds},
         "data": {"type": str(folder / "data.csv"), "splitter": "iid", "splits": [0.9, 0.0, 0.1]},
         "model": {"type": f"{folder / 'model'}@transformers"},
-        "llm": {"tok_len": 24, "adapter": {"args": [
-            {"r": 4, "alpha": 8, "modules": ["query", "value"], "layers": [2, 3]}]}},
-        "dataloader": {"batch_size": 8}, "train": {"local_update_steps": 2, "optimizer": {"type": "SGD", "lr": 0.05}},
+        "llm": {
+            "tok_len": 24,
+            "adapter": {"args": [{"r": 4, "alpha": 8, "modules": ["query", "value"], "layers": [2, 3]}]},
+        },
+        "dataloader": {"batch_size": 8},
+        "train": {"local_update_steps": 2, "optimizer": {"type": "SGD", "lr": 0.05}},
         "eval": {"split": ["test"], "freq": 0, "best_res_update_round_wise_key": "test_loss"},
         "lowrank": {"checkpoint_freq": 0, "timeout": 300.0},
     }
@@ -70,8 +84,10 @@ def settings(folder: Path, clients: int, rounds: int) -> dict:
 def _process(config: dict, keys: dict, engine: str, answers) -> None:
     """One process of a run; tells when each round ended."""
     import torch
+
     torch.set_num_threads(1)
     import fs_lowrank
+
     ended, worked = [], []
 
     def on_round(record):
@@ -134,11 +150,21 @@ def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir
         if needed > 0.8 * available():
             return {"status": f"not run: {clients} client processes need about {needed / 1e9:.0f} GB"}
         ports = _ports(clients + 1)
-        jobs[0].update({"distribute.role": "server", "distribute.server_port": ports[0],
-                        "distribute.server_host": "127.0.0.1"})
-        jobs += [dict(jobs[0], **{"distribute.role": "client", "distribute.client_port": ports[i],
-                                  "distribute.client_host": "127.0.0.1", "distribute.data_idx": i})
-                 for i in range(1, clients + 1)]
+        jobs[0].update(
+            {"distribute.role": "server", "distribute.server_port": ports[0], "distribute.server_host": "127.0.0.1"}
+        )
+        jobs += [
+            dict(
+                jobs[0],
+                **{
+                    "distribute.role": "client",
+                    "distribute.client_port": ports[i],
+                    "distribute.client_host": "127.0.0.1",
+                    "distribute.data_idx": i,
+                },
+            )
+            for i in range(1, clients + 1)
+        ]
     started = []
     for job in jobs:
         answers = context.Queue()
@@ -166,23 +192,41 @@ def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir
     # Between the ends of rounds: the first one has the start in it.
     ended, work = answer[0], answer[1] + sum(work for _, work in others)
     seconds = float(np.median(np.diff(ended)))
-    return {"status": "ok", "rounds_per_second": 1 / seconds, "processor_seconds_a_round": work,
-            "peak_bytes": memory.peak, "processes": len(jobs), "rounds": len(ended)}
+    return {
+        "status": "ok",
+        "rounds_per_second": 1 / seconds,
+        "processor_seconds_a_round": work,
+        "peak_bytes": memory.peak,
+        "processes": len(jobs),
+        "rounds": len(ended),
+    }
 
 
 def table(cells: list[dict], about: dict) -> str:
     """Markdown: an engine a row, a number of clients a column."""
     sizes = sorted({cell["clients"] for cell in cells})
-    lines = ["# Engines side by side", "", f"`{about['command']}`; {about['cpus']} processors, one thread a process, "
-             f"torch {about['versions']['torch']}. {about['job']}", "",
-             "| engine | " + " | ".join(f"{n} clients: rounds/s | processor s a round | memory" for n in sizes) + " |",
-             "| --- |" + " ---: | ---: | ---: |" * len(sizes)]
+    lines = [
+        "# Engines side by side",
+        "",
+        f"`{about['command']}`; {about['cpus']} processors, one thread a process, "
+        f"torch {about['versions']['torch']}. {about['job']}",
+        "",
+        "| engine | " + " | ".join(f"{n} clients: rounds/s | processor s a round | memory" for n in sizes) + " |",
+        "| --- |" + " ---: | ---: | ---: |" * len(sizes),
+    ]
     for label in dict.fromkeys(cell["engine"] for cell in cells):
         row = []
         for size in sizes:
             cell = next((c for c in cells if (c["engine"], c["clients"]) == (label, size)), {"status": "not run"})
-            row += [f"{cell['rounds_per_second']:.2f}", f"{cell['processor_seconds_a_round']:.2f}",
-                    f"{cell['peak_bytes'] / 1e9:.2f} GB"] if cell["status"] == "ok" else [cell["status"], "", ""]
+            row += (
+                [
+                    f"{cell['rounds_per_second']:.2f}",
+                    f"{cell['processor_seconds_a_round']:.2f}",
+                    f"{cell['peak_bytes'] / 1e9:.2f} GB",
+                ]
+                if cell["status"] == "ok"
+                else [cell["status"], "", ""]
+            )
         lines.append(f"| {label} | " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
 
@@ -196,14 +240,22 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     from fs_lowrank.errors import UserError
     from fs_lowrank.runs.environment import versions
+
     try:
         import fs_lowrank.engines.federatedscope  # noqa: F401
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     context = multiprocessing.get_context("forkserver")
     # Imported once and forked: 200 client processes fit into a small machine.
-    context.set_forkserver_preload(["fs_lowrank.engines.federatedscope.run", "fs_lowrank.runs.plots", "pandas",
-                                    "transformers.models.bert.modeling_bert", "peft.tuners.lora"])
+    context.set_forkserver_preload(
+        [
+            "fs_lowrank.engines.federatedscope.run",
+            "fs_lowrank.runs.plots",
+            "pandas",
+            "transformers.models.bert.modeling_bert",
+            "peft.tuners.lora",
+        ]
+    )
     sizes = [int(n) for n in args.clients.split(",")]
     cells, a_client = [], 0.0
     with tempfile.TemporaryDirectory() as name:
@@ -217,12 +269,15 @@ def main() -> None:
                     a_client = cell["peak_bytes"] / (clients + 1)
                 cells.append({"engine": label, "clients": clients, **cell})
                 print(json.dumps(cells[-1]), flush=True)
-    about = {"command": f"python -m benchmark.speed.engines --clients {args.clients} --rounds {args.rounds}",
-             "cpus": os.cpu_count(), "versions": versions(),
-             "job": "RoLoRA on an encoder of 4 layers and width 128, r 4 in the query and value of the last two; 2 "
-                    "steps of 8 samples a client and round, every client in every round; memory is the proportional "
-                    "set size of all processes, with what they import in common counted once. Rounds per second are "
-                    "by the clock and suffer from other load; processor seconds, summed over all processes, hardly do."}
+    about = {
+        "command": f"python -m benchmark.speed.engines --clients {args.clients} --rounds {args.rounds}",
+        "cpus": os.cpu_count(),
+        "versions": versions(),
+        "job": "RoLoRA on an encoder of 4 layers and width 128, r 4 in the query and value of the last two; 2 "
+        "steps of 8 samples a client and round, every client in every round; memory is the proportional "
+        "set size of all processes, with what they import in common counted once. Rounds per second are "
+        "by the clock and suffer from other load; processor seconds, summed over all processes, hardly do.",
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "engines.json").write_text(json.dumps({**about, "cells": cells}, indent=1) + "\n")
     (args.out / "README.md").write_text(table(cells, about))

@@ -1,4 +1,5 @@
 """Local steps with the states below the first adapted layer kept, against computing them in every step."""
+
 from __future__ import annotations
 
 import tempfile
@@ -19,18 +20,26 @@ from . import difference, race, row, threads
 
 MINILM = {
     "federate": {"method": "rolora", "client_num": 2, "total_round_num": 1},
-    "data": {"type": "sentiment", "splits": [0.9, 0.0, 0.1]}, "model": {"type": "minilm@transformers"},
-    "llm": {"tok_len": 64, "adapter": {"args": [
-        {"r": 4, "alpha": 8, "modules": ["query", "value"], "layers": [4, 5]}]}},
-    "dataloader": {"batch_size": 16}, "train": {"local_update_steps": 8, "optimizer": {"type": "SGD", "lr": 0.05}},
+    "data": {"type": "sentiment", "splits": [0.9, 0.0, 0.1]},
+    "model": {"type": "minilm@transformers"},
+    "llm": {
+        "tok_len": 64,
+        "adapter": {"args": [{"r": 4, "alpha": 8, "modules": ["query", "value"], "layers": [4, 5]}]},
+    },
+    "dataloader": {"batch_size": 16},
+    "train": {"local_update_steps": 8, "optimizer": {"type": "SGD", "lr": 0.05}},
     "eval": {"split": ["test"]},
 }
 SMOLLM2 = {
     "federate": {"method": "rolora", "client_num": 2, "total_round_num": 1},
-    "data": {"type": "alpaca_demo", "splits": [0.9, 0.0, 0.1]}, "model": {"type": "smollm2@huggingface_llm"},
-    "llm": {"tok_len": 128, "adapter": {"args": [
-        {"r": 8, "alpha": 16, "modules": ["q_proj", "v_proj"], "layers": list(range(20, 30))}]}},
-    "dataloader": {"batch_size": 4}, "train": {"local_update_steps": 2, "optimizer": {"type": "SGD", "lr": 0.05}},
+    "data": {"type": "alpaca_demo", "splits": [0.9, 0.0, 0.1]},
+    "model": {"type": "smollm2@huggingface_llm"},
+    "llm": {
+        "tok_len": 128,
+        "adapter": {"args": [{"r": 8, "alpha": 16, "modules": ["q_proj", "v_proj"], "layers": list(range(20, 30))}]},
+    },
+    "dataloader": {"batch_size": 4},
+    "train": {"local_update_steps": 2, "optimizer": {"type": "SGD", "lr": 0.05}},
     "eval": {"split": ["test"]},
 }
 
@@ -43,7 +52,9 @@ def write_questions(path: Path, rows: int) -> None:
     frame = load_raw(load_config(MINILM).data).train.head(rows)
     questions = frame.assign(
         instruction="Is the opinion in this sentence positive or negative? Answer with one word.",
-        input=frame["text"], output=frame["label"].map({0: "negative", 1: "positive"}))
+        input=frame["text"],
+        output=frame["label"].map({0: "negative", 1: "positive"}),
+    )
     questions[["instruction", "input", "output"]].to_json(path, orient="records", lines=True)
 
 
@@ -57,8 +68,10 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
     model, method = engine.model, engine.method
     examples = engine.data.clients[0].select(np.arange(min(samples, len(engine.data.clients[0]))))
     # As in the engine: few bytes to keep is none kept.
-    prefixes = {"kept": FrozenPrefix(model, {*method.shared}, limit=4e9),
-                "computed": FrozenPrefix(model, {*method.shared}, limit=0)}
+    prefixes = {
+        "kept": FrozenPrefix(model, {*method.shared}, limit=4e9),
+        "computed": FrozenPrefix(model, {*method.shared}, limit=0),
+    }
     for prefix in prefixes.values():
         prefix.plan({"client": (examples, float("inf"))})
     started = time.process_time()
@@ -70,8 +83,16 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
 
     def steps(name):
         load_tensors(model, engine.server.state)
-        losses[name] = train_client(model, examples, method.phases(1), config, lr=config.train.optimizer.lr, seed=1,
-                                    owner="client", prefix=prefixes[name]).loss
+        losses[name] = train_client(
+            model,
+            examples,
+            method.phases(1),
+            config,
+            lr=config.train.optimizer.lr,
+            seed=1,
+            owner="client",
+            prefix=prefixes[name],
+        ).loss
         trained[name] = {n: t.detach().clone() for n, t in method.upload(model, 1, engine.clients[0]).items()}
 
     count, batch = config.train.local_update_steps, config.dataloader.batch_size
@@ -82,13 +103,20 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
     tokens = int(examples.lengths.sum())
     labelled = sum(int((row != IGNORED_LABEL).sum()) for row in examples.columns.get("labels", ()))
     return {
-        "seconds_a_step": step, "once_seconds": once, "samples": len(examples), "batch": batch,
-        "tokens": tokens, "labelled_tokens": labelled, "bytes_kept": tokens * model.config.hidden_size * 4,
+        "seconds_a_step": step,
+        "once_seconds": once,
+        "samples": len(examples),
+        "batch": batch,
+        "tokens": tokens,
+        "labelled_tokens": labelled,
+        "bytes_kept": tokens * model.config.hidden_size * 4,
         "speed_up": step["computed"] / step["kept"],
         "passes_to_pay_back": once / (saved * a_pass) if saved > 0 else float("inf"),
-        "speed_up_with_the_first_pass": {str(n): n * a_pass * step["computed"] / (once + n * a_pass * step["kept"])
-                                         for n in (2, 5, 10, 30)},
-        "loss": losses, "loss_difference": abs(losses["kept"] - losses["computed"]) / abs(losses["computed"]),
+        "speed_up_with_the_first_pass": {
+            str(n): n * a_pass * step["computed"] / (once + n * a_pass * step["kept"]) for n in (2, 5, 10, 30)
+        },
+        "loss": losses,
+        "loss_difference": abs(losses["kept"] - losses["computed"]) / abs(losses["computed"]),
         "difference": difference(trained["kept"], trained["computed"]),
     }
 
@@ -96,9 +124,11 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
 def run() -> dict:
     rows, results = [], {}
     smol = "SmolLM2-135M, layers 20 to 29 of 30"
-    for name, settings, samples, repeats in (("MiniLM, layers 4 and 5 of 6", MINILM, 128, 9),
-                                             (f"{smol}, answers of a word", SHORT_ANSWERS, 32, 5),
-                                             (f"{smol}, answers of sentences", SMOLLM2, 32, 5)):
+    for name, settings, samples, repeats in (
+        ("MiniLM, layers 4 and 5 of 6", MINILM, 128, 9),
+        (f"{smol}, answers of a word", SHORT_ANSWERS, 32, 5),
+        (f"{smol}, answers of sentences", SMOLLM2, 32, 5),
+    ):
         with threads(1), tempfile.TemporaryDirectory() as folder:
             config = load_config({**settings, "data": {"type": f"{folder}/questions.jsonl", **settings["data"]}})
             if settings is SHORT_ANSWERS:
@@ -106,11 +136,26 @@ def run() -> dict:
             found = results[name] = measure(config, samples, repeats)
         head = f"; the head works on {found['labelled_tokens']} of {found['tokens']} tokens either way"
         step = {k: f"{1e3 * v:.4g} ms" for k, v in found["seconds_a_step"].items()}
-        rows.append(row(name, "local step, states computed ÷ kept", found["speed_up"], "≥ 1.8",
-                        found["speed_up"] >= 1.8, f"{step['computed']} ÷ {step['kept']}"
-                        + (head if found["labelled_tokens"] else ""), found["difference"]))
-        rows.append(row("the same", "passes over the data that pay for the first",
-                        found["passes_to_pay_back"], "–", True,
-                        "with the first pass: " + ", ".join(
-                            f"{v:.2f}× in {n} passes" for n, v in found["speed_up_with_the_first_pass"].items())))
+        rows.append(
+            row(
+                name,
+                "local step, states computed ÷ kept",
+                found["speed_up"],
+                "≥ 1.8",
+                found["speed_up"] >= 1.8,
+                f"{step['computed']} ÷ {step['kept']}" + (head if found["labelled_tokens"] else ""),
+                found["difference"],
+            )
+        )
+        rows.append(
+            row(
+                "the same",
+                "passes over the data that pay for the first",
+                found["passes_to_pay_back"],
+                "–",
+                True,
+                "with the first pass: "
+                + ", ".join(f"{v:.2f}× in {n} passes" for n, v in found["speed_up_with_the_first_pass"].items()),
+            )
+        )
     return {"threads": 1, "rows": rows, "results": results}

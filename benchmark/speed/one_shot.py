@@ -1,4 +1,5 @@
 """FedFisher: conjugate gradients against the paper's Adam, the Fisher pass against training, memory by the factors."""
+
 from __future__ import annotations
 
 import gc
@@ -26,7 +27,7 @@ def pictures(count: int, shape: tuple[int, int, int], seed: int, classes: range 
     draw = torch.Generator().manual_seed(seed)
     labels = torch.tensor(list(classes))[torch.randint(0, len(classes), (count,), generator=draw)]
     x = means[labels] + 2 * torch.randn(count, *shape, generator=draw)
-    return [{"pixel_values": x[i:i + BATCH], "labels": labels[i:i + BATCH]} for i in range(0, count, BATCH)]
+    return [{"pixel_values": x[i : i + BATCH], "labels": labels[i : i + BATCH]} for i in range(0, count, BATCH)]
 
 
 def network(kind: str, shape: tuple[int, int, int]) -> nn.Module:
@@ -98,10 +99,19 @@ def _solvers() -> list[dict]:
     seconds = race({"cg": lambda: found.update(cg=round.aggregate()), "adam": last_of_adam}, repeats=1)
     low, high, start = (round.objective(t) for t in (found["cg"], found["adam"], mean))
     ratio = seconds["adam"] / seconds["cg"]
-    note = (f"{seconds['adam']:.1f} s, {seconds['cg']:.1f} s; objective {high:.3g} and {low:.3g}, {start:.3g} at the "
-            "mean")
-    return [row(f"K-FAC, FedMA CNN, {CLIENTS} clients", f"{STEPS:,} Adam steps / cg", ratio, "≥ 10, objective no worse",
-                ratio >= 10 and low <= high, note)]
+    note = (
+        f"{seconds['adam']:.1f} s, {seconds['cg']:.1f} s; objective {high:.3g} and {low:.3g}, {start:.3g} at the mean"
+    )
+    return [
+        row(
+            f"K-FAC, FedMA CNN, {CLIENTS} clients",
+            f"{STEPS:,} Adam steps / cg",
+            ratio,
+            "≥ 10, objective no worse",
+            ratio >= 10 and low <= high,
+            note,
+        )
+    ]
 
 
 def _passes() -> list[dict]:
@@ -112,13 +122,26 @@ def _passes() -> list[dict]:
         model = trained(kind, shape, data, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         names = sorted(dict(model.named_parameters()))
-        seconds = race({"epoch": partial(epoch, model, data, optimizer),
-                        "diag": partial(diagonal_fisher, model, data, names),
-                        "kfac": partial(kronecker_fisher, model, data, matrix_layers(model, names))}, repeats=3)
+        seconds = race(
+            {
+                "epoch": partial(epoch, model, data, optimizer),
+                "diag": partial(diagonal_fisher, model, data, names),
+                "kfac": partial(kronecker_fisher, model, data, matrix_layers(model, names)),
+            },
+            repeats=3,
+        )
         for fisher in ("diag", "kfac"):
             share = seconds[fisher] / (EPOCHS * seconds["epoch"])
-            rows.append(row(f"{fisher} Fisher, {kind}", "share of 30 epochs", share, "≤ 0.15", share <= 0.15,
-                            f"{seconds[fisher]:.2f} s, an epoch {seconds['epoch']:.2f} s"))
+            rows.append(
+                row(
+                    f"{fisher} Fisher, {kind}",
+                    "share of 30 epochs",
+                    share,
+                    "≤ 0.15",
+                    share <= 0.15,
+                    f"{seconds[fisher]:.2f} s, an epoch {seconds['epoch']:.2f} s",
+                )
+            )
     return rows
 
 
@@ -132,15 +155,26 @@ def _memory() -> list[dict]:
         del round
         gc.collect()
     grows = (peaks[5] - peaks[2]) / 3 / factors
-    note = (f"{factors / 1e6:.1f} MB sent, of which one layer at a time is held in float64; peak above the updates "
-            f"{peaks[2] / 1e6:.0f} MB with 2 clients, {peaks[5] / 1e6:.0f} MB with 5")
-    return [row("K-FAC server step, FedMA CNN", "peak bytes per further client / what it sent", grows, "≤ 3",
-                grows <= 3, note)]
+    note = (
+        f"{factors / 1e6:.1f} MB sent, of which one layer at a time is held in float64; peak above the updates "
+        f"{peaks[2] / 1e6:.0f} MB with 2 clients, {peaks[5] / 1e6:.0f} MB with 5"
+    )
+    return [
+        row(
+            "K-FAC server step, FedMA CNN",
+            "peak bytes per further client / what it sent",
+            grows,
+            "≤ 3",
+            grows <= 3,
+            note,
+        )
+    ]
 
 
 def _peak(step) -> int:
     """The most bytes of tensors that were alive at once, above those before, as torch's profiler counts them."""
     from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step()
     alive = most = 0

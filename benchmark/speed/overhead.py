@@ -2,6 +2,7 @@
 
 The timers are put on from here; the engine knows nothing of them.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -25,8 +26,12 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 
 #: where the overhead goes -> functions of ours, none of which calls another of them or the model
 PARTS = {
-    "making batches": ("batch",), "loading tensors": ("load_tensors",), "freezing and thawing": ("set_trainable",),
-    "reading off the upload": ("upload",), "checking and packing": ("receive",), "aggregation": ("finish",),
+    "making batches": ("batch",),
+    "loading tensors": ("load_tensors",),
+    "freezing and thawing": ("set_trainable",),
+    "reading off the upload": ("upload",),
+    "checking and packing": ("receive",),
+    "aggregation": ("finish",),
     "checkpoint and records": ("_save", "add"),
 }
 
@@ -44,6 +49,7 @@ def timers(model: torch.nn.Module) -> Iterator[dict[str, float]]:
                 return function(*args, **kwargs)
             finally:
                 spent[name] += time.perf_counter() - started
+
         return wrapper
 
     def begin(*_):
@@ -76,6 +82,7 @@ def measure(config: Config, rounds: int, profile: bool = False) -> dict:
     profiler = cProfile.Profile()
 
     with tempfile.TemporaryDirectory() as folder:
+
         def on_client(round, done, clients):
             if not marks:  # from here the first round runs; what came before is set-up
                 marks.append((time.perf_counter(), dict(spent)))
@@ -95,8 +102,11 @@ def measure(config: Config, rounds: int, profile: bool = False) -> dict:
     for (before, was), (after, now) in zip(marks, marks[1:]):
         parts = {name: now[name] - was[name] for name in now}
         found.append({"wall": after - before, **parts, "overhead": after - before - sum(parts.values())})
-    result = {"rounds": found, "share": statistics.median(r["overhead"] / r["wall"] for r in found),
-              "share_of_total": sum(r["overhead"] for r in found) / sum(r["wall"] for r in found)}
+    result = {
+        "rounds": found,
+        "share": statistics.median(r["overhead"] / r["wall"] for r in found),
+        "share_of_total": sum(r["overhead"] for r in found) / sum(r["wall"] for r in found),
+    }
     if profile:
         result["parts_seconds"] = _parts(profiler)
     return result
@@ -104,9 +114,14 @@ def measure(config: Config, rounds: int, profile: bool = False) -> dict:
 
 def _parts(profiler: cProfile.Profile) -> dict[str, float]:
     stats = pstats.Stats(profiler).stats
-    return {part: sum(cumulative for (path, _, function), (_, _, _, cumulative, _) in stats.items()
-                      if "fs_lowrank" in path and function in functions)
-            for part, functions in PARTS.items()}
+    return {
+        part: sum(
+            cumulative
+            for (path, _, function), (_, _, _, cumulative, _) in stats.items()
+            if "fs_lowrank" in path and function in functions
+        )
+        for part, functions in PARTS.items()
+    }
 
 
 def run(rounds: int = 4) -> dict:
@@ -117,8 +132,20 @@ def run(rounds: int = 4) -> dict:
     totals = {k: sum(r[k] for r in plain["rounds"]) for k in plain["rounds"][0]}
     rest = totals["wall"] - totals["overhead"]
     share, halved = plain["share_of_total"], totals["overhead"] / (totals["overhead"] + rest / 2)
-    note = (f"{halved:.2g} if all else took half as long; a round: "
-            + ", ".join(f"{k} {1e3 * v / rounds:.0f} ms" for k, v in totals.items()))
-    return {"threads": 1, "results": {"plain": plain, "profiled": profiled}, "rows": [
-        row(f"the demo, MiniLM, {config.sampled_per_round} of {config.federate.client_num} clients a round",
-            "share of a round that is the engine's own", share, "≤ 0.05", share <= 0.05, note)]}
+    note = f"{halved:.2g} if all else took half as long; a round: " + ", ".join(
+        f"{k} {1e3 * v / rounds:.0f} ms" for k, v in totals.items()
+    )
+    return {
+        "threads": 1,
+        "results": {"plain": plain, "profiled": profiled},
+        "rows": [
+            row(
+                f"the demo, MiniLM, {config.sampled_per_round} of {config.federate.client_num} clients a round",
+                "share of a round that is the engine's own",
+                share,
+                "≤ 0.05",
+                share <= 0.05,
+                note,
+            )
+        ],
+    }

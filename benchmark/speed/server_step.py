@@ -1,4 +1,5 @@
 """The server's step: the mean against a loop, FlexLoRA against a dense SVD, FLoRA against a product per client."""
+
 from __future__ import annotations
 
 import gc
@@ -23,7 +24,8 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.ModuleDict({"q": nn.Linear(d_in, d_out, bias=False), "v": nn.Linear(d_in, d_out, bias=False)})
-            for _ in range(modules // 2))
+            for _ in range(modules // 2)
+        )
         self.last = nn.ModuleDict({"q": nn.Linear(d_in, d_out, bias=False)} if modules % 2 else {})
 
 
@@ -34,16 +36,28 @@ class Round:
     ``rank`` large singular values, and its best approximation is well determined.
     """
 
-    def __init__(self, method: str, clients: int, modules: int, d_out: int, d_in: int, rank: int,
-                 dtype: torch.dtype = torch.float32, seed: int = 0):
+    def __init__(
+        self,
+        method: str,
+        clients: int,
+        modules: int,
+        d_out: int,
+        d_in: int,
+        rank: int,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ):
         self.method: Method = create_method(
-            method, adapter=AdapterSpec(r=rank, lora_alpha=ALPHA, target_modules=("q", "v")[:modules]), seed=seed)
+            method, adapter=AdapterSpec(r=rank, lora_alpha=ALPHA, target_modules=("q", "v")[:modules]), seed=seed
+        )
         self.model = self.method.adapt(Layers(modules, d_out, d_in).to(dtype))
         self.state = self.method.initial_state(self.model)
         draw = torch.Generator().manual_seed(seed)
         common = {n: self._normal(t, draw) for n, t in self.state.items()}
-        self.raw = [Update(k, 100 + k, {n: common[n] + 0.3 * self._normal(t, draw) for n, t in self.state.items()})
-                    for k in range(1, clients + 1)]
+        self.raw = [
+            Update(k, 100 + k, {n: common[n] + 0.3 * self._normal(t, draw) for n, t in self.state.items()})
+            for k in range(1, clients + 1)
+        ]
         self.updates = [self.receive(update) for update in self.raw]
         self.weights = self.method.weights(self.updates)
         self.scale = ALPHA / rank
@@ -109,10 +123,20 @@ def merge_one_by_one(round: Round, weights: dict[str, Tensor], in_place: bool = 
 def averaging(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=21, dtype=torch.float32) -> dict:
     round = Round("fedlora", clients, modules, d_out, d_in, rank, dtype)
     buffer = torch.cat([u.tensors.flat for u in round.updates])
-    seconds = race({"ours": round.aggregate, "loop": lambda: loop_mean(round), "read": buffer.sum,
-                    "check and pack": lambda: [round.receive(u) for u in round.raw]}, repeats)
-    return {"seconds": seconds, "difference": difference(round.aggregate(), loop_mean(round)),
-            "bytes": buffer.numel() * buffer.element_size()}
+    seconds = race(
+        {
+            "ours": round.aggregate,
+            "loop": lambda: loop_mean(round),
+            "read": buffer.sum,
+            "check and pack": lambda: [round.receive(u) for u in round.raw],
+        },
+        repeats,
+    )
+    return {
+        "seconds": seconds,
+        "difference": difference(round.aggregate(), loop_mean(round)),
+        "bytes": buffer.numel() * buffer.element_size(),
+    }
 
 
 def flexlora(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=5, slow=2, dtype=torch.float32) -> dict:
@@ -136,12 +160,17 @@ def flora(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=5, slow
     del before, merged
     stacks = [(message[n], message[n.replace(".lora_B.", ".lora_A.")]) for n in message if ".lora_B." in n]
     product = torch.empty(d_out, d_in, dtype=dtype)
-    seconds = race({"ours": lambda: round.method.apply(round.model, round.aggregate(), 1),
-                    "aggregate alone": round.aggregate,
-                    "the products alone": lambda: [torch.mm(up, down, out=product) for up, down in stacks],
-                    "product per client": lambda: merge_one_by_one(round, summed),
-                    "product per client, in place": lambda: merge_one_by_one(round, summed, in_place=True)},
-                   repeats, {"product per client": slow, "product per client, in place": slow})
+    seconds = race(
+        {
+            "ours": lambda: round.method.apply(round.model, round.aggregate(), 1),
+            "aggregate alone": round.aggregate,
+            "the products alone": lambda: [torch.mm(up, down, out=product) for up, down in stacks],
+            "product per client": lambda: merge_one_by_one(round, summed),
+            "product per client, in place": lambda: merge_one_by_one(round, summed, in_place=True),
+        },
+        repeats,
+        {"product per client": slow, "product per client, in place": slow},
+    )
     return {"seconds": seconds, "difference": apart}
 
 
@@ -149,8 +178,12 @@ def run() -> dict:
     """All of them, on all cores, as a server has them; run it where nothing else runs."""
     rows, results = [], {}
     with threads(os.cpu_count()):
-        for name, measure in {"averaging": averaging, "flexlora 1024": flexlora, "flora": flora, "flexlora 4096": (
-                lambda: flexlora(clients=20, modules=1, d_out=4096, d_in=4096, repeats=5, slow=1))}.items():
+        for name, measure in {
+            "averaging": averaging,
+            "flexlora 1024": flexlora,
+            "flora": flora,
+            "flexlora 4096": (lambda: flexlora(clients=20, modules=1, d_out=4096, d_in=4096, repeats=5, slow=1)),
+        }.items():
             results[name] = measure()
             gc.collect()
     ms = {name: {k: f"{1e3 * v:.4g} ms" for k, v in r["seconds"].items()} for name, r in results.items()}
@@ -160,20 +193,49 @@ def run() -> dict:
 
     taken = results["averaging"]["seconds"]
     size = "50 clients × 48 modules × rank 4 × 1024"
-    add("averaging", f"averaging, {size}", "loop over tensors and clients ÷ ours", taken["loop"] / taken["ours"],
-        "≥ 5", taken["loop"] >= 5 * taken["ours"], f"{ms['averaging']['loop']} ÷ {ms['averaging']['ours']}")
-    add("averaging", "the same", "ours ÷ reading the bytes once", taken["ours"] / taken["read"],
-        "≤ 3", taken["ours"] <= 3 * taken["read"], f"{ms['averaging']['ours']} ÷ {ms['averaging']['read']}")
+    add(
+        "averaging",
+        f"averaging, {size}",
+        "loop over tensors and clients ÷ ours",
+        taken["loop"] / taken["ours"],
+        "≥ 5",
+        taken["loop"] >= 5 * taken["ours"],
+        f"{ms['averaging']['loop']} ÷ {ms['averaging']['ours']}",
+    )
+    add(
+        "averaging",
+        "the same",
+        "ours ÷ reading the bytes once",
+        taken["ours"] / taken["read"],
+        "≤ 3",
+        taken["ours"] <= 3 * taken["read"],
+        f"{ms['averaging']['ours']} ÷ {ms['averaging']['read']}",
+    )
     for name, case, factor, slow in (
-            ("flexlora 1024", f"flexlora, {size}", 10, "dense"),
-            ("flexlora 4096", "flexlora, one layer of 4096 × 4096, Σr = 80", 100, "dense"),
-            ("flora", f"flora, stacks and merge, {size}", 10, "product per client")):
+        ("flexlora 1024", f"flexlora, {size}", 10, "dense"),
+        ("flexlora 4096", "flexlora, one layer of 4096 × 4096, Σr = 80", 100, "dense"),
+        ("flora", f"flora, stacks and merge, {size}", 10, "product per client"),
+    ):
         taken = results[name]["seconds"]
         what = "dense sum and full SVD ÷ ours" if slow == "dense" else "one product per client ÷ ours"
-        add(name, case, what, taken[slow] / taken["ours"], f"≥ {factor}", taken[slow] >= factor * taken["ours"],
+        add(
+            name,
+            case,
+            what,
+            taken[slow] / taken["ours"],
+            f"≥ {factor}",
+            taken[slow] >= factor * taken["ours"],
             f"{ms[name][slow]} ÷ {ms[name]['ours']}"
-            + (f", of which bare products of the stacks {ms[name]['the products alone']}" if name == "flora" else ""))
+            + (f", of which bare products of the stacks {ms[name]['the products alone']}" if name == "flora" else ""),
+        )
     taken, slow = results["flora"]["seconds"], "product per client, in place"
-    add("flora", "the same", "the best such loop, all in place ÷ ours", taken[slow] / taken["ours"], "–", True,
-        f"{ms['flora'][slow]} ÷ {ms['flora']['ours']}")
+    add(
+        "flora",
+        "the same",
+        "the best such loop, all in place ÷ ours",
+        taken[slow] / taken["ours"],
+        "–",
+        True,
+        f"{ms['flora'][slow]} ÷ {ms['flora']['ours']}",
+    )
     return {"threads": os.cpu_count(), "rows": rows, "results": results}

@@ -2,6 +2,7 @@
 
 The memory of the clients is taken on Fashion-MNIST, made 3 × 32 × 32: fs-lowrank fetch fashion_mnist
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,19 +24,31 @@ KINDS = (("lora", 128), ("lora", 64), ("lora", 16), ("loha", 32), ("lokr", 32))
 SLOWEST = 0.6
 SETTINGS = {
     "federate": {"method": "fedlora", "client_num": 100, "total_round_num": 1},
-    "data": {"type": "fashion_mnist", "splitter": "iid", "splits": [1.0, 0.0, 0.0], "subsample": 0.01,
-             "transform": [["Pad", {"padding": 2}], ["Grayscale", {"num_output_channels": 3}], ["ToTensor"],
-                           ["Normalize", {"mean": [0.286], "std": [0.353]}]]},
-    "model": {"type": "resnet18"}, "llm": {"adapter": {"args": [{"r": 128, "alpha": 128}]}},
-    "dataloader": {"batch_size": 2}, "train": {"local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
+    "data": {
+        "type": "fashion_mnist",
+        "splitter": "iid",
+        "splits": [1.0, 0.0, 0.0],
+        "subsample": 0.01,
+        "transform": [
+            ["Pad", {"padding": 2}],
+            ["Grayscale", {"num_output_channels": 3}],
+            ["ToTensor"],
+            ["Normalize", {"mean": [0.286], "std": [0.353]}],
+        ],
+    },
+    "model": {"type": "resnet18"},
+    "llm": {"adapter": {"args": [{"r": 128, "alpha": 128}]}},
+    "dataloader": {"batch_size": 2},
+    "train": {"local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
     "eval": {"split": [], "freq": 0},
 }
 #: what a run may take beside the base model and the clients' adapters
 ALLOWED = 2e9
 
 
-def stepper(options: VisionOptions, spec: AdapterSpec | None, composed: bool, batch: dict[str, torch.Tensor]
-            ) -> Callable[[], float]:
+def stepper(
+    options: VisionOptions, spec: AdapterSpec | None, composed: bool, batch: dict[str, torch.Tensor]
+) -> Callable[[], float]:
     """A function that takes one training step and returns its loss.
 
     Args:
@@ -64,8 +77,10 @@ def stepper(options: VisionOptions, spec: AdapterSpec | None, composed: bool, ba
 def steps(options: VisionOptions, kinds=KINDS, size: int = 32, repeats: int = 5) -> dict:
     """Seconds a step of each form, and how far the losses of the two forms part over the steps."""
     generator = torch.Generator().manual_seed(0)
-    batch = {"pixel_values": torch.randn(size, *options.image_shape, generator=generator),
-             "labels": torch.randint(options.num_classes, (size,), generator=generator)}
+    batch = {
+        "pixel_values": torch.randn(size, *options.image_shape, generator=generator),
+        "labels": torch.randint(options.num_classes, (size,), generator=generator),
+    }
     forms = {"full": stepper(options, None, True, batch)}
     for kind, rank in kinds:
         spec = AdapterSpec(method=kind, r=rank, lora_alpha=rank)
@@ -73,8 +88,10 @@ def steps(options: VisionOptions, kinds=KINDS, size: int = 32, repeats: int = 5)
             forms[f"{kind} {rank} {name}"] = stepper(options, spec, composed, batch)
     losses: dict[str, list[float]] = {name: [step()] for name, step in forms.items()}  # the first step warms up
     seconds = race({name: lambda name=name: losses[name].append(forms[name]()) for name in forms}, repeats)
-    apart = {f"{k} {r}": max(abs(a - b) / abs(b) for a, b in zip(losses[f"{k} {r} ours"], losses[f"{k} {r} peft"]))
-             for k, r in kinds}
+    apart = {
+        f"{k} {r}": max(abs(a - b) / abs(b) for a, b in zip(losses[f"{k} {r} ours"], losses[f"{k} {r} peft"]))
+        for k, r in kinds
+    }
     return {"seconds": seconds, "apart": apart, "batch_size": size}
 
 
@@ -86,16 +103,30 @@ def run() -> dict:
     for kind, rank in KINDS:
         ours, peft = seconds[f"{kind} {rank} ours"], seconds[f"{kind} {rank} peft"]
         ratio = seconds["full"] / ours
-        rows.append(row(f"ResNet-18, {kind}, rank {rank}, batch {found['batch_size']}",
-                        "speed of a step ÷ the full-rank step's", ratio, f"≥ {SLOWEST}", ratio >= SLOWEST,
-                        f"{ours:.2f} s, full rank {seconds['full']:.2f} s, plain PEFT {peft:.2f} s "
-                        f"({seconds['full'] / peft:.2f})", found["apart"][f"{kind} {rank}"]))
+        rows.append(
+            row(
+                f"ResNet-18, {kind}, rank {rank}, batch {found['batch_size']}",
+                "speed of a step ÷ the full-rank step's",
+                ratio,
+                f"≥ {SLOWEST}",
+                ratio >= SLOWEST,
+                f"{ours:.2f} s, full rank {seconds['full']:.2f} s, plain PEFT {peft:.2f} s "
+                f"({seconds['full'] / peft:.2f})",
+                found["apart"][f"{kind} {rank}"],
+            )
+        )
     memory = in_fresh_process(SETTINGS, True)
     limit = memory["base_bytes"] + memory["clients"] * memory["adapter_bytes"] + ALLOWED
-    rows.append(row(f"{memory['clients']} clients, ResNet-18, rank 128, a round of all",
-                    "peak memory ÷ (base + all adapters + 2 GB)", memory["peak_bytes"] / limit, "≤ 1",
-                    memory["peak_bytes"] <= limit,
-                    f"{memory['peak_bytes'] / 1e6:.0f} MB of {limit / 1e6:.0f} MB; base "
-                    f"{memory['base_bytes'] / 1e6:.0f} MB, adapter {memory['adapter_bytes'] / 1e6:.1f} MB, libraries "
-                    f"alone {memory['imported_peak_bytes'] / 1e6:.0f} MB"))
+    rows.append(
+        row(
+            f"{memory['clients']} clients, ResNet-18, rank 128, a round of all",
+            "peak memory ÷ (base + all adapters + 2 GB)",
+            memory["peak_bytes"] / limit,
+            "≤ 1",
+            memory["peak_bytes"] <= limit,
+            f"{memory['peak_bytes'] / 1e6:.0f} MB of {limit / 1e6:.0f} MB; base "
+            f"{memory['base_bytes'] / 1e6:.0f} MB, adapter {memory['adapter_bytes'] / 1e6:.1f} MB, libraries "
+            f"alone {memory['imported_peak_bytes'] / 1e6:.0f} MB",
+        )
+    )
     return {"threads": 1, "rows": rows, "results": {"steps": found, "memory": memory}}

@@ -1,4 +1,5 @@
 """Pure functions on tensors: no model, no file, no method is known here."""
+
 from .factorise import factor_matrices, factor_shapes, factorise, multiply, product_norm_squared
 from .flat import FlatTensors, nbytes
 from .lowrank import low_rank_sum_svd, stack_pairs, top_components
@@ -7,8 +8,32 @@ from .mean import weighted_mean
 from .quantise import bits_for, leading, pack, packed_bytes, unpack, vectors_within
 from .solve import adam, conjugate_gradients, conjugate_path, kron_multiply, least_change, summed_moments
 
-__all__ = ["FlatTensors", "adam", "bits_for", "conjugate_gradients", "conjugate_path", "exact_transport",
-           "factor_matrices", "factor_shapes", "factorise", "kron_multiply", "leading", "least_change",
-           "low_rank_sum_svd", "move_inputs", "move_outputs", "multiply", "nbytes", "nonparametric_matching", "pack",
-           "packed_bytes", "product_norm_squared", "stack_pairs", "summed_moments", "top_components", "unpack",
-           "vectors_within", "weighted_mean"]
+__all__ = [
+    "FlatTensors",
+    "adam",
+    "bits_for",
+    "conjugate_gradients",
+    "conjugate_path",
+    "exact_transport",
+    "factor_matrices",
+    "factor_shapes",
+    "factorise",
+    "kron_multiply",
+    "leading",
+    "least_change",
+    "low_rank_sum_svd",
+    "move_inputs",
+    "move_outputs",
+    "multiply",
+    "nbytes",
+    "nonparametric_matching",
+    "pack",
+    "packed_bytes",
+    "product_norm_squared",
+    "stack_pairs",
+    "summed_moments",
+    "top_components",
+    "unpack",
+    "vectors_within",
+    "weighted_mean",
+]

@@ -4,6 +4,7 @@ The matrix of a convolution's weight ``(d_out, d_in, k₁, k₂)`` is ``(d_out·
 "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021), so that the
 right factor is a ``1×k₂`` convolution into ``r`` channels and the left one a ``k₁×1`` convolution out of them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -47,8 +48,10 @@ def factorise(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     if weight.ndim == 2:
         return left, right
     out, into, k1, k2 = weight.shape
-    return (left.reshape(out, k1, rank).permute(0, 2, 1).unsqueeze(-1).contiguous(),
-            right.reshape(rank, into, k2).unsqueeze(2).contiguous())
+    return (
+        left.reshape(out, k1, rank).permute(0, 2, 1).unsqueeze(-1).contiguous(),
+        right.reshape(rank, into, k2).unsqueeze(2).contiguous(),
+    )
 
 
 def factor_matrices(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,8 +65,11 @@ def factor_matrices(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """The weight whose factors these are; the inverse of ``factorise`` at full rank."""
     u, v = factor_matrices(left, right)
-    shape = (left.shape[0], right.shape[1]) if left.ndim == 2 else (
-        left.shape[0], right.shape[1], left.shape[2], right.shape[3])
+    shape = (
+        (left.shape[0], right.shape[1])
+        if left.ndim == 2
+        else (left.shape[0], right.shape[1], left.shape[2], right.shape[3])
+    )
     return from_matrix(u @ v, shape)
 
 

@@ -1,4 +1,5 @@
 """Named tensors kept in one flat buffer, so that a server step reads memory once, in order."""
+
 from __future__ import annotations
 
 import math

@@ -1,4 +1,5 @@
 """Sums of low-rank products, without ever forming the ``d_out × d_in`` matrix."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -72,5 +73,5 @@ def top_components(u: Tensor, s: Tensor, vh: Tensor, rank: int, fill: Tensor) ->
         torch.cat([u, u.new_zeros(u.shape[0], missing)], dim=1),
         torch.cat([s, s.new_zeros(missing)]),
         # Beyond d_in no further direction is orthogonal to all; a convolution's rank may be that large.
-        torch.cat([vh, basis[s.numel():], fill[len(basis):rank].to(vh)]),
+        torch.cat([vh, basis[s.numel() :], fill[len(basis) : rank].to(vh)]),
     )

@@ -1,4 +1,5 @@
 """Putting the neurons of one net in the order of another's: exact transport, and a nonparametric matching."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -26,6 +27,7 @@ def exact_transport(mine: Tensor, theirs: Tensor) -> Tensor:
         float32 ``(n, m)``; rows sum to ``1/n``, columns to ``1/m``. Where ``n = m`` it is a permutation over ``n``.
     """
     import ot
+
     cost = torch.cdist(mine.double(), theirs.double()).square()
     n, m = cost.shape
     plan = ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), cost.cpu().numpy(), numItermax=1_000_000)
@@ -51,9 +53,16 @@ def move_outputs(weight: Tensor, plan: Tensor) -> Tensor:
     return torch.tensordot(plan.T.to(weight), weight, dims=1)
 
 
-def nonparametric_matching(nets: Sequence[np.ndarray], *, sigma: float = 1.0, sigma0: float = 1.0, gamma: float = 7.0,
-                           sweeps: int = 5, widest: int = 700,
-                           rng: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray]]:
+def nonparametric_matching(
+    nets: Sequence[np.ndarray],
+    *,
+    sigma: float = 1.0,
+    sigma0: float = 1.0,
+    gamma: float = 7.0,
+    sweeps: int = 5,
+    widest: int = 700,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """Which neurons of several nets are one neuron, by the maximum a posteriori estimate of a beta-Bernoulli process.
 
     Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019, equations 6 to 9;
@@ -70,6 +79,7 @@ def nonparametric_matching(nets: Sequence[np.ndarray], *, sigma: float = 1.0, si
         Global weights, ``(L, d)``; and for every net the global indices of its neurons, ``(L_k,)``.
     """
     from scipy.optimize import linear_sum_assignment
+
     count = len(nets)
     scaled = [np.asarray(net, dtype=np.float64) / sigma for net in nets]
     total = np.zeros((0, scaled[0].shape[1]))
@@ -84,11 +94,11 @@ def nonparametric_matching(nets: Sequence[np.ndarray], *, sigma: float = 1.0, si
             added = size - known
         precision = 1 / sigma0 + popularity / sigma
         # ‖w + g‖² / (1/σ + s) − ‖g‖² / s, for every pair
-        norms = (total ** 2).sum(1)
-        cross = (own ** 2).sum(1)[:, None] + 2 * own @ total.T + norms
+        norms = (total**2).sum(1)
+        cross = (own**2).sum(1)[:, None] + 2 * own @ total.T + norms
         seen = np.minimum(popularity, 10)
         old = cross / (1 / sigma + precision) - norms / precision + np.log(seen / (count - np.minimum(seen, count - 1)))
-        fresh = (own ** 2).sum(1)[:, None] / (1 / sigma0 + 1 / sigma) - 2 * np.log(np.arange(1, added + 1))
+        fresh = (own**2).sum(1)[:, None] / (1 / sigma0 + 1 / sigma) - 2 * np.log(np.arange(1, added + 1))
         rows, columns = linear_sum_assignment(np.hstack([old, fresh + 2 * np.log(gamma / count)]), maximize=True)
         place = np.empty(size, dtype=np.int64)
         new = columns >= known

@@ -1,4 +1,5 @@
 """The weighted mean of named tensors."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,11 @@ def _mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     first = rows[0]
     out = torch.empty(first.shape, dtype=_accumulator_dtype(first.dtype), device=first.device)
     for start in range(0, out.numel(), _BLOCK):
-        block = out[start:start + _BLOCK]
+        block = out[start : start + _BLOCK]
         # Copied first: the product of a 16-bit row would be rounded to 16 bits before it is widened.
-        block.copy_(first[start:start + _BLOCK]).mul_(weights[0])
+        block.copy_(first[start : start + _BLOCK]).mul_(weights[0])
         for row, weight in zip(rows[1:], weights[1:]):
-            block.add_(row[start:start + _BLOCK], alpha=weight)
+            block.add_(row[start : start + _BLOCK], alpha=weight)
     return out.to(first.dtype)
 
 
@@ -53,8 +54,10 @@ def weighted_mean(tensors: Sequence[Mapping[str, Tensor]], weights: Sequence[flo
             packed = [t if isinstance(t, FlatTensors) else FlatTensors.pack({n: t[n] for n in names}) for t in tensors]
         except (KeyError, TypeError):
             raise disagree from None
-        if any(len(t) != len(tensors[0]) or p.layout != packed[0].layout or p.flat.dtype != dtype
-               for t, p in zip(tensors, packed)):
+        if any(
+            len(t) != len(tensors[0]) or p.layout != packed[0].layout or p.flat.dtype != dtype
+            for t, p in zip(tensors, packed)
+        ):
             raise disagree
         flat = _mean([p.flat for p in packed], weights)
         result.update(FlatTensors(flat, packed[0].layout))

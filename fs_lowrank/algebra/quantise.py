@@ -1,4 +1,5 @@
 """Uniform quantisation, and symmetric matrices by their leading eigenvectors: for messages of a given size."""
+
 from __future__ import annotations
 
 import math
@@ -66,7 +67,7 @@ def unpack(packed: Tensor, scale: Tensor, shape: torch.Size | tuple[int, ...], b
     elif bits == 16:
         codes = raw.view("<u2").astype(np.float64)
     else:
-        planes = np.unpackbits(raw)[:count * bits].reshape(count, bits)
+        planes = np.unpackbits(raw)[: count * bits].reshape(count, bits)
         codes = planes @ (1 << np.arange(bits - 1, -1, -1)).astype(np.float64)
     levels = 2 ** (bits - 1) - 1
     values = (torch.from_numpy(codes) - levels) * (float(scale) / levels)
@@ -88,6 +89,7 @@ def vectors_within(sizes: list[int], budget_bits: int, bits: int) -> int:
     A matrix takes ``bits`` a value of its vectors, 32 for each eigenvalue and 32 for the vectors' scale; at least one
     vector is kept.
     """
+
     def needed(length: int) -> int:
         return sum(8 * packed_bytes(m * min(m, length), bits) + 32 * min(m, length) + 32 for m in sizes)
 

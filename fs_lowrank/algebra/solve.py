@@ -1,4 +1,5 @@
 """Minimising ``Σ_k (x − x_k)ᵀ F_k (x − x_k)`` by products with ``F = Σ_k F_k`` alone."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,9 @@ def kron_multiply(outputs: Tensor, inputs: Tensor, matrix: Tensor) -> Tensor:
     return outputs @ matrix @ inputs
 
 
-def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, start: Tensor, *,
-                        tolerance: float = 1e-6, steps: int = 1000) -> tuple[Tensor, int]:
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor], target: Tensor, start: Tensor, *, tolerance: float = 1e-6, steps: int = 1000
+) -> tuple[Tensor, int]:
     """Solve ``F x = target`` for a symmetric positive semi-definite ``F`` that may be singular.
 
     Every step adds something in the range of ``F`` to ``start``, so where solutions are many, this finds the one
@@ -33,14 +35,20 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, sta
     return conjugate_path(product, target, start, (tolerance,), steps=steps)[0]
 
 
-def conjugate_path(product: Callable[[Tensor], Tensor], target: Tensor, start: Tensor, tolerances: Sequence[float], *,
-                   steps: int = 1000) -> list[tuple[Tensor, int]]:
+def conjugate_path(
+    product: Callable[[Tensor], Tensor],
+    target: Tensor,
+    start: Tensor,
+    tolerances: Sequence[float],
+    *,
+    steps: int = 1000,
+) -> list[tuple[Tensor, int]]:
     """What ``conjugate_gradients`` returns for each of ``tolerances``, which fall, in one pass."""
     x, target = start.double().clone(), target.double()
     residual = target - product(x)
     direction = residual.clone()
     square = float((residual * residual).sum())
-    goals, found = [t ** 2 * square for t in tolerances], []
+    goals, found = [t**2 * square for t in tolerances], []
     for step in range(steps + 1):
         while len(found) < len(goals) and (square <= goals[len(found)] or square == 0.0):
             found.append((x.clone(), step))
@@ -58,8 +66,14 @@ def conjugate_path(product: Callable[[Tensor], Tensor], target: Tensor, start: T
     return found + [(x, step)] * (len(goals) - len(found))
 
 
-def adam(gradient: Callable[[list[Tensor]], list[Tensor]], start: list[Tensor], *, lr: float = 0.01,
-         betas: tuple[float, float] = (0.9, 0.99), eps: float = 0.01) -> Iterator[list[Tensor]]:
+def adam(
+    gradient: Callable[[list[Tensor]], list[Tensor]],
+    start: list[Tensor],
+    *,
+    lr: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.99),
+    eps: float = 0.01,
+) -> Iterator[list[Tensor]]:
     """The iterates of Adam from ``start`` on, ``start`` first (Kingma and Ba 2015, Algorithm 1); without end."""
     x = [t.clone() for t in start]
     m, v = ([torch.zeros_like(t) for t in x] for _ in range(2))
@@ -74,9 +88,15 @@ def adam(gradient: Callable[[list[Tensor]], list[Tensor]], start: list[Tensor], 
             at.addcdiv_(mean, root, value=-lr / (1 - betas[0] ** step))
 
 
-def summed_moments(gradient: Callable[[list[Tensor]], list[Tensor]], start: list[Tensor], *, lr: float = 0.01,
-                   betas: tuple[float, float] = (0.9, 0.99), eps: float = 0.01,
-                   eps_inside: bool = False) -> Iterator[list[Tensor]]:
+def summed_moments(
+    gradient: Callable[[list[Tensor]], list[Tensor]],
+    start: list[Tensor],
+    *,
+    lr: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.99),
+    eps: float = 0.01,
+    eps_inside: bool = False,
+) -> Iterator[list[Tensor]]:
     """The iterates of what the authors of FedFisher run instead of Adam, the first step's result first.
 
     ``m ← g + 0.9 m``, ``d ← g² + 0.99 d``, ``x ← x − lr m / (√d + eps)``, or ``/ √(d + eps)`` with ``eps_inside``;

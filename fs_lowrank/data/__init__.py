@@ -102,12 +102,23 @@ class FederatedData:
         ``from`` says in which source the rows of ``validation`` and ``test`` are counted; clients' rows are all of
         ``train``. The indices of ``partition`` count the training rows that were kept instead.
         """
-        clients = [{**client, "rows": self.rows["train"][indices].tolist()}
-                   for client, indices in zip(self.partition.summary(), self.partition.indices, strict=True)]
-        held_out = {split: {"from": "train" if split in self.cut else split, "rows": self.rows[split].tolist()}
-                    for split in ("validation", "test") if split in self.rows}
-        return {"source": self.source, "fingerprint": self.fingerprint, "skipped": self.skipped,
-                "partition": json.loads(self.partition.to_json()), "clients": clients, **held_out}
+        clients = [
+            {**client, "rows": self.rows["train"][indices].tolist()}
+            for client, indices in zip(self.partition.summary(), self.partition.indices, strict=True)
+        ]
+        held_out = {
+            split: {"from": "train" if split in self.cut else split, "rows": self.rows[split].tolist()}
+            for split in ("validation", "test")
+            if split in self.rows
+        }
+        return {
+            "source": self.source,
+            "fingerprint": self.fingerprint,
+            "skipped": self.skipped,
+            "partition": json.loads(self.partition.to_json()),
+            "clients": clients,
+            **held_out,
+        }
 
     @cached_property
     def client_tests(self) -> list[Examples | ImageExamples | None]:
@@ -116,8 +127,11 @@ class FederatedData:
         The test set is divided among the clients, every row to one of them, in proportion to their training rows:
         class by class, or by the values of the column that the training data were divided by.
         """
-        return [self.test.select(rows) if len(rows) else None for rows in self.test_shares] if self.test is not None \
+        return (
+            [self.test.select(rows) if len(rows) else None for rows in self.test_shares]
+            if self.test is not None
             else [None] * len(self.clients)
+        )
 
 
 def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> FederatedData:
@@ -176,8 +190,9 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     parts.label_names = raw.label_names or None
     shares: list[np.ndarray] = []
     if test_examples is not None:
-        held = Rows(len(test_examples), test_examples.labels,
-                    {name: test[name].to_numpy() for name in fields if name in test})
+        held = Rows(
+            len(test_examples), test_examples.labels, {name: test[name].to_numpy() for name in fields if name in test}
+        )
         shares = matching_shares(parts, rows, held, _rng(seed, "client tests"))
 
     digest = hashlib.sha256()
@@ -202,8 +217,11 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         skipped=skipped,
         image_shape=image_shape,
         test_shares=shares,
-        rows={split: frame.index.to_numpy(np.int64)
-              for split, frame in (("train", train), ("validation", validation), ("test", test)) if frame is not None},
+        rows={
+            split: frame.index.to_numpy(np.int64)
+            for split, frame in (("train", train), ("validation", validation), ("test", test))
+            if frame is not None
+        },
         cut=tuple(split for split in ("validation", "test") if getattr(raw, split) is None),
     )
 
@@ -241,8 +259,9 @@ def _splitter_args(data_cfg: Any) -> dict[str, Any]:
     return dict(entries[0]) if entries else {}
 
 
-def _split(raw: RawData, splits: Any, seed: int,
-           test_seed: int) -> tuple[pd.DataFrame, pd.DataFrame | None, pd.DataFrame | None]:
+def _split(
+    raw: RawData, splits: Any, seed: int, test_seed: int
+) -> tuple[pd.DataFrame, pd.DataFrame | None, pd.DataFrame | None]:
     shares = [0.8, 0.1, 0.1] if splits is None else list(splits)
     numbers = len(shares) == 3 and all(isinstance(s, (int, float)) and 0 <= s <= 1 for s in shares)
     if not numbers or abs(sum(shares) - 1) > 1e-6:

@@ -66,8 +66,9 @@ class Examples:
             self.pad_token_type_id,
         )
 
-    def batch(self, indices: Sequence[int] | np.ndarray, augment: np.random.Generator | None = None
-              ) -> dict[str, torch.Tensor]:
+    def batch(
+        self, indices: Sequence[int] | np.ndarray, augment: np.random.Generator | None = None
+    ) -> dict[str, torch.Tensor]:
         """One batch, padded on the right to its longest example.
 
         Args:

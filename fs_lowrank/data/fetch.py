@@ -423,11 +423,11 @@ def undeb(archive: Path, target: Path, names: tuple[str, ...]) -> None:
         raise UserError(f"{archive.name}: not a Debian package")
     at, data = 8, None
     while at + 60 <= len(raw) and data is None:  # a header of 60 bytes before each member, which begin at even bytes
-        kind, size = raw[at:at + 16].decode("ascii", "replace").strip(), raw[at + 48:at + 58].strip()
+        kind, size = raw[at : at + 16].decode("ascii", "replace").strip(), raw[at + 48 : at + 58].strip()
         if not size.isdigit() or at + 60 + int(size) > len(raw):
             raise UserError(f"{archive.name}: damaged at byte {at}")
         if kind.startswith("data.tar"):
-            data = io.BytesIO(raw[at + 60:at + 60 + int(size)])
+            data = io.BytesIO(raw[at + 60 : at + 60 + int(size)])
         at += 60 + int(size) + int(size) % 2
     if data is None:
         raise UserError(f"{archive.name}: holds no files")

@@ -144,8 +144,10 @@ def _json_objects(path: Path, text: str) -> list[dict[str, Any]]:
         return _json_lines(path, text)
     if "messages" not in row and any(isinstance(value, (list, dict)) for value in row.values()):
         keys = ", ".join(map(repr, list(row)[:10]))
-        raise UserError(f"{path}: expected a list of objects, or one object a line; got one object with "
-                        f"{'keys' if len(row) > 1 else 'key'} {keys}")
+        raise UserError(
+            f"{path}: expected a list of objects, or one object a line; got one object with "
+            f"{'keys' if len(row) > 1 else 'key'} {keys}"
+        )
     return [row]
 
 

@@ -68,9 +68,12 @@ def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], **rest: Any) -> 
     for name, (images, _) in parts.items():
         splits[name] = range(start, start + len(images))
         start += len(images)
-    return ImageSet(np.concatenate([images for images, _ in parts.values()]),
-                    np.concatenate([labels for _, labels in parts.values()]).astype(np.int64), splits,
-                    **{"fields": {}, "skipped": {}, **rest})
+    return ImageSet(
+        np.concatenate([images for images, _ in parts.values()]),
+        np.concatenate([labels for _, labels in parts.values()]).astype(np.int64),
+        splits,
+        **{"fields": {}, "skipped": {}, **rest},
+    )
 
 
 def _find(name: str, folders: Sequence[Path], files: Sequence[Sequence[str]]) -> list[Path]:
@@ -98,22 +101,40 @@ _HINTS = {
     "mnist": "run `fs-lowrank fetch mnist`, or name the folder of its four IDX files by data.root",
     "fashion_mnist": "run `fs-lowrank fetch fashion_mnist`, or name the folder of its four IDX files by data.root",
     "cifar10": "unpack cifar-10-binary.tar.gz there (its Python version is pickled, and pickles are not read), or name "
-               "a folder of class folders",
+    "a folder of class folders",
     "cifar100": "unpack cifar-100-binary.tar.gz there (its Python version is pickled, and pickles are not read), or "
-                "name a folder of class folders",
+    "name a folder of class folders",
     "svhn": "put train_32x32.mat and test_32x32.mat there",
 }
 
 
-def _idx_set(name: str, root: Path, home: Path | None, *, names: list[str], source: str, mean: float, std: float,
-             more: Sequence[Path] = ()) -> ImageSet:
+def _idx_set(
+    name: str,
+    root: Path,
+    home: Path | None,
+    *,
+    names: list[str],
+    source: str,
+    mean: float,
+    std: float,
+    more: Sequence[Path] = (),
+) -> ImageSet:
     fetched = resolve(name, home)
     plain = name.replace("_", "-")
-    folders = [root, root / name, root / plain, root / "raw",
-               *(root / folder / "raw" for folder in ("MNIST" if name == "mnist" else "FashionMNIST",)),
-               *([fetched] if fetched else []), *more]
-    stems = [(f"{split}-{what}-idx{d}-ubyte", f"{split}-{what}.idx{d}-ubyte")
-             for split in ("train", "t10k") for what, d in (("images", 3), ("labels", 1))]
+    folders = [
+        root,
+        root / name,
+        root / plain,
+        root / "raw",
+        *(root / folder / "raw" for folder in ("MNIST" if name == "mnist" else "FashionMNIST",)),
+        *([fetched] if fetched else []),
+        *more,
+    ]
+    stems = [
+        (f"{split}-{what}-idx{d}-ubyte", f"{split}-{what}.idx{d}-ubyte")
+        for split in ("train", "t10k")
+        for what, d in (("images", 3), ("labels", 1))
+    ]
     files = _find(name, folders, [[f + z for f in stem for z in ("", ".gz")] for stem in stems])
     parts = {}
     for split, pixels, classes in ((TRAIN, *files[:2]), (TEST, *files[2:])):
@@ -134,14 +155,29 @@ def _labels(path: Path, labels: np.ndarray, count: int, classes: int) -> None:
 
 
 def _mnist(root: Path, home: Path | None) -> ImageSet:
-    return _idx_set("mnist", root, home, names=[str(i) for i in range(10)], mean=0.1307, std=0.3081,
-                    source="MNIST, handwritten digits (LeCun, Cortes, Burges), its own training and test sets")
+    return _idx_set(
+        "mnist",
+        root,
+        home,
+        names=[str(i) for i in range(10)],
+        mean=0.1307,
+        std=0.3081,
+        source="MNIST, handwritten digits (LeCun, Cortes, Burges), its own training and test sets",
+    )
 
 
 def _fashion_mnist(root: Path, home: Path | None) -> ImageSet:
     names = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
-    return _idx_set("fashion_mnist", root, home, names=names, mean=0.2860, std=0.3530, more=[FASHION_MNIST_DEBIAN],
-                    source="Fashion-MNIST (Xiao, Rasul, Vollgraf, 2017), its own training and test sets")
+    return _idx_set(
+        "fashion_mnist",
+        root,
+        home,
+        names=names,
+        mean=0.2860,
+        std=0.3530,
+        more=[FASHION_MNIST_DEBIAN],
+        source="Fashion-MNIST (Xiao, Rasul, Vollgraf, 2017), its own training and test sets",
+    )
 
 
 def _records(path: Path, ahead: int, count: int | None) -> np.ndarray:
@@ -153,24 +189,36 @@ def _records(path: Path, ahead: int, count: int | None) -> np.ndarray:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     expected = None if count is None else count * size
     if len(raw) % size or not len(raw) or expected not in (None, len(raw)):
-        raise UserError(f"{path}: truncated or too long: {len(raw)} bytes came, expected "
-                        f"{expected if expected else f'a multiple of {size}'}")
+        raise UserError(
+            f"{path}: truncated or too long: {len(raw)} bytes came, expected "
+            f"{expected if expected else f'a multiple of {size}'}"
+        )
     return raw.reshape(-1, size)
 
 
 def _cifar10(root: Path, home: Path | None) -> ImageSet:
     batches = [f"data_batch_{i}.bin" for i in range(1, 6)]
-    files = _find("cifar10", [root, root / "cifar-10-batches-bin", root / "cifar10"],
-                  [[f] for f in (*batches, "test_batch.bin")])
+    files = _find(
+        "cifar10", [root, root / "cifar-10-batches-bin", root / "cifar10"], [[f] for f in (*batches, "test_batch.bin")]
+    )
     read = [_records(path, 1, 10_000) for path in files]
     for path, part in zip(files, read):
         _labels(path, part[:, 0], len(part), 10)
-    parts = {split: (np.concatenate([p[:, 1:].reshape(-1, 3, 32, 32) for p in some]),
-                     np.concatenate([p[:, 0] for p in some]))
-             for split, some in ((TRAIN, read[:-1]), (TEST, read[-1:]))}
+    parts = {
+        split: (
+            np.concatenate([p[:, 1:].reshape(-1, 3, 32, 32) for p in some]),
+            np.concatenate([p[:, 0] for p in some]),
+        )
+        for split, some in ((TRAIN, read[:-1]), (TEST, read[-1:]))
+    }
     names = "airplane automobile bird cat deer dog frog horse ship truck".split()
-    return _joined(parts, label_names=names, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
-                   source="CIFAR-10 (Krizhevsky, 2009), its own training and test sets")
+    return _joined(
+        parts,
+        label_names=names,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        source="CIFAR-10 (Krizhevsky, 2009), its own training and test sets",
+    )
 
 
 def _cifar100(root: Path, home: Path | None) -> ImageSet:
@@ -182,10 +230,14 @@ def _cifar100(root: Path, home: Path | None) -> ImageSet:
     written = files[0].with_name("fine_label_names.txt")
     names = written.read_text(encoding="utf-8").split() if written.is_file() else []
     parts = {split: (part[:, 2:].reshape(-1, 3, 32, 32), part[:, 1]) for split, part in zip((TRAIN, TEST), read)}
-    return _joined(parts, label_names=names if len(names) == 100 else [str(i) for i in range(100)],
-                   mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
-                   fields={"coarse": np.concatenate([part[:, 0] for part in read]).astype(np.int64)},
-                   source="CIFAR-100 (Krizhevsky, 2009), its own training and test sets")
+    return _joined(
+        parts,
+        label_names=names if len(names) == 100 else [str(i) for i in range(100)],
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        fields={"coarse": np.concatenate([part[:, 0] for part in read]).astype(np.int64)},
+        source="CIFAR-100 (Krizhevsky, 2009), its own training and test sets",
+    )
 
 
 def _svhn(root: Path, home: Path | None) -> ImageSet:
@@ -206,13 +258,22 @@ def _svhn(root: Path, home: Path | None) -> ImageSet:
         labels = labels.astype(np.int64) % 10  # zero is written as 10
         _labels(path, labels, pixels.shape[3], 10)
         parts[split] = np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)), labels
-    return _joined(parts, label_names=[str(i) for i in range(10)], mean=(0.4377, 0.4438, 0.4728),
-                   std=(0.1980, 0.2010, 0.1970),
-                   source="SVHN (Netzer et al., 2011), cropped digits, its own training and test sets")
+    return _joined(
+        parts,
+        label_names=[str(i) for i in range(10)],
+        mean=(0.4377, 0.4438, 0.4728),
+        std=(0.1980, 0.2010, 0.1970),
+        source="SVHN (Netzer et al., 2011), cropped digits, its own training and test sets",
+    )
 
 
-IMAGE_SETS = {"mnist": _mnist, "fashion_mnist": _fashion_mnist, "cifar10": _cifar10, "cifar100": _cifar100,
-              "svhn": _svhn}
+IMAGE_SETS = {
+    "mnist": _mnist,
+    "fashion_mnist": _fashion_mnist,
+    "cifar10": _cifar10,
+    "cifar100": _cifar100,
+    "svhn": _svhn,
+}
 
 
 def read_image_set(name: str, root: Path, home: str | Path | None = None) -> ImageSet:
@@ -251,16 +312,17 @@ def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None =
     listed, skipped = _listing(folder)
     names = sorted(listed[TRAIN])
     if len(names) < 2:
-        raise UserError(f"{folder}: found {len(names)} folder(s) with images ({', '.join(names) or 'none'}); expected "
-                        "one for each class, or train/ and test/ with one for each class in them")
+        raise UserError(
+            f"{folder}: found {len(names)} folder(s) with images ({', '.join(names) or 'none'}); expected "
+            "one for each class, or train/ and test/ with one for each class in them"
+        )
     files: list[Path] = []
     labels: list[int] = []
     splits: dict[str, range] = {}
     for split, classes in listed.items():
         for kind in classes:
             if kind not in names:
-                raise UserError(f"{folder}: class {kind!r} of {split} does not occur in training"
-                                f"{nearest(kind, names)}")
+                raise UserError(f"{folder}: class {kind!r} of {split} does not occur in training{nearest(kind, names)}")
         start = len(files)
         for label, kind in enumerate(names):
             files += classes.get(kind, [])
@@ -268,8 +330,17 @@ def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None =
         splits[split] = range(start, len(files))
     images = _decoded(folder, files, size, channels, home)
     middle = (0.5,) * images.shape[1]
-    return ImageSet(images, np.array(labels, dtype=np.int64), splits, names, f"the user's images in {folder.name}",
-                    middle, middle, {}, skipped)
+    return ImageSet(
+        images,
+        np.array(labels, dtype=np.int64),
+        splits,
+        names,
+        f"the user's images in {folder.name}",
+        middle,
+        middle,
+        {},
+        skipped,
+    )
 
 
 def _size(size: Any) -> tuple[int, int] | None:
@@ -291,8 +362,9 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
             entries = sorted(os.scandir(kind), key=lambda e: e.name)
             kept = [Path(e.path) for e in entries if e.name.lower().endswith(SUFFIXES) and not e.name.startswith(".")]
             if len(kept) < len(entries):
-                skipped["not an image, by its name"] = skipped.get("not an image, by its name", 0) \
-                    + len(entries) - len(kept)
+                skipped["not an image, by its name"] = (
+                    skipped.get("not an image, by its name", 0) + len(entries) - len(kept)
+                )
             if kept:
                 found[kind.name] = kept
         return found
@@ -311,8 +383,9 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
         raise UserError(f"cannot list {folder}: {error}") from error
 
 
-def _decoded(folder: Path, files: list[Path], size: tuple[int, int] | None, channels: int | None,
-             home: str | Path | None) -> np.ndarray:
+def _decoded(
+    folder: Path, files: list[Path], size: tuple[int, int] | None, channels: int | None, home: str | Path | None
+) -> np.ndarray:
     digest = hashlib.sha256(json.dumps([str(folder.resolve()), size, channels]).encode())
     for path in files:
         info = path.stat()
@@ -334,6 +407,7 @@ def _decoded(folder: Path, files: list[Path], size: tuple[int, int] | None, chan
         part.replace(kept)
     except OSError as error:
         import logging
+
         logging.getLogger("fs_lowrank").warning("could not keep the decoded images in %s: %s", kept.parent, error)
     return images
 
@@ -359,8 +433,10 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
     first = found[0].shape[:2]
     for path, image in zip(files, found):
         if image.shape[:2] != first:
-            raise UserError(f"{path}: is {image.shape[0]} × {image.shape[1]}, {files[0].name} is {first[0]} × "
-                            f"{first[1]}; say to what size to make them: data.args [{{size: {first[0]}}}]")
+            raise UserError(
+                f"{path}: is {image.shape[0]} × {image.shape[1]}, {files[0].name} is {first[0]} × "
+                f"{first[1]}; say to what size to make them: data.args [{{size: {first[0]}}}]"
+            )
     depth = channels or (3 if any(image.ndim == 3 for image in found) else 1)
     out = np.empty((len(found), depth, *first), dtype=np.uint8)
     for row, image in zip(out, found):

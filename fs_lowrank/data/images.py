@@ -51,8 +51,9 @@ def _normalize(mean: Any, std: Any) -> Callable:
         value = [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else value
         numbers = isinstance(value, (list, tuple)) and all(isinstance(v, (int, float)) for v in value)
         if not numbers or not value or name == "std" and min(value) <= 0:
-            raise ValueError(f"{name} = {value!r}: expected a number for each channel"
-                             + (", above 0" if name == "std" else ""))
+            raise ValueError(
+                f"{name} = {value!r}: expected a number for each channel" + (", above 0" if name == "std" else "")
+            )
         values[name] = torch.tensor(value, dtype=torch.float32)[:, None, None]
 
     def apply(x: Tensor, rng) -> Tensor:
@@ -113,7 +114,7 @@ def _center_crop(size: Any) -> Callable:
         top, left = round((x.shape[2] - height) / 2), round((x.shape[3] - width) / 2)
         if min(top, left) < 0:
             raise ValueError(f"cannot cut {height} × {width} out of {x.shape[2]} × {x.shape[3]}")
-        return x[:, :, top:top + height, left:left + width]
+        return x[:, :, top : top + height, left : left + width]
 
     return apply
 
@@ -143,8 +144,11 @@ def _grayscale(num_output_channels: Any = 1) -> Callable:
         raise ValueError(f"num_output_channels = {num_output_channels!r}: expected 1 or 3")
 
     def apply(x: Tensor, rng) -> Tensor:
-        gray = x if x.shape[1] == 1 else (x.float() * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(
-            1, keepdim=True)
+        gray = (
+            x
+            if x.shape[1] == 1
+            else (x.float() * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)
+        )
         gray = gray if x.is_floating_point() else gray.round().to(x.dtype)
         return gray.expand(-1, num_output_channels, -1, -1)
 
@@ -257,8 +261,9 @@ class ImageExamples:
 
     def __post_init__(self) -> None:
         if self.images.ndim != 4 or self.images.dtype != np.uint8:
-            raise ValueError(f"images must be uint8 (n, channels, height, width), got {self.images.dtype} "
-                             f"{self.images.shape}")
+            raise ValueError(
+                f"images must be uint8 (n, channels, height, width), got {self.images.dtype} {self.images.shape}"
+            )
         self.rows = np.asarray(self.rows, dtype=np.int64)
         self.labels = np.asarray(self.labels, dtype=np.int64)
         if self.rows.shape != self.labels.shape:
@@ -282,8 +287,9 @@ class ImageExamples:
         chosen = np.asarray(indices, dtype=np.int64)
         return ImageExamples(self.images, self.rows[chosen], self.labels[chosen], self.pipeline)
 
-    def batch(self, indices: Sequence[int] | np.ndarray, augment: np.random.Generator | None = None
-              ) -> dict[str, Tensor]:
+    def batch(
+        self, indices: Sequence[int] | np.ndarray, augment: np.random.Generator | None = None
+    ) -> dict[str, Tensor]:
         """One batch.
 
         Args:
@@ -301,6 +307,6 @@ class ImageExamples:
         """SHA-256 in hex over images and labels; equal contents give equal fingerprints on every machine."""
         digest = hashlib.sha256(np.array([len(self), *self.images.shape[1:]], "<i8").tobytes())
         for start in range(0, len(self), _CHUNK):
-            digest.update(self.images[self.rows[start:start + _CHUNK]].tobytes())
+            digest.update(self.images[self.rows[start : start + _CHUNK]].tobytes())
         digest.update(b"classes\0" + self.labels.astype("<i8").tobytes())
         return digest.hexdigest()

@@ -151,7 +151,7 @@ def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Ge
         sizes = np.floor(quota + 1e-9).astype(np.int64)
         # Among equal remainders chance decides, or the first clients would have them of every kind.
         order = rng.permutation(len(quota))
-        sizes[order[np.argsort((sizes - quota)[order], kind="stable")][:len(members) - sizes.sum()]] += 1
+        sizes[order[np.argsort((sizes - quota)[order], kind="stable")][: len(members) - sizes.sum()]] += 1
         for share, piece in zip(shares, np.split(members, np.cumsum(sizes)[:-1]), strict=True):
             share.append(piece)
     return [np.sort(np.concatenate(share)) if share else np.empty(0, np.int64) for share in shares]
@@ -222,15 +222,17 @@ def mixture(
     """
     alpha = _positive("alpha", alpha)
     floor = _floor(min_size, num_clients, rows.size)
-    if mixture_seed is not None and (isinstance(mixture_seed, bool) or not isinstance(mixture_seed, int)
-                                     or not 0 <= mixture_seed < 2**32):
+    if mixture_seed is not None and (
+        isinstance(mixture_seed, bool) or not isinstance(mixture_seed, int) or not 0 <= mixture_seed < 2**32
+    ):
         raise UserError(f"mixture_seed must be an integer from 0 to 2^32 - 1, got {mixture_seed!r}")
     groups = _groups(rows, field)
     draw = rng if mixture_seed is None else np.random.RandomState(mixture_seed)
     mixtures = np.stack([_dirichlet(draw, alpha, len(groups)) for _ in range(num_clients)])
     # A class that no client's mixture has, to the precision of a float, is everyone's.
-    shares = (column / column.sum() if column.sum() > 0 else np.full(num_clients, 1 / num_clients)
-              for column in mixtures.T)
+    shares = (
+        column / column.sum() if column.sum() > 0 else np.full(num_clients, 1 / num_clients) for column in mixtures.T
+    )
     return _lift(_deal(groups, shares, num_clients, rng), floor, rng)
 
 

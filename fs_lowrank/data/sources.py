@@ -107,8 +107,9 @@ def data_args(data_cfg: Any) -> dict[str, Any]:
 
 
 KINDS = {
-    **dict.fromkeys(("text", "text_pair", "label", "instruction", "input", "output", "category"),
-                    (str, "the name of a column")),
+    **dict.fromkeys(
+        ("text", "text_pair", "label", "instruction", "input", "output", "category"), (str, "the name of a column")
+    ),
     **dict.fromkeys(("test", "validation"), (str, "the name of a file")),
     "quoting": (bool, "True or False"),
 }
@@ -177,9 +178,19 @@ def _images(found: ImageSet) -> RawData:
         columns = {"image": where, "label": found.labels[where]}
         frames[split] = pd.DataFrame({**columns, **{name: values[where] for name, values in found.fields.items()}})
     _several_classes(frames["train"]["label"], found.source)
-    return RawData(IMAGE_CLASSIFICATION, frames["train"], frames.get("validation"), frames.get("test"),
-                   found.label_names, list(found.fields), found.source, found.skipped, images=found.images,
-                   mean=found.mean, std=found.std)
+    return RawData(
+        IMAGE_CLASSIFICATION,
+        frames["train"],
+        frames.get("validation"),
+        frames.get("test"),
+        found.label_names,
+        list(found.fields),
+        found.source,
+        found.skipped,
+        images=found.images,
+        mean=found.mean,
+        std=found.std,
+    )
 
 
 # Fetched sets
@@ -433,8 +444,10 @@ OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category
 
 def _own_file(path: Path, args: Mapping[str, Any], language: bool | None) -> RawData:
     quoting = args.get("quoting")
-    tables = {role: (str(file), read_table(file, quoting, *(() if role == "train" else (f"data.args: {role}",))))
-              for role, file in _roles(path, args).items()}
+    tables = {
+        role: (str(file), read_table(file, quoting, *(() if role == "train" else (f"data.args: {role}",))))
+        for role, file in _roles(path, args).items()
+    }
     if language is None:
         present = set(tables["train"][1])
         asked = {"text", "label"} & set(args)

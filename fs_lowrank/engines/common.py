@@ -3,6 +3,7 @@
 All randomness is derived from the seed by purpose, round and client, so that a run which was stopped and
 resumed draws what it would have drawn, on every engine.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -72,8 +73,10 @@ def check_outdir(config: Config, resume: bool) -> None:
     if not resume and (checkpoint or finished or (records.exists() and records.stat().st_size)):
         raise UserError(f"{folder} holds a run already; continue it with --resume, or choose another outdir")
     if resume and finished and not checkpoint:
-        raise UserError(f"{folder} holds a finished run that kept no checkpoint (lowrank.checkpoint_freq 0), so there "
-                        "is nothing to continue; choose another outdir")
+        raise UserError(
+            f"{folder} holds a finished run that kept no checkpoint (lowrank.checkpoint_freq 0), so there "
+            "is nothing to continue; choose another outdir"
+        )
 
 
 def device_of(config: Config) -> torch.device:
@@ -93,12 +96,17 @@ def method_of(config: Config) -> Method:
     """The configured method."""
     server = config.fedopt.optimizer
     return create_method(
-        config.federate.method, adapter=config.adapter, rounds=config.federate.total_round_num, seed=config.seed,
-        uniform=config.federate.ignore_weight, from_scratch=config.from_scratch,
+        config.federate.method,
+        adapter=config.adapter,
+        rounds=config.federate.total_round_num,
+        seed=config.seed,
+        uniform=config.federate.ignore_weight,
+        from_scratch=config.from_scratch,
         with_adapter=bool(config.llm.adapter.use),
         only_sums=config.federate.use_ss or config.federate.online_aggr,
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
-        **config.method_params)
+        **config.method_params,
+    )
 
 
 class Run:
@@ -122,8 +130,10 @@ class Run:
         self.tokenizer = build_tokenizer(config)
         raw = load_raw(config.data)
         if (raw.images is not None) != config.is_vision:
-            raise UserError(f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
-                            f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}")
+            raise UserError(
+                f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
+                f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}"
+            )
         self._check_task(raw)
         self.data = build_data(config, self.tokenizer, raw=raw)
         self._check_splits()
@@ -133,9 +143,16 @@ class Run:
         self.model = self.adapted(model)
         self.method.workbench = self._workbench() if self.method.selects else None
         self.clients = [Client(i + 1, len(e), batches=self._passes(e)) for i, e in enumerate(self.data.clients)]
-        self.server = Server(self.method, self.method.initial_state(self.model), len(self.clients),
-                             config.sampled_per_round, config.lowrank.min_clients, config.seed,
-                             drop_rate=config.lowrank.drop_rate, keep_messages=keep_messages)
+        self.server = Server(
+            self.method,
+            self.method.initial_state(self.model),
+            len(self.clients),
+            config.sampled_per_round,
+            config.lowrank.min_clients,
+            config.seed,
+            drop_rate=config.lowrank.drop_rate,
+            keep_messages=keep_messages,
+        )
         self.personal: dict[int, dict[str, Tensor]] = {}
         self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
         #: seconds of each client in the round that runs: for training, for what its upload takes, and whether what it
@@ -171,6 +188,7 @@ class Run:
         def batches():
             for start in range(0, len(examples), size):
                 yield examples.batch(range(start, min(start + size, len(examples))))
+
         return batches
 
     def _workbench(self) -> Workbench | None:
@@ -181,45 +199,61 @@ class Run:
         """
         held_out, config = self.data.validation, self.config
         if held_out is None:
-            raise UserError(f"federate.method = {config.federate.method} chooses among models by validation data, and "
-                            f"there are none; give data.splits a share for them (now {list(config.data.splits)})")
+            raise UserError(
+                f"federate.method = {config.federate.method} chooses among models by validation data, and "
+                f"there are none; give data.splits a share for them (now {list(config.data.splits)})"
+            )
         draw = np.random.default_rng(derive(config.seed, "validation"))
-        chosen = np.sort(draw.permutation(len(held_out))[:config.lowrank.validation_samples])
-        return Workbench(self.model, self._passes(held_out.select(chosen), config.eval.batch_size),
-                         derive(config.seed, "workbench"))
+        chosen = np.sort(draw.permutation(len(held_out))[: config.lowrank.validation_samples])
+        return Workbench(
+            self.model, self._passes(held_out.select(chosen), config.eval.batch_size), derive(config.seed, "workbench")
+        )
 
     def _check_task(self, raw) -> None:
         model, data = self.config.model, self.config.data.type
         labelled = model.task == "SequenceClassification"
         if raw.images is None and (raw.task == "classification") != labelled:
             raise UserError(
-                f"model.type = {model.type} is " + (
+                f"model.type = {model.type} is "
+                + (
                     f"a classifier, but data.type = {data} has instructions and answers and no labels; take "
-                    "NAME@huggingface_llm, or name the columns text and label in data.args" if labelled else
-                    f"a language model, but data.type = {data} has labels and no answers; take NAME@transformers, "
-                    "or data with instruction and output"))
+                    "NAME@huggingface_llm, or name the columns text and label in data.args"
+                    if labelled
+                    else f"a language model, but data.type = {data} has labels and no answers; take NAME@transformers, "
+                    "or data with instruction and output"
+                )
+            )
 
     def _check_splits(self) -> None:
         if not self.config.federate.make_global_eval and self.data.test is None:
-            raise UserError("federate.make_global_eval = False evaluates every client on its share of the test set, "
-                            "but there is no test set; give data.splits a share for it")
+            raise UserError(
+                "federate.make_global_eval = False evaluates every client on its share of the test set, "
+                "but there is no test set; give data.splits a share for it"
+            )
         for split in self.config.eval.split:
             if split == "train":
-                raise UserError("eval.split: held-out data is evaluated, test or val; a round's record has the "
-                                "training loss already")
+                raise UserError(
+                    "eval.split: held-out data is evaluated, test or val; a round's record has the "
+                    "training loss already"
+                )
             # By default whatever there is of validation data is evaluated.
             asked = split == "test" or set(self.config.eval.split) != set(Eval().split)
             if asked and getattr(self.data, _SPLITS[split]) is None:
-                raise UserError(f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
-                                f"for it (now {list(self.config.data.splits)}) or take it out of eval.split")
+                raise UserError(
+                    f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
+                    f"for it (now {list(self.config.data.splits)}) or take it out of eval.split"
+                )
 
     def _frozen_prefix(self) -> FrozenPrefix | None:
         train = self.config.train
         if train.frozen_dropout:
             return None
-        prefix = FrozenPrefix(self.model, {*self.method.shared, *self.method.personal},
-                              limit=train.cache_frozen_bytes if train.cache_frozen == "auto" else 0,
-                              folder=train.cache_frozen_dir or None)
+        prefix = FrozenPrefix(
+            self.model,
+            {*self.method.shared, *self.method.personal},
+            limit=train.cache_frozen_bytes if train.cache_frozen == "auto" else 0,
+            folder=train.cache_frozen_dir or None,
+        )
         prefix.plan(self._owners())
         return prefix if prefix else None
 
@@ -244,13 +278,16 @@ class Run:
     def _personal_now(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in named_tensors(model or self.model, self.method.personal).items()}
 
-    def _fit(self, client: Client, examples, round: int, model: nn.Module,
-             prefix: FrozenPrefix | None) -> tuple[Update, LocalResult]:
+    def _fit(
+        self, client: Client, examples, round: int, model: nn.Module, prefix: FrozenPrefix | None
+    ) -> tuple[Update, LocalResult]:
         """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors."""
         config, phases = self.config, self.method.phases(round, client.id)
         rounds, train = config.federate.total_round_num, config.train
-        options = {"lr": lr_at(round, rounds, train.optimizer.lr, train.scheduler),
-                   "seed": derive(config.seed, "train", round, client.id)}
+        options = {
+            "lr": lr_at(round, rounds, train.optimizer.lr, train.scheduler),
+            "seed": derive(config.seed, "train", round, client.id),
+        }
         started = time.perf_counter()
         key = self.reuse.key(config, model, examples, phases, **options) if self.reuse else None
         kept = self.reuse.find(key) if key else None
@@ -258,8 +295,9 @@ class Run:
             load_tensors(model, kept[0])
             result, seconds = LocalResult(**kept[1]["result"]), kept[1]["seconds"]
         else:
-            result = train_client(model, examples, phases, config, owner=f"client {client.id}", prefix=prefix,
-                                  **options)
+            result = train_client(
+                model, examples, phases, config, owner=f"client {client.id}", prefix=prefix, **options
+            )
             seconds = time.perf_counter() - started
             if key:
                 self.reuse.keep(key, model, phases, {"result": dataclasses.asdict(result), "seconds": seconds})
@@ -268,10 +306,20 @@ class Run:
         self.spent[client.id] = {"training": seconds, "upload": time.perf_counter() - trained, "reused": bool(kept)}
         return Update(client.id, client.num_samples, tensors), result
 
-    def _record(self, round: int, *, selected: list[int], failed: list[dict], losses: Mapping[int, float],
-                uplink: Mapping[int, tuple[int, int]], downlink: Mapping[int, tuple[int, int]],
-                samples: Mapping[int, int], metrics: dict, seconds: Mapping[str, float],
-                spent: Mapping[int, dict]) -> dict:
+    def _record(
+        self,
+        round: int,
+        *,
+        selected: list[int],
+        failed: list[dict],
+        losses: Mapping[int, float],
+        uplink: Mapping[int, tuple[int, int]],
+        downlink: Mapping[int, tuple[int, int]],
+        samples: Mapping[int, int],
+        metrics: dict,
+        seconds: Mapping[str, float],
+        spent: Mapping[int, dict],
+    ) -> dict:
         """The line of ``rounds.jsonl``; bytes come by client, with and without the head.
 
         ``client_seconds`` says of each client that this process trained how long training and upload took, and
@@ -282,16 +330,21 @@ class Run:
         # What was not trained again counts with the time it took when it was.
         seconds["training"] += sum(s["training"] for s in spent.values() if s["reused"])
         return {
-            "round": round, "selected": selected, "clients": sorted(losses),
+            "round": round,
+            "selected": selected,
+            "clients": sorted(losses),
             "failed": sorted(failed, key=lambda f: f["client"]),
-            "loss": sum(losses[c] * samples[c] for c in losses) / sum(samples[c] for c in losses), "metrics": metrics,
+            "loss": sum(losses[c] * samples[c] for c in losses) / sum(samples[c] for c in losses),
+            "metrics": metrics,
             "uplink_bytes": sum(b for b, _ in uplink.values()),
             "uplink_bytes_without_head": sum(b for _, b in uplink.values()),
             "downlink_bytes": sum(b for b, _ in downlink.values()),
             "downlink_bytes_without_head": sum(b for _, b in downlink.values()),
             "client_uplink_bytes": {c: b for c, (b, _) in sorted(uplink.items())},
             "client_downlink_bytes": {c: b for c, (b, _) in sorted(downlink.items())},
-            "adapter_norm": self._norms(), "seconds": seconds, "client_seconds": spent,
+            "adapter_norm": self._norms(),
+            "seconds": seconds,
+            "client_seconds": spent,
         }
 
     def _spent(self) -> dict[int, dict]:
@@ -318,8 +371,10 @@ class Run:
         ``federate.make_global_eval`` is False, which leaves the global one out.
         """
         held_out = self._held_out()
-        return {split: self._evaluate_clients() if split == _CLIENTS else self._score(held_out[split], split)
-                for split in self._evaluated()}
+        return {
+            split: self._evaluate_clients() if split == _CLIENTS else self._score(held_out[split], split)
+            for split in self._evaluated()
+        }
 
     def _evaluated(self) -> list[str]:
         """The names of what ``_evaluate`` measures."""
@@ -347,9 +402,12 @@ class Run:
             sizes.append(len(examples))
         self._load_global()
         accuracies = np.sort([s["acc"] for s in scores])
-        return {**{m: float(np.average([s[m] for s in scores], weights=sizes)) for m in ("acc", "loss")},
-                "acc_mean": float(accuracies.mean()), "acc_std": float(accuracies.std()),
-                "acc_worst_decile": float(accuracies[:max(len(accuracies) // 10, 1)].mean())}
+        return {
+            **{m: float(np.average([s[m] for s in scores], weights=sizes)) for m in ("acc", "loss")},
+            "acc_mean": float(accuracies.mean()),
+            "acc_std": float(accuracies.std()),
+            "acc_worst_decile": float(accuracies[: max(len(accuracies) // 10, 1)].mean()),
+        }
 
     def _load_client(self, client: int) -> None:
         """Put the model of ``client`` into the one model."""
@@ -377,8 +435,9 @@ class Run:
         try:
             self.lock.acquire()
         except Timeout:
-            raise RunFailed(f"another run is writing into {self.outdir}; wait for it, or choose another "
-                            "outdir") from None
+            raise RunFailed(
+                f"another run is writing into {self.outdir}; wait for it, or choose another outdir"
+            ) from None
 
     def _release(self) -> None:
         if self.lock is not None:
@@ -394,8 +453,10 @@ class Run:
             self._restore(checkpoint)
             history = read_records(records, up_to=checkpoint.round)
             if [record["round"] for record in history] != list(range(1, checkpoint.round + 1)):
-                raise UserError(f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
-                                "wrote into it, so the run cannot be continued; start again in another outdir")
+                raise UserError(
+                    f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
+                    "wrote into it, so the run cannot be continued; start again in another outdir"
+                )
         self.records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
         (self.outdir / "environment.json").write_text(json.dumps(environment(), indent=1))
@@ -409,27 +470,43 @@ class Run:
     def _save(self, round: int) -> None:
         state = self.server.state
         changed = set(self.method.changed_base(self.model))
-        parts = {"state": {n: v for n, v in state.items() if isinstance(v, Tensor)},
-                 "base": {n: p for n, p in self.model.named_parameters() if n in changed},
-                 "personal": {f"{c}/{n}": t for c, own in self.personal.items() for n, t in own.items()}}
-        outbox = {n: [came, list(t.shape), str(t.dtype).removeprefix("torch.")]
-                  for n, (came, t) in self.server.outbox.items()}
-        save_checkpoint(self.outdir / "checkpoint", round, {n: p for n, p in parts.items() if p}, {
-            "numbers": {n: v for n, v in state.items() if not isinstance(v, Tensor)},
-            "synced": self.server.synced, "outbox": outbox, "config": self.config.to_dict(),
-            "data": self.data.fingerprint, "model": self.base_fingerprint}, keep=self.config.lowrank.keep_checkpoints)
+        parts = {
+            "state": {n: v for n, v in state.items() if isinstance(v, Tensor)},
+            "base": {n: p for n, p in self.model.named_parameters() if n in changed},
+            "personal": {f"{c}/{n}": t for c, own in self.personal.items() for n, t in own.items()},
+        }
+        outbox = {
+            n: [came, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, (came, t) in self.server.outbox.items()
+        }
+        save_checkpoint(
+            self.outdir / "checkpoint",
+            round,
+            {n: p for n, p in parts.items() if p},
+            {
+                "numbers": {n: v for n, v in state.items() if not isinstance(v, Tensor)},
+                "synced": self.server.synced,
+                "outbox": outbox,
+                "config": self.config.to_dict(),
+                "data": self.data.fingerprint,
+                "model": self.base_fingerprint,
+            },
+            keep=self.config.lowrank.keep_checkpoints,
+        )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         for what, now in (("data", self.data.fingerprint), ("model", self.base_fingerprint)):
             if checkpoint.meta[what] != now:
-                raise UserError(f"the {what} is not what the run in {self.outdir} started with; "
-                                "it cannot be continued with another")
+                raise UserError(
+                    f"the {what} is not what the run in {self.outdir} started with; it cannot be continued with another"
+                )
         self._check_same_run(checkpoint.meta["config"])
         to = lambda tensors: {n: t.to(self.device) for n, t in tensors.items()}  # noqa: E731
         self.server.state = {**to(checkpoint.parts.get("state", {})), **checkpoint.meta["numbers"]}
         self.server.synced = {int(c): r for c, r in checkpoint.meta["synced"].items()}
-        self.server.outbox = {n: (came, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
-                              for n, (came, shape, dtype) in checkpoint.meta["outbox"].items()}
+        self.server.outbox = {
+            n: (came, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+            for n, (came, shape, dtype) in checkpoint.meta["outbox"].items()
+        }
         for key, tensor in to(checkpoint.parts.get("personal", {})).items():
             client, name = key.split("/", 1)
             self.personal.setdefault(int(client), {})[name] = tensor
@@ -443,8 +520,10 @@ class Run:
         free = {"lowrank.min_clients"}  # else a round that too few clients finished could never be got past
         differing = sorted(key for key in (then.keys() | now.keys()) - free if then.get(key) != now.get(key))
         if differing:
-            raise UserError(f"the run in {self.outdir} was started with another {', '.join(differing)}; "
-                            "continue it with its own config.yaml, or choose another outdir")
+            raise UserError(
+                f"the run in {self.outdir} was started with another {', '.join(differing)}; "
+                "continue it with its own config.yaml, or choose another outdir"
+            )
 
     def _stalled(self) -> bool:
         """FederatedScope's early stopping: ``patience`` evaluations running, none better than the best by ``delta``."""
@@ -475,8 +554,11 @@ class Run:
         for client in self.personal:
             self._load_client(client)
             for name in {adapter_name(n) for n in self.personal[client]}:
-                save_adapter(folder / f"client_{client}", self.model.peft_config[name],
-                             peft.get_peft_model_state_dict(self.model, adapter_name=name))
+                save_adapter(
+                    folder / f"client_{client}",
+                    self.model.peft_config[name],
+                    peft.get_peft_model_state_dict(self.model, adapter_name=name),
+                )
         self._load_global()
         return folder
 
@@ -486,20 +568,33 @@ class Run:
         final = {f"{split}_{name}": v for split, values in last.items() for name, v in values.items()}
         for metric in {m for m in final if m.endswith("_acc")}:
             split = metric.removesuffix("_acc")
-            final[f"{metric}_last5"] = float(np.mean(
-                [r["metrics"][split]["acc"] for r in history if split in r["metrics"]][-5:]))
+            final[f"{metric}_last5"] = float(
+                np.mean([r["metrics"][split]["acc"] for r in history if split in r["metrics"]][-5:])
+            )
         ranked = [r for r in history if r["metrics"] and self._key_value(r) is not None]
         if ranked:
             final["best_round"] = min(ranked, key=self._key_value)["round"]
         result = RunResult(
-            history=history, final=final, outdir=self.outdir, model=self.model,
-            base_changed="base" in self.method.shared or any(
-                "base" in tags(n) for n in self.method.changed_base(self.model)),
-            facts={"method": self.method.name, "source": self.data.source, "data": self.data.fingerprint,
-                   "model": self.base_fingerprint, "config": self.config.fingerprint(),
-                   "clients": [c.num_samples for c in self.clients], "majority": self.data.majority,
-                   "parameters": self.parameters, "images": self.data.image_shape,
-                   "labels": self.data.label_names, "formula_bytes": self._formula_bytes()})
+            history=history,
+            final=final,
+            outdir=self.outdir,
+            model=self.model,
+            base_changed="base" in self.method.shared
+            or any("base" in tags(n) for n in self.method.changed_base(self.model)),
+            facts={
+                "method": self.method.name,
+                "source": self.data.source,
+                "data": self.data.fingerprint,
+                "model": self.base_fingerprint,
+                "config": self.config.fingerprint(),
+                "clients": [c.num_samples for c in self.clients],
+                "majority": self.data.majority,
+                "parameters": self.parameters,
+                "images": self.data.image_shape,
+                "labels": self.data.label_names,
+                "formula_bytes": self._formula_bytes(),
+            },
+        )
         if not result.base_changed:
             result.saved["adapter"] = result.save_adapter(self.outdir / "adapter")
         if result.base_changed or self.config.lowrank.save_merged:
@@ -509,9 +604,15 @@ class Run:
         for folder in (result.saved[what] for what in ("adapter", "model") if what in result.saved):
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(str(folder))
-        result.saved["curves"] = plot_curves({self.method.name: history}, self.outdir / "curves.png",
-                                             self.data.majority)
-        summary = {"final": final, "bytes": dict(result.bytes), **result.facts,
-                   "versions": environment()["versions"], "seed": self.config.seed}
+        result.saved["curves"] = plot_curves(
+            {self.method.name: history}, self.outdir / "curves.png", self.data.majority
+        )
+        summary = {
+            "final": final,
+            "bytes": dict(result.bytes),
+            **result.facts,
+            "versions": environment()["versions"],
+            "seed": self.config.seed,
+        }
         (self.outdir / "summary.json").write_text(json.dumps(summary, indent=1))
         return result

@@ -3,6 +3,7 @@
 What a client trains is named tensors, swapped in and out of the one model, so memory is the base plus the
 clients' adapters.
 """
+
 from __future__ import annotations
 
 import logging
@@ -31,8 +32,12 @@ class LocalEngine(Run):
         on_client: called with (round, clients done, clients of the round) as a round proceeds.
     """
 
-    def __init__(self, config: Config, on_round: Callable[[dict], object] | None = None,
-                 on_client: Callable[[int, int, int], object] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        on_round: Callable[[dict], object] | None = None,
+        on_client: Callable[[int, int, int], object] | None = None,
+    ):
         check_local(config)
         super().__init__(config)
         self._check_watched()
@@ -43,11 +48,15 @@ class LocalEngine(Run):
         value, patience = self.config.get(key), self.config.early_stop.patience
         own = ("acc_mean", "acc_std", "acc_worst_decile") if split == "client_test" else ()
         if metric not in (known := ("loss", "acc", *own)):
-            raise UserError(f"{key} = {value!r}: no metric {metric!r} is measured"
-                            f"{nearest(metric, known)}; {split}_ may be followed by: {', '.join(known)}")
+            raise UserError(
+                f"{key} = {value!r}: no metric {metric!r} is measured"
+                f"{nearest(metric, known)}; {split}_ may be followed by: {', '.join(known)}"
+            )
         if patience > 0 and split not in self._evaluated():
-            raise UserError(f"early_stop.patience = {patience}: it watches {key} = {value}, a split that is not "
-                            f"evaluated; evaluated are: {', '.join(self._evaluated()) or 'none'}")
+            raise UserError(
+                f"early_stop.patience = {patience}: it watches {key} = {value}, a split that is not "
+                f"evaluated; evaluated are: {', '.join(self._evaluated()) or 'none'}"
+            )
 
     def _round(self, round: int) -> dict:
         started = time.perf_counter()
@@ -62,8 +71,9 @@ class LocalEngine(Run):
                 continue
             try:
                 self._load_client(client)
-                update, result = self._fit(self.clients[client - 1], self.data.clients[client - 1], round,
-                                           self.model, self.prefix)
+                update, result = self._fit(
+                    self.clients[client - 1], self.data.clients[client - 1], round, self.model, self.prefix
+                )
                 server.receive(update, round)
             except RefusedUpdate as refusal:
                 failed.append({"client": client, "kind": "refused", "reason": str(refusal)})
@@ -87,20 +97,35 @@ class LocalEngine(Run):
             server.synced, self.personal = before
             if round > 1 and not self._checkpoint_due(round - 1):
                 self._save(round - 1)
-            kept = (f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, "
-                    "and a smaller lowrank.min_clients if no more clients can be had")
-            raise RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); "
-                            f"{kept if round > 1 else 'no round was completed'}") from error
+            kept = (
+                f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, "
+                "and a smaller lowrank.min_clients if no more clients can be had"
+            )
+            raise RunFailed(
+                f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); "
+                f"{kept if round > 1 else 'no round was completed'}"
+            ) from error
         with torch.no_grad():
             self.method.apply(self.model, message, round)
         aggregated = time.perf_counter()
         metrics = self._evaluate() if self._evaluates(round) else {}
         evaluated = time.perf_counter()
         return self._record(
-            round, selected=selected, failed=failed, losses=losses, uplink=uplink, downlink=downlink,
-            samples={c.id: c.num_samples for c in self.clients}, metrics=metrics, spent=self._spent(),
-            seconds={"training": trained - started, "aggregation": aggregated - trained,
-                     "evaluation": evaluated - aggregated})
+            round,
+            selected=selected,
+            failed=failed,
+            losses=losses,
+            uplink=uplink,
+            downlink=downlink,
+            samples={c.id: c.num_samples for c in self.clients},
+            metrics=metrics,
+            spent=self._spent(),
+            seconds={
+                "training": trained - started,
+                "aggregation": aggregated - trained,
+                "evaluation": evaluated - aggregated,
+            },
+        )
 
     def run(self, resume: bool = False) -> RunResult:
         """All rounds, from the start or from the last checkpoint.
@@ -112,8 +137,9 @@ class LocalEngine(Run):
         try:
             return self._run(resume)
         except (OSError, SafetensorError) as error:
-            raise RunFailed(f"the run in {self.outdir} stopped: {error}; when that is mended, "
-                            "run again with --resume") from error
+            raise RunFailed(
+                f"the run in {self.outdir} stopped: {error}; when that is mended, run again with --resume"
+            ) from error
         finally:
             self._release()
 

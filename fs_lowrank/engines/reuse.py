@@ -4,6 +4,7 @@ A client's local training is decided by its data, the tensors it starts from, wh
 the training loop; the key of an entry is a hash over all of them, and over nothing else. So runs whose methods differ
 only in what the server does share their clients, whatever the methods are called.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -65,13 +66,22 @@ class Reuse:
         phases = list(phases)
         if any(phase.penalty is not None for phase in phases):
             return None
-        settings = {k: v for k, v in config.decisive().items()
-                    if k in _KEYS or k.startswith(_SECTIONS) and k != "train.scheduler.type"}
+        settings = {
+            k: v
+            for k, v in config.decisive().items()
+            if k in _KEYS or k.startswith(_SECTIONS) and k != "train.scheduler.type"
+        }
         decided = {
-            "settings": settings, "lr": lr, "seed": seed, "data": examples.fingerprint(), "start": digest_of(
-                all_tensors(model)), "device": next(model.parameters()).device.type, "versions": versions(),
+            "settings": settings,
+            "lr": lr,
+            "seed": seed,
+            "data": examples.fingerprint(),
+            "start": digest_of(all_tensors(model)),
+            "device": next(model.parameters()).device.type,
+            "versions": versions(),
             "adapter": config.adapter.to_args() if config.llm.adapter.use else None,
-            "phases": [[sorted(phase.train), phase.steps] for phase in phases]}
+            "phases": [[sorted(phase.train), phase.steps] for phase in phases],
+        }
         return hashlib.sha256(json.dumps(decided, sort_keys=True, default=repr).encode()).hexdigest()[:24]
 
     def find(self, key: str) -> tuple[dict[str, Tensor], dict] | None:
@@ -106,5 +116,7 @@ class Reuse:
             os.replace(aside, path)
         except (OSError, SafetensorError) as error:
             aside.unlink(missing_ok=True)
-            raise RunFailed(f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "
-                            "make room, or leave the key out") from error
+            raise RunFailed(
+                f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "
+                "make room, or leave the key out"
+            ) from error

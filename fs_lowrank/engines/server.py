@@ -1,4 +1,5 @@
 """The server's side of a run, the same for every engine: who takes part, what travels, what is refused."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -37,8 +38,17 @@ class Server:
             share one model needs only their sizes.
     """
 
-    def __init__(self, method: Method, state: State, num_clients: int, per_round: int, min_clients: int,
-                 seed: int, drop_rate: float = 0.0, keep_messages: bool = False):
+    def __init__(
+        self,
+        method: Method,
+        state: State,
+        num_clients: int,
+        per_round: int,
+        min_clients: int,
+        seed: int,
+        drop_rate: float = 0.0,
+        keep_messages: bool = False,
+    ):
         self.method, self.state = method, state
         self.num_clients, self.per_round, self.min_clients = num_clients, per_round, min_clients
         self.seed, self.drop_rate, self.keep_messages = seed, drop_rate, keep_messages
@@ -87,8 +97,9 @@ class Server:
         """
         updates, self.updates = sorted(self.updates, key=lambda u: u.client), []
         if len(updates) < self.min_clients:
-            raise TooFewClients(f"round {round}: {len(updates)} usable updates, lowrank.min_clients is "
-                                f"{self.min_clients}")
+            raise TooFewClients(
+                f"round {round}: {len(updates)} usable updates, lowrank.min_clients is {self.min_clients}"
+            )
         before = self.state
         with torch.no_grad():
             self.state, message = self.method.aggregate(updates, before, round)

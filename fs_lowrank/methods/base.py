@@ -16,6 +16,7 @@ the latest value of every name and brings a client that missed rounds up to date
 method handles absence itself. What a message holds for ever (a merge) gets a name of its own per round.
 Rounds count from 1; round 0 is the start, which every copy draws from the seed.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -153,8 +154,10 @@ class Method:
 
     def __init__(self, params: object, setting: Setting):
         if self.lora_only and setting.adapter.method != "lora":
-            raise UserError(f"llm.adapter.args: adapter_method = {setting.adapter.method} has no halves A and B, which "
-                            f"{self.name} works on; take lora, or a method that averages adapters whole")
+            raise UserError(
+                f"llm.adapter.args: adapter_method = {setting.adapter.method} has no halves A and B, which "
+                f"{self.name} works on; take lora, or a method that averages adapters whole"
+            )
         self.params = params
         self.setting = setting
         #: tags of what trains whole: a new head, and in a model from scratch all that carries no adapter

@@ -4,6 +4,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
     W ← Σ_k p_k W_k
 """
+
 from torch import nn
 
 from .base import Method

@@ -10,6 +10,7 @@ Everything that is not factorised (first layer, downsampling, norms, head) is tr
 ``average_by: uniform`` is the original's, ``samples`` the rule of the FedLoRU authors' port, which has no
 Frobenius decay (``decay: 0``).
 """
+
 from dataclasses import dataclass, field
 
 import torch
@@ -35,11 +36,17 @@ class FedHM(Method):
 
     @dataclass(frozen=True)
     class Params:
-        rank_factors: tuple[float, ...] = field(default=(4.0,), metadata={
-            "min": 1.0, "help": "a layer's rank is round(d_out / rank_factor); one for every client, repeated in turn"})
+        rank_factors: tuple[float, ...] = field(
+            default=(4.0,),
+            metadata={
+                "min": 1.0,
+                "help": "a layer's rank is round(d_out / rank_factor); one for every client, repeated in turn",
+            },
+        )
         decay: float = field(default=1e-4, metadata={"min": 0.0, "help": "c of the Frobenius decay"})
-        average_by: str = field(default="uniform", metadata={
-            "choices": ("uniform", "samples"), "help": "of the clients in the average"})
+        average_by: str = field(
+            default="uniform", metadata={"choices": ("uniform", "samples"), "help": "of the clients in the average"}
+        )
 
     def adapt(self, model: nn.Module) -> nn.Module:
         return factorise_layers(model, target_modules(model, self.adapter))
@@ -71,8 +78,11 @@ class FedHM(Method):
 
     def view(self, state, client=None):
         tensors = super().view(state)
-        return tensors if client is None else self.tailor(
-            {**tensors, **{n: t for n, t in state.items() if n.startswith("svd:")}}, client)
+        return (
+            tensors
+            if client is None
+            else self.tailor({**tensors, **{n: t for n, t in state.items() if n.startswith("svd:")}}, client)
+        )
 
     def tailor(self, tensors: Tensors, client: int) -> dict[str, torch.Tensor]:
         """The factors cut to the client's rank in the place of the full weights."""

@@ -6,6 +6,7 @@ Zhang et al., "Towards Building the FederatedGPT: Federated Instruction Tuning",
 
 Inexact: ``mean(B) · mean(A)`` is not ``mean(B · A)``.
 """
+
 from .base import Method
 from .registry import register_method
 

@@ -13,6 +13,7 @@ authors' code. ``schedule`` gives the accumulation rounds as a list instead of `
 ``merge: false`` is for fine-tuning: the base stays as it is, the accumulated pairs stand beside it, and all of
 them are saved as one LoRA adapter of their rank together.
 """
+
 from dataclasses import dataclass, field
 
 import torch
@@ -34,19 +35,28 @@ class FedLoRU(Method):
     @dataclass(frozen=True)
     class Params:
         tau: int = field(default=20, metadata={"min": 1, "help": "rounds between accumulations"})
-        schedule: tuple[int, ...] = field(default=(), metadata={
-            "min": 1, "help": "the accumulation rounds themselves; goes before tau"})
-        init: str = field(default="random", metadata={
-            "choices": ("random", "momentum"), "help": "how the pair starts again"})
-        merge: bool = field(default=True, metadata={
-            "help": "False: keep the accumulated pairs beside the base and save them as one adapter"})
+        schedule: tuple[int, ...] = field(
+            default=(), metadata={"min": 1, "help": "the accumulation rounds themselves; goes before tau"}
+        )
+        init: str = field(
+            default="random", metadata={"choices": ("random", "momentum"), "help": "how the pair starts again"}
+        )
+        merge: bool = field(
+            default=True,
+            metadata={"help": "False: keep the accumulated pairs beside the base and save them as one adapter"},
+        )
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
         if not params.merge and (self.adapter.method != "lora" or setting.from_scratch):
-            raise UserError("lowrank.merge = False keeps LoRA pairs beside a pre-trained base; " + (
-                "this model is trained from scratch" if setting.from_scratch else
-                f"llm.adapter.args asks for {self.adapter.method}, whose products do not add up to one adapter"))
+            raise UserError(
+                "lowrank.merge = False keeps LoRA pairs beside a pre-trained base; "
+                + (
+                    "this model is trained from scratch"
+                    if setting.from_scratch
+                    else f"llm.adapter.args asks for {self.adapter.method}, whose products do not add up to one adapter"
+                )
+            )
         if not params.merge:
             check_one_rank(self.adapter, f"lowrank.merge = False of {self.name}")
 
@@ -78,8 +88,9 @@ class FedLoRU(Method):
             message[f"merge:{round}:{name}"] = message.pop(name)
             state[name] = self.restart(name, mean[name], round)
         if self.params.init == "random":
-            state = {n: v for n, v in state.items()
-                     if not (n.startswith("server_optimizer:") and n.endswith(tuple(adapter)))}
+            state = {
+                n: v for n, v in state.items() if not (n.startswith("server_optimizer:") and n.endswith(tuple(adapter)))
+            }
         return state, message
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:

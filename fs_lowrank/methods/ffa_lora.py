@@ -4,6 +4,7 @@ Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024
 
     B ← Σ_k p_k B_k, exact because B A is linear in B
 """
+
 from .base import Method, Phase
 from .registry import register_method
 

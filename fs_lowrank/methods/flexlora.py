@@ -9,6 +9,7 @@ NeurIPS 2024.
 ``split: sqrt`` shares Σ between the halves instead of giving it all to B, which is what the authors' code
 does. Differs from the authors' code in cost only: ΔW is never formed (``algebra.low_rank_sum_svd``).
 """
+
 from dataclasses import dataclass, field
 
 from ..algebra import low_rank_sum_svd, top_components
@@ -25,8 +26,9 @@ class FlexLoRA(RankedMethod):
 
     @dataclass(frozen=True)
     class Params(RankedParams):
-        split: str = field(default="b", metadata={
-            "choices": ("b", "sqrt"), "help": "b: all singular values in B; sqrt: shared with A"})
+        split: str = field(
+            default="b", metadata={"choices": ("b", "sqrt"), "help": "b: all singular values in B; sqrt: shared with A"}
+        )
 
     def aggregate(self, updates, state, round):
         message, _ = self.average(updates, state, tagged=self.whole)
@@ -35,8 +37,11 @@ class FlexLoRA(RankedMethod):
         scale = adapter.scale(rank)
         for b, a in pairs(updates[0].tensors):
             u, s, vh = low_rank_sum_svd(
-                [u.tensors[b].flatten(1) for u in updates], [u.tensors[a].flatten(1) for u in updates],
-                [p * adapter.scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)], rank)
+                [u.tensors[b].flatten(1) for u in updates],
+                [u.tensors[a].flatten(1) for u in updates],
+                [p * adapter.scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)],
+                rank,
+            )
             u, s, vh = top_components(u, s / scale, vh, rank, fill=state[a].flatten(1))
             root = s.sqrt() if self.params.split == "sqrt" else None
             message[b] = (u * (s if root is None else root)).reshape(state[b].shape)

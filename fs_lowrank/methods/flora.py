@@ -8,6 +8,7 @@ NeurIPS 2024.
 
 Exact for any ranks and any subset of clients, but the downlink grows with ``Σ r_k``.
 """
+
 import torch
 from torch import nn
 
@@ -33,7 +34,8 @@ class FLoRA(RankedMethod):
         for b, a in pairs(updates[0].tensors):
             ups, downs = [u.tensors[b] for u in updates], [u.tensors[a] for u in updates]
             message[f"merge:{round}:{b}"], message[f"merge:{round}:{a}"] = stack_pairs(
-                ups, downs, [p * scale(d.shape[0]) for p, d in zip(weights, downs)])
+                ups, downs, [p * scale(d.shape[0]) for p, d in zip(weights, downs)]
+            )
             fresh[a] = self.draw_down(a, state[a].shape, round).to(state[a])
             fresh[b] = torch.zeros_like(state[b])
         return {**state, **fresh}, message
@@ -48,7 +50,7 @@ class FLoRA(RankedMethod):
         with torch.no_grad():
             for b, a in pairs(own):
                 down = own[a]
-                down.copy_(self.draw_down(a, (self.rank(), *down.shape[1:]), round)[:len(down)])
+                down.copy_(self.draw_down(a, (self.rank(), *down.shape[1:]), round)[: len(down)])
                 own[b].zero_()
 
     def changed_base(self, model: nn.Module) -> list[str]:

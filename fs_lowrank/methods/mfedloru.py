@@ -10,6 +10,7 @@ Regularization", appendix "Model-heterogeneous FedLoRU", Algorithm 3.
 Up it sends ``r_B (d_out + r) + r_A (d_in + r)`` values a matrix instead of ``r (d_out + d_in)``. A client of
 rank 0 opts out and trains the pair itself. ``s' = α_A / r_A = 1/2`` as in the paper's experiments.
 """
+
 import dataclasses
 from dataclasses import dataclass, field
 
@@ -35,23 +36,33 @@ class MFedLoRU(FedLoRU):
 
     @dataclass(frozen=True)
     class Params(FedLoRU.Params):
-        nested_ranks: tuple[int, ...] = field(default=(), metadata={
-            "min": 0, "help": "r_A of every client, repeated in turn if shorter; 0: it trains the whole pair; "
-                              "empty: 0 for all"})
-        nested_ranks_b: tuple[int, ...] = field(default=(), metadata={
-            "min": 0, "help": "r_B of every client, if other than r_A"})
+        nested_ranks: tuple[int, ...] = field(
+            default=(),
+            metadata={
+                "min": 0,
+                "help": "r_A of every client, repeated in turn if shorter; 0: it trains the whole pair; "
+                "empty: 0 for all",
+            },
+        )
+        nested_ranks_b: tuple[int, ...] = field(
+            default=(), metadata={"min": 0, "help": "r_B of every client, if other than r_A"}
+        )
         nested_scale: float = field(default=0.5, metadata={"above": 0.0, "help": "s' = alpha_A / r_A = alpha_B / r_B"})
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
         wide = [r for r in (*params.nested_ranks, *params.nested_ranks_b) if r >= self.adapter.r]
         if wide:
-            raise UserError(f"lowrank.nested_ranks: {wide[0]} is not below the adapter's rank, {self.adapter.r}, so "
-                            "nesting saves nothing; 0 lets the client train the whole pair")
+            raise UserError(
+                f"lowrank.nested_ranks: {wide[0]} is not below the adapter's rank, {self.adapter.r}, so "
+                "nesting saves nothing; 0 lets the client train the whole pair"
+            )
         of_a, of_b = params.nested_ranks, params.nested_ranks_b
         if of_b and (len(of_a) != len(of_b) or any((a == 0) != (b == 0) for a, b in zip(of_a, of_b))):
-            raise UserError(f"lowrank.nested_ranks {of_a} and nested_ranks_b {of_b}: give one of each for every "
-                            "client; one that opts out has 0 in both lists")
+            raise UserError(
+                f"lowrank.nested_ranks {of_a} and nested_ranks_b {of_b}: give one of each for every "
+                "client; one that opts out has 0 in both lists"
+            )
 
     def nested_ranks(self, client: int | None) -> tuple[int, int]:
         """``r_A`` and ``r_B`` of ``client``; (0, 0) trains the whole pair. None: the largest of all."""
@@ -73,7 +84,7 @@ class MFedLoRU(FedLoRU):
         made = {}
         for a in select(state, {"lora_A"}):
             down = state[a]
-            module, up = a[:a.index(".lora_A.")], state[a.replace(".lora_A.", ".lora_B.")]
+            module, up = a[: a.index(".lora_A.")], state[a.replace(".lora_A.", ".lora_B.")]
             for half, shape in nested_shapes(down.shape, up.shape, *self.nested_ranks(None)).items():
                 name = f"{module}.nested.{half}"
                 drawn = self.draw_down(name, shape, round) if half.endswith("_u") and shape[0] else torch.zeros(shape)
@@ -95,7 +106,7 @@ class MFedLoRU(FedLoRU):
         tensors = {n: t for n, t in update.tensors.items() if n not in nested}
         for name in nested:
             if name.endswith("_d"):
-                module, half = name[:-len(".nested.A_d")], name[-3]
+                module, half = name[: -len(".nested.A_d")], name[-3]
                 pair = f"{module}.lora_{half}.default.weight"
                 product = update.tensors[name].flatten(1) @ update.tensors[name[:-1] + "u"].flatten(1)
                 tensors[pair] = state[pair] + self.params.nested_scale * product.reshape(state[pair].shape)
@@ -112,6 +123,6 @@ class MFedLoRU(FedLoRU):
     def renew(self, model: nn.Module, round: int) -> None:
         """A copy's nested pairs for the round after ``round``, at the rank that the copy has."""
         own = named_tensors(model, ("nested",))
-        cuts = {"u": lambda t, like: t[:like.shape[0]], "d": lambda t, like: t[:, :like.shape[1]]}
+        cuts = {"u": lambda t, like: t[: like.shape[0]], "d": lambda t, like: t[:, : like.shape[1]]}
         fresh = self.fresh({n: p.detach() for n, p in named_tensors(model, ("adapter",)).items()}, round)
         load_tensors(model, {n: cuts[n[-1]](t, own[n]) for n, t in fresh.items()})

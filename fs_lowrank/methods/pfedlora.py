@@ -8,6 +8,7 @@ Implicit Regularization", appendix "pFedLoRA", Algorithm 4. Client k's model is 
     variant 2:  E_per + E_global of both together
     sent:       W, averaged as FedAvg does
 """
+
 from dataclasses import dataclass, field
 
 from .base import Method, Phase
@@ -24,10 +25,11 @@ class PFedLoRA(Method):
     @dataclass(frozen=True)
     class Params:
         variant: int = field(default=1, metadata={"min": 1, "max": 2, "help": "1: one after the other; 2: together"})
-        personal_steps: int = field(default=0, metadata={
-            "min": 0, "help": "E_per, in units of train.batch_or_epoch; 0: as train.local_update_steps"})
-        global_steps: int = field(default=0, metadata={
-            "min": 0, "help": "E_global; 0: as train.local_update_steps"})
+        personal_steps: int = field(
+            default=0,
+            metadata={"min": 0, "help": "E_per, in units of train.batch_or_epoch; 0: as train.local_update_steps"},
+        )
+        global_steps: int = field(default=0, metadata={"min": 0, "help": "E_global; 0: as train.local_update_steps"})
 
     def phases(self, round: int, client: int | None = None) -> list[Phase]:
         own, everyone = self.params.personal_steps or None, self.params.global_steps or None

@@ -8,6 +8,7 @@ Regularization", appendix "Personalized FedLoRU", Algorithm 2. Client k's model 
 
 ``pmfedloru`` is the same over mFedLoRU, with ranks of the shared pair that differ by client.
 """
+
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -21,8 +22,13 @@ from .registry import register_method
 
 @dataclass(frozen=True)
 class _Personal:
-    personal_steps: int = field(default=0, metadata={
-        "min": 0, "help": "E_per, in units of train.batch_or_epoch; 0: as train.local_update_steps, which is E_global"})
+    personal_steps: int = field(
+        default=0,
+        metadata={
+            "min": 0,
+            "help": "E_per, in units of train.batch_or_epoch; 0: as train.local_update_steps, which is E_global",
+        },
+    )
     personal_rank: int = field(default=0, metadata={"min": 0, "help": "rank of the own pair; 0: the shared pair's"})
 
 

@@ -1,4 +1,5 @@
 """What methods with a rank per client share: the list of ranks, and cutting a pair to its first rows."""
+
 import dataclasses
 from dataclasses import dataclass, field
 
@@ -10,8 +11,13 @@ from .base import Method, Tensors
 
 @dataclass(frozen=True)
 class RankedParams:
-    ranks: tuple[int, ...] = field(default=(), metadata={
-        "min": 1, "help": "rank of every client, repeated in turn if shorter; empty: the adapter's r for all"})
+    ranks: tuple[int, ...] = field(
+        default=(),
+        metadata={
+            "min": 1,
+            "help": "rank of every client, repeated in turn if shorter; empty: the adapter's r for all",
+        },
+    )
 
 
 def check_one_rank(adapter: AdapterSpec, method: str) -> None:
@@ -22,8 +28,10 @@ def check_one_rank(adapter: AdapterSpec, method: str) -> None:
     """
     odd = [name for name in ("rank_pattern", "alpha_pattern", "lora_bias") if adapter.extra.get(name)]
     if odd:
-        raise UserError(f"llm.adapter.args: {odd[0]}: {method} needs one alpha for all layers, ranks that differ by "
-                        "client only, and pairs without a bias; take it out, or take another method")
+        raise UserError(
+            f"llm.adapter.args: {odd[0]}: {method} needs one alpha for all layers, ranks that differ by "
+            "client only, and pairs without a bias; take it out, or take another method"
+        )
 
 
 class RankedMethod(Method):

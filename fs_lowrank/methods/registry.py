@@ -1,4 +1,5 @@
 """The methods by name. Nothing else in the package asks for a method by name."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -13,10 +14,25 @@ from ..errors import UserError, nearest
 from .base import Method, Setting
 
 ENTRY_POINTS = "fs_lowrank.methods"
-_BUILT_IN = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora", "fedloru", "mfedloru",
-             "pfedloru", "pfedlora", "fedhm",
-             "one_shot.fedfisher", "one_shot.fisher_merge", "one_shot.regmean", "one_shot.otfusion",
-             "one_shot.pfnm", "one_shot.dense")
+_BUILT_IN = (
+    "fedavg",
+    "fedlora",
+    "ffa_lora",
+    "rolora",
+    "flexlora",
+    "flora",
+    "fedloru",
+    "mfedloru",
+    "pfedloru",
+    "pfedlora",
+    "fedhm",
+    "one_shot.fedfisher",
+    "one_shot.fisher_merge",
+    "one_shot.regmean",
+    "one_shot.otfusion",
+    "one_shot.pfnm",
+    "one_shot.dense",
+)
 _ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
 _METHODS: dict[str, type[Method]] = {}
 
@@ -28,18 +44,22 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         UserError: the name is taken by another class, or a hyperparameter has the name of a key that ``lowrank``
             has for every method: one value in a config would mean both.
     """
+
     def register(cls: type[Method]) -> type[Method]:
         general = {f.name for f in dataclasses.fields(Lowrank)}
         clash = sorted(general & {f.name for f in dataclasses.fields(cls.Params)})
         if clash:
-            raise UserError(f"method {name!r}: hyperparameter {clash[0]!r} is a key of the section lowrank already, "
-                            f"for every method; choose another name (taken: {', '.join(sorted(general))})")
+            raise UserError(
+                f"method {name!r}: hyperparameter {clash[0]!r} is a key of the section lowrank already, "
+                f"for every method; choose another name (taken: {', '.join(sorted(general))})"
+            )
         taken = _METHODS.get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
             raise UserError(f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}")
         cls.name = name
         _METHODS[name] = cls
         return cls
+
     return register
 
 
@@ -52,8 +72,10 @@ def _load(path: tuple[str, ...]) -> None:
         try:
             point.load()
         except Exception as error:
-            raise UserError(f"the package that adds method {point.name!r} ({point.value}) failed to import: "
-                            f"{type(error).__name__}: {error}") from error
+            raise UserError(
+                f"the package that adds method {point.name!r} ({point.value}) failed to import: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def list_methods() -> list[str]:
@@ -72,14 +94,25 @@ def get_method_class(name: str) -> type[Method]:
     key = str(name).lower()
     key = _ALIASES.get(key, key)
     if key not in _METHODS:
-        raise UserError(f"federate.method: no method {name!r}{nearest(key, _METHODS)}; "
-                        f"there are: {', '.join(sorted(_METHODS))}")
+        raise UserError(
+            f"federate.method: no method {name!r}{nearest(key, _METHODS)}; there are: {', '.join(sorted(_METHODS))}"
+        )
     return _METHODS[key]
 
 
-def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int | None = None, seed: int = 0,
-                  uniform: bool = False, from_scratch: bool = False, with_adapter: bool = False,
-                  only_sums: bool = False, server_optimizer: dict | None = None, **params: object) -> Method:
+def create_method(
+    name: str,
+    *,
+    adapter: AdapterSpec | None = None,
+    rounds: int | None = None,
+    seed: int = 0,
+    uniform: bool = False,
+    from_scratch: bool = False,
+    with_adapter: bool = False,
+    only_sums: bool = False,
+    server_optimizer: dict | None = None,
+    **params: object,
+) -> Method:
     """A method ready to be asked.
 
     Args:
@@ -101,9 +134,12 @@ def create_method(name: str, *, adapter: AdapterSpec | None = None, rounds: int 
     method = cls(cls.Params(**check_method_params(cls, params)), setting)
     if server_optimizer is not None:
         from .server_optimizer import ServerOptimizer
+
         if not cls.averages:
             averaging = ", ".join(n for n in list_methods() if _METHODS[n].averages)
-            raise UserError(f"fedopt.use: {cls.name}'s server step is not a weighted mean, so a server optimizer "
-                            f"has no pseudo-gradient to work on; it applies to: {averaging}")
+            raise UserError(
+                f"fedopt.use: {cls.name}'s server step is not a weighted mean, so a server optimizer "
+                f"has no pseudo-gradient to work on; it applies to: {averaging}"
+            )
         method.combine = ServerOptimizer.from_config(server_optimizer)
     return method

@@ -9,6 +9,7 @@ Either mean is exact, since ``B A`` is linear in the half that moves, and a roun
 bytes. The first round trains B: with ``B = 0`` the gradient of A is exactly zero. With ``mix: q`` the first
 ``⌈q·T⌉`` rounds alternate and the rest keep A frozen, as FFA-LoRA does (section 5.3).
 """
+
 import math
 from dataclasses import dataclass, field
 
@@ -25,8 +26,10 @@ class RoLoRA(Method):
 
     @dataclass(frozen=True)
     class Params:
-        mix: float = field(default=1.0, metadata={
-            "min": 0.0, "max": 1.0, "help": "share of the rounds that alternate; A stays frozen after them"})
+        mix: float = field(
+            default=1.0,
+            metadata={"min": 0.0, "max": 1.0, "help": "share of the rounds that alternate; A stays frozen after them"},
+        )
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

@@ -12,6 +12,7 @@ Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2; Hsu et 
 no bias correction, and ``v`` starts at τ². What is remembered lies in the method's state, so it is saved
 and resumed with it; a tensor that was not sent in a round keeps its memory untouched.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -62,8 +63,10 @@ class ServerOptimizer:
         kind = str(values.get("type", "sgd")).lower().removeprefix("fed")
         kind = "sgd" if kind in ("avg", "avgm") else kind
         if kind not in ("sgd", *_V_RULES):
-            raise UserError(f"fedopt.optimizer.type = {values['type']!r}: expected SGD, Adam, Adagrad or Yogi"
-                            f"{nearest(kind, _V_RULES)}")
+            raise UserError(
+                f"fedopt.optimizer.type = {values['type']!r}: expected SGD, Adam, Adagrad or Yogi"
+                f"{nearest(kind, _V_RULES)}"
+            )
         if values.get("lr") is None:
             values = {**values, "lr": server_lr(kind)}
         for key in ("lr", "momentum", "tau"):
@@ -74,8 +77,10 @@ class ServerOptimizer:
             raise UserError(f"fedopt.optimizer.betas = {betas!r}: expected two numbers, such as {list(cls.betas)}")
         made = cls(**{**values, "type": kind, "betas": tuple(betas)})
         if not made.lr > 0 or not made.tau > 0 or not all(0 <= b < 1 for b in (*made.betas, made.momentum)):
-            raise UserError("fedopt.optimizer: lr and tau must be positive, momentum and betas in [0, 1); "
-                            f"got lr {made.lr}, tau {made.tau}, momentum {made.momentum}, betas {made.betas}")
+            raise UserError(
+                "fedopt.optimizer: lr and tau must be positive, momentum and betas in [0, 1); "
+                f"got lr {made.lr}, tau {made.tau}, momentum {made.momentum}, betas {made.betas}"
+            )
         return made
 
     def __call__(self, mean: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[dict, dict]:
@@ -96,7 +101,7 @@ class ServerOptimizer:
                 new[name] = state[name] + self.lr * m
             else:
                 m = self.betas[0] * m + (1 - self.betas[0]) * delta
-                v = _V_RULES[self.type](state.get(v_name, torch.full_like(delta, self.tau ** 2)), delta, self.betas[1])
+                v = _V_RULES[self.type](state.get(v_name, torch.full_like(delta, self.tau**2)), delta, self.betas[1])
                 new[name] = state[name] + self.lr * m / (v.sqrt() + self.tau)
                 memory[v_name] = v
             memory[m_name] = m

@@ -2,6 +2,7 @@
 
 PEFT is imported where a model is at hand: it takes seconds, and what only reads a configuration has no need of it.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -48,6 +49,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     from peft import get_peft_model
 
     from .convolution import compose
+
     config = _config(model, spec)
     torch.manual_seed(derive(seed, "adapter"))
     with warnings.catch_warnings():
@@ -58,28 +60,37 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     compose(wrapped)
     strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
     if strange:
-        raise UserError(f"llm.adapter.args: it would train {strange[0]}, which is neither a half of an adapter nor a "
-                        "head, so no method would train or send it; without use_dora, bias, trainable_token_indices "
-                        "and adapters on embeddings there is no such tensor")
+        raise UserError(
+            f"llm.adapter.args: it would train {strange[0]}, which is neither a half of an adapter nor a "
+            "head, so no method would train or send it; without use_dora, bias, trainable_token_indices "
+            "and adapters on embeddings there is no such tensor"
+        )
     for name, module in wrapped.named_modules():
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
             # Of convolutions the longer side counts: the papers put rank 128 on layers of 64 channels.
             widest = (max if down.ndim > 2 else min)(down.flatten(1).shape[1], up.shape[0])
             if spec.r > widest:
-                raise UserError(f"rank {spec.r} is above the width of {name}: its weight is "
-                                f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}")
+                raise UserError(
+                    f"rank {spec.r} is above the width of {name}: its weight is "
+                    f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
+                )
     return wrapped
 
 
 def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
     """PEFT's config of ``spec`` for ``model``; LoHa and LoKr drop rows of the update (``rank_dropout``), not inputs."""
     if spec.method not in _CLASSES:
-        raise UserError(f"llm.adapter.args: adapter_method {spec.method!r} is not known"
-                        f"{nearest(spec.method, _CLASSES)}; known: {', '.join(sorted(_CLASSES))}")
+        raise UserError(
+            f"llm.adapter.args: adapter_method {spec.method!r} is not known"
+            f"{nearest(spec.method, _CLASSES)}; known: {', '.join(sorted(_CLASSES))}"
+        )
     is_sequence_classifier = any(hasattr(model, head) for head in HEAD_MODULES) and not _own_targets(model)
-    task = {"task_type": "SEQ_CLS"} if is_sequence_classifier else (
-        {"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {})
+    task = (
+        {"task_type": "SEQ_CLS"}
+        if is_sequence_classifier
+        else ({"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {})
+    )
     if spec.method == "lora":
         strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": spec.lora_dropout, "use_rslora": spec.use_rslora}
     elif spec.use_rslora:
@@ -87,6 +98,7 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
     else:
         strength = {"alpha": spec.lora_alpha, "rank_dropout": spec.lora_dropout}
     import peft
+
     made = getattr(peft, _CLASSES[spec.method])
     takes = [f.name for f in dataclasses.fields(made)]
     for key in spec.extra:
@@ -114,15 +126,17 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
     """
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
     config = _config(model, spec)
     if config.target_modules is None:
         kind = getattr(getattr(model, "config", None), "model_type", None)
         config.target_modules = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
-    found = [n for n, _ in model.named_modules()
-             if config.target_modules and check_target_module_exists(config, n)]
+    found = [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
     if not found:
-        raise UserError("llm.adapter.args: target_modules is missing, and there is no usual choice for this model; "
-                        "name some modules")
+        raise UserError(
+            "llm.adapter.args: target_modules is missing, and there is no usual choice for this model; "
+            "name some modules"
+        )
     return found
 
 
@@ -134,13 +148,18 @@ def _own_targets(model: nn.Module) -> list[str] | None:
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | None:
     if spec.target_modules is None:
         return _own_targets(model)
-    suffixes = {n.rsplit(".", 1)[-1] for n, m in model.named_modules()
-                if not list(m.children()) and getattr(m, "weight", None) is not None and m.weight.ndim >= 2}
+    suffixes = {
+        n.rsplit(".", 1)[-1]
+        for n, m in model.named_modules()
+        if not list(m.children()) and getattr(m, "weight", None) is not None and m.weight.ndim >= 2
+    }
     names = {n for n, _ in model.named_modules()}
     for module in spec.target_modules:
         if module not in suffixes and not any(n == module or n.endswith("." + module) for n in names):
-            raise UserError(f"llm.adapter.args: this model has no module {module!r}{nearest(module, suffixes)}; "
-                            f"it has: {', '.join(sorted(suffixes))}")
+            raise UserError(
+                f"llm.adapter.args: this model has no module {module!r}{nearest(module, suffixes)}; "
+                f"it has: {', '.join(sorted(suffixes))}"
+            )
     return list(spec.target_modules)
 
 
@@ -152,8 +171,9 @@ def _layers(model: nn.Module, spec: AdapterSpec) -> list[int] | None:
         raise UserError("llm.adapter.args: this model has no list of layers, so `layers` cannot choose among them")
     beyond = [i for i in spec.layers if not 0 <= i < len(stack[1])]
     if beyond:
-        raise UserError(f"llm.adapter.args: no layer {beyond[0]}; the model's {len(stack[1])} layers are "
-                        f"0 … {len(stack[1]) - 1}")
+        raise UserError(
+            f"llm.adapter.args: no layer {beyond[0]}; the model's {len(stack[1])} layers are 0 … {len(stack[1]) - 1}"
+        )
     return list(spec.layers)
 
 
@@ -169,7 +189,7 @@ def start_at_zero(model: nn.Module, seed: int) -> None:
         for name in sorted(n for n in tensors if "adapter" in tags(n)):
             tensors[base_weight_name(name)].zero_()
             if zero_at_start(name):
-                nn.init.kaiming_uniform_(tensors[name], a=5 ** 0.5)
+                nn.init.kaiming_uniform_(tensors[name], a=5**0.5)
 
 
 _LORA_WEIGHT = re.compile(r"^(?P<module>.+)\.lora_[AB]\.(?P<adapter>[^.]+)\.weight$")
@@ -221,8 +241,9 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 continue
             match = _LORA_WEIGHT.match(name)
             if match is None and not tags(name) & {"nested", "factor"}:
-                raise ValueError(f"{name}: the model's shape is {tuple(parameter.shape)}, "
-                                 f"the tensor's {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{name}: the model's shape is {tuple(parameter.shape)}, the tensor's {tuple(tensor.shape)}"
+                )
             parameter.data = tensor.detach().clone().to(parameter)
             if match is not None:
                 _set_rank(model.get_submodule(match["module"]), match["adapter"])
@@ -272,8 +293,13 @@ def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) 
     own = dict(model.named_parameters())
     # What it starts with, one pair with B = 0, stands for nothing.
     kept = bool(own[up_all].any())
-    load_tensors(model, {up_all: torch.cat([own[up_all], up], 1) if kept else up,
-                         down_all: torch.cat([own[down_all], down]) if kept else down})
+    load_tensors(
+        model,
+        {
+            up_all: torch.cat([own[up_all], up], 1) if kept else up,
+            down_all: torch.cat([own[down_all], down]) if kept else down,
+        },
+    )
 
 
 def one_adapter(model: nn.Module) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
@@ -283,15 +309,16 @@ def one_adapter(model: nn.Module) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
         Its config, of the rank of both together and scale 1, and its tensors with the head's.
     """
     from peft import get_peft_model_state_dict
-    tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name="default").items()
-               if ".lora_" not in n}
+
+    tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name="default").items() if ".lora_" not in n}
     for name, layer in model.named_modules():
         if ACCUMULATED not in getattr(layer, "lora_A", {}):
             continue
         parts = [a for a in (ACCUMULATED, "default") if bool(layer.lora_B[a].weight.any())] or ["default"]
         tensors[f"{name}.lora_A.weight"] = torch.cat([layer.lora_A[a].weight for a in parts]).detach()
         tensors[f"{name}.lora_B.weight"] = torch.cat(
-            [layer.lora_B[a].weight * layer.scaling[a] for a in parts], 1).detach()
+            [layer.lora_B[a].weight * layer.scaling[a] for a in parts], 1
+        ).detach()
         rank = tensors[f"{name}.lora_A.weight"].shape[0]
     config = copy.deepcopy(model.peft_config["default"])
     config.r, config.lora_alpha, config.use_rslora = rank, rank, False
@@ -302,8 +329,11 @@ def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[s
     """Write an adapter in PEFT's format."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {n: t.detach().cpu().contiguous() for n, t in tensors.items()},
+        folder / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
     config = copy.deepcopy(config)
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -1,4 +1,5 @@
 """A model and its tokenizer, by name or path."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -40,9 +41,14 @@ def _load(what: str, loader, place: str, **options):
     try:
         return loader.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError) as error:
-        hint = "" if Path(place).is_dir() else (
-            f"; it is neither a folder nor one of the models to fetch ({', '.join(FETCHABLE)}"
-            f"){nearest(place, FETCHABLE)}, and no hub answered")
+        hint = (
+            ""
+            if Path(place).is_dir()
+            else (
+                f"; it is neither a folder nor one of the models to fetch ({', '.join(FETCHABLE)}"
+                f"){nearest(place, FETCHABLE)}, and no hub answered"
+            )
+        )
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"model.type: cannot load the {what} of {place!r}{hint} ({first})") from error
 
@@ -51,9 +57,11 @@ def _check_type(config) -> None:
     """Raise ``UserError`` for a bare name that is none of our networks: all other models have a suffix."""
     name = config.model.type
     if "@" not in name and name not in VISION_MODELS:
-        raise UserError(f"model.type = {name!r}: no network of that name{nearest(name, VISION_MODELS)}; there are: "
-                        f"{', '.join(VISION_MODELS)}; a model for text is written NAME@transformers or "
-                        "NAME@huggingface_llm")
+        raise UserError(
+            f"model.type = {name!r}: no network of that name{nearest(name, VISION_MODELS)}; there are: "
+            f"{', '.join(VISION_MODELS)}; a model for text is written NAME@transformers or "
+            "NAME@huggingface_llm"
+        )
 
 
 def build_tokenizer(config):
@@ -62,14 +70,20 @@ def build_tokenizer(config):
     if config.is_vision:
         return None
     from transformers import AutoTokenizer
+
     tokenizer = _load("tokenizer", AutoTokenizer, locate(model_name(config.model.type)))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def build_model(config, num_labels: int | None, pad_token_id: int | None = None,
-                image_shape: tuple[int, int, int] | None = None, label_names: Sequence[str] = ()) -> nn.Module:
+def build_model(
+    config,
+    num_labels: int | None,
+    pad_token_id: int | None = None,
+    image_shape: tuple[int, int, int] | None = None,
+    label_names: Sequence[str] = (),
+) -> nn.Module:
     """The model in evaluation mode, in ``lowrank.dtype``, what is new in it drawn from the run's seed.
 
     Args:
@@ -83,6 +97,7 @@ def build_model(config, num_labels: int | None, pad_token_id: int | None = None,
     if config.is_vision:
         return _build_vision(config, num_labels, image_shape)
     import transformers
+
     place = locate(model_name(config.model.type))
     options = {"dtype": getattr(torch, config.dtype)}
     if config.model.task == "SequenceClassification":
@@ -120,20 +135,32 @@ def build_skeleton(config, image_shape: tuple[int, int, int] = (3, 32, 32)) -> n
         if config.is_vision:
             return _vision_net(config, 10, image_shape)
         import transformers
+
         classifies = config.model.task == "SequenceClassification"
         loader = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModelForCausalLM
-        return loader.from_config(_load("configuration", transformers.AutoConfig,
-                                        locate(model_name(config.model.type))))
+        return loader.from_config(
+            _load("configuration", transformers.AutoConfig, locate(model_name(config.model.type)))
+        )
 
 
 def _vision_net(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     from .vision import VisionOptions, build_vision
-    return build_vision(VisionOptions(config.model.type, num_classes, tuple(image_shape), config.lowrank.width,
-                                      config.lowrank.norm, config.model.use_bias))
+
+    return build_vision(
+        VisionOptions(
+            config.model.type,
+            num_classes,
+            tuple(image_shape),
+            config.lowrank.width,
+            config.lowrank.norm,
+            config.model.use_bias,
+        )
+    )
 
 
 def _build_vision(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     from .vision import load_weights
+
     torch.manual_seed(derive(config.seed, "model"))
     model = _vision_net(config, num_classes, image_shape)
     if config.lowrank.weights:

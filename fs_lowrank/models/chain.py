@@ -1,4 +1,5 @@
 """Nets whose neurons can be reordered: plain chains of convolutional and linear layers without biases."""
+
 from __future__ import annotations
 
 from torch import Tensor, nn
@@ -23,10 +24,15 @@ def chain(model: nn.Module, method: str) -> list[str]:
         if name in plain:
             continue
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-        hint = "set model.use_bias False" if name.endswith(".bias") and owner in ("Linear", "Conv2d") else (
-            "set lowrank.norm none, or choose another method" if "Norm" in owner else "choose another method")
-        raise UserError(f"{method} reorders neurons and takes nets of convolutional and linear layers without biases "
-                        f"or norms; this model has {name} ({owner}); {hint}")
+        hint = (
+            "set model.use_bias False"
+            if name.endswith(".bias") and owner in ("Linear", "Conv2d")
+            else ("set lowrank.norm none, or choose another method" if "Norm" in owner else "choose another method")
+        )
+        raise UserError(
+            f"{method} reorders neurons and takes nets of convolutional and linear layers without biases "
+            f"or norms; this model has {name} ({owner}); {hint}"
+        )
     if len(layers) < 2:
         raise UserError(f"{method} matches hidden neurons; this model has none")
     for (before, first), (after, second) in zip(layers, layers[1:]):
@@ -34,12 +40,16 @@ def chain(model: nn.Module, method: str) -> list[str]:
         flattened = isinstance(first, nn.Conv2d) and isinstance(second, nn.Linear) and inputs % width == 0
         groups = getattr(second, "groups", 1)
         if groups != 1 or inputs != width and not flattened:
-            raise UserError(f"{method} takes nets in which each layer feeds the next; {after} does not take the "
-                            f"{width} outputs of {before} (a shortcut, or groups); choose another method")
+            raise UserError(
+                f"{method} takes nets in which each layer feeds the next; {after} does not take the "
+                f"{width} outputs of {before} (a shortcut, or groups); choose another method"
+            )
     blocks = [n for n, m in model.named_modules() if hasattr(m, "downsample")]
     if blocks:
-        raise UserError(f"{method} takes nets in which each layer feeds the next; {blocks[0]} has a shortcut, whose "
-                        "neurons cannot be reordered one layer at a time; choose another method")
+        raise UserError(
+            f"{method} takes nets in which each layer feeds the next; {blocks[0]} has a shortcut, whose "
+            "neurons cannot be reordered one layer at a time; choose another method"
+        )
     return [f"{n}.weight" for n, _ in layers]
 
 

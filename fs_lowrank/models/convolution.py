@@ -9,6 +9,7 @@ so the sum is formed once a step and applied once. The result is the same to rou
 through the product, and names, saving and merging stay PEFT's. For a rank that is small beside the channels of a small
 image the two thin convolutions cost less than the product; which is taken is decided by counting, layer by layer.
 """
+
 from __future__ import annotations
 
 import torch
@@ -36,8 +37,12 @@ class _Composed:
     def _plain(self) -> bool:
         """Whether the layer is of the kind whose kernels add up, at full precision."""
         base = self.get_base_layer()
-        return (type(base) is nn.Conv2d and base.groups == 1 and base.dilation == (1, 1)
-                and base.weight.dtype in (torch.float32, torch.float64))
+        return (
+            type(base) is nn.Conv2d
+            and base.groups == 1
+            and base.dilation == (1, 1)
+            and base.weight.dtype in (torch.float32, torch.float64)
+        )
 
     def _whole_weight(self, x: Tensor) -> Tensor | None:
         """The kernel of base and active adapters together; None leaves the layer to PEFT."""
@@ -54,15 +59,19 @@ class ComposedLoRA(_Composed, LoRAConv2d):
         for name in active:
             halves = self.lora_A[name], self.lora_B[name]
             drops = self.training and not isinstance(self.lora_dropout[name], nn.Identity)
-            if drops or halves[1].bias is not None or any(
-                    h.weight.dtype != weight.dtype or h._forward_hooks for h in halves):
+            if (
+                drops
+                or halves[1].bias is not None
+                or any(h.weight.dtype != weight.dtype or h._forward_hooks for h in halves)
+            ):
                 return None
         if not active or not self._pays(x, sum(self.lora_A[name].weight.shape[0] for name in active)):
             return None
         shape, flat = weight.shape, weight.flatten(1)
         for name in active:
-            flat = torch.addmm(flat, self.lora_B[name].weight.flatten(1), self.lora_A[name].weight.flatten(1),
-                               alpha=self.scaling[name])
+            flat = torch.addmm(
+                flat, self.lora_B[name].weight.flatten(1), self.lora_A[name].weight.flatten(1), alpha=self.scaling[name]
+            )
         return flat.view(shape)
 
     def _pays(self, x: Tensor, rank: int) -> bool:

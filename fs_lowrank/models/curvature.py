@@ -4,6 +4,7 @@ The Fisher is that of the model's own distribution, ``F = (1/n) Σ_x E_{y ~ p(y|
 (Jhunjhunwala et al. 2024, equation 3): no label of the data enters. ``draws`` is the number of ``y`` drawn for each
 ``x``; 0 takes the expectation exactly, at the cost of one backward pass a class.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -24,9 +25,11 @@ LARGEST_FULL = 4096
 def require_curvlinops() -> None:
     """Raise ``UserError`` unless the library of the K-FAC estimate is installed."""
     if importlib.util.find_spec("curvlinops") is None:
-        raise UserError('fisher: kfac needs curvlinops; run: pip install "fs-lowrank[oneshot]", then: '
-                        "pip install --no-deps curvlinops-for-pytorch backpack-for-pytorch (their own requirements "
-                        "would bring torchvision and another torch)")
+        raise UserError(
+            'fisher: kfac needs curvlinops; run: pip install "fs-lowrank[oneshot]", then: '
+            "pip install --no-deps curvlinops-for-pytorch backpack-for-pytorch (their own requirements "
+            "would bring torchvision and another torch)"
+        )
 
 
 def matrix_layers(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
@@ -69,8 +72,10 @@ def _on(model: nn.Module, batches: Batches) -> Iterator[dict[str, Tensor]]:
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits.float()
     if logits.ndim != 2:
-        raise UserError(f"the Fisher is of one class a sample, this model answers {tuple(logits.shape[1:])} to each; "
-                        "it applies to classifiers")
+        raise UserError(
+            f"the Fisher is of one class a sample, this model answers {tuple(logits.shape[1:])} to each; "
+            "it applies to classifiers"
+        )
     return logits
 
 
@@ -84,12 +89,13 @@ def _log_likelihoods(logits: Tensor, draws: int, generator: torch.Generator) -> 
     for _ in range(draws):
         # Drawn on the CPU, so that a seed means the same everywhere.
         drawn = torch.multinomial(weights.cpu(), 1, generator=generator).to(logs.device)
-        yield logs.gather(1, drawn).sum() * draws ** -0.5
+        yield logs.gather(1, drawn).sum() * draws**-0.5
     for label in range(logits.shape[1] if draws == 0 else 0):
         yield (logs[:, label] * weights[:, label].sqrt()).sum()
 
 
 # -- the diagonal --------------------------------------------------------------------------------------
+
 
 def _known(module: nn.Module) -> bool:
     """Whether ``_squares`` knows each sample's gradients in ``module``."""
@@ -129,8 +135,11 @@ def _norm_squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         plain = nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps)
         over = tuple(range(1, x.ndim - len(module.normalized_shape)))
     else:
-        plain = nn.functional.group_norm(x, module.num_groups, eps=module.eps) if isinstance(module, nn.GroupNorm) \
+        plain = (
+            nn.functional.group_norm(x, module.num_groups, eps=module.eps)
+            if isinstance(module, nn.GroupNorm)
             else nn.functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
+        )
         over = tuple(range(2, x.ndim))
     each = {"weight": g * plain, "bias": g}
     return {n: (t.sum(over) if over else t).square().sum(0) for n, t in each.items()}
@@ -147,8 +156,9 @@ def _embedding_squares(module: nn.Embedding, ids: Tensor, g: Tensor) -> Tensor:
     return g.new_zeros(rows, g.shape[-1]).index_add_(0, kinds % rows, summed.square_())
 
 
-def diagonal_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, draws: int = 1,
-                    seed: int = 0) -> dict[str, Tensor]:
+def diagonal_fisher(
+    model: nn.Module, batches: Batches, names: Sequence[str], *, draws: int = 1, seed: int = 0
+) -> dict[str, Tensor]:
     """The diagonal of the Fisher over the parameters ``names``.
 
     Where all of them belong to linear or convolutional layers, norms and embeddings, whole batches go through at the
@@ -170,7 +180,7 @@ def diagonal_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *,
         count = 0
         for batch in _on(model, batches):
             size = len(batch["labels"])
-            for part in ([{k: v[i:i + 1] for k, v in batch.items()} for i in range(size)] if by_sample else [batch]):
+            for part in [{k: v[i : i + 1] for k, v in batch.items()} for i in range(size)] if by_sample else [batch]:
                 add(model, part, parameters, layers, total, draws, generator)
             count += size
     return {n: t / count for n, t in total.items()}
@@ -179,8 +189,9 @@ def diagonal_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *,
 def _add_by_sample(model, sample, parameters, layers, total, draws, generator) -> None:
     scalars = list(_log_likelihoods(_logits(model, sample), draws, generator))
     for scalar in scalars:
-        grads = torch.autograd.grad(scalar, list(parameters.values()), retain_graph=scalar is not scalars[-1],
-                                    allow_unused=True)
+        grads = torch.autograd.grad(
+            scalar, list(parameters.values()), retain_graph=scalar is not scalars[-1], allow_unused=True
+        )
         for name, grad in zip(parameters, grads):
             if grad is not None:
                 total[name] += grad.float().square()
@@ -193,13 +204,16 @@ def _add_by_layer(model, batch, parameters, layers, total, draws, generator) -> 
     def keep(name):
         def hook(module, args, output):
             if name in seen:
-                raise UserError(f"{name} is used more than once in a forward pass; the diagonal Fisher of a shared "
-                                "layer is not the sum of its uses")
+                raise UserError(
+                    f"{name} is used more than once in a forward pass; the diagonal Fisher of a shared "
+                    "layer is not the sum of its uses"
+                )
             x = args[0]
             if len(x) == 1 < size:  # positions, looked up once for all samples
                 x, output = (t.expand(size, *t.shape[1:]) for t in (x, output))
             seen[name] = x, output
             return output
+
         return hook
 
     hooks = [model.get_submodule(n).register_forward_hook(keep(n)) for n in layers]
@@ -211,8 +225,9 @@ def _add_by_layer(model, batch, parameters, layers, total, draws, generator) -> 
     scalars, used = list(_log_likelihoods(logits, draws, generator)), sorted(seen)
     for scalar in scalars:
         # Gradients of outputs only: those of weights would be sums over the batch, which nobody wants.
-        grads = torch.autograd.grad(scalar, [seen[n][1] for n in used], retain_graph=scalar is not scalars[-1],
-                                    allow_unused=True)
+        grads = torch.autograd.grad(
+            scalar, [seen[n][1] for n in used], retain_graph=scalar is not scalars[-1], allow_unused=True
+        )
         for name, grad in zip(used, grads):
             if grad is None:
                 continue
@@ -222,6 +237,7 @@ def _add_by_layer(model, batch, parameters, layers, total, draws, generator) -> 
 
 
 # -- Kronecker factors ---------------------------------------------------------------------------------
+
 
 class _Logits(nn.Module):
     """A model as a function of its inputs that answers logits alone."""
@@ -234,8 +250,9 @@ class _Logits(nn.Module):
         return _logits(self.model, inputs)
 
 
-def kronecker_fisher(model: nn.Module, batches: Batches, layers: Mapping[str, bool], *, draws: int = 1,
-                     seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+def kronecker_fisher(
+    model: nn.Module, batches: Batches, layers: Mapping[str, bool], *, draws: int = 1, seed: int = 0
+) -> dict[str, tuple[Tensor, Tensor]]:
     """K-FAC (Martens and Grosse 2015; convolutions: Grosse and Martens 2016) of ``layers``, by curvlinops.
 
     A layer's Fisher is about ``A ⊗ G``: ``A`` of its inputs (with a last entry of one where its bias counts), ``G`` of
@@ -249,14 +266,24 @@ def kronecker_fisher(model: nn.Module, batches: Batches, layers: Mapping[str, bo
     """
     require_curvlinops()
     from curvlinops import KFACLinearOperator
+
     names = [f"{n}.weight" for n in layers] + [f"{n}.bias" for n, bias in layers.items() if bias]
     with _only(model, names) as parameters:
         data = [({k: v for k, v in b.items() if k != "labels"}, b["labels"]) for b in _on(model, batches)]
         operator = KFACLinearOperator(
-            _Logits(model), nn.CrossEntropyLoss(), list(parameters.values()), data, check_deterministic=False,
-            fisher_type="mc" if draws else "type-2", mc_samples=max(draws, 1), seed=seed,
-            separate_weight_and_bias=False, num_data=sum(len(y) for _, y in data), num_per_example_loss_terms=1,
-            batch_size_fn=lambda inputs: len(next(iter(inputs.values()))))
+            _Logits(model),
+            nn.CrossEntropyLoss(),
+            list(parameters.values()),
+            data,
+            check_deterministic=False,
+            fisher_type="mc" if draws else "type-2",
+            mc_samples=max(draws, 1),
+            seed=seed,
+            separate_weight_and_bias=False,
+            num_data=sum(len(y) for _, y in data),
+            num_per_example_loss_terms=1,
+            batch_size_fn=lambda inputs: len(next(iter(inputs.values()))),
+        )
         operator.compute_kronecker_factors()
     made = {}
     for name in layers:
@@ -268,8 +295,8 @@ def kronecker_fisher(model: nn.Module, batches: Batches, layers: Mapping[str, bo
 
 # -- all of it -----------------------------------------------------------------------------------------
 
-def full_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, draws: int = 0,
-                seed: int = 0) -> Tensor:
+
+def full_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, draws: int = 0, seed: int = 0) -> Tensor:
     """The whole Fisher over the parameters ``names`` in sorted order, each flattened: float64 ``(d, d)``.
 
     Raises:
@@ -282,13 +309,22 @@ def full_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, dra
         generator, count = torch.Generator().manual_seed(seed), 0
         for batch in _on(model, batches):
             for i in range(len(batch["labels"])):
-                sample = {k: v[i:i + 1] for k, v in batch.items()}
+                sample = {k: v[i : i + 1] for k, v in batch.items()}
                 scalars = list(_log_likelihoods(_logits(model, sample), draws, generator))
                 for scalar in scalars:
-                    grads = torch.autograd.grad(scalar, list(parameters.values()), allow_unused=True,
-                                                retain_graph=scalar is not scalars[-1])
-                    flat = torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten()
-                                      for p, g in zip(parameters.values(), grads)]).double().cpu()
+                    grads = torch.autograd.grad(
+                        scalar, list(parameters.values()), allow_unused=True, retain_graph=scalar is not scalars[-1]
+                    )
+                    flat = (
+                        torch.cat(
+                            [
+                                torch.zeros_like(p).flatten() if g is None else g.flatten()
+                                for p, g in zip(parameters.values(), grads)
+                            ]
+                        )
+                        .double()
+                        .cpu()
+                    )
                     total.addr_(flat, flat)
                 count += 1
     return total / count
@@ -298,11 +334,14 @@ def check_full_size(parameters: Mapping[str, Tensor]) -> None:
     """Raise ``UserError`` if the full Fisher over ``parameters`` would be too large."""
     size = sum(p.numel() for p in parameters.values())
     if size > LARGEST_FULL:
-        raise UserError(f"fisher: full is a square matrix over all {size} parameters, which is for nets of up to "
-                        f"{LARGEST_FULL}; choose kfac or diag")
+        raise UserError(
+            f"fisher: full is a square matrix over all {size} parameters, which is for nets of up to "
+            f"{LARGEST_FULL}; choose kfac or diag"
+        )
 
 
 # -- inputs --------------------------------------------------------------------------------------------
+
 
 @torch.no_grad()
 def input_grams(model: nn.Module, batches: Batches, layers: Iterable[str]) -> dict[str, Tensor]:
@@ -315,6 +354,7 @@ def input_grams(model: nn.Module, batches: Batches, layers: Iterable[str]) -> di
             x = args[0].detach().float().flatten(0, -2)
             sums[name] = sums[name] + x.T @ x if name in sums else x.T @ x
             counts[name] = counts.get(name, 0) + len(x)
+
         return hook
 
     hooks = [model.get_submodule(n).register_forward_pre_hook(keep(n)) for n in layers]

@@ -1,4 +1,5 @@
 """A layer that runs either its full weight or two thin factors in its place."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -26,10 +27,17 @@ class Factorised(nn.Module):
     def __init__(self, base_layer: nn.Module, name: str):
         super().__init__()
         is_conv = isinstance(base_layer, nn.Conv2d)
-        if not (isinstance(base_layer, nn.Linear) or is_conv and base_layer.groups == 1
-                and base_layer.padding_mode == "zeros" and not isinstance(base_layer.padding, str)):
-            raise UserError(f"{name} is a {type(base_layer).__name__} that has no factorised form; "
-                            "nn.Linear and ungrouped, zero-padded nn.Conv2d have one")
+        if not (
+            isinstance(base_layer, nn.Linear)
+            or is_conv
+            and base_layer.groups == 1
+            and base_layer.padding_mode == "zeros"
+            and not isinstance(base_layer.padding, str)
+        ):
+            raise UserError(
+                f"{name} is a {type(base_layer).__name__} that has no factorised form; "
+                "nn.Linear and ungrouped, zero-padded nn.Conv2d have one"
+            )
         self.base_layer = base_layer
         left, right = factor_shapes(base_layer.weight.shape, 0)
         self.factor_U = nn.Parameter(base_layer.weight.new_empty(left))
@@ -75,5 +83,6 @@ def plain(model: nn.Module) -> nn.Module:
 
 def frobenius(model: nn.Module) -> Tensor:
     """``½ Σ ‖U V‖_F²`` over the factorised layers: Frobenius decay, whose gradient is ``(U V Vᵀ, UᵀU V)``."""
-    return torch.stack([product_norm_squared(m.factor_U, m.factor_V)
-                        for m in factorised_layers(model).values()]).sum() / 2
+    return (
+        torch.stack([product_norm_squared(m.factor_U, m.factor_V) for m in factorised_layers(model).values()]).sum() / 2
+    )

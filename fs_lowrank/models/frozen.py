@@ -8,6 +8,7 @@ That is exact where the blocks stand in one ``ModuleList``, hand on nothing but 
 depend on how far a batch is padded: in BERT, DeBERTa, GPT-2, Llama and most others, but not in XLM, XLNet, FNet
 or ConvBERT. A few samples are run both ways before anything trains; where the outcomes differ, nothing is kept.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -94,8 +95,11 @@ class FrozenPrefix:
         wrong = self._differs(kept) if kept else ""
         if wrong:
             inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-            logger.warning("train.cache_frozen: %s's layers cannot be left out (%s); the frozen layers are computed "
-                           "each time", type(inner).__name__, wrong)
+            logger.warning(
+                "train.cache_frozen: %s's layers cannot be left out (%s); the frozen layers are computed each time",
+                type(inner).__name__,
+                wrong,
+            )
             self.budget = dict.fromkeys(owners, False)
         elif kept and self.folder:
             _make(self.folder)
@@ -110,7 +114,7 @@ class FrozenPrefix:
             self.kept[owner] = self._compute(owner, examples)
         buffer, starts = self.kept[owner]
         device = next(self.model.parameters()).device
-        rows = [buffer[starts[i]:starts[i + 1]] for i in indices]
+        rows = [buffer[starts[i] : starts[i + 1]] for i in indices]
         states = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         with self._bypass(states):
             yield
@@ -122,7 +126,7 @@ class FrozenPrefix:
                 return (states, *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": states}
 
-        below = self.layers[:self.depth]
+        below = self.layers[: self.depth]
         handle = self.layers[self.depth].register_forward_pre_hook(give, with_kwargs=True)
         try:
             for layer in below:
@@ -200,7 +204,8 @@ class FrozenPrefix:
         """Logits, and what leaves the last block, where there is no padding; dropout draws the same each time."""
         left: list[Tensor] = []
         hook = self.layers[-1].register_forward_hook(
-            lambda module, args, output: left.append(output[0] if isinstance(output, tuple) else output))
+            lambda module, args, output: left.append(output[0] if isinstance(output, tuple) else output)
+        )
         device = batch["input_ids"].device
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -251,16 +256,18 @@ class FrozenPrefix:
             path.unlink()  # the mapping lives on, and nothing is left behind however the process ends
         order = np.argsort(-lengths, kind="stable")
         for first in range(0, len(order), _BATCH):
-            indices = order[first:first + _BATCH]
+            indices = order[first : first + _BATCH]
             for row, i in zip(self._hidden(examples, indices).cpu(), indices):
-                buffer[starts[i]:starts[i + 1]] = row[:lengths[i]]
+                buffer[starts[i] : starts[i + 1]] = row[: lengths[i]]
         return buffer, starts
 
 
 def _passing(outputs: int) -> Callable:
     """A ``forward`` that gives its input back, as the first of so many ``outputs``; 0: as the tensor itself."""
+
     def forward(hidden_states, *args, **kwargs):
         return (hidden_states, *[None] * (outputs - 1)) if outputs else hidden_states
+
     return forward
 
 
@@ -270,8 +277,10 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"train.cache_frozen_dir: {folder} cannot be used as a folder for the frozen layers' states "
-                        f"({error.strerror}); name another, or leave the key out to keep them in memory") from None
+        raise UserError(
+            f"train.cache_frozen_dir: {folder} cannot be used as a folder for the frozen layers' states "
+            f"({error.strerror}); name another, or leave the key out to keep them in memory"
+        ) from None
 
 
 def _reserve(path: Path, size: int) -> None:
@@ -282,9 +291,10 @@ def _reserve(path: Path, size: int) -> None:
                 os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise UserError(f"train.cache_frozen_dir: {path.parent} does not take the {size / 1e6:.3g} MB of the frozen "
-                        f"layers' states ({error.strerror}); name a folder with room, or say train.cache_frozen: off"
-                        ) from None
+        raise UserError(
+            f"train.cache_frozen_dir: {path.parent} does not take the {size / 1e6:.3g} MB of the frozen "
+            f"layers' states ({error.strerror}); name a folder with room, or say train.cache_frozen: off"
+        ) from None
 
 
 class _Enough(Exception):

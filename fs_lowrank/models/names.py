@@ -15,6 +15,7 @@ A tag is a word that a method uses to say what trains and what is sent:
 ``base``     everything else: the weights the model came with, and the running statistics of its norms
 ========== ==============================================================================
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -23,8 +24,23 @@ from functools import lru_cache
 from torch import Tensor, nn
 
 HEAD_MODULES = ("classifier", "score", "fc")
-_ADAPTER_PARTS = ("lora_A", "lora_B", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2",
-                  "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+_ADAPTER_PARTS = (
+    "lora_A",
+    "lora_B",
+    "hada_w1_a",
+    "hada_w1_b",
+    "hada_w2_a",
+    "hada_w2_b",
+    "hada_t1",
+    "hada_t2",
+    "lokr_w1",
+    "lokr_w1_a",
+    "lokr_w1_b",
+    "lokr_w2",
+    "lokr_w2_a",
+    "lokr_w2_b",
+    "lokr_t2",
+)
 
 
 #: the adapter's tensors that are zero at the start, so that it changes nothing

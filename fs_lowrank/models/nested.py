@@ -1,4 +1,5 @@
 """Low-rank updates of low-rank updates: ``W + s (B + s_B B_d B_u)(A + s_A A_d A_u)``."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -46,13 +47,18 @@ class Nested(nn.Module):
 def nested_shapes(a: torch.Size, b: torch.Size, rank_a: int, rank_b: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the nested pairs beside ``lora_A`` of shape ``a`` and ``lora_B`` of shape ``b``."""
     ones = (1,) * (len(a) - 2)
-    return {"A_d": (a[0], rank_a, *ones), "A_u": (rank_a, *a[1:]),
-            "B_d": (b[0], rank_b, *ones), "B_u": (rank_b, *b[1:])}
+    return {
+        "A_d": (a[0], rank_a, *ones),
+        "A_u": (rank_a, *a[1:]),
+        "B_d": (b[0], rank_b, *ones),
+        "B_u": (rank_b, *b[1:]),
+    }
 
 
 def add_nested(model: nn.Module, scale: float) -> nn.Module:
     """Put nested pairs of rank 0 beside every shared LoRA pair, in place."""
     from peft.tuners.lora import LoraLayer
+
     for module in model.modules():
         if isinstance(module, LoraLayer) and "default" in module.lora_A:
             module.nested = Nested(module, scale)

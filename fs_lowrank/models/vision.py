@@ -20,6 +20,7 @@ paper counts: with rank 128, 96, 64, what trains in ResNet-18 is 4.59 M, 3.44 M,
 ResNet-10 2.13 M, 1.60 M, 1.07 M of 4.90 M (43, 33, 22 %; the paper has 44 for the first). In the other two nets they go
 on the second convolution and the hidden linear layers. What carries no adapter trains whole.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -122,8 +123,9 @@ def _norm(options: VisionOptions, channels: int) -> nn.Module:
 
 
 def _conv(options: VisionOptions, inside: int, outside: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inside, outside, kernel, stride, padding=kernel // 2,
-                     bias=options.norm == "none" and options.use_bias)
+    return nn.Conv2d(
+        inside, outside, kernel, stride, padding=kernel // 2, bias=options.norm == "none" and options.use_bias
+    )
 
 
 class _Block(nn.Module):
@@ -133,8 +135,11 @@ class _Block(nn.Module):
         super().__init__()
         self.conv1, self.bn1 = _conv(options, inside, outside, 3, stride), _norm(options, outside)
         self.conv2, self.bn2 = _conv(options, outside, outside, 3), _norm(options, outside)
-        self.downsample = None if stride == 1 and inside == outside else nn.Sequential(
-            _conv(options, inside, outside, 1, stride), _norm(options, outside))
+        self.downsample = (
+            None
+            if stride == 1 and inside == outside
+            else nn.Sequential(_conv(options, inside, outside, 1, stride), _norm(options, outside))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         short = x if self.downsample is None else self.downsample(x)
@@ -151,13 +156,16 @@ class ResNet(VisionModel):
         self.conv1, self.bn1 = _conv(options, options.image_shape[0], inside, 3), _norm(options, inside)
         for stage, channels in enumerate((64, 128, 256, 512), start=1):
             outside = options.scaled(channels)
-            layers = [_Block(options, inside if i == 0 else outside, outside, 2 if stage > 1 and i == 0 else 1)
-                      for i in range(blocks)]
+            layers = [
+                _Block(options, inside if i == 0 else outside, outside, 2 if stage > 1 and i == 0 else 1)
+                for i in range(blocks)
+            ]
             self.add_module(f"layer{stage}", nn.Sequential(*layers))
             inside = outside
         self.fc = nn.Linear(inside, options.num_classes, bias=options.use_bias)
-        self.adapter_targets = [n for n, m in self.named_modules()
-                                if isinstance(m, nn.Conv2d) and n.startswith("layer")]
+        self.adapter_targets = [
+            n for n, m in self.named_modules() if isinstance(m, nn.Conv2d) and n.startswith("layer")
+        ]
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -184,8 +192,10 @@ class ConvNet(VisionModel):
         channels, *size = options.image_shape
         left = [((s - 4) // 2 - 4) // 2 for s in size]
         if min(left) < 1:
-            raise UserError(f"model.type = {options.type}: images of {size[0]} × {size[1]} are too small for it; "
-                            "it needs 16 × 16, for instance by data.transform [['Resize', {'size': [16, 16]}]]")
+            raise UserError(
+                f"model.type = {options.type}: images of {size[0]} × {size[1]} are too small for it; "
+                "it needs 16 × 16, for instance by data.transform [['Resize', {'size': [16, 16]}]]"
+            )
         first, second = map(options.scaled, convs)
         bias = options.use_bias
         self.conv1 = nn.Conv2d(channels, first, 5, bias=bias)
@@ -218,8 +228,10 @@ def build_vision(options: VisionOptions) -> VisionModel:
         UserError: no network of that name (with the nearest), or images that are too small for it.
     """
     if options.type not in _BUILDERS:
-        raise UserError(f"model.type: no network {options.type!r}{nearest(options.type, _BUILDERS)}; "
-                        f"there are: {', '.join(_BUILDERS)}")
+        raise UserError(
+            f"model.type: no network {options.type!r}{nearest(options.type, _BUILDERS)}; "
+            f"there are: {', '.join(_BUILDERS)}"
+        )
     return _BUILDERS[options.type](options)
 
 
@@ -280,16 +292,26 @@ def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) ->
     model.load_state_dict({n: t for n, t in given.items() if n in wanted}, strict=False)
 
 
-def _check_weights(given: Mapping[str, Tensor], own: Mapping[str, Tensor], wanted: set[str], counters: set[str],
-                   path: str | Path, kind: str) -> None:
+def _check_weights(
+    given: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    wanted: set[str],
+    counters: set[str],
+    path: str | Path,
+    kind: str,
+) -> None:
     for name in sorted(wanted - given.keys()):
         raise UserError(f"{path}: has no tensor {name!r}, which {kind} needs{nearest(name, given)}")
     for name in sorted(given.keys() - wanted - counters):
-        raise UserError(f"{path}: has a tensor {name!r}, which this {kind} has not{nearest(name, wanted)}; "
-                        "lowrank.norm, lowrank.width and model.use_bias must be as when it was saved")
+        raise UserError(
+            f"{path}: has a tensor {name!r}, which this {kind} has not{nearest(name, wanted)}; "
+            "lowrank.norm, lowrank.width and model.use_bias must be as when it was saved"
+        )
     for name in sorted(wanted):
         if given[name].shape != own[name].shape:
-            raise UserError(f"{path}: {name} has shape {tuple(given[name].shape)}, this {kind} has "
-                            f"{tuple(own[name].shape)}; is lowrank.width the same, and the images' shape?")
+            raise UserError(
+                f"{path}: {name} has shape {tuple(given[name].shape)}, this {kind} has "
+                f"{tuple(own[name].shape)}; is lowrank.width the same, and the images' shape?"
+            )
         if not given[name].is_floating_point():
             raise UserError(f"{path}: {name} has dtype {given[name].dtype}, expected floating point")

@@ -1,4 +1,5 @@
 """What a run leaves behind: records, checkpoints, the saved adapter, plots."""
+
 from .checkpoint import load_checkpoint, save_checkpoint
 from .result import RunResult
 

@@ -4,6 +4,7 @@
 it changed, the clients' personal tensors) and ``meta.json`` with everything that is not a tensor, the
 SHA-256 of every file and its own. A folder without a valid ``meta.json`` is no checkpoint.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -50,8 +51,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def save_checkpoint(folder: Path, round: int, parts: Mapping[str, Mapping[str, Tensor]], meta: Mapping,
-                    keep: int = 2) -> Path:
+def save_checkpoint(
+    folder: Path, round: int, parts: Mapping[str, Mapping[str, Tensor]], meta: Mapping, keep: int = 2
+) -> Path:
     """Write the checkpoint of ``round`` and drop all but the newest ``keep``.
 
     Raises:
@@ -78,8 +80,10 @@ def save_checkpoint(folder: Path, round: int, parts: Mapping[str, Mapping[str, T
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         shutil.rmtree(aside, ignore_errors=True)
         kept = sorted(p.name for p in folder.glob("round_*")) if folder.is_dir() else []
-        raise RunFailed(f"could not save the checkpoint of round {round} in {folder}: {error}; "
-                        f"last good: {kept[-1] if kept else 'none'}. Make room and run again with --resume") from error
+        raise RunFailed(
+            f"could not save the checkpoint of round {round} in {folder}: {error}; "
+            f"last good: {kept[-1] if kept else 'none'}. Make room and run again with --resume"
+        ) from error
     for old in sorted(folder.glob("round_*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final

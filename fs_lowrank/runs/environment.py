@@ -1,4 +1,5 @@
 """What a run ran on, and on what versions."""
+
 from __future__ import annotations
 
 import hashlib
@@ -28,9 +29,13 @@ def versions() -> dict[str, str]:
 
 def environment() -> dict:
     """Versions and machine, as kept in ``environment.json``."""
-    return {"versions": versions(), "platform": platform.platform(), "cpus": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
 
 
 def model_fingerprint(model: nn.Module) -> str:

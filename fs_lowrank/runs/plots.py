@@ -1,4 +1,5 @@
 """Learning curves as a picture."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: f
         histories: records by label (a method's name); majority: the share of the most frequent class.
     """
     import matplotlib
+
     matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
 
@@ -33,9 +35,11 @@ def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: f
         for axes in (accuracy, traffic):
             axes.axhline(majority, color="grey", linestyle=":", label="majority class")
     name = {"acc": "accuracy", "loss": "loss"}[metric]
-    for axes, x, y in ((accuracy, "round", f"{split} {name}"),
-                       (traffic, "megabytes sent so far, both directions", f"{split} {name}"),
-                       (loss, "round", "mean training loss")):
+    for axes, x, y in (
+        (accuracy, "round", f"{split} {name}"),
+        (traffic, "megabytes sent so far, both directions", f"{split} {name}"),
+        (loss, "round", "mean training loss"),
+    ):
         axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)
     if accuracy.lines:

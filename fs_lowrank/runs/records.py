@@ -1,4 +1,5 @@
 """``rounds.jsonl``: one JSON object a round."""
+
 from __future__ import annotations
 
 import json

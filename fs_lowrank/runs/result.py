@@ -1,4 +1,5 @@
 """The result of a run, in Python and on disk."""
+
 from __future__ import annotations
 
 import copy
@@ -66,8 +67,10 @@ class RunResult:
         """
         peft_config = getattr(self.model, "peft_config", {})
         if self.base_changed or "default" not in peft_config:
-            raise UserError("this method changes the base weights, so no adapter holds its result; "
-                            "save the whole model with save_model(folder)")
+            raise UserError(
+                "this method changes the base weights, so no adapter holds its result; "
+                "save the whole model with save_model(folder)"
+            )
         if ACCUMULATED in peft_config:
             return save_adapter(folder, *one_adapter(self.model))
         self.model.save_pretrained(str(folder), selected_adapters=["default"])

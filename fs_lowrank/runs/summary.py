@@ -1,4 +1,5 @@
 """Figures of a whole run, from its records."""
+
 from __future__ import annotations
 
 import statistics
@@ -13,13 +14,18 @@ def per_client_and_round(history: Sequence[dict]) -> dict[str, float]:
     Returns:
         ``uplink``, ``uplink_without_head``, ``downlink``, ``downlink_without_head`` in bytes.
     """
+
     def mean(direction: str, bare: str, records: Sequence[dict]) -> float:
         clients = sum(len(r[f"client_{direction}_bytes"]) for r in records)
         return sum(r[f"{direction}_bytes{bare}"] for r in records) / clients if clients else 0.0
 
     later = [r for r in history if r["round"] > 1]
-    return {"uplink": mean("uplink", "", history), "uplink_without_head": mean("uplink", "_without_head", history),
-            "downlink": mean("downlink", "", later), "downlink_without_head": mean("downlink", "_without_head", later)}
+    return {
+        "uplink": mean("uplink", "", history),
+        "uplink_without_head": mean("uplink", "_without_head", history),
+        "downlink": mean("downlink", "", later),
+        "downlink_without_head": mean("downlink", "_without_head", later),
+    }
 
 
 def seconds(history: Sequence[dict]) -> dict[str, float]:

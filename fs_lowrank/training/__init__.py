@@ -1,4 +1,5 @@
 """Local training and evaluation, on one model, for any method."""
+
 from .evaluate import evaluate
 from .local import LocalResult, train_client
 

@@ -1,4 +1,5 @@
 """Evaluation of one model on one set of examples."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -10,8 +11,9 @@ from .local import to_device
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, examples, batch_size: int, *, owner: str = "",
-             prefix: FrozenPrefix | None = None) -> dict[str, float]:
+def evaluate(
+    model: nn.Module, examples, batch_size: int, *, owner: str = "", prefix: FrozenPrefix | None = None
+) -> dict[str, float]:
     """Mean loss and accuracy over ``examples``.
 
     Batches go by falling length, so that little is padding; the result does not depend on it beyond rounding.
@@ -25,7 +27,7 @@ def evaluate(model: nn.Module, examples, batch_size: int, *, owner: str = "",
     order = np.argsort(-examples.lengths, kind="stable")
     loss, correct, count = 0.0, 0, 0
     for start in range(0, len(order), batch_size):
-        indices = order[start:start + batch_size]
+        indices = order[start : start + batch_size]
         batch = to_device(examples.batch(indices), device)
         labels = batch.pop("labels")
         if prefix is None:

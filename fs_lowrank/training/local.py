@@ -1,4 +1,5 @@
 """One client's local training: the method's phases, one after the other."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +32,11 @@ def make_optimizer(parameters: list[nn.Parameter], kind: str, lr: float, extra: 
     Raises:
         UserError: no such optimizer, or a keyword it does not take.
     """
-    known = {n.lower(): c for n, c in vars(torch.optim).items()
-             if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
+    known = {
+        n.lower(): c
+        for n, c in vars(torch.optim).items()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+    }
     if str(kind).lower() not in known:
         raise UserError(f"train.optimizer.type = {kind!r}: torch.optim has none{nearest(kind, known)}")
     try:
@@ -54,12 +58,13 @@ def check_optimizer(wanted: OptimizerConfig) -> None:
         raise UserError(f"train.optimizer: {wanted.type} does not take {extra}: {error}") from error
 
 
-def batch_indices(size: int, batch_size: int, generator: np.random.Generator, shuffle: bool = True,
-                  drop_last: bool = False) -> Iterator[np.ndarray]:
+def batch_indices(
+    size: int, batch_size: int, generator: np.random.Generator, shuffle: bool = True, drop_last: bool = False
+) -> Iterator[np.ndarray]:
     """One epoch of index batches; a client smaller than a batch always gives its one short batch."""
     order = generator.permutation(size) if shuffle else np.arange(size)
     for start in range(0, size, batch_size):
-        batch = order[start:start + batch_size]
+        batch = order[start : start + batch_size]
         if not (drop_last and start > 0 and len(batch) < batch_size):
             yield batch
 
@@ -69,8 +74,9 @@ def _batches(size: int, config, steps: int, generator: np.random.Generator) -> I
     limit = None if config.train.batch_or_epoch == "epoch" else steps * config.grad.grad_accum_count
     epoch, given = 0, 0
     while (epoch < steps) if limit is None else (given < limit):
-        for batch in batch_indices(size, config.dataloader.batch_size, generator, config.dataloader.shuffle,
-                                   config.dataloader.drop_last):
+        for batch in batch_indices(
+            size, config.dataloader.batch_size, generator, config.dataloader.shuffle, config.dataloader.drop_last
+        ):
             yield batch
             given += 1
             if given == limit:
@@ -118,8 +124,17 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float(), following[taken])
 
 
-def train_client(model: nn.Module, examples, phases: Sequence[Phase], config, *, lr: float, seed: int,
-                 owner: str = "", prefix: FrozenPrefix | None = None) -> LocalResult:
+def train_client(
+    model: nn.Module,
+    examples,
+    phases: Sequence[Phase],
+    config,
+    *,
+    lr: float,
+    seed: int,
+    owner: str = "",
+    prefix: FrozenPrefix | None = None,
+) -> LocalResult:
     """Train ``model`` in place on one client's examples.
 
     A frozen parameter has no gradient and is in no optimizer, so weight decay and momentum cannot move it;

@@ -1,4 +1,5 @@
 """The client learning rate as a function of the round."""
+
 from __future__ import annotations
 
 import math
@@ -13,8 +14,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """Raise ``UserError`` if ``train.scheduler`` holds an unknown type or key, or a value that is no number."""
     kind = scheduler.type.lower()
     if kind not in _TYPES:
-        raise UserError(f"train.scheduler.type = {scheduler.type!r}: expected one of constant, linear, cosine"
-                        f"{nearest(kind, _TYPES[1:])}")
+        raise UserError(
+            f"train.scheduler.type = {scheduler.type!r}: expected one of constant, linear, cosine"
+            f"{nearest(kind, _TYPES[1:])}"
+        )
     known = ("type", "warmup_ratio", "min_lr", "cycle")
     for key in scheduler.extra:
         if key not in known:

@@ -1,4 +1,5 @@
 """Sums of low-rank products against dense float64 matrices."""
+
 import numpy as np
 import pytest
 import torch
@@ -58,8 +59,13 @@ def test_equals_the_dense_svd(d_out, d_in, ranks, rank):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(1, 24), st.integers(1, 24), st.lists(st.integers(1, 5), min_size=1, max_size=5),
-       st.integers(1, 8), st.integers(0, 10 ** 6))
+@given(
+    st.integers(1, 24),
+    st.integers(1, 24),
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    st.integers(1, 8),
+    st.integers(0, 10**6),
+)
 def test_any_shapes_and_ranks(d_out, d_in, ranks, rank, seed):
     check(*draw(d_out, d_in, ranks, seed), rank)
 
@@ -119,9 +125,11 @@ def test_float64_goes_through():
 
 # -- stacks --------------------------------------------------------------------------------------------
 
+
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(1, 20), st.integers(1, 20), st.lists(st.integers(1, 6), min_size=1, max_size=6),
-       st.integers(0, 10 ** 6))
+@given(
+    st.integers(1, 20), st.integers(1, 20), st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 10**6)
+)
 def test_the_stacks_product_is_the_sum(d_out, d_in, ranks, seed):
     ups, downs, weights = draw(d_out, d_in, ranks, seed)
     up, down = stack_pairs(ups, downs, weights)
@@ -140,12 +148,13 @@ def test_the_stacks_keep_every_client_in_order():
 
 # -- exactly so many components ------------------------------------------------------------------------
 
+
 def orthonormal(rows):
     np.testing.assert_allclose((rows @ rows.T).numpy(), np.eye(rows.shape[0]), atol=3e-6)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(2, 16), st.integers(2, 16), st.integers(1, 6), st.integers(1, 10), st.integers(0, 10 ** 6))
+@given(st.integers(2, 16), st.integers(2, 16), st.integers(1, 6), st.integers(1, 10), st.integers(0, 10**6))
 def test_too_few_components_are_continued(d_out, d_in, have, rank, seed):
     assume(have <= min(d_out, d_in) and rank <= d_in)
     ups, downs, weights = draw(d_out, d_in, (have,), seed)

@@ -1,4 +1,5 @@
 """Transport and matching of neurons."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,4 +1,5 @@
 """The weighted mean against a float64 loop."""
+
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,7 @@ def same(result, expected, tolerance):
         np.testing.assert_allclose(result[name].double().numpy(), want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-15), (torch.bfloat16, 2 ** -8)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-15), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("flat", [False, True])
 def test_equals_the_loop(dtype, tolerance, flat):
     parts, weights = clients(4, dtype), [0.1, 0.4, 0.3, 0.2]
@@ -44,7 +45,7 @@ def test_equals_the_loop(dtype, tolerance, flat):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 10 ** 6), min_size=1, max_size=9), st.integers(0, 2 ** 31))
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=9), st.integers(0, 2**31))
 def test_any_number_of_clients_and_sizes(sizes, seed):
     parts = clients(len(sizes), seed=seed)
     weights = [n / sum(sizes) for n in sizes]
@@ -62,11 +63,14 @@ def test_mixed_dtypes_keep_their_own():
     weights = [0.5, 0.2, 0.3]
     result = weighted_mean(parts, weights)
     assert (result["half"].dtype, result["long"].dtype, result["a"].dtype) == (
-        torch.bfloat16, torch.float64, torch.float32)
+        torch.bfloat16,
+        torch.float64,
+        torch.float32,
+    )
     assert list(result) == list(parts[0])
     expected = oracle(parts, weights)
     same({"long": result["long"]}, {"long": expected["long"]}, 1e-15)
-    same({"half": result["half"]}, {"half": expected["half"]}, 2 ** -8)
+    same({"half": result["half"]}, {"half": expected["half"]}, 2**-8)
 
 
 def test_half_precision_is_summed_in_float32():
@@ -113,8 +117,12 @@ def test_what_cannot_be_averaged_is_refused():
     for wrong in (([], []), ([one, two], [1.0])):
         with pytest.raises(ValueError, match="one weight per client"):
             weighted_mean(*wrong)
-    others = [{**two, "a": two["a"].T}, {n: t for n, t in two.items() if n != "a"}, {**two, "more": two["a"]},
-              {**two, "a": two["a"].double()}]
+    others = [
+        {**two, "a": two["a"].T},
+        {n: t for n, t in two.items() if n != "a"},
+        {**two, "more": two["a"]},
+        {**two, "a": two["a"].double()},
+    ]
     for other in others:
         with pytest.raises(ValueError, match="disagree"):
             weighted_mean([one, other], [0.5, 0.5])
@@ -125,6 +133,7 @@ def test_what_cannot_be_averaged_is_refused():
 
 
 # -- the flat buffer -----------------------------------------------------------------------------------
+
 
 def test_flat_tensors_are_views_in_name_order():
     part = clients(1)[0]

@@ -1,4 +1,5 @@
 """Quantisation: levels, packed bytes, zeros; symmetric matrices by eigenvectors."""
+
 import math
 
 import pytest
@@ -10,8 +11,12 @@ from fs_lowrank.algebra import bits_for, leading, pack, packed_bytes, unpack, ve
 
 
 @settings(max_examples=60, deadline=None)
-@given(bits=st.integers(2, 16), shape=st.sampled_from([(1,), (7,), (3, 5), (2, 3, 4), (129,), (0,)]),
-       scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e20]), seed=st.integers(0, 9))
+@given(
+    bits=st.integers(2, 16),
+    shape=st.sampled_from([(1,), (7,), (3, 5), (2, 3, 4), (129,), (0,)]),
+    scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e20]),
+    seed=st.integers(0, 9),
+)
 def test_what_is_packed_comes_back_within_half_a_level(bits, shape, scale, seed):
     x = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     packed, top = pack(x, bits)
@@ -58,8 +63,9 @@ def test_leading_vectors_are_the_best_of_their_number():
     u, s, vh = torch.linalg.svd(gram)
     for count in (1, 4, 9):
         vectors, values = leading(gram, count)
-        torch.testing.assert_close((vectors * values) @ vectors.T, (u[:, :count] * s[:count]) @ vh[:count],
-                                   atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            (vectors * values) @ vectors.T, (u[:, :count] * s[:count]) @ vh[:count], atol=1e-4, rtol=1e-4
+        )
     vectors, values = leading(torch.zeros(3, 3), 2)
     assert torch.equal(values, torch.zeros(2)) and torch.isfinite(vectors).all()
 
@@ -68,7 +74,9 @@ def test_vectors_fill_the_budget():
     sizes, bits = [25, 6, 150, 16, 256, 120], 8
     for budget in (10_000, 100_000, 700_000):
         length = vectors_within(sizes, budget, bits)
-        used = [sum(8 * packed_bytes(m * min(m, k), bits) + 32 * min(m, k) + 32 for m in sizes)
-                for k in (length, length + 1)]
+        used = [
+            sum(8 * packed_bytes(m * min(m, k), bits) + 32 * min(m, k) + 32 for m in sizes)
+            for k in (length, length + 1)
+        ]
         assert used[0] <= budget < used[1] or length == max(sizes)
     assert vectors_within(sizes, 0, bits) == 1

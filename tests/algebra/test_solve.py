@@ -1,4 +1,5 @@
 """The minimisers: conjugate gradients against closed forms, Kronecker products against explicit ones."""
+
 from itertools import islice
 
 import pytest
@@ -78,5 +79,5 @@ def test_the_authors_steps_by_hand(inside):
     for _ in range(3):
         g = x - 1
         m, d = g + 0.9 * m, g * g + 0.99 * d
-        x -= 0.01 * m / ((d + 0.01) ** 0.5 if inside else d ** 0.5 + 0.01)
+        x -= 0.01 * m / ((d + 0.01) ** 0.5 if inside else d**0.5 + 0.01)
         assert float(next(iterates)[0]) == pytest.approx(x, rel=1e-6)

@@ -1,4 +1,5 @@
 """Verdicts by rule, on numbers one can check by hand."""
+
 import statistics
 
 import pytest
@@ -7,8 +8,14 @@ from benchmark.claims import FAILS, HOLDS, UNTESTED, check_rule, judge, noise, p
 from benchmark.results import Found, best_of, scale_of, shown, value
 from fs_lowrank import UserError
 
-FIGURES = {("lora", "3"): [0.80, 0.82], ("lora", "50"): [0.60, 0.62], ("rolora", "3"): [0.80, 0.80],
-           ("rolora", "50"): [0.79, 0.79], ("noisy", "3"): [0.9, 0.5], ("noisy", "50"): [0.8, 0.4]}
+FIGURES = {
+    ("lora", "3"): [0.80, 0.82],
+    ("lora", "50"): [0.60, 0.62],
+    ("rolora", "3"): [0.80, 0.80],
+    ("rolora", "50"): [0.79, 0.79],
+    ("noisy", "3"): [0.9, 0.5],
+    ("noisy", "50"): [0.8, 0.4],
+}
 
 
 def look(method, labels, metric):
@@ -22,22 +29,27 @@ def found(**rule):
 
 def test_spread():
     two = spread([0.6, 0.8])
-    assert (two.mean, two.n) == (pytest.approx(0.7), 2) and two.std == pytest.approx(0.2 / 2 ** 0.5)
+    assert (two.mean, two.n) == (pytest.approx(0.7), 2) and two.std == pytest.approx(0.2 / 2**0.5)
     assert spread([0.5]).std is None and spread([]) is None
     assert noise(two, two) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("method, expected", [("lora", HOLDS), ("rolora", FAILS), ("noisy", FAILS),
-                                              ("absent", UNTESTED)])
+@pytest.mark.parametrize(
+    "method, expected", [("lora", HOLDS), ("rolora", FAILS), ("noisy", FAILS), ("absent", UNTESTED)]
+)
 def test_drops(method, expected):
-    assert found(**{"is": "drops", "methods": [method], "along": "clients", "from": 3, "to": 50,
-                    "by": 0.02})[0] == expected
+    assert (
+        found(**{"is": "drops", "methods": [method], "along": "clients", "from": 3, "to": 50, "by": 0.02})[0]
+        == expected
+    )
 
 
 @pytest.mark.parametrize("method, expected", [("lora", FAILS), ("rolora", HOLDS), ("absent", UNTESTED)])
 def test_keeps(method, expected):
-    assert found(**{"is": "keeps", "methods": [method], "along": "clients", "from": 3, "to": 50,
-                    "within": 0.02})[0] == expected
+    assert (
+        found(**{"is": "keeps", "methods": [method], "along": "clients", "from": 3, "to": 50, "within": 0.02})[0]
+        == expected
+    )
 
 
 def test_above_asks_for_more_than_the_spread():
@@ -51,8 +63,10 @@ def test_above_asks_for_more_than_the_spread():
 
 def test_what_learned_nothing_tests_nothing():
     at = {"is": "learns", "methods": ["rolora"], "where": {"clients": 3}}
+
     def with_majority(method, labels, metric):
         return spread([0.77]) if metric == "majority" else look(method, labels, metric)
+
     assert verdict(judge([{**at, "by": 0.02}], with_majority)) == HOLDS
     assert verdict(judge([{**at, "by": 0.05}], with_majority)) == UNTESTED
 
@@ -65,11 +79,17 @@ def test_close_ratio_value():
     assert verdict_ == HOLDS and "asked: at least 0.8" in text
 
 
-@pytest.mark.parametrize("condition, words", [
-    ({"is": "above", "better": "a", "than": ["b"]}, "'by' is missing"),
-    ({"is": "above", "better": "a", "than": ["b"], "by": 0, "were": {}}, "unknown key 'were'; did you mean 'where'"),
-    ("drops", "no condition 'drops'"),
-])
+@pytest.mark.parametrize(
+    "condition, words",
+    [
+        ({"is": "above", "better": "a", "than": ["b"]}, "'by' is missing"),
+        (
+            {"is": "above", "better": "a", "than": ["b"], "by": 0, "were": {}},
+            "unknown key 'were'; did you mean 'where'",
+        ),
+        ("drops", "no condition 'drops'"),
+    ],
+)
 def test_wrong_rules(condition, words):
     with pytest.raises(UserError, match=words):
         check_rule(condition, "here")
@@ -88,10 +108,14 @@ def test_methods_are_compared_seed_by_seed():
 def test_one_seed_tells_no_difference():
     def one(method, labels, metric):
         return spread([{"a": 0.9, "b": 0.1}[method] - (labels["clients"] == "50") * 0.5])
+
     above = {"is": "above", "better": "a", "than": ["b"], "by": 0, "where": {"clients": 3}}
-    for rule in (above, {**above, "better": "b", "than": ["a"]},
-                 {"is": "drops", "methods": ["a"], "along": "clients", "from": 3, "to": 50, "by": 0.02}):
-        condition, = judge([rule], one)
+    for rule in (
+        above,
+        {**above, "better": "b", "than": ["a"]},
+        {"is": "drops", "methods": ["a"], "along": "clients", "from": 3, "to": 50, "by": 0.02},
+    ):
+        (condition,) = judge([rule], one)
         assert condition.verdict == UNTESTED and "spread unknown with one seed" in condition.text
     assert verdict(judge([{**above, "spread": False}], one)) == HOLDS  # where the suite says that it needs none
 
@@ -105,17 +129,33 @@ def test_a_missing_figure_hides_no_refutation():
 
 def test_a_target_that_a_seed_missed_has_no_mean():
     def record(seed, reached):
-        return {"seed": seed, "metrics": {}, "history": {"evaluated": [
-            {"round": 1, "val_acc": 0.9 if reached else 0.5, "uplink": 10, "downlink": 0}]}}
-    found = Found(None, None, {("a", ""): [record(0, True), record(1, False)], ("b", ""): [record(0, True)],
-                               ("c", ""): [record(0, False)]})
+        return {
+            "seed": seed,
+            "metrics": {},
+            "history": {"evaluated": [{"round": 1, "val_acc": 0.9 if reached else 0.5, "uplink": 10, "downlink": 0}]},
+        }
+
+    found = Found(
+        None,
+        None,
+        {("a", ""): [record(0, True), record(1, False)], ("b", ""): [record(0, True)], ("c", ""): [record(0, False)]},
+    )
     metric = "bytes_to:val_acc:0.7"
     assert found.figure("a", "", metric) is None and found.figure("b", "", metric).mean == 10
     assert [found.cell(m, "", metric) for m in "abcd"] == ["reached by 1 of 2", "10 B", "not reached", "–"]
 
 
-@pytest.mark.parametrize("metric", ["rounds_to:val_acc:0.7", "lm_eval:wikitext:word_perplexity", "test_loss",
-                                    "generate:boolq:unparsed", "bytes_to:val_acc:0.7", "aggregation"])
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "rounds_to:val_acc:0.7",
+        "lm_eval:wikitext:word_perplexity",
+        "test_loss",
+        "generate:boolq:unparsed",
+        "bytes_to:val_acc:0.7",
+        "aggregation",
+    ],
+)
 def test_bold_goes_to_the_smaller_where_less_is_better(metric):
     assert best_of({"a": spread([10, 11]), "b": spread([20, 21])}, metric) == "a"
     assert best_of({"a": spread([10, 11]), "b": spread([20, 21])}, "lm_eval:boolq:acc") == "b"
@@ -129,11 +169,19 @@ def test_bold_only_beyond_the_spread():
 
 
 def test_figures_of_a_result():
-    record = {"metrics": {"test_acc": 0.7}, "scores": {"generate": {"boolq": {"acc": 0.5, "version": "1"}}},
-              "bytes": {"per_client_and_round": {"uplink": 5, "downlink": 7, "uplink_without_head": 1,
-                                                 "downlink_without_head": 2}},
-              "history": {"evaluated": [{"round": 1, "val_acc": 0.5, "uplink": 10, "downlink": 0},
-                                        {"round": 2, "val_acc": 0.7, "uplink": 20, "downlink": 15}]}}
+    record = {
+        "metrics": {"test_acc": 0.7},
+        "scores": {"generate": {"boolq": {"acc": 0.5, "version": "1"}}},
+        "bytes": {
+            "per_client_and_round": {"uplink": 5, "downlink": 7, "uplink_without_head": 1, "downlink_without_head": 2}
+        },
+        "history": {
+            "evaluated": [
+                {"round": 1, "val_acc": 0.5, "uplink": 10, "downlink": 0},
+                {"round": 2, "val_acc": 0.7, "uplink": 20, "downlink": 15},
+            ]
+        },
+    }
     assert value(record, "test_acc") == 0.7 and value(record, "traffic") == 12
     assert value(record, "formula") == 2 * value(record, "uplink") > 0
     assert value(record, "traffic_without_head") == 3

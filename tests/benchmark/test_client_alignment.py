@@ -1,4 +1,5 @@
 """Cosines between updates: by hand, at one client, and through real runs of three methods."""
+
 import json
 import math
 
@@ -51,10 +52,14 @@ def test_watching_changes_nothing(settings, tmp_path, method):
     """The same tensors as the method itself, and a cosine for every client of every round."""
     more = {"lowrank.tau": 2} if method == "fedloru" else {}
     seen = []
-    watched = fs_lowrank.run(fs_lowrank.load_config(settings, **{
-        "federate.method": ca.watched(method, seen), "outdir": str(tmp_path / "a"), **more}))
-    plain = fs_lowrank.run(fs_lowrank.load_config(settings, **{
-        "federate.method": method, "outdir": str(tmp_path / "b"), **more}))
+    watched = fs_lowrank.run(
+        fs_lowrank.load_config(
+            settings, **{"federate.method": ca.watched(method, seen), "outdir": str(tmp_path / "a"), **more}
+        )
+    )
+    plain = fs_lowrank.run(
+        fs_lowrank.load_config(settings, **{"federate.method": method, "outdir": str(tmp_path / "b"), **more})
+    )
     for (name, left), right in zip(watched.model.named_parameters(), plain.model.parameters()):
         assert torch.equal(left, right), name
     assert [len(r["cosines"]) for r in seen] == [5] * 4

@@ -1,4 +1,5 @@
 """The synthetic check of FedFisher: its pieces by hand, and the figure's two claims on few seeds."""
+
 import torch
 
 from benchmark.analysis import fedfisher_synthetic as synthetic
@@ -42,7 +43,7 @@ def test_the_server_s_iterate_is_gradient_descent_s_and_its_limit_the_nearest_mi
     for _ in range(500):
         w = w - 0.001 * sum(f @ (w - k) for f, k in zip(fishers, flat))
     torch.testing.assert_close(synthetic.fuse(local, second, x, 500).flatten(), w)
-    found = synthetic.fuse(local, second, x, 10 ** 9).flatten()
+    found = synthetic.fuse(local, second, x, 10**9).flatten()
     target = sum(f @ k for f, k in zip(fishers, flat))
     nearest, _ = conjugate_gradients(lambda v: sum(fishers) @ v, target, flat.mean(0), tolerance=1e-6, steps=5000)
     residual = sum(f @ (found - k) for f, k in zip(fishers, flat)).norm()

@@ -1,4 +1,5 @@
 """Stable rank by Lanczos against matrices with known eigenvalues and against an exact Hessian."""
+
 import json
 
 import pytest
@@ -49,11 +50,12 @@ def test_an_exact_hessian():
     params = list(model.parameters())
     grads = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), params, create_graph=True)
     flat = torch.cat([g.flatten() for g in grads])
-    exact = torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(e, params, retain_graph=True)])
-                         for e in flat])
+    exact = torch.stack(
+        [torch.cat([g.flatten() for g in torch.autograd.grad(e, params, retain_graph=True)]) for e in flat]
+    )
     torch.testing.assert_close(matmul(torch.eye(dim)), exact, atol=1e-5, rtol=1e-4)
     values = torch.linalg.eigvalsh(exact)
-    expected = (values.square().sum() / values.abs().max()**2).item()
+    expected = (values.square().sum() / values.abs().max() ** 2).item()
     found = hs.stable_rank(matmul, dim, 0)
     assert found["stable_rank"] == pytest.approx(expected, abs=4 * found["error"] + 0.01)
 
@@ -95,8 +97,26 @@ def test_training_counts_its_steps_over_epochs():
 
 def test_the_command_writes_json_and_png(tmp_path, monkeypatch):
     monkeypatch.setattr(hs, "POINTS", (0, 2, 4))
-    hs.main(["--seeds", "1", "--sizes", "10", "20", "--compared", "10", "30", "--trained-on", "50", "--steps", "4",
-             "--hidden", "8", "--out", str(tmp_path)])
+    hs.main(
+        [
+            "--seeds",
+            "1",
+            "--sizes",
+            "10",
+            "20",
+            "--compared",
+            "10",
+            "30",
+            "--trained-on",
+            "50",
+            "--steps",
+            "4",
+            "--hidden",
+            "8",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     written = json.loads((tmp_path / "hessian_stable_rank_digits.json").read_text())
     assert [(e["steps"], e["samples"]) for e in written["same_weights"]] == [(0, 10), (0, 20), (4, 10), (4, 20)]
     assert [p["steps"] for p in written["own_training"][1]["curve"]] == [0, 2, 4]

@@ -1,4 +1,5 @@
 """Random Hessians: exact expectations, the limits of Proposition 3.1, and both theorems' directions."""
+
 import json
 
 import pytest
@@ -16,7 +17,7 @@ def test_a_draw_is_symmetric_with_the_stated_variance_and_the_true_eigenvalues()
     assert torch.equal(h, h.T)
     upper = h[torch.triu_indices(600, 600).unbind()]
     assert upper.var().item() == pytest.approx(0.25 / 600, rel=0.02)
-    assert abs(upper.mean().item()) < 4 * 0.5 / 600**0.5 / len(upper)**0.5
+    assert abs(upper.mean().item()) < 4 * 0.5 / 600**0.5 / len(upper) ** 0.5
     assert torch.linalg.eigvalsh(rm.draw((3.0, -2.0), 20, 0.0, generator()))[[0, -1]].tolist() == [-2.0, 3.0]
 
 

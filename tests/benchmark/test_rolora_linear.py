@@ -1,4 +1,5 @@
 """Known answers of RoLoRA's theory: Lemma 4.3, Theorem 4.5, Proposition 4.6."""
+
 import json
 import math
 
@@ -92,8 +93,11 @@ def test_the_largest_step_with_unlimited_data():
 def test_many_samples_approach_the_unlimited_data_recursion():
     def deviation(samples):
         history = rl.simulate(8, samples, 4, 5, 0.5, seed=1, b_norm=1.0)
-        return max(abs(rl.population_step(before, 0.5) - after)
-                   for before, after in zip(history.sin_angle, history.sin_angle[1:]))
+        return max(
+            abs(rl.population_step(before, 0.5) - after)
+            for before, after in zip(history.sin_angle, history.sin_angle[1:])
+        )
+
     assert deviation(20_000) < 0.01
     assert deviation(20_000) < deviation(200)
 

@@ -1,4 +1,5 @@
 """The two-layer study on scikit-learn's digits: what is frozen stays, averages are means, RoLoRA beats FFA-LoRA."""
+
 import json
 import struct
 
@@ -61,8 +62,9 @@ def test_one_client_trains_as_plain_sgd(digits):
     part = tl.subsample(digits, 90, seed=0)
     clients = tl.split_by_label(part, 1)
     model = tl.start(64, 3, 10, torch.Generator().manual_seed(0))
-    local = tl.train_locally(model, clients, ("a", "b"), lr=0.5, epochs=2, batch=64,
-                             generator=torch.Generator().manual_seed(4))
+    local = tl.train_locally(
+        model, clients, ("a", "b"), lr=0.5, epochs=2, batch=64, generator=torch.Generator().manual_seed(4)
+    )
     a, b = model.a.clone().requires_grad_(), model.b.clone().requires_grad_()
     optimizer = torch.optim.SGD([a, b], lr=0.5)
     generator = torch.Generator().manual_seed(4)
@@ -84,7 +86,7 @@ def test_every_sample_goes_to_the_client_of_its_label(digits, num_clients):
     assert len(set(clients.counts.tolist())) > 1  # unequal clients, so that weights and padding matter
     for k in range(num_clients):
         per_client = 10 // num_clients
-        labels = set(clients.y[k, :clients.counts[k]].tolist())
+        labels = set(clients.y[k, : clients.counts[k]].tolist())
         assert labels == set(range(k * per_client, (k + 1) * per_client))
 
 
@@ -127,8 +129,12 @@ def test_the_rate_is_chosen_on_samples_that_are_neither_trained_nor_tested(digit
 
 def test_idx_files_are_read_from_a_folder(tmp_path):
     pytest.importorskip("fs_lowrank.data.idx")
-    for stem, dims in (("train-images-idx3-ubyte", (4, 2, 2)), ("train-labels-idx1-ubyte", (4,)),
-                       ("t10k-images-idx3-ubyte", (2, 2, 2)), ("t10k-labels-idx1-ubyte", (2,))):
+    for stem, dims in (
+        ("train-images-idx3-ubyte", (4, 2, 2)),
+        ("train-labels-idx1-ubyte", (4,)),
+        ("t10k-images-idx3-ubyte", (2, 2, 2)),
+        ("t10k-labels-idx1-ubyte", (2,)),
+    ):
         size = torch.Size(dims).numel()
         header = bytes([0, 0, 8, len(dims)]) + struct.pack(f">{len(dims)}I", *dims)
         (tmp_path / stem).write_bytes(header + bytes(range(size)))
@@ -148,8 +154,26 @@ def test_errors_name_what_came(tmp_path):
 
 
 def test_the_command_writes_json_and_png(tmp_path):
-    tl.main(["--data", "digits", "--samples", "300", "--rounds", "2", "--seeds", "1", "--lr", "0.3", "--rank", "4",
-             "--epochs", "1", "--out", str(tmp_path)])
+    tl.main(
+        [
+            "--data",
+            "digits",
+            "--samples",
+            "300",
+            "--rounds",
+            "2",
+            "--seeds",
+            "1",
+            "--lr",
+            "0.3",
+            "--rank",
+            "4",
+            "--epochs",
+            "1",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     written = json.loads((tmp_path / "rolora_two_layer_digits.json").read_text())
     assert written["command"].startswith("python -m benchmark.analysis.rolora_two_layer --data digits --samples 300")
     assert len(written["runs"]) == 6 and all(len(r["curves"][0]) == 3 for r in written["runs"])

@@ -1,4 +1,5 @@
 """``run`` and ``report`` from end to end on tiny models: workers that die, cells that fail, files that are damaged."""
+
 import dataclasses
 import json
 import os
@@ -89,16 +90,20 @@ SUITE = """
 def place(tmp_path_factory, tiny_encoder, reviews_csv):
     folder = tmp_path_factory.mktemp("benchmark")
     (folder / "own_methods.py").write_text(textwrap.dedent(METHODS))
-    (folder / "tiny.yaml").write_text(textwrap.dedent(SUITE).replace("MODEL", str(tiny_encoder))
-                                      .replace("DATA", str(reviews_csv)))
+    (folder / "tiny.yaml").write_text(
+        textwrap.dedent(SUITE).replace("MODEL", str(tiny_encoder)).replace("DATA", str(reviews_csv))
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def surroundings(place):
     """What a process that works there needs in its environment."""
-    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(place)])}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(place)]),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +121,7 @@ def bench(place, surroundings):
             patch.delitem(sys.modules, "own_methods", raising=False)
             import_all.cache_clear()
             return main([*args]), out.getvalue()
+
     return run
 
 
@@ -131,11 +137,11 @@ def results(place, kind):
 def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
     code, said = done
     assert code == 1 and "died (signal 9: out of memory, perhaps); another takes its place" in said, said
-    failed, = results(place, "failed")
+    (failed,) = results(place, "failed")
     assert failed["label"] == "bad_lora seed=0" and "it never works" in failed["error"]
     cells = results(place, "cells")
     assert len(cells) == 9 and len(results(place, "searches")) == 2
-    deadly, = (c for c in cells if c["method"] == "deadly_lora")
+    (deadly,) = (c for c in cells if c["method"] == "deadly_lora")
     assert deadly["rounds"] == 4 and len(deadly["history"]["loss"]) == 4 and (place / "died").exists()
 
 
@@ -185,10 +191,19 @@ def test_a_report_after_the_searches_alone(place, done, bench):
 
 def test_an_interrupted_cell_goes_on_from_its_checkpoint(place, surroundings, monkeypatch):
     text = (place / "tiny.yaml").read_text().replace("total_round_num: 4", "total_round_num: 20")
-    (place / "long.yaml").write_text(text[:text.index("experiments:")].replace("[0, 1]", "[0]")
-                                     .replace("[rolora, fedlora]", "[fedlora]").replace("imports: [own_methods]", ""))
-    first = subprocess.Popen([sys.executable, "-m", "benchmark", "run", "long.yaml", "--results", "long"], cwd=place,
-                             stdout=subprocess.PIPE, text=True, env={**os.environ, **surroundings})
+    (place / "long.yaml").write_text(
+        text[: text.index("experiments:")]
+        .replace("[0, 1]", "[0]")
+        .replace("[rolora, fedlora]", "[fedlora]")
+        .replace("imports: [own_methods]", "")
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-m", "benchmark", "run", "long.yaml", "--results", "long"],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **surroundings},
+    )
     for _ in range(600):
         reached = sorted(place.glob("runs/benchmark/*/checkpoint/round_*"))
         if reached:
@@ -198,11 +213,11 @@ def test_an_interrupted_cell_goes_on_from_its_checkpoint(place, surroundings, mo
     out, _ = first.communicate(timeout=60)
     assert first.returncode == 130 and "the same command goes on where it stopped" in out
     records = reached[0].parents[1] / "rounds.jsonl"
-    before = records.read_text().splitlines()[:int(reached[0].name[-6:])]
+    before = records.read_text().splitlines()[: int(reached[0].name[-6:])]
     monkeypatch.chdir(place)
     assert work(Options(("long.yaml",), results="long", keep=True)) == DONE  # as its worker does
     after = records.read_text().splitlines()
-    assert len(after) == 20 and after[:len(before)] == before  # seconds and all: those rounds were not run again
+    assert len(after) == 20 and after[: len(before)] == before  # seconds and all: those rounds were not run again
 
 
 def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, monkeypatch):
@@ -220,7 +235,7 @@ def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, m
 
     monkeypatch.chdir(place)
     text = (place / "tiny.yaml").read_text()
-    text = text[:text.index("experiments:")].replace("[rolora, fedlora]", "[{name: shown as, method: sick_lora}]")
+    text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[{name: shown as, method: sick_lora}]")
     rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}}}\n"
     (place / "sick.yaml").write_text(text.replace("imports: [own_methods]", "") + rates)
     search, cell, _ = plan(Options(("sick.yaml",), results="sick_results", work="sick_work"))
@@ -254,24 +269,37 @@ def test_everything_missing_is_said_before_anything_trains(place, monkeypatch, c
 
 def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, monkeypatch):
     from benchmark import check
+
     monkeypatch.chdir(place)
     shutil.copytree(tiny_encoder, place / "damaged")
     weights = place / "damaged" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     text = (place / "tiny.yaml").read_text()
-    text = text[:text.index("experiments:")].replace("imports: [own_methods]", "")
-    for change, words in (((str(tiny_encoder), "damaged"), "model.safetensors is damaged"),
-                          (("client_num: 2", "client_num: 5000"), "rows to train on"),
-                          (("[0.7, 0.1, 0.2]", "[0.9, 0.1, 0.0]"), "has no test set of its own"),
-                          (("metrics:", "evaluation: [{scorer: generate, tasks: [boolq]}]\nmetrics:"),
-                           "generate needs a language model"),
-                          (("metrics:", "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
-                            "objective: val_ac}}\nmetrics:"), "did you mean 'val_acc'"),
-                          (("metrics:", "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
-                            "objective: 'val_acc,uplink_bytes'}}\nmetrics:"), "expected one, val_acc or val_loss"),
-                          (("layers: [2]", "layers: [3]"), "no layer 3; the model's 3 layers are 0 … 2"),
-                          (("[query]", "[qery]"), "no module 'qery'; did you mean 'query'"),
-                          (("r: 2", "r: 33"), "rank 33 is above the width")):
+    text = text[: text.index("experiments:")].replace("imports: [own_methods]", "")
+    for change, words in (
+        ((str(tiny_encoder), "damaged"), "model.safetensors is damaged"),
+        (("client_num: 2", "client_num: 5000"), "rows to train on"),
+        (("[0.7, 0.1, 0.2]", "[0.9, 0.1, 0.0]"), "has no test set of its own"),
+        (("metrics:", "evaluation: [{scorer: generate, tasks: [boolq]}]\nmetrics:"), "generate needs a language model"),
+        (
+            (
+                "metrics:",
+                "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, objective: val_ac}}\nmetrics:",
+            ),
+            "did you mean 'val_acc'",
+        ),
+        (
+            (
+                "metrics:",
+                "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
+                "objective: 'val_acc,uplink_bytes'}}\nmetrics:",
+            ),
+            "expected one, val_acc or val_loss",
+        ),
+        (("layers: [2]", "layers: [3]"), "no layer 3; the model's 3 layers are 0 … 2"),
+        (("[query]", "[qery]"), "no module 'qery'; did you mean 'query'"),
+        (("r: 2", "r: 33"), "rank 33 is above the width"),
+    ):
         (place / "cannot.yaml").write_text(text.replace(*change))
         options = Options(("cannot.yaml",), results="elsewhere")
         with pytest.raises(UserError, match=f"nothing was started.*\n(.*\n)*.*{re.escape(words)}"):
@@ -280,13 +308,18 @@ def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, mon
 
 def test_an_engine_that_is_not_there(place, monkeypatch):
     from benchmark import check
+
     if "federatedscope" in sys.modules or find_spec("federatedscope"):
         pytest.skip("the framework is installed")
     monkeypatch.chdir(place)
     monkeypatch.setenv("FEDERATEDSCOPE_ROOT", str(place / "no checkout"))
     monkeypatch.delitem(sys.modules, "fs_lowrank.engines.federatedscope", raising=False)
-    (place / "there.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", "")
-                                      .replace("[bad_lora, deadly_lora]", "[fedlora]"))
+    (place / "there.yaml").write_text(
+        (place / "tiny.yaml")
+        .read_text()
+        .replace("imports: [own_methods]", "")
+        .replace("[bad_lora, deadly_lora]", "[fedlora]")
+    )
     options = Options(("there.yaml",), engine="federatedscope", results="elsewhere")
     with pytest.raises(UserError, match="nothing was started; 1 thing.*\n.*FEDERATEDSCOPE_ROOT = .*no checkout"):
         check.check(plan(options), options, workers=1)
@@ -294,23 +327,30 @@ def test_an_engine_that_is_not_there(place, monkeypatch):
 
 def test_wrong_use(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    for args, words in ((["run", "gleu"], "did you mean 'glue'"),
-                        (["report", "analysis", "--results", "none"], "holds no result"),
-                        (["run", "glue", "--only", "sst"], "no such experiment; did you mean 'sst2'"),
-                        (["run", "glue", "--workers", "0"], "--workers 0"),
-                        (["run", "glue", "--engine", "locl"], "'local'"),
-                        (["run", "glue", "--data", "nowhere"], "there is no such folder")):
+    for args, words in (
+        (["run", "gleu"], "did you mean 'glue'"),
+        (["report", "analysis", "--results", "none"], "holds no result"),
+        (["run", "glue", "--only", "sst"], "no such experiment; did you mean 'sst2'"),
+        (["run", "glue", "--workers", "0"], "--workers 0"),
+        (["run", "glue", "--engine", "locl"], "'local'"),
+        (["run", "glue", "--data", "nowhere"], "there is no such folder"),
+    ):
         assert main(args) == 2
         assert words in " ".join(capsys.readouterr().err.split()), args
 
 
 def test_too_little_memory(place, monkeypatch):
     from benchmark import check
+
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
     monkeypatch.setattr(check, "available_bytes", lambda: 1e9)
-    (place / "small.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", "")
-                                      .replace("[bad_lora, deadly_lora]", "[fedlora]"))
+    (place / "small.yaml").write_text(
+        (place / "tiny.yaml")
+        .read_text()
+        .replace("imports: [own_methods]", "")
+        .replace("[bad_lora, deadly_lora]", "[fedlora]")
+    )
     options = Options(("small.yaml",))
     with pytest.raises(UserError, match=r"memory: 3 workers .* 1.0 GB are free; try --workers 1"):
         check.check(plan(options), options, workers=3)
@@ -319,8 +359,12 @@ def test_too_little_memory(place, monkeypatch):
 def test_done_redo_and_failed_before(place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
-    (place / "one.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", "")
-                                    .replace("[bad_lora, deadly_lora]", "[fedlora]"))
+    (place / "one.yaml").write_text(
+        (place / "tiny.yaml")
+        .read_text()
+        .replace("imports: [own_methods]", "")
+        .replace("[bad_lora, deadly_lora]", "[fedlora]")
+    )
     options = Options(("one.yaml",), results="redo", only=("trouble",), since=100.0)
     cell, again = plan(options)[0], plan(dataclasses.replace(options, redo=True))[0]
     store = options.store

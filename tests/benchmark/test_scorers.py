@@ -1,4 +1,5 @@
 """Scorers: forms taken apart without loss, lm-eval's own tasks on local rows, generated answers, wrong input."""
+
 import csv
 import json
 import os
@@ -18,33 +19,84 @@ from fs_lowrank.errors import UserError
 REAL = Path(os.environ.get("FS_LOWRANK_EVAL_DATA", "no such folder"))
 
 ROWS = {
-    "boolq": [("Please answer the following question with true or false, question: is tea good?\n\n"
-               "Answer format: true/false", "true"),
-              ("Please answer the following question with true or false, question: was the film bad?\n\n"
-               "Answer format: true/false", "false")],
-    "piqa": [("Please choose the correct solution to the question: tea\n\nSolution1: walk, the room \n\n"
-              "Solution2: a book\n\nAnswer format: solution1/solution2", "solution2"),
-             ("Please choose the correct solution to the question: How? Solution1: no\n\nSolution1: tea\n\n"
-              "Solution2: book\n\nAnswer format: solution1/solution2", "solution1")],
-    "social_i_qa": [("Please choose the correct answer to the question: Dr. Tea was sad. It was quiet. What was it?\n\n"
-                     "Answer1: tea Answer2: a book Answer3: day\n\nAnswer format: answer1/answer2/answer3", "answer3"),
-                    ("Please choose the correct answer to the question: Was it tea\n\n"
-                     "Answer1: tea Answer2: a book Answer3: day\n\nAnswer format: answer1/answer2/answer3", "answer1")],
-    "hellaswag": [("Please choose the correct ending to complete the given sentence: Tea: The room was quiet. a story"
-                   "\n\nEnding1: was bad Ending2: was it Ending3: day Ending4: the tea\n\n"
-                   "Answer format: ending1/ending2/ending3/ending4", "ending2"),
-                  ("Please choose the correct ending to complete the given sentence: Film: [header] A walk. [step] It."
-                   "\n\nEnding1: was bad Ending2: was it Ending3: day Ending4: the tea\n\n"
-                   "Answer format: ending1/ending2/ending3/ending4", "ending4")],
-    "winogrande": [("Please choose the correct answer to fill in the blank to complete the given sentence: The book "
-                    "was bad and the _ was quiet.\n\nOption1: room Option2: book Answer format: option1/option2",
-                    "option1")] * 2,
-    "ARC-Easy": [("Please choose the correct answer to the question: What is it?\n\nAnswer1: tea Answer2: a b "
-                  "Answer3: day Answer4: c Answer5: d\n\nAnswer format: answer1/answer2/answer3/answer4", "answer5"),
-                 ("Please choose the correct answer to the question: What was Answer2: day?\n\nAnswer1: tea "
-                  "Answer2: book Answer3: day\n\nAnswer format: answer1/answer2/answer3/answer4", "answer2")],
-    "openbookqa": [("Please choose the correct answer to the question: It was\n\nAnswer1: tea Answer2: a b Answer3: "
-                    "day Answer4: c\n\nAnswer format: answer1/answer2/answer3/answer4", "answer4")] * 2,
+    "boolq": [
+        (
+            "Please answer the following question with true or false, question: is tea good?\n\n"
+            "Answer format: true/false",
+            "true",
+        ),
+        (
+            "Please answer the following question with true or false, question: was the film bad?\n\n"
+            "Answer format: true/false",
+            "false",
+        ),
+    ],
+    "piqa": [
+        (
+            "Please choose the correct solution to the question: tea\n\nSolution1: walk, the room \n\n"
+            "Solution2: a book\n\nAnswer format: solution1/solution2",
+            "solution2",
+        ),
+        (
+            "Please choose the correct solution to the question: How? Solution1: no\n\nSolution1: tea\n\n"
+            "Solution2: book\n\nAnswer format: solution1/solution2",
+            "solution1",
+        ),
+    ],
+    "social_i_qa": [
+        (
+            "Please choose the correct answer to the question: Dr. Tea was sad. It was quiet. What was it?\n\n"
+            "Answer1: tea Answer2: a book Answer3: day\n\nAnswer format: answer1/answer2/answer3",
+            "answer3",
+        ),
+        (
+            "Please choose the correct answer to the question: Was it tea\n\n"
+            "Answer1: tea Answer2: a book Answer3: day\n\nAnswer format: answer1/answer2/answer3",
+            "answer1",
+        ),
+    ],
+    "hellaswag": [
+        (
+            "Please choose the correct ending to complete the given sentence: Tea: The room was quiet. a story"
+            "\n\nEnding1: was bad Ending2: was it Ending3: day Ending4: the tea\n\n"
+            "Answer format: ending1/ending2/ending3/ending4",
+            "ending2",
+        ),
+        (
+            "Please choose the correct ending to complete the given sentence: Film: [header] A walk. [step] It."
+            "\n\nEnding1: was bad Ending2: was it Ending3: day Ending4: the tea\n\n"
+            "Answer format: ending1/ending2/ending3/ending4",
+            "ending4",
+        ),
+    ],
+    "winogrande": [
+        (
+            "Please choose the correct answer to fill in the blank to complete the given sentence: The book "
+            "was bad and the _ was quiet.\n\nOption1: room Option2: book Answer format: option1/option2",
+            "option1",
+        )
+    ]
+    * 2,
+    "ARC-Easy": [
+        (
+            "Please choose the correct answer to the question: What is it?\n\nAnswer1: tea Answer2: a b "
+            "Answer3: day Answer4: c Answer5: d\n\nAnswer format: answer1/answer2/answer3/answer4",
+            "answer5",
+        ),
+        (
+            "Please choose the correct answer to the question: What was Answer2: day?\n\nAnswer1: tea "
+            "Answer2: book Answer3: day\n\nAnswer format: answer1/answer2/answer3/answer4",
+            "answer2",
+        ),
+    ],
+    "openbookqa": [
+        (
+            "Please choose the correct answer to the question: It was\n\nAnswer1: tea Answer2: a b Answer3: "
+            "day Answer4: c\n\nAnswer format: answer1/answer2/answer3/answer4",
+            "answer4",
+        )
+    ]
+    * 2,
 }
 ROWS["ARC-Challenge"] = ROWS["ARC-Easy"]
 
@@ -60,10 +112,28 @@ def manager():
         yield None
         return
     from lm_eval import tasks
+
     folder = Path(tasks.__file__).parent
-    few = partial(tasks.TaskManager, include_defaults=False, include_path=[
-        folder / name for name in ("arc", "glue", "hellaswag", "humaneval", "mbpp", "mmlu", "openbookqa", "piqa",
-                                   "siqa", "super_glue", "winogrande")])
+    few = partial(
+        tasks.TaskManager,
+        include_defaults=False,
+        include_path=[
+            folder / name
+            for name in (
+                "arc",
+                "glue",
+                "hellaswag",
+                "humaneval",
+                "mbpp",
+                "mmlu",
+                "openbookqa",
+                "piqa",
+                "siqa",
+                "super_glue",
+                "winogrande",
+            )
+        ],
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "TaskManager", few)
         lm_eval_tasks._manager.cache_clear()
@@ -100,13 +170,17 @@ def root(tmp_path_factory):
 def tiny(tiny_causal):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
     torch.manual_seed(0)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_causal), LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_causal),
+        LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    )
     return model, AutoTokenizer.from_pretrained(tiny_causal)
 
 
 # -- the instruction form ----------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("task", sorted(ROWS))
 def test_a_row_taken_apart_is_the_same_put_together(task):
@@ -128,24 +202,37 @@ def test_every_real_row_is_taken_apart_without_loss(task, split):
         question = commonsense.split_row(task, original)
         assert question.instruction(task) == original["instruction"]
         fields = convert(question)
-        text = {"boolq": lambda f: f"{f['question']}?", "piqa": lambda f: f["goal"],
-                "social_i_qa": lambda f: f"{f['context']} {f['question']}", "winogrande": lambda f: f["sentence"],
-                "openbookqa": lambda f: f["question_stem"]}.get(task, lambda f: f["question"])(fields)
+        text = {
+            "boolq": lambda f: f"{f['question']}?",
+            "piqa": lambda f: f["goal"],
+            "social_i_qa": lambda f: f"{f['context']} {f['question']}",
+            "winogrande": lambda f: f["sentence"],
+            "openbookqa": lambda f: f["question_stem"],
+        }.get(task, lambda f: f["question"])(fields)
         assert text == question.question
 
 
 def test_lm_evals_fields():
     def fields(task, convert, i=0):
         return convert(commonsense.split_row(task, row(*ROWS[task][i])))
+
     assert fields("boolq", local_data._boolq) == {"passage": "", "question": "is tea good", "label": 1}
-    assert fields("piqa", local_data._piqa) == {
-        "goal": "tea", "sol1": "walk, the room ", "sol2": "a book", "label": 1}
+    assert fields("piqa", local_data._piqa) == {"goal": "tea", "sol1": "walk, the room ", "sol2": "a book", "label": 1}
     assert fields("social_i_qa", local_data._social_i_qa) == {
-        "context": "Dr. Tea was sad. It was quiet.", "question": "What was it?", "answerA": "tea",
-        "answerB": "a book", "answerC": "day", "label": "3"}
+        "context": "Dr. Tea was sad. It was quiet.",
+        "question": "What was it?",
+        "answerA": "tea",
+        "answerB": "a book",
+        "answerC": "day",
+        "label": "3",
+    }
     assert fields("hellaswag", local_data._hellaswag) == {
-        "activity_label": "Tea", "ctx_a": "The room was quiet.", "ctx_b": "a story", "label": "1",
-        "endings": ["was bad", "was it", "day", "the tea"]}
+        "activity_label": "Tea",
+        "ctx_a": "The room was quiet.",
+        "ctx_b": "a story",
+        "label": "1",
+        "endings": ["was bad", "was it", "day", "the tea"],
+    }
     assert fields("hellaswag", local_data._hellaswag, 1)["ctx_a"] == "[header] A walk. [step] It."
     assert fields("winogrande", local_data._winogrande)["answer"] == "1"
     arc = fields("ARC-Easy", local_data._arc)
@@ -153,12 +240,15 @@ def test_lm_evals_fields():
     assert fields("openbookqa", local_data._openbookqa)["question_stem"] == "It was"
 
 
-@pytest.mark.parametrize("task, instruction, answer, message", [
-    ("boolq", "is tea good?", "true", "not an instruction of boolq"),
-    ("boolq", ROWS["boolq"][0][0], "yes", "answer 'yes' is none of the options"),
-    ("openbookqa", ROWS["openbookqa"][0][0], "answer5", "answer 'answer5' is none of the options"),
-    ("openbookqa", ROWS["openbookqa"][0][0].replace("Answer2", "Answer 2"), "answer1", "option 2 of 4 is missing"),
-])
+@pytest.mark.parametrize(
+    "task, instruction, answer, message",
+    [
+        ("boolq", "is tea good?", "true", "not an instruction of boolq"),
+        ("boolq", ROWS["boolq"][0][0], "yes", "answer 'yes' is none of the options"),
+        ("openbookqa", ROWS["openbookqa"][0][0], "answer5", "answer 'answer5' is none of the options"),
+        ("openbookqa", ROWS["openbookqa"][0][0].replace("Answer2", "Answer 2"), "answer1", "option 2 of 4 is missing"),
+    ],
+)
 def test_a_row_of_another_form_is_an_error(root, tmp_path, task, instruction, answer, message):
     path = commonsense.path(tmp_path, task, "test")
     path.parent.mkdir(parents=True)
@@ -172,6 +262,7 @@ def test_the_training_file_is_capped_and_does_not_depend_on_other_tasks(tmp_path
         path = commonsense.path(tmp_path, task, "train")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([row(f"{task} {i} tée", "true") for i in range(rows)]))
+
     write("piqa", 50)
     write("boolq", 3)
     out = tmp_path / "deep" / "train.jsonl"
@@ -194,8 +285,12 @@ def test_the_training_file_is_capped_and_does_not_depend_on_other_tasks(tmp_path
 def test_local_mmlu_and_glue(root):
     found, place = local_data.find(root, "cais/mmlu", "marketing")
     assert place == "mmlu/test/marketing_test.csv" and len(found["dev"]) == 0
-    assert found["test"][0] == {"question": "what is it, the tea?", "subject": "marketing", "answer": 2,
-                                "choices": ["1", "None", 'a "b"', "day"]}
+    assert found["test"][0] == {
+        "question": "what is it, the tea?",
+        "subject": "marketing",
+        "answer": 2,
+        "choices": ["1", "None", 'a "b"', "day"],
+    }
     assert found["test"][1]["answer"] == 3
     assert local_data.find(root, "cais/mmlu", "anatomy")[0]["dev"][1]["answer"] == 0
     found, _ = local_data.find(root, "nyu-mll/glue", "sst2")
@@ -204,6 +299,7 @@ def test_local_mmlu_and_glue(root):
 
 
 # -- lm-eval -----------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def no_hub(monkeypatch):
@@ -214,6 +310,7 @@ def no_hub(monkeypatch):
     def refuse(path, name=None, **kwargs):
         asked.append((path, name))
         raise ConnectionError("no hub here")
+
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     return asked
 
@@ -234,7 +331,7 @@ def test_lm_eval_scores_the_same_as_by_hand(tiny, root, no_hub):
         for option in q.options:
             tail = tokenizer(f" {option}")["input_ids"]
             with torch.no_grad():
-                logits = model(torch.tensor([prompt + tail])).logits[0, len(prompt) - 1:-1].log_softmax(-1)
+                logits = model(torch.tensor([prompt + tail])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             sums.append(logits[range(len(tail)), tail].sum().item())
         hits.append(max(range(len(sums)), key=sums.__getitem__) == q.right)
     assert result["arc_easy"]["acc"] == sum(hits) / 2
@@ -254,8 +351,11 @@ def test_all_eight_tasks_and_a_prompt_with_examples(tiny, root, no_hub):
 
 def test_a_group_is_whole_or_an_error(tiny, root, no_hub, tmp_path, manager):
     pytest.importorskip("lm_eval")
-    with pytest.raises(UserError, match=r"mmlu_abstract_algebra needs the data set cais/mmlu/abstract_algebra: there "
-                                        r"is no .*abstract_algebra_test.csv, and no hub gave it \(ConnectionError: no"):
+    with pytest.raises(
+        UserError,
+        match=r"mmlu_abstract_algebra needs the data set cais/mmlu/abstract_algebra: there "
+        r"is no .*abstract_algebra_test.csv, and no hub gave it \(ConnectionError: no",
+    ):
         scorers.check({"scorer": "lm_eval", "tasks": ["mmlu_stem"]}, root)
     subjects = sorted(manager.task_index["mmlu_stem_tasks"].tags)
     (tmp_path / "mmlu" / "test").mkdir(parents=True)
@@ -271,23 +371,26 @@ def test_a_group_is_whole_or_an_error(tiny, root, no_hub, tmp_path, manager):
     assert result["mmlu_stem"]["acc"] == pytest.approx(mean) and result["mmlu_stem"]["acc_stderr"] > 0
 
 
-@pytest.mark.parametrize("spec, message", [
-    ({"scorer": "lm_evl"}, "no scorer 'lm_evl'; did you mean 'lm_eval'"),
-    ({"tasks": ["piqa"]}, "with the key 'scorer'"),
-    ({"scorer": "generate", "task": ["piqa"]}, "has no key 'task'; did you mean 'tasks'"),
-    ({"scorer": "generate", "tasks": "piqa"}, "must be a list of names"),
-    ({"scorer": "generate", "tasks": ["piqa"], "limit": 1}, "limit .* must be an integer of at least 2, got 1"),
-    ({"scorer": "generate", "tasks": ["piqa"], "template": "alpacca"}, "did you mean 'alpaca'"),
-    ({"scorer": "generate", "tasks": ["arc_eazy"]}, "no task 'arc_eazy'; did you mean 'arc_easy'"),
-    ({"scorer": "generate", "tasks": ["arc_easy", "ARC-Easy"]}, "scored twice"),
-    ({"scorer": "lm_eval", "tasks": ["arc_eazy"]}, "no task 'arc_eazy'; did you mean 'arc_easy'"),
-    ({"scorer": "lm_eval", "tasks": ["piqa"], "num_fewshot": 2}, "piqa with num_fewshot 2 needs examples"),
-    ({"scorer": "lm_eval", "tasks": ["humaneval"]}, "runs generated code within this process"),
-    ({"scorer": "lm_eval", "tasks": ["rte"]}, r"there is no .*glue/RTE/dev.tsv, and no hub"),
-    ({"scorer": "humaneval"}, "set run_unsafe_code: true"),
-    ({"scorer": "humaneval", "run_unsafe_code": "yes"}, "must be true or false"),
-    ({"scorer": "humaneval", "run_unsafe_code": True}, "there is no .*HumanEval.jsonl.gz"),
-])
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ({"scorer": "lm_evl"}, "no scorer 'lm_evl'; did you mean 'lm_eval'"),
+        ({"tasks": ["piqa"]}, "with the key 'scorer'"),
+        ({"scorer": "generate", "task": ["piqa"]}, "has no key 'task'; did you mean 'tasks'"),
+        ({"scorer": "generate", "tasks": "piqa"}, "must be a list of names"),
+        ({"scorer": "generate", "tasks": ["piqa"], "limit": 1}, "limit .* must be an integer of at least 2, got 1"),
+        ({"scorer": "generate", "tasks": ["piqa"], "template": "alpacca"}, "did you mean 'alpaca'"),
+        ({"scorer": "generate", "tasks": ["arc_eazy"]}, "no task 'arc_eazy'; did you mean 'arc_easy'"),
+        ({"scorer": "generate", "tasks": ["arc_easy", "ARC-Easy"]}, "scored twice"),
+        ({"scorer": "lm_eval", "tasks": ["arc_eazy"]}, "no task 'arc_eazy'; did you mean 'arc_easy'"),
+        ({"scorer": "lm_eval", "tasks": ["piqa"], "num_fewshot": 2}, "piqa with num_fewshot 2 needs examples"),
+        ({"scorer": "lm_eval", "tasks": ["humaneval"]}, "runs generated code within this process"),
+        ({"scorer": "lm_eval", "tasks": ["rte"]}, r"there is no .*glue/RTE/dev.tsv, and no hub"),
+        ({"scorer": "humaneval"}, "set run_unsafe_code: true"),
+        ({"scorer": "humaneval", "run_unsafe_code": "yes"}, "must be true or false"),
+        ({"scorer": "humaneval", "run_unsafe_code": True}, "there is no .*HumanEval.jsonl.gz"),
+    ],
+)
 def test_wrong_input_is_named_before_anything_trains(root, no_hub, spec, message):
     if spec.get("scorer") == "lm_eval":
         pytest.importorskip("lm_eval")
@@ -297,12 +400,22 @@ def test_wrong_input_is_named_before_anything_trains(root, no_hub, spec, message
 
 # -- generate ----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("task, reply, answer", [
-    ("boolq", "the correct answer is true", "true"), ("boolq", "false, not true", "false"), ("boolq", "True", None),
-    ("piqa", "the correct answer is solution2.", "solution2"), ("piqa", "solution3", None),
-    ("ARC-Easy", "answer5", "answer5"), ("openbookqa", "answer 1 answer2", "answer2"), ("social_i_qa", "", None),
-    ("hellaswag", "ending5 ending4", "ending4"), ("winogrande", "Option1 option2", "option2"),
-])
+
+@pytest.mark.parametrize(
+    "task, reply, answer",
+    [
+        ("boolq", "the correct answer is true", "true"),
+        ("boolq", "false, not true", "false"),
+        ("boolq", "True", None),
+        ("piqa", "the correct answer is solution2.", "solution2"),
+        ("piqa", "solution3", None),
+        ("ARC-Easy", "answer5", "answer5"),
+        ("openbookqa", "answer 1 answer2", "answer2"),
+        ("social_i_qa", "", None),
+        ("hellaswag", "ending5 ending4", "ending4"),
+        ("winogrande", "Option1 option2", "option2"),
+    ],
+)
 def test_the_first_answer_word_counts(task, reply, answer):
     assert generate.parse(task, reply) == answer
 
@@ -325,7 +438,7 @@ def test_greedy_replies_do_not_depend_on_the_batch(tiny):
     model.get_base_model().generation_config.repetition_penalty = 5.0  # a model's own habits do not count
     for size in (1, 2, 4):
         got = decode.continue_prompts(model, tokenizer, prompts, batch_size=size, max_new_tokens=6)
-        assert got == [tokenizer.decode(e[len(p):], skip_special_tokens=True) for e, p in zip(expected, prompts)]
+        assert got == [tokenizer.decode(e[len(p) :], skip_special_tokens=True) for e, p in zip(expected, prompts)]
     assert model.get_base_model().generation_config.repetition_penalty == 5.0
     model.get_base_model().generation_config.repetition_penalty = 1.0
     word = decode.continue_prompts(model, tokenizer, prompts[:1], batch_size=1, max_new_tokens=6)[0].split()[1]
@@ -337,9 +450,16 @@ def test_the_generate_scorer_counts_and_records(tiny, root):
     result = scorers.score(*tiny, {"scorer": "generate", "tasks": ["boolq", "arc_easy"], "max_new_tokens": 3}, root)
     assert set(result) == {"boolq", "arc_easy"}
     assert result["boolq"] == {
-        "acc": 0.0, "acc_stderr": 0.0, "unparsed": 1.0, "unparsed_stderr": 0.0, "n": 2, "template": "alpaca",
-        "version": "first answer word, 1", "data": "commonsense/boolq/test.json",
-        "decoding": "greedy, at most 3 new tokens, batches of 16 padded on the left"}
+        "acc": 0.0,
+        "acc_stderr": 0.0,
+        "unparsed": 1.0,
+        "unparsed_stderr": 0.0,
+        "n": 2,
+        "template": "alpaca",
+        "version": "first answer word, 1",
+        "data": "commonsense/boolq/test.json",
+        "decoding": "greedy, at most 3 new tokens, batches of 16 padded on the left",
+    }
 
 
 def test_a_model_that_learnt_the_answers_scores_one(root, tmp_path):
@@ -348,6 +468,7 @@ def test_a_model_that_learnt_the_answers_scores_one(root, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from fs_lowrank.data.tokenize import ALPACA_NO_INPUT, tokenize_causal
+
     rows = pd.DataFrame([row(*r) for r in ROWS["boolq"]])
     text = " ".join([ALPACA_NO_INPUT, *rows["instruction"], *rows["output"]])
     split = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "removed", invert=True)
@@ -356,9 +477,18 @@ def test_a_model_that_learnt_the_answers_scores_one(root, tmp_path):
     inner.pre_tokenizer = split
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", eos_token="[END]")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), hidden_size=32, num_hidden_layers=2,
-                                         num_attention_heads=4, intermediate_size=48, pad_token_id=0, bos_token_id=None,
-                                         eos_token_id=2))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(words),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=2,
+        )
+    )
     examples, _ = tokenize_causal(rows, tokenizer, 256, "alpaca")
     batch = {k: torch.as_tensor(v) for k, v in examples.batch([0, 1]).items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -377,4 +507,5 @@ def test_prompts_are_those_of_training(tiny):
     rows = [row(*r) for r in ROWS["boolq"]]
     ids = generate.prompts(rows, tokenizer, "alpaca")
     from fs_lowrank.data.tokenize import ALPACA_NO_INPUT
+
     assert ids[0] == tokenizer(ALPACA_NO_INPUT.format(instruction=rows[0]["instruction"]))["input_ids"]

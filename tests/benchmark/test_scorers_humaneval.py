@@ -1,4 +1,5 @@
 """HumanEval's child process: right code passes, wrong, endless, hungry and meddling code does not."""
+
 import gzip
 import json
 import os
@@ -12,9 +13,13 @@ from benchmark import scorers
 from benchmark.scorers import humaneval
 
 REAL = Path(os.environ.get("FS_LOWRANK_EVAL_DATA", "no such folder"))
-PROBLEM = {"task_id": "x/0", "prompt": "def double(x):\n", "canonical_solution": "    return 2 * x\n",
-           "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n",
-           "entry_point": "double"}
+PROBLEM = {
+    "task_id": "x/0",
+    "prompt": "def double(x):\n",
+    "canonical_solution": "    return 2 * x\n",
+    "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n",
+    "entry_point": "double",
+}
 
 
 def outcome(body, **options):
@@ -37,33 +42,47 @@ def test_memory_is_limited():
     assert outcome("hog = []\nwhile True: hog.append(bytearray(1 << 24))", memory_mb=512) == "MemoryError"
 
 
-@pytest.mark.parametrize("body", [
-    "import socket\nsocket.socket()", "import _socket\n_socket.socket()",
-    "import socket\nsocket.create_connection(('127.0.0.1', 9))",
-    "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9')", "import os\nos.fork()",
-    "import os\nos.system('true')", "import subprocess\nsubprocess.run(['true'])",
-    "import os\nos.kill(os.getppid(), 0)",
-    "open('left_behind', 'w')", "import os\nos.open('left_behind', os.O_CREAT | os.O_WRONLY)",
-    "import shutil\nshutil.rmtree('.')", "import os\nos.unlink(__import__('sys').executable)",
-    "import os\nos.utime(__import__('sys').executable)",
-    "import os\nos.setxattr(__import__('sys').executable, 'user.x', b'1')",
-    "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))", "import ctypes\nctypes.CDLL(None)",
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import socket\nsocket.socket()",
+        "import _socket\n_socket.socket()",
+        "import socket\nsocket.create_connection(('127.0.0.1', 9))",
+        "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9')",
+        "import os\nos.fork()",
+        "import os\nos.system('true')",
+        "import subprocess\nsubprocess.run(['true'])",
+        "import os\nos.kill(os.getppid(), 0)",
+        "open('left_behind', 'w')",
+        "import os\nos.open('left_behind', os.O_CREAT | os.O_WRONLY)",
+        "import shutil\nshutil.rmtree('.')",
+        "import os\nos.unlink(__import__('sys').executable)",
+        "import os\nos.utime(__import__('sys').executable)",
+        "import os\nos.setxattr(__import__('sys').executable, 'user.x', b'1')",
+        "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))",
+        "import ctypes\nctypes.CDLL(None)",
+    ],
+)
 def test_the_network_processes_and_files_are_out_of_reach(body):
     assert outcome(f"{body}\nreturn 2 * x") in ("PermissionError", "URLError")
 
 
-@pytest.mark.parametrize("body, expected", [
-    ("import os\nos._exit(0)", "died"), ("raise SystemExit(0)", "SystemExit"),
-    ("print('passed')\nreturn x", "AssertionError"),
-    ("import os, sys\nsys.stdout.write('audit hook\\npassed\\n')\nos._exit(0)", "died"),
-])
+@pytest.mark.parametrize(
+    "body, expected",
+    [
+        ("import os\nos._exit(0)", "died"),
+        ("raise SystemExit(0)", "SystemExit"),
+        ("print('passed')\nreturn x", "AssertionError"),
+        ("import os, sys\nsys.stdout.write('audit hook\\npassed\\n')\nos._exit(0)", "died"),
+    ],
+)
 def test_ending_early_is_not_passing(body, expected):
     assert outcome(body) == expected
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64",
-                    reason="the kernel's filter is for Linux on x86-64")
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.uname().machine != "x86_64", reason="the kernel's filter is for Linux on x86-64"
+)
 def test_the_kernel_refuses_by_itself(tmp_path):
     """Without the audit hook, which native code could get round."""
     tries = """
@@ -90,8 +109,13 @@ thread = threading.Thread(target=lambda: print("a thread runs"))
 thread.start(); thread.join()
 print(len(open(sys.argv[1]).read()) > 0)
 """
-    ran = subprocess.run([sys.executable, "-c", tries, humaneval.__file__.replace("humaneval.py", "child.py")],
-                         cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", tries, humaneval.__file__.replace("humaneval.py", "child.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     if "no filter" in ran.stderr:
         pytest.skip("this kernel has no seccomp filter")
     assert ran.stdout.splitlines() == [str([True] * 16), "a thread runs", "True"], ran.stderr
@@ -101,12 +125,14 @@ print(len(open(sys.argv[1]).read()) > 0)
 def test_pass_at_1_of_a_tiny_model(tiny_causal, tmp_path):
     """A model that writes no code passes nothing; the outcomes add up."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
     (tmp_path / "humaneval").mkdir()
     with gzip.open(tmp_path / "humaneval" / "HumanEval.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({**PROBLEM, "task_id": f"x/{i}"}) + "\n" for i in range(3))
     spec = {"scorer": "humaneval", "run_unsafe_code": True, "limit": 2, "max_new_tokens": 4}
-    result = scorers.score(AutoModelForCausalLM.from_pretrained(tiny_causal),
-                           AutoTokenizer.from_pretrained(tiny_causal), spec, tmp_path)["humaneval"]
+    result = scorers.score(
+        AutoModelForCausalLM.from_pretrained(tiny_causal), AutoTokenizer.from_pretrained(tiny_causal), spec, tmp_path
+    )["humaneval"]
     assert result["pass@1"] == 0.0 and result["n"] == 2 and sum(result["outcomes"].values()) == 2
     assert "at most 4 new tokens" in result["decoding"] and "audit hook" in result["guard"]
 

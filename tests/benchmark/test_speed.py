@@ -1,4 +1,5 @@
 """The speed benchmarks run at toy size, and the fast forms give what the slow ones give. Nothing is timed."""
+
 import json
 
 import pytest
@@ -67,6 +68,7 @@ def test_clients_are_measured_in_a_process_of_their_own(settings):
 
 def test_both_forms_of_convolutions_take_the_same_steps():
     from fs_lowrank.models.vision import VisionOptions
+
     kinds = (("lora", 2), ("loha", 2), ("lokr", 2))
     found = vision.steps(VisionOptions("resnet10", 3, (1, 8, 8), width=1 / 16), kinds, size=4, repeats=2)
     assert found["seconds"].keys() == {"full", *(f"{k} 2 {form}" for k, _ in kinds for form in ("ours", "peft"))}
@@ -74,11 +76,24 @@ def test_both_forms_of_convolutions_take_the_same_steps():
 
 
 def test_the_table_has_a_line_for_each_figure(tmp_path):
-    line = {"case": "a case", "figure": "slow ÷ fast", "value": 7.25, "target": "≥ 5", "holds": True, "note": "29 ÷ 4",
-            "agreement": 1e-7}
-    (tmp_path / "server_step.json").write_text(json.dumps({
-        "rows": [line, {**line, "case": "another", "holds": False}], "seconds": 3.0,
-        "machine": {"cpus": 2, "threads": 1, "versions": {"torch": "2"}}}))
+    line = {
+        "case": "a case",
+        "figure": "slow ÷ fast",
+        "value": 7.25,
+        "target": "≥ 5",
+        "holds": True,
+        "note": "29 ÷ 4",
+        "agreement": 1e-7,
+    }
+    (tmp_path / "server_step.json").write_text(
+        json.dumps(
+            {
+                "rows": [line, {**line, "case": "another", "holds": False}],
+                "seconds": 3.0,
+                "machine": {"cpus": 2, "threads": 1, "versions": {"torch": "2"}},
+            }
+        )
+    )
     text = runner.table(tmp_path)
     assert "| a case | slow ÷ fast | 7.25 | ≥ 5 | yes | 29 ÷ 4 | 1e-07 |" in text
     assert "| another | slow ÷ fast | 7.25 | ≥ 5 | **no** |" in text

@@ -1,4 +1,5 @@
 """Result files: whole or damaged, a full disk, and claims of processes."""
+
 import errno
 import os
 import subprocess
@@ -26,17 +27,20 @@ def test_round_trip(store):
     assert store.all("cells") == [RECORD]
 
 
-@pytest.mark.parametrize("damage, words", [
-    (lambda text: text[:40], "Expecting|Unterminated"),
-    (lambda text: text.replace("0.5", "0.9"), "checksum does not match"),
-    (lambda text: "[]", "it holds no result"),
-    (lambda text: "", "Expecting value"),
-])
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda text: text[:40], "Expecting|Unterminated"),
+        (lambda text: text.replace("0.5", "0.9"), "checksum does not match"),
+        (lambda text: "[]", "it holds no result"),
+        (lambda text: "", "Expecting value"),
+    ],
+)
 def test_damaged_files_are_named_and_taken_as_missing(store, damage, words):
     path = store.write("cells", RECORD)
     path.write_text(damage(path.read_text()))
     assert store.read("cells", "abc") is None
-    (named, why), = store.damaged.items()
+    ((named, why),) = store.damaged.items()
     assert named == str(path)
     pytest.importorskip("re").search(words, why) or pytest.fail(why)
 
@@ -52,6 +56,7 @@ def test_full_disk(store, monkeypatch):
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="cannot be written: No space left on device; make room"):
         store.write("cells", {**RECORD, "metrics": {}})
@@ -65,9 +70,11 @@ def test_claims_exclude_each_other_and_end_with_their_process(store):
         assert ours
         with store.claim("k") as again:
             assert not again
-    code = ("import os, sys; from pathlib import Path; from benchmark.store import Store\n"
-            f"store = Store(Path('x'), Path({str(store.work)!r}))\n"
-            "with store.claim('k') as ours:\n    print(ours, flush=True); sys.stdin.read(1); os.kill(os.getpid(), 9)\n")
+    code = (
+        "import os, sys; from pathlib import Path; from benchmark.store import Store\n"
+        f"store = Store(Path('x'), Path({str(store.work)!r}))\n"
+        "with store.claim('k') as ours:\n    print(ours, flush=True); sys.stdin.read(1); os.kill(os.getpid(), 9)\n"
+    )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "True\n"
     with store.claim("k") as ours:

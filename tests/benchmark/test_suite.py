@@ -1,4 +1,5 @@
 """Suites: what a YAML may say, what it becomes, and what is refused with which words."""
+
 import dataclasses
 import textwrap
 
@@ -23,6 +24,7 @@ def write(tmp_path, tiny_encoder, reviews_csv):
         path = tmp_path / name
         path.write_text(textwrap.dedent(text).replace("MODEL", str(tiny_encoder)).replace("DATA", str(reviews_csv)))
         return str(path)
+
     return write
 
 
@@ -59,8 +61,10 @@ def test_hash_goes_by_what_decides(write):
 
 
 def test_budget_of_samples_sets_rounds(write):
-    text = FIVE_LINES.replace("config: {", "samples: 1000\n    evaluations: 4\n    config: {"
-                              "dataloader: {batch_size: 8}, train: {local_update_steps: 2}, ")
+    text = FIVE_LINES.replace(
+        "config: {",
+        "samples: 1000\n    evaluations: 4\n    config: {dataloader: {batch_size: 8}, train: {local_update_steps: 2}, ",
+    )
     by_clients = {c.setting["clients"]: c.config for c in plan(options(write(text)))}
     assert by_clients["3"].federate.total_round_num == 1000 // (3 * 2 * 8)
     assert by_clients["6"].federate.total_round_num == 1000 // (6 * 2 * 8)
@@ -108,7 +112,11 @@ def test_experiments_lay_configs_over_each_other(write):
     assert one.config["data.type"] == "a.csv" and one.config["data.subsample"] == 0.5
     cell = jobs_of(suite, two, options(path))[0]
     assert (cell.config.data.type, cell.config.adapter.r, cell.config.federate.method, cell.seed) == (
-        "b.csv", 8, "rolora", 7)
+        "b.csv",
+        8,
+        "rolora",
+        7,
+    )
     with pytest.raises(UserError, match="has no size 'paper'; there is: small"):
         load_suite(path, "paper")
 
@@ -153,47 +161,83 @@ def test_a_test_set_cut_from_the_rows_is_the_same_in_search_and_cells(write):
 
 
 def test_a_method_may_have_a_config_of_its_own_at_a_place_of_the_grid(write):
-    jobs = plan(options(write("""
+    jobs = plan(
+        options(
+            write("""
         config: {data: {type: a.csv}, federate: {client_num: 2}}
         methods: [fedlora, {method: rolora, where: {clients: {4: {lowrank.mix: 0.25}}}}]
         grid: {federate.client_num: [2, 4]}
-        """)))
+        """)
+        )
+    )
     assert {(c.method.label, c.setting["clients"]): c.config.method_params.get("mix") for c in jobs} == {
-        ("fedlora", "2"): None, ("fedlora", "4"): None, ("rolora", "2"): 1.0, ("rolora", "4"): 0.25}
+        ("fedlora", "2"): None,
+        ("fedlora", "4"): None,
+        ("rolora", "2"): 1.0,
+        ("rolora", "4"): 0.25,
+    }
 
 
-@pytest.mark.parametrize("text, words", [
-    ("config: {a: 1}\nmethods: [{method: rolora, where: {rank: {4: {lowrank.mix: 1}}}}]",
-     "the grid has no axis 'rank'"),
-    ("config: {a: 1}\ngrid: {federate.client_num: [2]}\nmethods: [{method: rolora, where: {clients: {4: {a: 1}}}}]",
-     "the grid has no clients '4'"),
-    ("methds: [rolora]\nconfig: {a: 1}", "unknown key 'methds'; did you mean 'methods'"),
-    ("config: {data: {typ: x}, federate: {client_num: 2}}\nmethods: [rolora]", "unknown key 'data.typ'"),
-    ("config: {a: 1}", "'methods' is missing"),
-    ("config: {a: 1}\nmethods: [rolora, rolora]", "'rolora' is there twice"),
-    ("config: {a: 1}\nmethods: [rolora]\nmethods: [x]", "line 3: the key 'methods' is there twice"),
-    ("config: {a: 1}\nmethods: [rolora]\nseeds: 3", "seeds: expected a list"),
-    ("config: {a: 1}\nmethods: [rolora]\ngrid: {x: 3}", "grid: x: expected a list of values"),
-    ("config: {a: 1}\nmethods: [rolora]\ntest: twice", "test = 'twice'"),
-    ("config: {a: 1}\nmethods: [rolora]\nreference: nothing", "no figures 'nothing'"),
-    ("config: [", "not valid YAML"),
-    ("config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [main], rule: [{is: dropps}]}}",
-     "no condition 'dropps'; did you mean 'drops'"),
-    ("config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [man], rule: []}}",
-     "no experiment 'man'; did you mean 'main'"),
-    ("config: {a: 1}\nmethods: [rolora]\ngrid: {federate.client_num: [1]}\nclaims: {c: {says: x, experiments: [main], "
-     "rule: [{is: close, methods: [a], to: b, within: 1, where: {client: 1}}]}}", "no axis 'client'"),
-    ("config: {a: 1}\nmethods: [rolora]\ngrid: {federate.client_num: [1]}\nclaims: {c: {says: x, experiments: [main], "
-     "rule: [{is: close, methods: [rolora], to: fedlora, within: 1, where: {clients: 2}}]}}", "clients has no '2'"),
-    ("config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [main], "
-     "rule: [{is: close, methods: [rolorra], to: fedlora, within: 1}]}}", "no method 'rolorra'; did you mean 'rolora'"),
-    ("config: {a: 1}\nmethods: [rolora]\ngrid: {model.type: [a], data.type: [b]}", "two axes would be called 'type'"),
-    ("config: {a: 1}\nmethods: [rolora]\nextra: 'false'", "extra = 'false': expected true or false"),
-    ("config: [1]\nmethods: [rolora]", "config: expected a mapping"),
-    ("config: {a: 1}\nmethods: rolora", "methods: expected a list"),
-    ("config: {a: 1}\nmethods: [rolora]\nevaluation: [{scorer: lm_eval, tasks: [boolq]}, {scorer: lm_eval, "
-     "tasks: [boolq], num_fewshot: 1}]", "lm_eval: boolq is there twice"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (
+            "config: {a: 1}\nmethods: [{method: rolora, where: {rank: {4: {lowrank.mix: 1}}}}]",
+            "the grid has no axis 'rank'",
+        ),
+        (
+            "config: {a: 1}\ngrid: {federate.client_num: [2]}\nmethods: [{method: rolora, "
+            "where: {clients: {4: {a: 1}}}}]",
+            "the grid has no clients '4'",
+        ),
+        ("methds: [rolora]\nconfig: {a: 1}", "unknown key 'methds'; did you mean 'methods'"),
+        ("config: {data: {typ: x}, federate: {client_num: 2}}\nmethods: [rolora]", "unknown key 'data.typ'"),
+        ("config: {a: 1}", "'methods' is missing"),
+        ("config: {a: 1}\nmethods: [rolora, rolora]", "'rolora' is there twice"),
+        ("config: {a: 1}\nmethods: [rolora]\nmethods: [x]", "line 3: the key 'methods' is there twice"),
+        ("config: {a: 1}\nmethods: [rolora]\nseeds: 3", "seeds: expected a list"),
+        ("config: {a: 1}\nmethods: [rolora]\ngrid: {x: 3}", "grid: x: expected a list of values"),
+        ("config: {a: 1}\nmethods: [rolora]\ntest: twice", "test = 'twice'"),
+        ("config: {a: 1}\nmethods: [rolora]\nreference: nothing", "no figures 'nothing'"),
+        ("config: [", "not valid YAML"),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [main], rule: [{is: dropps}]}}",
+            "no condition 'dropps'; did you mean 'drops'",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [man], rule: []}}",
+            "no experiment 'man'; did you mean 'main'",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\ngrid: {federate.client_num: [1]}\nclaims: {c: {says: x, "
+            "experiments: [main], rule: [{is: close, methods: [a], to: b, within: 1, where: {client: 1}}]}}",
+            "no axis 'client'",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\ngrid: {federate.client_num: [1]}\nclaims: {c: {says: x, "
+            "experiments: [main], rule: [{is: close, methods: [rolora], to: fedlora, within: 1, "
+            "where: {clients: 2}}]}}",
+            "clients has no '2'",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, "
+            "experiments: [main], rule: [{is: close, methods: [rolorra], to: fedlora, within: 1}]}}",
+            "no method 'rolorra'; did you mean 'rolora'",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\ngrid: {model.type: [a], data.type: [b]}",
+            "two axes would be called 'type'",
+        ),
+        ("config: {a: 1}\nmethods: [rolora]\nextra: 'false'", "extra = 'false': expected true or false"),
+        ("config: [1]\nmethods: [rolora]", "config: expected a mapping"),
+        ("config: {a: 1}\nmethods: rolora", "methods: expected a list"),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nevaluation: [{scorer: lm_eval, tasks: [boolq]}, {scorer: lm_eval, "
+            "tasks: [boolq], num_fewshot: 1}]",
+            "lm_eval: boolq is there twice",
+        ),
+    ],
+)
 def test_wrong_suites(write, text, words):
     with pytest.raises(UserError, match=words.replace("[", r"\[").replace("(", r"\(")):
         plan(options(write(text)))

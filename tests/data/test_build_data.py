@@ -43,6 +43,7 @@ def test_the_test_set_may_have_a_seed_of_its_own(reviews, config, encoder_tokeni
         settings.lowrank = SimpleNamespace(test_seed=test_seed)
         built = build_data(settings, encoder_tokenizer)
         return rows_of(built.test), rows_of(built.validation)
+
     (first, seen), (second, also_seen) = held_out(1, 7), held_out(2, 7)
     assert first == second and seen != also_seen
     assert not set(first) & {*seen, *also_seen}  # what one run chose by is in no run's test set

@@ -1,4 +1,5 @@
 """Image sets from their standard files and from folders; what is wrong with them is said."""
+
 import gzip
 import struct
 from types import SimpleNamespace
@@ -31,9 +32,14 @@ def mnist(folder, pack=lambda raw: raw, suffix="", form="{}-{}-idx{}-ubyte"):
     return folder
 
 
-@pytest.mark.parametrize("where, pack, suffix, form", [
-    ("", bytes, "", "{}-{}-idx{}-ubyte"), ("mnist", gzip.compress, ".gz", "{}-{}-idx{}-ubyte"),
-    ("MNIST/raw", bytes, "", "{}-{}.idx{}-ubyte")])
+@pytest.mark.parametrize(
+    "where, pack, suffix, form",
+    [
+        ("", bytes, "", "{}-{}-idx{}-ubyte"),
+        ("mnist", gzip.compress, ".gz", "{}-{}-idx{}-ubyte"),
+        ("MNIST/raw", bytes, "", "{}-{}.idx{}-ubyte"),
+    ],
+)
 def test_mnist_wherever_its_files_lie(tmp_path, where, pack, suffix, form):
     mnist(tmp_path / where, pack, suffix, form)
     raw = load("mnist", tmp_path)
@@ -127,6 +133,7 @@ def test_svhn(tmp_path):
 
 # -- folders -------------------------------------------------------------------------------------------
 
+
 def picture(path, value, size=(6, 5), mode="L"):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, value if mode == "L" else (value, 0, 9)).save(path)
@@ -188,9 +195,14 @@ def test_colours_and_sizes(folder, tmp_path):
     assert load(folder, "", tmp_path, [{"size": [4, 7]}]).images.shape == (9, 3, 4, 7)
 
 
-@pytest.mark.parametrize("args, message", [
-    ([{"siz": 3}], "no key 'siz'; did you mean 'size'"), ([{"size": 0}], "size = 0"),
-    ([{"channels": 2}], "channels = 2: expected 1 or 3")])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ([{"siz": 3}], "no key 'siz'; did you mean 'size'"),
+        ([{"size": 0}], "size = 0"),
+        ([{"channels": 2}], "channels = 2: expected 1 or 3"),
+    ],
+)
 def test_wrong_arguments(folder, tmp_path, args, message):
     with pytest.raises(UserError, match=message):
         load(folder, "", tmp_path, args)
@@ -212,6 +224,7 @@ def test_folders_that_are_wrong(folder, tmp_path):
 
 
 # -- in a run ------------------------------------------------------------------------------------------
+
 
 def test_built_without_a_tokenizer(tiny_images, tmp_path, config):
     cfg = config(tiny_images, splits=(0.8, 0.1, 0.1), clients=4, splitter="lda", splitter_args=[{"alpha": 0.5}])

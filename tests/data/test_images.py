@@ -1,4 +1,5 @@
 """Images in batches, and the steps of a transform."""
+
 import numpy as np
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_flips_and_crops_by_hand():
     many = torch.from_numpy(np.repeat(image, 300, 0))
     crops = (Pipeline([["RandomCrop", {"size": [3, 4], "padding": 1}]])(many, np.random.default_rng(0)) * 255).round()
     padded = np.pad(image[0, 0], 1)
-    windows = {padded[t:t + 3, s:s + 4].tobytes() for t in range(4) for s in range(3)}
+    windows = {padded[t : t + 3, s : s + 4].tobytes() for t in range(4) for s in range(3)}
     seen = {c[0].numpy().astype(np.uint8).tobytes() for c in crops}
     assert crops.shape == (300, 1, 3, 4) and seen == windows
 
@@ -81,11 +82,17 @@ def test_half_of_the_images_flip():
     assert 0.45 < float((out[:, 0, 0, 0] > 0).float().mean()) < 0.55
 
 
-@pytest.mark.parametrize("steps, shape", [
-    ([["Resize", {"size": 4}]], (1, 4, 6)), ([["Resize", {"size": [5, 7]}]], (1, 5, 7)),
-    ([["CenterCrop", {"size": 4}]], (1, 4, 4)), ([["Pad", {"padding": 2}]], (1, 12, 16)),
-    ([["Pad", {"padding": 2, "padding_mode": "reflect"}], "ToTensor"], (1, 12, 16)),
-    ([["Grayscale", {"num_output_channels": 3}], ["Normalize", {"mean": [0, 0, 0], "std": [1, 1, 1]}]], (3, 8, 12))])
+@pytest.mark.parametrize(
+    "steps, shape",
+    [
+        ([["Resize", {"size": 4}]], (1, 4, 6)),
+        ([["Resize", {"size": [5, 7]}]], (1, 5, 7)),
+        ([["CenterCrop", {"size": 4}]], (1, 4, 4)),
+        ([["Pad", {"padding": 2}]], (1, 12, 16)),
+        ([["Pad", {"padding": 2, "padding_mode": "reflect"}], "ToTensor"], (1, 12, 16)),
+        ([["Grayscale", {"num_output_channels": 3}], ["Normalize", {"mean": [0, 0, 0], "std": [1, 1, 1]}]], (3, 8, 12)),
+    ],
+)
 def test_other_steps(steps, shape):
     out = Pipeline(steps)(torch.randint(0, 256, (2, 1, 8, 12), dtype=torch.uint8))
     assert out.shape == (2, *shape) and 0 <= out.min() <= out.max() <= 1 and out.dtype == torch.float32
@@ -97,30 +104,39 @@ def test_gray_of_colours():
     assert (Pipeline([["Grayscale"]])(red) * 255).round().unique().tolist() == [60]
 
 
-@pytest.mark.parametrize("steps, message", [
-    ([["RandomHorizontalFlp"]], "data.transform: no step 'RandomHorizontalFlp'; did you mean 'RandomHorizontalFlip'"),
-    ([["RandomCrop", {"siz": 8}]], "RandomCrop has no argument 'siz'; did you mean 'size'"),
-    ([["RandomCrop"]], "RandomCrop needs the argument 'size'"),
-    ([["RandomCrop", {"size": "8"}]], "size = '8': expected a size"),
-    ([["RandomCrop", {"size": 8, "padding": -1}]], "padding = -1"),
-    ([["RandomHorizontalFlip", {"p": 1.5}]], "p = 1.5: expected a number from 0 to 1"),
-    ([["Normalize", {"mean": [0.5], "std": [0]}]], "std = .0.: expected a number for each channel, above 0"),
-    ([["Pad", {"padding": 1, "padding_mode": "wrap"}]], "padding_mode = 'wrap'"),
-    ([["Grayscale", {"num_output_channels": 2}]], "num_output_channels = 2"),
-    ([{"RandomCrop": 8}], "is no step; write"),
-    ([["ToTensor", {}, 3]], "is no step"),
-    ([["ToTensor", {"x": 1}]], "ToTensor has no argument 'x'; it takes none"),
-])
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        (
+            [["RandomHorizontalFlp"]],
+            "data.transform: no step 'RandomHorizontalFlp'; did you mean 'RandomHorizontalFlip'",
+        ),
+        ([["RandomCrop", {"siz": 8}]], "RandomCrop has no argument 'siz'; did you mean 'size'"),
+        ([["RandomCrop"]], "RandomCrop needs the argument 'size'"),
+        ([["RandomCrop", {"size": "8"}]], "size = '8': expected a size"),
+        ([["RandomCrop", {"size": 8, "padding": -1}]], "padding = -1"),
+        ([["RandomHorizontalFlip", {"p": 1.5}]], "p = 1.5: expected a number from 0 to 1"),
+        ([["Normalize", {"mean": [0.5], "std": [0]}]], "std = .0.: expected a number for each channel, above 0"),
+        ([["Pad", {"padding": 1, "padding_mode": "wrap"}]], "padding_mode = 'wrap'"),
+        ([["Grayscale", {"num_output_channels": 2}]], "num_output_channels = 2"),
+        ([{"RandomCrop": 8}], "is no step; write"),
+        ([["ToTensor", {}, 3]], "is no step"),
+        ([["ToTensor", {"x": 1}]], "ToTensor has no argument 'x'; it takes none"),
+    ],
+)
 def test_wrong_steps(steps, message):
     with pytest.raises(UserError, match=message):
         Pipeline(steps)
 
 
-@pytest.mark.parametrize("steps, message", [
-    ([["RandomCrop", {"size": 9}]], "RandomCrop: cannot cut 9 × 9 out of 8 × 8"),
-    ([["CenterCrop", {"size": 20}]], "cannot cut 20 × 20"),
-    ([["Normalize", {"mean": [0, 0, 0], "std": [1, 1, 1]}]], "mean has 3 numbers, the images have 1 channel"),
-])
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        ([["RandomCrop", {"size": 9}]], "RandomCrop: cannot cut 9 × 9 out of 8 × 8"),
+        ([["CenterCrop", {"size": 20}]], "cannot cut 20 × 20"),
+        ([["Normalize", {"mean": [0, 0, 0], "std": [1, 1, 1]}]], "mean has 3 numbers, the images have 1 channel"),
+    ],
+)
 def test_steps_that_do_not_fit_the_images(steps, message):
     with pytest.raises(UserError, match=message):
         examples(steps=steps).batch([0], np.random.default_rng(0))

@@ -205,9 +205,16 @@ def test_held_out_rows_go_to_one_client_each(name, args):
     assert all(np.array_equal(a, b) for a, b in zip(shares, again, strict=True))
 
 
-@pytest.mark.parametrize("name, args, by", [("lda", {"alpha": 0.1}, "labels"), ("lda", {"field": "domain"}, "domain"),
-                                            ("field", {"field": "domain"}, "domain"), ("meta", {}, "domain"),
-                                            ("shards", {}, "labels")])
+@pytest.mark.parametrize(
+    "name, args, by",
+    [
+        ("lda", {"alpha": 0.1}, "labels"),
+        ("lda", {"field": "domain"}, "domain"),
+        ("field", {"field": "domain"}, "domain"),
+        ("meta", {}, "domain"),
+        ("shards", {}, "labels"),
+    ],
+)
 def test_shares_are_distributed_as_the_training_rows(name, args, by):
     train, held = rows(), rows(120, seed=7)
     parts = partition(name, train, 6, rng(3), args)

@@ -238,13 +238,16 @@ def test_args_must_be_one_mapping(tmp_path, args):
         load_raw(SimpleNamespace(type="a.csv", root=str(tmp_path), args=args))
 
 
-@pytest.mark.parametrize("args, message", [
-    ({"text": None}, "data.args: text = None: expected the name of a column; or leave the key out"),
-    ({"label": ["a", "b"]}, "data.args: label = .'a', 'b'.: expected the name of a column"),
-    ({"instruction": 3}, "instruction = 3: expected the name of a column"),
-    ({"test": ["a.csv"]}, "test = .'a.csv'.: expected the name of a file"),
-    ({"quoting": "maybe"}, "quoting = 'maybe': expected True or False"),
-])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ({"text": None}, "data.args: text = None: expected the name of a column; or leave the key out"),
+        ({"label": ["a", "b"]}, "data.args: label = .'a', 'b'.: expected the name of a column"),
+        ({"instruction": 3}, "instruction = 3: expected the name of a column"),
+        ({"test": ["a.csv"]}, "test = .'a.csv'.: expected the name of a file"),
+        ({"quoting": "maybe"}, "quoting = 'maybe': expected True or False"),
+    ],
+)
 def test_args_of_the_wrong_kind(tmp_path, args, message):
     write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
     with pytest.raises(UserError, match=message):
@@ -265,12 +268,15 @@ def test_unknown_arg(tmp_path):
 # What a user's file may look like
 
 
-@pytest.mark.parametrize("text, keys", [
-    ('{"data": [{"text": "a", "label": 1}]}', "key 'data'"),
-    ('{\n "data": [\n {"text": "a", "label": 1}]}', "key 'data'"),
-    ('{"version": "1", "data": [{"text": "a"}]}', "keys 'version', 'data'"),
-    ('{"text": {"0": "a", "1": "b"}, "label": {"0": 1, "1": 0}}', "keys 'text', 'label'"),
-])
+@pytest.mark.parametrize(
+    "text, keys",
+    [
+        ('{"data": [{"text": "a", "label": 1}]}', "key 'data'"),
+        ('{\n "data": [\n {"text": "a", "label": 1}]}', "key 'data'"),
+        ('{"version": "1", "data": [{"text": "a"}]}', "keys 'version', 'data'"),
+        ('{"text": {"0": "a", "1": "b"}, "label": {"0": 1, "1": 0}}', "keys 'text', 'label'"),
+    ],
+)
 def test_a_json_object_that_is_no_table(tmp_path, text, keys):
     write(tmp_path / "a.json", text)
     with pytest.raises(UserError, match=f"a.json: expected a list of objects, or one object a line; got .* {keys}"):

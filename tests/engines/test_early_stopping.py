@@ -1,4 +1,5 @@
 """Early stopping on the embedded engine, with FederatedScope's keys."""
+
 import pytest
 
 import fs_lowrank
@@ -11,13 +12,16 @@ def engine_with(settings, values, **keys):
     return engine
 
 
-@pytest.mark.parametrize("values, patience, delta, stalled", [
-    ([1.0, 0.9, 0.95, 0.96], 2, 0.0, True),
-    ([1.0, 0.9, 0.95, 0.8], 2, 0.0, False),
-    ([1.0, 0.99, 0.98], 2, 0.1, True),       # better, but never by more than delta
-    ([1.0, 0.8, 0.6], 2, 0.1, False),
-    ([1.0, 1.0, 1.0, 1.0], 0, 0.0, False),   # off
-])
+@pytest.mark.parametrize(
+    "values, patience, delta, stalled",
+    [
+        ([1.0, 0.9, 0.95, 0.96], 2, 0.0, True),
+        ([1.0, 0.9, 0.95, 0.8], 2, 0.0, False),
+        ([1.0, 0.99, 0.98], 2, 0.1, True),  # better, but never by more than delta
+        ([1.0, 0.8, 0.6], 2, 0.1, False),
+        ([1.0, 1.0, 1.0, 1.0], 0, 0.0, False),  # off
+    ],
+)
 def test_it_stops_after_patience_evaluations_without_a_better_one(settings, values, patience, delta, stalled):
     keys = {"early_stop.patience": patience, "early_stop.delta": delta}
     assert engine_with(settings, values, **keys)._stalled() is stalled
@@ -34,17 +38,26 @@ def test_what_cannot_be_honoured_is_refused(settings):
     with pytest.raises(fs_lowrank.UserError, match="improve_indicator_mode"):
         LocalEngine(fs_lowrank.load_config(settings, {"early_stop.improve_indicator_mode": "mean"}))
     # Without a global evaluation there is no test_acc, only the clients' own.
-    keys = {"early_stop.patience": 2, "federate.make_global_eval": False, "federate.total_round_num": 3,
-            "eval.best_res_update_round_wise_key": "test_acc"}
+    keys = {
+        "early_stop.patience": 2,
+        "federate.make_global_eval": False,
+        "federate.total_round_num": 3,
+        "eval.best_res_update_round_wise_key": "test_acc",
+    }
     with pytest.raises(fs_lowrank.UserError, match="test_acc, a split that is not evaluated; evaluated are: client_te"):
         LocalEngine(fs_lowrank.load_config(settings, keys))
     keys["eval.best_res_update_round_wise_key"] = "client_test_acc"
     assert LocalEngine(fs_lowrank.load_config(settings, keys))
 
 
-@pytest.mark.parametrize("key, said", [
-    ("val_accuracy", "no metric 'accuracy' is measured; did you mean 'acc'"), ("test_acc_mean", "no metric 'acc_mean'"),
-    ("client_test_worst", "client_test_ may be followed by: loss, acc, acc_mean, acc_std, acc_worst_decile")])
+@pytest.mark.parametrize(
+    "key, said",
+    [
+        ("val_accuracy", "no metric 'accuracy' is measured; did you mean 'acc'"),
+        ("test_acc_mean", "no metric 'acc_mean'"),
+        ("client_test_worst", "client_test_ may be followed by: loss, acc, acc_mean, acc_std, acc_worst_decile"),
+    ],
+)
 def test_a_metric_that_is_not_measured_is_named(settings, key, said):
     with pytest.raises(fs_lowrank.UserError, match=said):
         LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
@@ -53,5 +66,7 @@ def test_a_metric_that_is_not_measured_is_named(settings, key, said):
 @pytest.mark.parametrize("key, value", [("client_test_acc_mean", -0.7), ("val_avg_loss", 0.5), ("test_acc", -0.9)])
 def test_the_watched_key_is_found(settings, key, value):
     engine = LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
-    assert engine._key_value({"metrics": {"client_test": {"acc_mean": 0.7}, "val": {"loss": 0.5},
-                                          "test": {"acc": 0.9}}}) == value
+    assert (
+        engine._key_value({"metrics": {"client_test": {"acc_mean": 0.7}, "val": {"loss": 0.5}, "test": {"acc": 0.9}}})
+        == value
+    )

@@ -1,4 +1,5 @@
 """Runs that keep the frozen layers' output against runs that compute it each time."""
+
 import logging
 import resource
 
@@ -16,12 +17,23 @@ def make(settings, causal_settings, tmp_path, no_curves):
 
     def make(task, keys):
         made.append(task)
-        return LocalEngine(load_config(causal_settings if task == "causal" else settings, {
-            "federate.client_num": 3, "federate.total_round_num": 2, "federate.method": "rolora",
-            # The step of an adaptive optimizer is the sign of a gradient where it is all but zero.
-            "train.optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9},
-            "train.local_update_steps": 1, "train.batch_or_epoch": "epoch",
-            "outdir": str(tmp_path / f"run {len(made)}"), **keys}))
+        return LocalEngine(
+            load_config(
+                causal_settings if task == "causal" else settings,
+                {
+                    "federate.client_num": 3,
+                    "federate.total_round_num": 2,
+                    "federate.method": "rolora",
+                    # The step of an adaptive optimizer is the sign of a gradient where it is all but zero.
+                    "train.optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9},
+                    "train.local_update_steps": 1,
+                    "train.batch_or_epoch": "epoch",
+                    "outdir": str(tmp_path / f"run {len(made)}"),
+                    **keys,
+                },
+            )
+        )
+
     return make
 
 
@@ -34,8 +46,9 @@ def close(one, other, tolerance=1e-6):
         assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("task, method", [("encoder", "rolora"), ("encoder", "flora"), ("causal", "rolora"),
-                                          ("causal", "flexlora")])
+@pytest.mark.parametrize(
+    "task, method", [("encoder", "rolora"), ("encoder", "flora"), ("causal", "rolora"), ("causal", "flexlora")]
+)
 def test_kept_and_computed_are_equal(make, task, method):
     keys = {"federate.method": method, **({"lowrank.ranks": [1, 3]} if method != "rolora" else {})}
     kept, computed = make(task, keys), make(task, {**keys, "train.cache_frozen": "off"})
@@ -98,7 +111,8 @@ def test_a_budget_that_does_not_reach(make):
     partly = make("encoder", {"train.cache_frozen_bytes": sum(sizes.values()) - 1})
     partly.run()
     assert 0 < len(partly.prefix.kept) < len(sizes) and set(partly.prefix.kept) == {
-        o for o, kept in partly.prefix.budget.items() if kept}
+        o for o, kept in partly.prefix.budget.items() if kept
+    }
     close(partly, whole)
     nothing = make("encoder", {"train.cache_frozen_bytes": 0})
     nothing.run()
@@ -139,11 +153,17 @@ def test_a_model_whose_layers_cannot_be_left_out(make, tiny_encoder, tmp_path, c
     folder = tmp_path / "fnet"
     vocabulary = len(AutoTokenizer.from_pretrained(str(tiny_encoder)))
     torch.manual_seed(0)
-    FNetModel(FNetConfig(vocab_size=vocabulary, hidden_size=32, num_hidden_layers=3, intermediate_size=48,
-                         max_position_embeddings=64)).save_pretrained(str(folder))
+    FNetModel(
+        FNetConfig(
+            vocab_size=vocabulary, hidden_size=32, num_hidden_layers=3, intermediate_size=48, max_position_embeddings=64
+        )
+    ).save_pretrained(str(folder))
     AutoTokenizer.from_pretrained(str(tiny_encoder)).save_pretrained(str(folder))
-    keys = {"model.type": f"{folder}@transformers", "federate.total_round_num": 2,
-            "llm.adapter.args": [{"r": 2, "modules": ["intermediate.dense"], "layers": [1, 2]}]}
+    keys = {
+        "model.type": f"{folder}@transformers",
+        "federate.total_round_num": 2,
+        "llm.adapter.args": [{"r": 2, "modules": ["intermediate.dense"], "layers": [1, 2]}],
+    }
     with caplog.at_level(logging.WARNING, "fs_lowrank"):
         kept = make("encoder", keys)
     assert "train.cache_frozen: FNetForSequenceClassification's layers cannot be left out" in caplog.text

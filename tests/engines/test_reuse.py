@@ -1,4 +1,5 @@
 """Clients that were trained once are not trained again: what the key takes in, and what a comparison records."""
+
 import json
 
 import pytest
@@ -19,16 +20,28 @@ def run(settings, tmp_path, monkeypatch, no_curves):
     def spy(*args, **options):
         trained.append(options["owner"])
         return real(*args, **options)
+
     monkeypatch.setattr(common, "train_client", spy)
     counter = iter(range(100))
 
     def run(method="fedavg", engine="local", **keys):
         before = len(trained)
-        result = fs_lowrank.run(load_config(settings, {
-            "federate.method": method, "federate.client_num": 3, "federate.total_round_num": 1,
-            "lowrank.reuse_clients": str(tmp_path / "clients"), "outdir": str(tmp_path / str(next(counter))),
-            **{k.replace("__", "."): v for k, v in keys.items()}}), engine)
+        result = fs_lowrank.run(
+            load_config(
+                settings,
+                {
+                    "federate.method": method,
+                    "federate.client_num": 3,
+                    "federate.total_round_num": 1,
+                    "lowrank.reuse_clients": str(tmp_path / "clients"),
+                    "outdir": str(tmp_path / str(next(counter))),
+                    **{k.replace("__", "."): v for k, v in keys.items()},
+                },
+            ),
+            engine,
+        )
         return result, len(trained) - before
+
     return run
 
 
@@ -53,18 +66,37 @@ def test_methods_whose_clients_train_alike_share_them(run):
     assert run("fedlora")[1] == 3 and run("fedlora", "local")[1] == 0, "an adapter is another training"
 
 
-@pytest.mark.parametrize("keys", [
-    {"train.optimizer.lr": 0.01}, {"train.local_update_steps": 2}, {"seed": 4}, {"dataloader.batch_size": 4},
-    {"train.optimizer.weight_decay": 0.0}, {"data.splitter_args": [{"alpha": 5.0}]}, {"grad.grad_clip": 1.0}],
-    ids=lambda keys: next(iter(keys)))
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"train.optimizer.lr": 0.01},
+        {"train.local_update_steps": 2},
+        {"seed": 4},
+        {"dataloader.batch_size": 4},
+        {"train.optimizer.weight_decay": 0.0},
+        {"data.splitter_args": [{"alpha": 5.0}]},
+        {"grad.grad_clip": 1.0},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
 def test_what_decides_the_training_is_in_the_key(run, keys):
     run()
     assert run(**keys)[1] == 3
 
 
-@pytest.mark.parametrize("keys", [
-    {"lowrank.min_clients": 2, "eval.split": ["test"], "federate.ignore_weight": True, "lowrank.validation_samples": 7},
-    {"federate.total_round_num": 2}], ids=["server", "rounds"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {
+            "lowrank.min_clients": 2,
+            "eval.split": ["test"],
+            "federate.ignore_weight": True,
+            "lowrank.validation_samples": 7,
+        },
+        {"federate.total_round_num": 2},
+    ],
+    ids=["server", "rounds"],
+)
 def test_what_does_not_is_not(run, keys):
     run()
     assert run(**keys)[1] == 3 * (keys.get("federate.total_round_num", 1) - 1), "a second round starts from elsewhere"
@@ -90,12 +122,17 @@ def test_a_folder_that_cannot_be_used(run, tmp_path):
 
 def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, monkeypatch):
     import fs_lowrank.api as api
+
     trained, real = [], common.train_client
     monkeypatch.setattr(common, "train_client", lambda *a, **o: trained.append(o["owner"]) or real(*a, **o))
     for module in (common, api):
         monkeypatch.setattr(module, "plot_curves", lambda histories, path, majority: path)
-    keys = {"federate.method": "fedavg", "federate.client_num": 3, "federate.total_round_num": 1,
-            "outdir": str(tmp_path / "all")}
+    keys = {
+        "federate.method": "fedavg",
+        "federate.client_num": 3,
+        "federate.total_round_num": 1,
+        "outdir": str(tmp_path / "all"),
+    }
     results = fs_lowrank.compare(load_config(settings, keys), ["fedavg", "fedfisher", "regmean"])
     assert len(trained) == 3 and len(list((tmp_path / "all" / "clients").iterdir())) == 3
     comparison = json.loads((tmp_path / "all" / "comparison.json").read_text())
@@ -103,23 +140,32 @@ def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, m
     times = [comparison[m]["seconds"]["training"] for m in results]
     assert min(times) > 0.9 * times[0], "all report the training that it took"
     # Of two rounds the second starts from each method's own model; nothing is kept unasked.
-    fs_lowrank.compare(load_config(settings, {**keys, "federate.total_round_num": 2, "outdir": str(tmp_path / "two")}),
-                       ["fedavg"])
+    fs_lowrank.compare(
+        load_config(settings, {**keys, "federate.total_round_num": 2, "outdir": str(tmp_path / "two")}), ["fedavg"]
+    )
     assert len(trained) == 3 + 6 and not (tmp_path / "two" / "clients").exists()
 
 
 # -- what a server chooses by ---------------------------------------------------------------------------
 
+
 def test_all_methods_choose_by_the_same_held_out_samples(settings, tmp_path):
     drawn = []
-    for i, (method, keys) in enumerate((("regmean", {}), ("fedfisher", {"lowrank.solver": "adam"}),
-                                        ("regmean", {"seed": 9}))):
-        engine = LocalEngine(load_config(settings, {
-            "federate.method": method, "lowrank.validation_samples": 12, "outdir": str(tmp_path / str(i)), **keys}))
+    for i, (method, keys) in enumerate(
+        (("regmean", {}), ("fedfisher", {"lowrank.solver": "adam"}), ("regmean", {"seed": 9}))
+    ):
+        engine = LocalEngine(
+            load_config(
+                settings,
+                {"federate.method": method, "lowrank.validation_samples": 12, "outdir": str(tmp_path / str(i)), **keys},
+            )
+        )
         labels = [b["labels"] for b in engine.method.workbench.validation()]
         rows = {tuple(r[r != 0].tolist()) for b in engine.method.workbench.validation() for r in b["input_ids"]}
-        held_out = {tuple(r[r != 0].tolist()) for r in engine.data.validation.batch(
-            range(len(engine.data.validation)))["input_ids"]}
+        held_out = {
+            tuple(r[r != 0].tolist())
+            for r in engine.data.validation.batch(range(len(engine.data.validation)))["input_ids"]
+        }
         assert sum(map(len, labels)) == 12 and rows <= held_out
         drawn.append((sorted(rows), torch.cat(labels).tolist()))
     assert drawn[0] == drawn[1] != drawn[2]
@@ -129,16 +175,28 @@ def test_all_methods_choose_by_the_same_held_out_samples(settings, tmp_path):
 
 def test_without_a_validation_split(settings, tmp_path):
     keys = {"data.splits": [0.8, 0.0, 0.2], "eval.split": ["test"], "outdir": str(tmp_path / "x")}
-    with pytest.raises(UserError, match="federate.method = regmean chooses among models by validation data, and there "
-                                        "are none; give data.splits a share"):
+    with pytest.raises(
+        UserError,
+        match="federate.method = regmean chooses among models by validation data, and there "
+        "are none; give data.splits a share",
+    ):
         LocalEngine(load_config(settings, {"federate.method": "regmean", **keys}))
     LocalEngine(load_config(settings, {"federate.method": "fedfisher", **keys}))
 
 
 def test_fedfisher_on_adapters(settings, tmp_path, no_curves):
     for fisher in ("diag", "kfac"):
-        result = fs_lowrank.run(load_config(settings, {
-            "federate.method": "fedfisher", "llm.adapter.use": True, "lowrank.fisher": fisher,
-            "federate.total_round_num": 1, "outdir": str(tmp_path / fisher)}))
+        result = fs_lowrank.run(
+            load_config(
+                settings,
+                {
+                    "federate.method": "fedfisher",
+                    "llm.adapter.use": True,
+                    "lowrank.fisher": fisher,
+                    "federate.total_round_num": 1,
+                    "outdir": str(tmp_path / fisher),
+                },
+            )
+        )
         assert set(result.saved) == {"adapter", "curves"} and not any(r["failed"] for r in result.history)
         assert all("lora_" in n or "classifier" in n for n, p in result.model.named_parameters() if p.requires_grad)

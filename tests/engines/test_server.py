@@ -1,4 +1,5 @@
 """The server's side: who takes part, what travels, what is forgotten."""
+
 from collections import Counter
 
 import pytest
@@ -29,6 +30,7 @@ def step(server, round, clients):
 
 # -- who -----------------------------------------------------------------------------------------------
 
+
 def test_the_seed_and_the_round_decide_who_takes_part():
     one, again, other = (server(clients=50, per_round=5, seed=s) for s in (1, 1, 2))
     rounds = [one.select(r) for r in range(1, 30)]
@@ -54,6 +56,7 @@ def test_drop_outs_come_from_the_seed():
 
 
 # -- what travels --------------------------------------------------------------------------------------
+
 
 def test_nothing_is_sent_twice():
     one = server(keep_messages=True)
@@ -94,7 +97,8 @@ def test_what_someone_lacks_is_kept():
             one.downlink(client, round)
         step(one, round, (1, 2, 3))
     assert {n for n in one.downlink(4, 5) if n.startswith("merge:")} == {
-        f"merge:{r}:{n}" for r in (1, 2, 3, 4) for n in (A, B)}
+        f"merge:{r}:{n}" for r in (1, 2, 3, 4) for n in (A, B)
+    }
 
 
 def test_messages_are_cut_to_the_clients_rank():

@@ -1,4 +1,5 @@
 """Networks from scratch in the embedded engine: what trains whole, running statistics, augmentation, resuming."""
+
 import json
 
 import pytest
@@ -14,9 +15,19 @@ from fs_lowrank.models.names import all_tensors, is_statistic
 def make(vision_settings, tmp_path, no_curves):
 
     def make(name, keys=None, **callbacks):
-        return LocalEngine(fs_lowrank.load_config(vision_settings, {
-            "federate.client_num": 3, "federate.total_round_num": 2, "outdir": str(tmp_path / name), **(keys or {})}),
-            **callbacks)
+        return LocalEngine(
+            fs_lowrank.load_config(
+                vision_settings,
+                {
+                    "federate.client_num": 3,
+                    "federate.total_round_num": 2,
+                    "outdir": str(tmp_path / name),
+                    **(keys or {}),
+                },
+            ),
+            **callbacks,
+        )
+
     return make
 
 
@@ -26,8 +37,17 @@ def same(a, b):
 
 
 def test_it_learns(make):
-    result = make("run", {"federate.total_round_num": 4, "train.local_update_steps": 8, "eval.freq": 0,
-                          "data.splitter": "iid", "data.splitter_args": [], "federate.client_num": 2}).run()
+    result = make(
+        "run",
+        {
+            "federate.total_round_num": 4,
+            "train.local_update_steps": 8,
+            "eval.freq": 0,
+            "data.splitter": "iid",
+            "data.splitter_args": [],
+            "federate.client_num": 2,
+        },
+    ).run()
     assert result.final["test_acc"] > 0.8
 
 
@@ -36,8 +56,11 @@ def test_what_carries_no_adapter_trains_and_is_averaged_with_its_statistics(make
     engine = make("run", {"federate.method": method, "federate.total_round_num": 1})
     start = {n: t.clone() for n, t in all_tensors(engine.model).items()}
     sent, upload = {}, engine.method.upload
-    monkeypatch.setattr(engine.method, "upload", lambda m, r, c: sent.setdefault(
-        c.id, {n: t.detach().clone() for n, t in upload(m, r, c).items()}))
+    monkeypatch.setattr(
+        engine.method,
+        "upload",
+        lambda m, r, c: sent.setdefault(c.id, {n: t.detach().clone() for n, t in upload(m, r, c).items()}),
+    )
     engine.run()
     sizes = [len(e) for e in engine.data.clients]
     now, frozen = all_tensors(engine.model), {n for n in start if method == "fedlora" and "base_layer" in n}
@@ -72,8 +95,11 @@ def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypa
     engine, again = make("a"), make("b")
     data, seen = type(engine.data.test), []
     batch = data.batch
-    monkeypatch.setattr(data, "batch", lambda self, indices, augment=None: seen.append(augment is not None)
-                        or batch(self, indices, augment))
+    monkeypatch.setattr(
+        data,
+        "batch",
+        lambda self, indices, augment=None: seen.append(augment is not None) or batch(self, indices, augment),
+    )
     engine._evaluate()
     list(engine.clients[0].batches())
     assert seen and not any(seen)
@@ -89,8 +115,7 @@ def test_both_ways_to_begin(make):
     bases = [n for n in all_tensors(zero.model) if "base_layer" in n]
     assert bases and not any(all_tensors(zero.model)[n].any() for n in bases)
     assert all(all_tensors(random.model)[n].any() for n in bases)
-    assert all(zero.server.state[n].any() != random.server.state[n].any()
-               for n in zero.server.state if "lora_B" in n)
+    assert all(zero.server.state[n].any() != random.server.state[n].any() for n in zero.server.state if "lora_B" in n)
     result = zero.run()
     assert not any(all_tensors(result.model)[n].any() for n in bases)
 
@@ -108,19 +133,24 @@ def test_from_given_weights_norms_and_stem_stay_frozen(make, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Adam", "Yogi"])
 def test_a_server_optimizer_leaves_statistics_to_the_mean(make, kind):
-    engine = make("run", {"federate.method": "fedavg", "fedopt.use": True,
-                          "fedopt.optimizer": {"type": kind, "lr": 1.0}})
+    engine = make(
+        "run", {"federate.method": "fedavg", "fedopt.use": True, "fedopt.optimizer": {"type": kind, "lr": 1.0}}
+    )
     engine.run()
     variances = [t for n, t in all_tensors(engine.model).items() if n.endswith("running_var")]
     assert variances and all((t > 0).all() for t in variances)
     assert not any(is_statistic(n) and ":" in n for n in engine.server.state)
 
 
-@pytest.mark.parametrize("keys, message", [
-    ({"model.type": "lenet", "data.transform": [["Resize", {"size": 8}]]}, "images of 8 × 8 are too small"),
-    ({"data.transform": [["RandomCrop", {"size": 20}]]}, "cannot cut 20 × 20 out of 16 × 16"),
-    ({"data.transform": [["Normalise"]]}, "did you mean 'Normalize'"),
-    ({"lowrank.weights": "nowhere.safetensors"}, "cannot read weights from nowhere.safetensors")])
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"model.type": "lenet", "data.transform": [["Resize", {"size": 8}]]}, "images of 8 × 8 are too small"),
+        ({"data.transform": [["RandomCrop", {"size": 20}]]}, "cannot cut 20 × 20 out of 16 × 16"),
+        ({"data.transform": [["Normalise"]]}, "did you mean 'Normalize'"),
+        ({"lowrank.weights": "nowhere.safetensors"}, "cannot read weights from nowhere.safetensors"),
+    ],
+)
 def test_what_is_wrong_is_said_before_the_run(make, keys, message):
     with pytest.raises(UserError, match=message):
         make("run", keys)
@@ -135,9 +165,12 @@ def test_text_for_a_network_for_images_and_the_other_way_round(make, reviews_csv
 
 def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):
     # A 1 × 1 convolution from 4 to 8 channels at rank 8: its A has more rows than there are directions.
-    engine = LocalEngine(fs_lowrank.load_config(vision_settings, {
-        "federate.method": "flexlora", "llm.adapter.args.0.r": 8, "federate.total_round_num": 2, "eval.freq": -1}))
+    engine = LocalEngine(
+        fs_lowrank.load_config(
+            vision_settings,
+            {"federate.method": "flexlora", "llm.adapter.args.0.r": 8, "federate.total_round_num": 2, "eval.freq": -1},
+        )
+    )
     assert any(a.shape[0] > a[0].numel() for n, a in engine.server.state.items() if ".lora_A." in n)
     result = engine.run()
     assert len(result.history) == 2 and all(t.isfinite().all() for t in engine.server.state.values())
-

@@ -1,4 +1,5 @@
 """Searches on a tiny model: grids, pruning, rungs, failures, stopping, dead workers, confirmation, files."""
+
 from __future__ import annotations
 
 import json
@@ -69,8 +70,11 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     written, head = load_config(out), read_header(out)
     winner = core.front(studies(options)[1])[0]
     assert written.train.optimizer.lr == winner.params["train.optimizer.lr"] == head["point"]["train.optimizer.lr"]
-    changed = {"train.optimizer.lr": written.train.optimizer.lr, "outdir": written.outdir,
-               "lowrank.test_seed": config.seed}
+    changed = {
+        "train.optimizer.lr": written.train.optimizer.lr,
+        "outdir": written.outdir,
+        "lowrank.test_seed": config.seed,
+    }
     assert written == config.replace(changed)
     assert head["study"] == "s" and head["trial"] == winner.number and head["values"]["val_acc"] == winner.value
     assert head["budget"]["client_steps"] == 16 and head["budget"]["trials"] == 2
@@ -98,6 +102,7 @@ def test_pruner_stops_a_trial_at_once_and_its_cost_counts(search, monkeypatch):
     class Never(optuna.pruners.BasePruner):
         def prune(self, study, trial):
             return trial.number == 1
+
     monkeypatch.setattr("hpo.worker.make_pruner", lambda settings: Never())
     space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
     options, _, lines = search(space, sampler="random", pruner="median", trials=2)
@@ -120,8 +125,13 @@ def test_every_sampler_and_pruner_is_made(config, name, sampler):
 def test_every_pruner_stops_hopeless_trials(search, config, name):
     # From the second trial on the rate is so small that nothing is learned; the loss says so from the first round.
     space = {"train.optimizer.lr": {"grid": [3e-2, *(k * 1e-7 for k in range(1, 8))]}}
-    options, _, _ = search(space, config.replace(**{"federate.total_round_num": 4, "train.local_update_steps": 4}),
-                           sampler="grid", pruner=name, objectives=("val_loss",))
+    options, _, _ = search(
+        space,
+        config.replace(**{"federate.total_round_num": 4, "train.local_update_steps": 4}),
+        sampler="grid",
+        pruner=name,
+        objectives=("val_loss",),
+    )
     found = trials(options)
     pruned = [t for t in found if t.state == TrialState.PRUNED]
     assert pruned and all(len(t.intermediate_values) < 4 for t in pruned)
@@ -187,9 +197,17 @@ def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_goes_on(searc
         if config.train.optimizer.lr == 1e-3:
             raise MemoryError("CUDA out of memory")
         if config.train.optimizer.lr == 1e-2:
-            kwargs["on_round"]({"round": 1, "clients": [1], "uplink_bytes": 1, "downlink_bytes": 1,
-                                "metrics": {"val": {"acc": 0.5, "loss": float("nan")}}})
+            kwargs["on_round"](
+                {
+                    "round": 1,
+                    "clients": [1],
+                    "uplink_bytes": 1,
+                    "downlink_bytes": 1,
+                    "metrics": {"val": {"acc": 0.5, "loss": float("nan")}},
+                }
+            )
         return real(config, *args, **kwargs)
+
     monkeypatch.setattr(fs_lowrank, "run", run)
     options, ended, _ = search({"train.optimizer.lr": {"grid": [1e-3, 1e-2, 5e-2]}})
     found = {t.params["train.optimizer.lr"]: t for t in trials(options)}
@@ -220,10 +238,13 @@ def test_ctrl_c_ends_the_running_trial_and_the_same_search_goes_on_from_its_chec
             if len(rounds) == 1:
                 import os
                 import signal
+
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.05)
             return on_round(record)
+
         return real(config, *args, on_round=seen, **kwargs)
+
     monkeypatch.setattr(fs_lowrank, "run", run)
     options, ended, _ = search()
     assert ended.how == "interrupted"
@@ -245,11 +266,13 @@ def test_trials_of_dead_workers_are_retried_at_most_twice(search):
     _, study = studies(options)
     for attempt in range(3):
         trial = study.ask()
-        while trial.params.get("train.optimizer.lr", trial.suggest_categorical("train.optimizer.lr", [1e-3, 1e-2])) \
-                != 1e-3:
+        while (
+            trial.params.get("train.optimizer.lr", trial.suggest_categorical("train.optimizer.lr", [1e-3, 1e-2]))
+            != 1e-3
+        ):
             study.tell(trial, state=TrialState.FAIL)
             trial = study.ask()
-        trial.set_user_attr("worker", {**core.worker_identity(), "pid": 2 ** 22 - 3})
+        trial.set_user_attr("worker", {**core.worker_identity(), "pid": 2**22 - 3})
         lines = []
         assert core.reap(study, lines.append) == 1
         assert ("queued again" in lines[0]) == (attempt < 2)
@@ -281,7 +304,8 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     assert found[1].number in [t.number for t in front]
     values = [t.values for t in front]
     assert values == sorted(values, key=lambda v: -v[0]) and [v[1] for v in values] == sorted(
-        (v[1] for v in values), reverse=True)
+        (v[1] for v in values), reverse=True
+    )
     assert plots.panels(store, ["s"])["pareto"]
     plots.draw(plots.panels(store, ["s"]), tmp_path / "plots", "s")
     assert (tmp_path / "plots" / "pareto.png").exists()
@@ -294,8 +318,11 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
 
 
 def test_a_study_for_each_method_and_one_learning_rate_picture(search, config):
-    space = {"train.optimizer.lr": {"grid": [1e-2]}, "studies": {"federate.method": ["fedlora", "rolora"]},
-             "lowrank.mix": {"grid": [1.0, 0.5], "when": {"federate.method": "rolora"}}}
+    space = {
+        "train.optimizer.lr": {"grid": [1e-2]},
+        "studies": {"federate.method": ["fedlora", "rolora"]},
+        "lowrank.mix": {"grid": [1.0, 0.5], "when": {"federate.method": "rolora"}},
+    }
     options, ended, _ = search(space)
     assert ended.studies == ["s.fedlora", "s.rolora"]
     assert [len(trials(options, n)) for n in ended.studies] == [1, 2]
@@ -305,7 +332,7 @@ def test_a_study_for_each_method_and_one_learning_rate_picture(search, config):
 
 def test_seeds_are_averaged(search, config):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, seeds=2)
-    trial, = trials(options)
+    (trial,) = trials(options)
     by_seed = trial.user_attrs["by_seed"]["val_acc"]
     assert len(by_seed) == 2 and trial.value == sum(by_seed) / 2 and trial.user_attrs["budget"]["client_steps"] == 16
 
@@ -315,8 +342,10 @@ def test_sqlite_holds_a_search_as_well(search, tmp_path):
     assert [t.state for t in trials(options)] == [TrialState.COMPLETE]
 
 
-@pytest.mark.skipif("FS_LOWRANK_TEST_DATABASE" not in os.environ,
-                    reason="FS_LOWRANK_TEST_DATABASE names no database, such as postgresql://user@server/empty")
+@pytest.mark.skipif(
+    "FS_LOWRANK_TEST_DATABASE" not in os.environ,
+    reason="FS_LOWRANK_TEST_DATABASE names no database, such as postgresql://user@server/empty",
+)
 def test_a_database_server_holds_a_search_and_goes_on_with_it(search):
     options = {"storage": os.environ["FS_LOWRANK_TEST_DATABASE"], "name": f"test_{uuid.uuid4()}"}
     space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
@@ -335,11 +364,15 @@ def test_client_steps_of_epochs(search, config):
 
 # -- wrong input ------------------------------------------------------------------------------------------
 
+
 def test_two_spaces_configs_or_settings_in_one_study(search, config):
     search(timeout=1e-6)
-    for change, message in (({"space": {"train.optimizer.lr": {"grid": [1e-3]}}}, "one study has one space"),
-                            ({"base": config.replace({"dataloader.batch_size": 4})}, "another dataloader.batch_size"),
-                            ({"sampler": "random"}, "another --sampler"), ({"seeds": 2}, "another --seeds")):
+    for change, message in (
+        ({"space": {"train.optimizer.lr": {"grid": [1e-3]}}}, "one study has one space"),
+        ({"base": config.replace({"dataloader.batch_size": 4})}, "another dataloader.batch_size"),
+        ({"sampler": "random"}, "another --sampler"),
+        ({"seeds": 2}, "another --seeds"),
+    ):
         with pytest.raises(UserError, match=message):
             search(**{"timeout": 1e-6, **change})
 
@@ -347,27 +380,31 @@ def test_two_spaces_configs_or_settings_in_one_study(search, config):
 def test_options_that_do_not_fit(search, config):
     rates = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
     for change, message in (
-            ({"trials": 1}, "a grid of 2 points is too large for --trials 1"),
-            ({"space": rates, "sampler": "grid"}, "which a grid cannot list"),
-            ({"space": rates, "sampler": "cmaes"}, "one key is too few"),
-            ({"space": rates, "rungs": (1, 3)}, "ends at 3 rounds, but federate.total_round_num = 2"),
-            ({"space": rates, "rungs": (2, 1)}, "growing numbers"),
-            ({"space": rates, "rungs": (1, 2), "pruner": "median"}, "leave --pruner out"),
-            ({"space": rates, "pruner": "median", "objectives": ("val_acc", "uplink_bytes")}, "cannot be pruned"),
-            ({"space": rates, "pruner": "median", "base": config.replace({"eval.freq": 0})}, "set eval.freq 1"),
-            ({"base": config.replace({"eval.split": ["test"]})}, "never by the test data"),
-            ({"base": config.replace({"data.splits": [0.8, 0.0, 0.2]})}, "needs validation data"),
-            ({"gpus": ("7",)}, "torch finds"),
-            ({"name": "a/b"}, "--study"),
-            ({"space": {**rates, "studies": {"federate.method": ["rolorra"]}}}, "did you mean")):
+        ({"trials": 1}, "a grid of 2 points is too large for --trials 1"),
+        ({"space": rates, "sampler": "grid"}, "which a grid cannot list"),
+        ({"space": rates, "sampler": "cmaes"}, "one key is too few"),
+        ({"space": rates, "rungs": (1, 3)}, "ends at 3 rounds, but federate.total_round_num = 2"),
+        ({"space": rates, "rungs": (2, 1)}, "growing numbers"),
+        ({"space": rates, "rungs": (1, 2), "pruner": "median"}, "leave --pruner out"),
+        ({"space": rates, "pruner": "median", "objectives": ("val_acc", "uplink_bytes")}, "cannot be pruned"),
+        ({"space": rates, "pruner": "median", "base": config.replace({"eval.freq": 0})}, "set eval.freq 1"),
+        ({"base": config.replace({"eval.split": ["test"]})}, "never by the test data"),
+        ({"base": config.replace({"data.splits": [0.8, 0.0, 0.2]})}, "needs validation data"),
+        ({"gpus": ("7",)}, "torch finds"),
+        ({"name": "a/b"}, "--study"),
+        ({"space": {**rates, "studies": {"federate.method": ["rolorra"]}}}, "did you mean"),
+    ):
         with pytest.raises(UserError, match=message):
             search(**change)
 
 
 def test_objectives():
     assert parse_objectives("val_acc, uplink_bytes") == ("val_acc", "uplink_bytes")
-    for text, message in (("test_acc", "search by val_acc"), ("val_ac", "did you mean 'val_acc'"),
-                          ("uplink_bytes", "expected val_acc")):
+    for text, message in (
+        ("test_acc", "search by val_acc"),
+        ("val_ac", "did you mean 'val_acc'"),
+        ("uplink_bytes", "expected val_acc"),
+    ):
         with pytest.raises(UserError, match=message):
             parse_objectives(text)
 
@@ -385,8 +422,21 @@ def test_best_refuses_what_was_not_confirmed(search, tmp_path, capsys):
 def test_command_line_in_worker_processes(config, tmp_path, capsys):
     (tmp_path / "space.yaml").write_text("train.optimizer.lr: {grid: [1e-3, 1e-2]}")
     config.dump(tmp_path / "run.yaml")
-    arguments = ["tune", "--cfg", str(tmp_path / "run.yaml"), "--space", str(tmp_path / "space.yaml"), "--dir",
-                 str(tmp_path / "hpo"), "--workers", "2", "--confirm", "1", "federate.method", "rolora"]
+    arguments = [
+        "tune",
+        "--cfg",
+        str(tmp_path / "run.yaml"),
+        "--space",
+        str(tmp_path / "space.yaml"),
+        "--dir",
+        str(tmp_path / "hpo"),
+        "--workers",
+        "2",
+        "--confirm",
+        "1",
+        "federate.method",
+        "rolora",
+    ]
     assert cli.main(arguments) == 0
     store = open_storage(str(tmp_path / "hpo" / "journal.log"))
     found = best.summary(store, "run-space")
@@ -399,8 +449,16 @@ def test_command_line_in_worker_processes(config, tmp_path, capsys):
 def test_samplers_search_two_ranges(search, monkeypatch, sampler):
     def run(config, *args, on_round, **kwargs):
         acc = 1 - abs(config.train.optimizer.lr - 0.02) - abs(config.train.local_update_steps - 5) / 100
-        on_round({"round": 2, "clients": [1], "uplink_bytes": 1, "downlink_bytes": 1,
-                  "metrics": {"val": {"acc": acc, "loss": 1.0}}})
+        on_round(
+            {
+                "round": 2,
+                "clients": [1],
+                "uplink_bytes": 1,
+                "downlink_bytes": 1,
+                "metrics": {"val": {"acc": acc, "loss": 1.0}},
+            }
+        )
+
     monkeypatch.setattr(fs_lowrank, "run", run)
     space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}, "train.local_update_steps": {"int": [2, 9]}}
     options, _, _ = search(space, sampler=sampler, trials=12)

@@ -1,4 +1,5 @@
 """What a space means, and every wrong one by its message."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,17 +27,29 @@ def test_conditional_key_is_left_out_of_a_method_that_lacks_it(config):
 
 
 def test_grid_with_a_condition_on_a_searched_key(config):
-    space = space_from({"fedopt.optimizer.lr": {"grid": [0.1, 1.0], "when": {"fedopt.use": True}},
-                        "fedopt.use": {"choice": [False, True]}}).for_config(config)
-    assert space.grid(config) == [{"fedopt.use": False}, {"fedopt.use": True, "fedopt.optimizer.lr": 0.1},
-                                  {"fedopt.use": True, "fedopt.optimizer.lr": 1.0}]
+    space = space_from(
+        {
+            "fedopt.optimizer.lr": {"grid": [0.1, 1.0], "when": {"fedopt.use": True}},
+            "fedopt.use": {"choice": [False, True]},
+        }
+    ).for_config(config)
+    assert space.grid(config) == [
+        {"fedopt.use": False},
+        {"fedopt.use": True, "fedopt.optimizer.lr": 0.1},
+        {"fedopt.use": True, "fedopt.optimizer.lr": 1.0},
+    ]
 
 
 def test_every_kind_is_suggested_within_its_range(config):
-    space = space_from({
-        "train": {"optimizer": {"lr": {"loguniform": [1e-3, 1e-1]}}}, "llm.adapter.args.0.r": {"choice": [2, 4]},
-        "train.local_update_steps": {"int": [2, 8], "step": 2}, "grad.grad_clip": {"uniform": [0.5, 2.0]},
-        "llm.adapter.args.0.modules": {"choice": [["query"], ["query", "value"]]}}).for_config(config)
+    space = space_from(
+        {
+            "train": {"optimizer": {"lr": {"loguniform": [1e-3, 1e-1]}}},
+            "llm.adapter.args.0.r": {"choice": [2, 4]},
+            "train.local_update_steps": {"int": [2, 8], "step": 2},
+            "grad.grad_clip": {"uniform": [0.5, 2.0]},
+            "llm.adapter.args.0.modules": {"choice": [["query"], ["query", "value"]]},
+        }
+    ).for_config(config)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     for _ in range(20):
         point = space.suggest(study.ask(), config)
@@ -79,8 +92,11 @@ def test_wrong_spaces_are_named(config, content, message):
 
 
 def test_wrong_files(tmp_path):
-    for text, message in (("a: {grid: [1]}\na: {grid: [2]}", "a is given twice"), ("a: [", "line 1: invalid YAML"),
-                          ("", "expected config keys")):
+    for text, message in (
+        ("a: {grid: [1]}\na: {grid: [2]}", "a is given twice"),
+        ("a: [", "line 1: invalid YAML"),
+        ("", "expected config keys"),
+    ):
         (tmp_path / "s.yaml").write_text(text)
         with pytest.raises(UserError, match=message):
             load_space(tmp_path / "s.yaml")

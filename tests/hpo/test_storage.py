@@ -1,4 +1,5 @@
 """Storages: what survives, and every storage that cannot be used by its message."""
+
 from __future__ import annotations
 
 import sqlite3
@@ -37,8 +38,13 @@ def test_storages_of_another_kind(tmp_path):
     (tmp_path / "text.db").write_text("no database at all, but text that goes on for a while " * 40)
     (tmp_path / "notes.log").write_text("hello\n")
     (tmp_path / "numbers.log").write_text("1\n")
-    for name, message in (("other.db", "something else .*cats"), ("text.db", "not a SQLite file"),
-                          ("notes.log", "not a journal"), ("numbers.log", "not a journal"), (".", "cannot be used")):
+    for name, message in (
+        ("other.db", "something else .*cats"),
+        ("text.db", "not a SQLite file"),
+        ("notes.log", "not a journal"),
+        ("numbers.log", "not a journal"),
+        (".", "cannot be used"),
+    ):
         with pytest.raises(UserError, match=message):
             open_storage(str(tmp_path / name), create=True)
     with pytest.raises(UserError, match="there is no folder"):

@@ -1,4 +1,5 @@
 """A net of non-square layers (one a convolution), and clients that are true copies of it, message by message."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -73,9 +74,11 @@ class Toy:
     @staticmethod
     def pair(tensors: Mapping[str, Tensor], layer: str) -> tuple[np.ndarray, np.ndarray]:
         """``(B, A)`` of a layer as float64 matrices, found by its name."""
+
         def half(kind):
-            name, = (n for n in tensors if f".{layer}.lora_{kind}." in n)
+            (name,) = (n for n in tensors if f".{layer}.lora_{kind}." in n)
             return tensors[name].detach().double().numpy().reshape(tensors[name].shape[0], -1)
+
         return half("B"), half("A")
 
     @classmethod
@@ -87,8 +90,11 @@ class Toy:
     @staticmethod
     def head(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         """``weight`` and ``bias`` of the classifier that trains."""
-        return {n.rsplit(".", 1)[1]: t.detach().double().numpy() for n, t in tensors.items()
-                if "classifier" in n and "original_module" not in n}
+        return {
+            n.rsplit(".", 1)[1]: t.detach().double().numpy()
+            for n, t in tensors.items()
+            if "classifier" in n and "original_module" not in n
+        }
 
     @staticmethod
     def weights(sizes: Iterable[int]) -> np.ndarray:
@@ -108,8 +114,9 @@ class Federation:
         self.method, self.sizes = method, sizes
         self.copies = {k: method.adapt(Toy.net()) for k in range(1, len(sizes) + 1)}
         self.model = method.adapt(Toy.net())
-        self.server = Server(method, method.initial_state(self.model), len(sizes), len(sizes), min_clients, seed=0,
-                             keep_messages=True)
+        self.server = Server(
+            method, method.initial_state(self.model), len(sizes), len(sizes), min_clients, seed=0, keep_messages=True
+        )
         for client, copy in self.copies.items():
             load_tensors(copy, method.view(self.server.state, client))
         self.received: list[Update] = []

@@ -1,4 +1,5 @@
 """FedLoRU, its relatives and what they are compared with, against dense float64 on layers that are not square."""
+
 import dataclasses
 
 import numpy as np
@@ -35,6 +36,7 @@ def other_adapter(toy, name, kind, **options):
 
 
 # -- FedLoRU -------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("init", ["random", "momentum"])
@@ -107,18 +109,29 @@ def test_the_accumulated_pairs_are_one_adapter_for_plain_peft(toy, federation, t
     assert LoraConfig.from_pretrained(str(tmp_path / "open")).r == 6
 
 
-@pytest.mark.parametrize("keys, said", [
-    ({"merge": False, "from_scratch": True}, "trained from scratch"), ({"merge": False, "kind": "loha"}, "loha"),
-])
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"merge": False, "from_scratch": True}, "trained from scratch"),
+        ({"merge": False, "kind": "loha"}, "loha"),
+    ],
+)
 def test_what_cannot_be_kept_beside_the_base(toy, keys, said):
     with pytest.raises(UserError, match=said):
         other_adapter(toy, "fedloru", keys.pop("kind", "lora"), **keys)
 
 
-@pytest.mark.parametrize("name, options", [
-    *(("fedloru", {"tau": 2, "merge": m, "init": init}) for m in (True, False) for init in ("random", "momentum")),
-    ("mfedloru", {"tau": 2, "nested_ranks": (1, 0)}), ("mfedloru", {"tau": 2, "nested_ranks": (1,)}),
-    ("pfedlora", {}), ("fedhm", {"rank_factors": (2, 5)}), ("fedhm", {"rank_factors": (3,)})])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *(("fedloru", {"tau": 2, "merge": m, "init": init}) for m in (True, False) for init in ("random", "momentum")),
+        ("mfedloru", {"tau": 2, "nested_ranks": (1, 0)}),
+        ("mfedloru", {"tau": 2, "nested_ranks": (1,)}),
+        ("pfedlora", {}),
+        ("fedhm", {"rank_factors": (2, 5)}),
+        ("fedhm", {"rank_factors": (3,)}),
+    ],
+)
 def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, options):
     fed = federation(toy.method(name, r=3, **options), SIZES * 2)
     own = {n for n in fed.everything() if tags(n) & set(fed.method.personal)}
@@ -156,9 +169,16 @@ def test_other_adapters_average_and_accumulate(toy, federation, name, kind):
 
 # -- personal pairs ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, options", [
-    ("pfedloru", {"personal_rank": 1}), ("pmfedloru", {"nested_ranks": (1, 0, 1)}), ("pfedlora", {"variant": 1}),
-    ("pfedlora", {"variant": 2})])
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("pfedloru", {"personal_rank": 1}),
+        ("pmfedloru", {"nested_ranks": (1, 0, 1)}),
+        ("pfedlora", {"variant": 1}),
+        ("pfedlora", {"variant": 2}),
+    ],
+)
 def test_personal_parts_stay_at_home(toy, federation, name, options):
     fed = federation(toy.method(name, **options), SIZES)
     own = {n for n in fed.everything() if tags(n) & set(fed.method.personal)}
@@ -180,31 +200,44 @@ def test_a_personal_pair_adds_its_product(toy, federation):
     now = fed.everything(1)
 
     def product(layer, adapter):
-        halves = [t.double().flatten(1).numpy() for n, t in sorted(now.items())
-                  if f".{layer}.lora_" in n and f".{adapter}." in n]
+        halves = [
+            t.double().flatten(1).numpy()
+            for n, t in sorted(now.items())
+            if f".{layer}.lora_" in n and f".{adapter}." in n
+        ]
         return halves[1] @ halves[0]
 
     change = {la: toy.alpha / 3 * product(la, "default") + toy.alpha * product(la, "personal") for la in toy.layers}
     close(toy.outputs(fed.copies[1]), toy.dense_outputs(change, toy.head(now)), 1e-5)
 
 
-@pytest.mark.parametrize("name, options, wanted", [
-    ("pfedloru", {"personal_steps": 2}, [(("personal",), 2), (("adapter", "head"), None)]),
-    ("pmfedloru", {"nested_ranks": (1,), "personal_steps": 2}, [(("personal",), 2), (("nested", "head"), None)]),
-    ("pfedlora", {"personal_steps": 2, "global_steps": 3}, [(("adapter",), 2), (("base", "head"), 3)]),
-    ("pfedlora", {"variant": 2, "personal_steps": 2, "global_steps": 3},
-     [(("adapter", "base", "head"), 2), (("adapter", "base", "head"), 3)])])
+@pytest.mark.parametrize(
+    "name, options, wanted",
+    [
+        ("pfedloru", {"personal_steps": 2}, [(("personal",), 2), (("adapter", "head"), None)]),
+        ("pmfedloru", {"nested_ranks": (1,), "personal_steps": 2}, [(("personal",), 2), (("nested", "head"), None)]),
+        ("pfedlora", {"personal_steps": 2, "global_steps": 3}, [(("adapter",), 2), (("base", "head"), 3)]),
+        (
+            "pfedlora",
+            {"variant": 2, "personal_steps": 2, "global_steps": 3},
+            [(("adapter", "base", "head"), 2), (("adapter", "base", "head"), 3)],
+        ),
+    ],
+)
 def test_phases(toy, name, options, wanted):
     assert [(p.train, p.steps) for p in toy.method(name, **options).phases(1, 1)] == wanted
 
 
 # -- mFedLoRU ------------------------------------------------------------------------------------------
 
+
 def nested(tensors, layer):
     """``B_d B_u`` and ``A_d A_u`` of a layer as float64 matrices."""
+
     def part(name):
-        key, = (n for n in tensors if f".{layer}.nested.{name}" in n)
+        (key,) = (n for n in tensors if f".{layer}.nested.{name}" in n)
         return tensors[key].detach().double().flatten(1).numpy()
+
     return part("B_d") @ part("B_u"), part("A_d") @ part("A_u")
 
 
@@ -255,10 +288,15 @@ def test_uplink_is_the_papers_formula(toy, federation):
         assert not any("lora" in n for n in update.tensors)
 
 
-@pytest.mark.parametrize("options, said", [
-    ({"nested_ranks": (3,)}, "not below the adapter's rank, 3"),
-    ({"nested_ranks": (1, 0), "nested_ranks_b": (1,)}, "one of each"),
-    ({"nested_ranks": (1, 0), "nested_ranks_b": (0, 1)}, "opts out"), ({"nested_ranks": (-1,)}, "nested_ranks")])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"nested_ranks": (3,)}, "not below the adapter's rank, 3"),
+        ({"nested_ranks": (1, 0), "nested_ranks_b": (1,)}, "one of each"),
+        ({"nested_ranks": (1, 0), "nested_ranks_b": (0, 1)}, "opts out"),
+        ({"nested_ranks": (-1,)}, "nested_ranks"),
+    ],
+)
 def test_impossible_nested_ranks(toy, options, said):
     with pytest.raises(UserError, match=said):
         toy.method("mfedloru", r=3, **options)
@@ -285,8 +323,13 @@ def test_the_matrix_of_a_convolution_is_by_rows_and_columns_of_the_kernel():
     weight = torch.randn(5, 3, 2, 4)
     matrix = to_matrix(weight)
     assert matrix.shape == (10, 12)
-    assert all(matrix[2 * o + a, 4 * i + b] == weight[o, i, a, b]
-               for o in range(5) for i in range(3) for a in range(2) for b in range(4))
+    assert all(
+        matrix[2 * o + a, 4 * i + b] == weight[o, i, a, b]
+        for o in range(5)
+        for i in range(3)
+        for a in range(2)
+        for b in range(4)
+    )
 
 
 @pytest.mark.parametrize("stride, padding, kernel", [(1, 1, (3, 3)), (2, 1, (3, 3)), ((1, 2), (0, 1), (2, 3))])

@@ -1,4 +1,5 @@
 """Every method against dense float64 sums, on layers that are not square, with unequal clients."""
+
 import itertools
 
 import numpy as np
@@ -33,6 +34,7 @@ def test_all_built_in_methods_are_here():
 
 # -- the averaging methods -----------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", ["fedavg", "fedlora", "ffa_lora", "rolora"])
 @pytest.mark.parametrize("uniform", [False, True])
 def test_each_tensor_is_the_mean_of_what_was_sent(toy, federation, name, uniform):
@@ -57,8 +59,10 @@ def test_three_unequal_clients_by_hand(toy, federation, name):
         method = toy.method(name, uniform=uniform)
         fed = federation(method, (1, 2, 5))
         expected = method.expected(fed.server.state, 1, 1)
-        updates = [Update(k, n, {tensor: torch.full_like(like, v) for tensor, like in expected.items()})
-                   for k, n, v in ((1, 1, 8.0), (2, 2, 16.0), (3, 5, 32.0))]
+        updates = [
+            Update(k, n, {tensor: torch.full_like(like, v) for tensor, like in expected.items()})
+            for k, n, v in ((1, 1, 8.0), (2, 2, 16.0), (3, 5, 32.0))
+        ]
         state, message = method.aggregate(updates, fed.server.state, 1)
         assert message and all((state[n] - answer).abs().max() <= (1e-5 if uniform else 0) for n in message)
 
@@ -72,8 +76,10 @@ def test_the_exact_methods_average_the_products(toy, federation, name, rsLoRA):
         fed.round(round)
         for layer in toy.layers:
             # A client's product is made of what it trained and what it holds frozen: its whole copy.
-            expected = sum(w * toy.change(fed_copy, layer, rsLoRA=rsLoRA)
-                           for w, fed_copy in zip(p, map(fed.everything, fed.copies)))
+            expected = sum(
+                w * toy.change(fed_copy, layer, rsLoRA=rsLoRA)
+                for w, fed_copy in zip(p, map(fed.everything, fed.copies))
+            )
             close(toy.change(fed.server.state, layer, rsLoRA=rsLoRA), expected, 1e-5)
 
 
@@ -94,6 +100,7 @@ def test_fedlora_is_inexact_and_says_so(toy, federation):
 
 # -- which half, in which round ------------------------------------------------------------------------
 
+
 def halves_sent(method, fed, round):
     names = method.sent(fed.server.state, round)
     return {half for half in ("lora_A", "lora_B", "classifier") if any(half in n for n in names)}
@@ -110,8 +117,12 @@ def test_rolora_alternates_and_starts_with_b(toy, federation, mix, alternating):
 
 
 def test_what_the_other_methods_send(toy, federation):
-    for name, half in (("fedlora", {"lora_A", "lora_B"}), ("ffa_lora", {"lora_B"}), ("flexlora", {"lora_A", "lora_B"}),
-                       ("flora", {"lora_A", "lora_B"})):
+    for name, half in (
+        ("fedlora", {"lora_A", "lora_B"}),
+        ("ffa_lora", {"lora_B"}),
+        ("flexlora", {"lora_A", "lora_B"}),
+        ("flora", {"lora_A", "lora_B"}),
+    ):
         method = toy.method(name)
         fed = federation(method, (1,))
         assert all(halves_sent(method, fed, round) == half | {"classifier"} for round in (1, 2, 5))
@@ -137,9 +148,15 @@ def test_the_frozen_half_is_the_same_tensor_everywhere(toy, federation, name):
 
 # -- every method --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, params", [
-    *((n, {}) for n in BUILT_IN), *((n, {"ranks": (1, 3, 2)}) for n in RANKED),
-    *(("fedloru", {"tau": 2, "init": init}) for init in ("random", "momentum") if "fedloru" in list_methods())])
+
+@pytest.mark.parametrize(
+    "name, params",
+    [
+        *((n, {}) for n in BUILT_IN),
+        *((n, {"ranks": (1, 3, 2)}) for n in RANKED),
+        *(("fedloru", {"tau": 2, "init": init}) for init in ("random", "momentum") if "fedloru" in list_methods()),
+    ],
+)
 def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, params):
     fed = federation(toy.method(name, **params), SIZES * 2)
     # Clients 1 and 4 share a rank and a size. 1 is always there; 4 comes late, 5 once, 6 never before the end.
@@ -259,6 +276,7 @@ def test_aggregate_leaves_its_arguments_alone(toy, federation, name):
 
 # -- clients of different ranks ------------------------------------------------------------------------
 
+
 def dense_average(toy, updates, layer, rsLoRA=False):
     """``Σ p_k s_k B_k A_k``, in float64."""
     p = toy.weights(u.num_samples for u in updates)
@@ -269,8 +287,9 @@ def dense_average(toy, updates, layer, rsLoRA=False):
 @pytest.mark.parametrize("split", ["b", "sqrt"])
 @pytest.mark.parametrize("rsLoRA", [False, True])
 def test_flexlora_loses_nothing_at_the_sum_of_ranks(toy, federation, ranks, r, split, rsLoRA):
-    fed = federation(toy.method("flexlora", r, ranks=ranks, split=split, rsLoRA=rsLoRA),
-                     SIZES if ranks != (2,) else SIZES[:2])
+    fed = federation(
+        toy.method("flexlora", r, ranks=ranks, split=split, rsLoRA=rsLoRA), SIZES if ranks != (2,) else SIZES[:2]
+    )
     for round in (1, 2):
         fed.round(round)
         for layer in toy.layers:
@@ -300,7 +319,7 @@ def test_flexlora_cuts_to_the_best_rank(toy, federation, split, rsLoRA):
                 close(toy.change(view, layer, rsLoRA=rsLoRA), best(rank), 2e-5)
                 if split == "b":  # all of Σ in B: A's rows are orthonormal
                     close(down @ down.T, np.eye(rank), 1e-5)
-                    close(toy.alpha / (rank ** 0.5 if rsLoRA else rank) * np.linalg.norm(up, axis=0), s[:rank], 2e-5)
+                    close(toy.alpha / (rank**0.5 if rsLoRA else rank) * np.linalg.norm(up, axis=0), s[:rank], 2e-5)
                 else:
                     gram = down @ down.T
                     close(gram, np.diag(np.diag(gram)), 1e-5)
@@ -357,12 +376,18 @@ def test_any_list_of_ranks_and_any_subset(toy, federation, name, ranks, r, clien
                 u, s, vh = np.linalg.svd(dense_average(toy, fed.received, layer), full_matrices=False)
                 rank = max(r, *ranks, 1)  # the largest in the list, whether or not such a client is there
                 total[layer] = (u[:, :rank] * s[:rank]) @ vh[:rank]
-        head = {n: sum(w * toy.head(u.tensors)[n] for w, u in zip(toy.weights(u.num_samples for u in fed.received),
-                                                                 fed.received)) for n in ("weight", "bias")}
+        head = {
+            n: sum(
+                w * toy.head(u.tensors)[n]
+                for w, u in zip(toy.weights(u.num_samples for u in fed.received), fed.received)
+            )
+            for n in ("weight", "bias")
+        }
         close(toy.outputs(fed.model), toy.dense_outputs(total, head), 5e-5)
 
 
 # -- FLoRA's merge -------------------------------------------------------------------------------------
+
 
 def base_change(toy, model, layer):
     """``W − W_0`` of the frozen weight, in float64."""
@@ -407,7 +432,7 @@ def test_floras_fresh_a_is_drawn_like_pefts(toy, federation):
     method = toy.method("flora")
     drawn = method.draw_down("some.lora_A.default.weight", (200, 16), 3)
     assert drawn.abs().max() <= 0.25 and drawn.abs().max() > 0.249
-    assert abs(float(drawn.var()) - 0.25 ** 2 / 3) < 2e-3 and abs(float(drawn.mean())) < 0.01
+    assert abs(float(drawn.var()) - 0.25**2 / 3) < 2e-3 and abs(float(drawn.mean())) < 0.01
     assert torch.equal(drawn[:7], method.draw_down("some.lora_A.default.weight", (7, 16), 3))
     assert not torch.equal(drawn, method.draw_down("some.lora_A.default.weight", (200, 16), 4))
     assert not torch.equal(drawn, method.draw_down("other.lora_A.default.weight", (200, 16), 3))
@@ -425,6 +450,7 @@ def test_floras_downlink_grows_with_the_ranks_of_those_present(toy, federation):
 
 
 # -- adapters that a method cannot work on -------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", ["rolora", "ffa_lora", "flexlora", "flora", "mfedloru"])
 def test_methods_of_two_halves_take_lora_only(name):
@@ -445,4 +471,3 @@ def test_a_mix_alternates_for_a_share_of_the_rounds(mix, rounds, last):
     method = create_method("rolora", mix=mix, rounds=rounds)
     halves = [method.half(t) for t in range(1, rounds + 1)]
     assert halves == [("lora_B", "lora_A")[t % 2] if t < last else "lora_B" for t in range(rounds)]
-

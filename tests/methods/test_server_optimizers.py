@@ -1,4 +1,5 @@
 """Server optimizers against an independent float64 implementation of Reddi et al., Algorithm 2."""
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ class Reference:
 
     def __init__(self, kind, lr, beta1=0.9, beta2=0.99, tau=1e-3, momentum=0.0):
         self.kind, self.lr, self.beta1, self.beta2, self.tau, self.momentum = kind, lr, beta1, beta2, tau, momentum
-        self.m, self.v = 0.0, tau ** 2
+        self.m, self.v = 0.0, tau**2
 
     def step(self, x, mean):
         delta = mean - x
@@ -26,11 +27,11 @@ class Reference:
             return x + self.lr * self.m
         self.m = self.beta1 * self.m + (1 - self.beta1) * delta
         if self.kind == "Adagrad":
-            self.v = self.v + delta ** 2
+            self.v = self.v + delta**2
         elif self.kind == "Adam":
-            self.v = self.beta2 * self.v + (1 - self.beta2) * delta ** 2
+            self.v = self.beta2 * self.v + (1 - self.beta2) * delta**2
         elif self.kind == "Yogi":
-            self.v = self.v - (1 - self.beta2) * delta ** 2 * np.sign(self.v - delta ** 2)
+            self.v = self.v - (1 - self.beta2) * delta**2 * np.sign(self.v - delta**2)
         return x + self.lr * self.m / (np.sqrt(self.v) + self.tau)
 
 
@@ -84,8 +85,10 @@ def test_yogi_takes_the_sign(toy, federation):
 
 @pytest.mark.parametrize("name", AVERAGING)
 def test_sgd_of_rate_one_is_fedavg_to_the_bit(toy, federation, name):
-    plain, wrapped = (federation(toy.method(name, server_optimizer=o), SIZES)
-                      for o in (None, {"type": "SGD", "lr": 1.0, "momentum": 0.0}))
+    plain, wrapped = (
+        federation(toy.method(name, server_optimizer=o), SIZES)
+        for o in (None, {"type": "SGD", "lr": 1.0, "momentum": 0.0})
+    )
     for round in (1, 2, 3):
         plain.round(round)
         wrapped.round(round)
@@ -123,33 +126,42 @@ def test_refused_where_the_server_step_is_no_mean(name):
         create_method(name, server_optimizer={"type": "Adam", "lr": 0.1})
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"type": "Adamm"}, "did you mean 'adam'"),
-    ({"type": "Adam", "lr": 0.1, "beta": 0.9}, "did you mean 'betas'"),
-    ({"type": "Adam", "lr": 0.0}, "lr and tau must be positive"),
-    ({"type": "Adam", "lr": 0.1, "tau": 0.0}, "lr and tau must be positive"),
-    ({"type": "SGD", "lr": 0.1, "momentum": 1.0}, "momentum and betas"),
-    ({"type": "Yogi", "lr": 0.1, "betas": (0.9, 1.5)}, "momentum and betas"),
-    ({"type": "Adam", "lr": 0.1, "betas": 5}, "betas = 5: expected two numbers"),
-    ({"type": "Adam", "lr": 0.1, "betas": [0.9]}, r"betas = \[0.9\]: expected two numbers"),
-    ({"type": "Adam", "lr": 0.1, "betas": ["a", "b"]}, "expected two numbers"),
-    ({"type": "Adam", "lr": 0.1, "tau": "abc"}, "tau = 'abc': expected a number"),
-    ({"type": "SGD", "lr": 1, "momentum": "abc"}, "momentum = 'abc': expected a number"),
-    ({"type": "SGD", "lr": True}, "lr = True: expected a number"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"type": "Adamm"}, "did you mean 'adam'"),
+        ({"type": "Adam", "lr": 0.1, "beta": 0.9}, "did you mean 'betas'"),
+        ({"type": "Adam", "lr": 0.0}, "lr and tau must be positive"),
+        ({"type": "Adam", "lr": 0.1, "tau": 0.0}, "lr and tau must be positive"),
+        ({"type": "SGD", "lr": 0.1, "momentum": 1.0}, "momentum and betas"),
+        ({"type": "Yogi", "lr": 0.1, "betas": (0.9, 1.5)}, "momentum and betas"),
+        ({"type": "Adam", "lr": 0.1, "betas": 5}, "betas = 5: expected two numbers"),
+        ({"type": "Adam", "lr": 0.1, "betas": [0.9]}, r"betas = \[0.9\]: expected two numbers"),
+        ({"type": "Adam", "lr": 0.1, "betas": ["a", "b"]}, "expected two numbers"),
+        ({"type": "Adam", "lr": 0.1, "tau": "abc"}, "tau = 'abc': expected a number"),
+        ({"type": "SGD", "lr": 1, "momentum": "abc"}, "momentum = 'abc': expected a number"),
+        ({"type": "SGD", "lr": True}, "lr = True: expected a number"),
+    ],
+)
 def test_wrong_values_are_named(options, message):
     with pytest.raises(UserError, match=message):
         create_method("fedlora", server_optimizer=options)
 
 
 def test_the_usual_names_are_understood():
-    for given, kind in (("FedAvg", "sgd"), ("FedAvgM", "sgd"), ("FedAdam", "adam"), ("FedYogi", "yogi"),
-                        ("fedadagrad", "adagrad")):
+    for given, kind in (
+        ("FedAvg", "sgd"),
+        ("FedAvgM", "sgd"),
+        ("FedAdam", "adam"),
+        ("FedYogi", "yogi"),
+        ("fedadagrad", "adagrad"),
+    ):
         assert create_method("fedlora", server_optimizer={"type": given}).combine.type == kind
 
 
-@pytest.mark.parametrize("kind, lr", [("SGD", 1.0), ("FedAvgM", 1.0), ("Adam", 0.01), ("Adagrad", 0.01),
-                                      ("Yogi", 0.01)])
+@pytest.mark.parametrize(
+    "kind, lr", [("SGD", 1.0), ("FedAvgM", 1.0), ("Adam", 0.01), ("Adagrad", 0.01), ("Yogi", 0.01)]
+)
 def test_the_learning_rate_where_none_is_given(kind, lr):
     for given in ({}, {"lr": None}):
         assert create_method("fedlora", server_optimizer={"type": kind, **given}).combine.lr == lr

@@ -1,4 +1,5 @@
 """Updates that cannot be used, and methods that cannot be made."""
+
 import dataclasses
 from dataclasses import dataclass, field
 
@@ -55,15 +56,27 @@ def spoil(update, how):
     return dataclasses.replace(update, tensors=tensors), name
 
 
-FAULTS = {"nan": "NaN or Inf", "inf": "NaN or Inf", "negative inf": "NaN or Inf", "transposed": "has shape",
-          "one row less": "has shape", "dtype": "has dtype torch.float64, expected torch.float32",
-          "unknown name": "unknown tensor", "one too many": "unknown tensor", "missing name": "is missing",
-          "nothing": "is missing"}
+FAULTS = {
+    "nan": "NaN or Inf",
+    "inf": "NaN or Inf",
+    "negative inf": "NaN or Inf",
+    "transposed": "has shape",
+    "one row less": "has shape",
+    "dtype": "has dtype torch.float64, expected torch.float32",
+    "unknown name": "unknown tensor",
+    "one too many": "unknown tensor",
+    "missing name": "is missing",
+    "nothing": "is missing",
+}
 
 
-@pytest.mark.parametrize("name, how", [*((n, how) for n in ("fedlora", "flora") for how in FAULTS),
-                                       *((n, how) for n in METHODS for how in ("nan", "transposed")
-                                         if n not in ("fedlora", "flora"))])
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        *((n, how) for n in ("fedlora", "flora") for how in FAULTS),
+        *((n, how) for n in METHODS for how in ("nan", "transposed") if n not in ("fedlora", "flora")),
+    ],
+)
 def test_refused_and_as_if_it_had_not_come(toy, federation, name, how):
     present, absent = (federation(toy.method(name), SIZES) for _ in range(2))
     for fed in (present, absent):
@@ -146,8 +159,10 @@ def test_a_checked_update_is_a_copy(mixed):
 
 # -- names and hyperparameters -------------------------------------------------------------------------
 
+
 def test_the_registry(monkeypatch):
     from fs_lowrank.methods import registry
+
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     assert list_methods() == sorted(list_methods()) and set(METHODS) <= set(list_methods())
     assert get_method_class("RoLoRA").name == "rolora" and get_method_class("fedit") is get_method_class("lora")
@@ -177,15 +192,18 @@ def test_the_registry(monkeypatch):
     assert "narrow" not in list_methods()
 
 
-@pytest.mark.parametrize("name, params, message", [
-    ("rolora", {"mix": 1.5}, "lowrank.mix.*1.5.*at most 1"),
-    ("rolora", {"mix": "half"}, "lowrank.mix"),
-    ("rolora", {"miks": 0.5}, "unknown key 'lowrank.miks'; did you mean 'lowrank.mix'|did you mean 'mix'"),
-    ("rolora", {"mix": 0.5}, "number of rounds"),
-    ("flexlora", {"ranks": (2, 0)}, "lowrank.ranks.*at least 1"),
-    ("flexlora", {"split": "c"}, "one of b, sqrt"),
-    ("fedlora", {"ranks": (2,)}, "has no keys of its own"),
-])
+@pytest.mark.parametrize(
+    "name, params, message",
+    [
+        ("rolora", {"mix": 1.5}, "lowrank.mix.*1.5.*at most 1"),
+        ("rolora", {"mix": "half"}, "lowrank.mix"),
+        ("rolora", {"miks": 0.5}, "unknown key 'lowrank.miks'; did you mean 'lowrank.mix'|did you mean 'mix'"),
+        ("rolora", {"mix": 0.5}, "number of rounds"),
+        ("flexlora", {"ranks": (2, 0)}, "lowrank.ranks.*at least 1"),
+        ("flexlora", {"split": "c"}, "one of b, sqrt"),
+        ("fedlora", {"ranks": (2,)}, "has no keys of its own"),
+    ],
+)
 def test_hyperparameters_are_checked(name, params, message):
     with pytest.raises(UserError, match=message):
         create_method(name, **params)

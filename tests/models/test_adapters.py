@@ -1,4 +1,5 @@
 """Adapters on real small models, tensors of any rank, merges on every kind of weight."""
+
 import pytest
 import torch
 from torch import nn
@@ -47,25 +48,31 @@ def test_one_seed_draws_one_a(tiny_encoder):
         model = encoder(tiny_encoder)
         torch.rand(seed + 3)
         return named_tensors(add_adapter(model, SPEC, seed=seed % 2), ("lora_A",))
+
     first, again, other = drawn(1), drawn(3), drawn(2)
     assert all(torch.equal(first[n], again[n]) for n in first)
     assert not any(torch.equal(first[n], other[n]) for n in first)
 
 
-@pytest.mark.parametrize("spec, message", [
-    ({"target_modules": ("qury",)}, "no module 'qury'; did you mean 'query'.*it has: .*value"),
-    ({"target_modules": ("query",), "layers": (0, 3)}, r"no layer 3; the model's 3 layers are 0 … 2"),
-    ({"target_modules": ("query",), "layers": (-1,)}, "no layer -1"),
-    ({"target_modules": ("query",), "r": 33},
-     "rank 33 is above the width of .*query: its weight is 32 × 32; choose r ≤ 32"),
-    ({"target_modules": ("intermediate.dense",), "r": 40}, "rank 40 .* 48 × 32; choose r ≤ 32"),
-    ({"method": "prefix"}, "adapter_method 'prefix' is not known"),
-    ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT refuses this adapter: No modules were targeted"),
-    ({"target_modules": ("LayerNorm",)}, "llm.adapter.args: PEFT refuses this adapter: .*is not supported"),
-    ({"target_modules": ("query",), "extra": {"init_lora_weights": "foo"}}, "llm.adapter.args: .*'foo'"),
-    ({"target_modules": ("query",), "extra": {"rank_pattern": 5}}, "llm.adapter.args: PEFT refuses"),
-    ({"target_modules": ("query",), "extra": {"foo": 1}}, "llm.adapter.args: 'foo' is no argument of .*LoraConfig"),
-])
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ({"target_modules": ("qury",)}, "no module 'qury'; did you mean 'query'.*it has: .*value"),
+        ({"target_modules": ("query",), "layers": (0, 3)}, r"no layer 3; the model's 3 layers are 0 … 2"),
+        ({"target_modules": ("query",), "layers": (-1,)}, "no layer -1"),
+        (
+            {"target_modules": ("query",), "r": 33},
+            "rank 33 is above the width of .*query: its weight is 32 × 32; choose r ≤ 32",
+        ),
+        ({"target_modules": ("intermediate.dense",), "r": 40}, "rank 40 .* 48 × 32; choose r ≤ 32"),
+        ({"method": "prefix"}, "adapter_method 'prefix' is not known"),
+        ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT refuses this adapter: No modules were targeted"),
+        ({"target_modules": ("LayerNorm",)}, "llm.adapter.args: PEFT refuses this adapter: .*is not supported"),
+        ({"target_modules": ("query",), "extra": {"init_lora_weights": "foo"}}, "llm.adapter.args: .*'foo'"),
+        ({"target_modules": ("query",), "extra": {"rank_pattern": 5}}, "llm.adapter.args: PEFT refuses"),
+        ({"target_modules": ("query",), "extra": {"foo": 1}}, "llm.adapter.args: 'foo' is no argument of .*LoraConfig"),
+    ],
+)
 def test_wrong_adapters_are_named(tiny_encoder, spec, message):
     with pytest.raises(UserError, match=message):
         add_adapter(encoder(tiny_encoder), AdapterSpec(**spec), seed=0)
@@ -78,8 +85,9 @@ def test_layers_of_a_model_without_layers():
 
 
 def test_rank_stabilised_scaling(tiny_encoder):
-    model = add_adapter(encoder(tiny_encoder), AdapterSpec(r=4, lora_alpha=6, target_modules=("query",),
-                                                           use_rslora=True), seed=0)
+    model = add_adapter(
+        encoder(tiny_encoder), AdapterSpec(r=4, lora_alpha=6, target_modules=("query",), use_rslora=True), seed=0
+    )
     layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
     assert layer.scaling["default"] == pytest.approx(3.0)  # 6 / √4, not 6 / 4
     spec = AdapterSpec(r=4, lora_alpha=6, use_rslora=True)
@@ -107,8 +115,10 @@ def test_one_model_holds_pairs_of_any_rank(tiny_encoder, rank, rslora):
 def test_loading_copies(tiny_encoder):
     model = add_adapter(encoder(tiny_encoder), SPEC, seed=1)
     for rank in (3, 2):
-        given = {n: torch.ones(*(rank if d == 3 else d for d in t.shape)) for n, t in
-                 named_tensors(model, ("adapter",)).items()}
+        given = {
+            n: torch.ones(*(rank if d == 3 else d for d in t.shape))
+            for n, t in named_tensors(model, ("adapter",)).items()
+        }
         load_tensors(model, given)
         for tensor in given.values():
             tensor.zero_()
@@ -125,19 +135,23 @@ def test_loading_what_does_not_fit(tiny_encoder):
         load_tensors(model, {"nowhere.weight": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("layer, inputs", [
-    (nn.Linear(7, 5), (4, 7)),
-    # GPT-2's layer keeps its weight transposed: 7 × 5.
-    pytest.param(Conv1D(5, 7), (4, 7), marks=pytest.mark.filterwarnings("ignore:fan_in_fan_out")),
-    (nn.Conv2d(3, 5, (1, 2)), (4, 3, 6, 6)),
-])
+@pytest.mark.parametrize(
+    "layer, inputs",
+    [
+        (nn.Linear(7, 5), (4, 7)),
+        # GPT-2's layer keeps its weight transposed: 7 × 5.
+        pytest.param(Conv1D(5, 7), (4, 7), marks=pytest.mark.filterwarnings("ignore:fan_in_fan_out")),
+        (nn.Conv2d(3, 5, (1, 2)), (4, 3, 6, 6)),
+    ],
+)
 def test_a_merge_is_what_the_adapter_did(layer, inputs):
     import peft
+
     generator = torch.Generator().manual_seed(0)
     net = nn.Sequential()
     net.add_module("layer", layer)
     model = peft.get_peft_model(net, peft.LoraConfig(r=2, lora_alpha=6, target_modules=["layer"])).eval()
-    (b, a), = pairs(named_tensors(model, ("adapter",)))
+    ((b, a),) = pairs(named_tensors(model, ("adapter",)))
     up, down = (dict(model.named_parameters())[n] for n in (b, a))
     up.data.copy_(torch.randn(up.shape, generator=generator))
     x = torch.randn(inputs, generator=generator)
@@ -151,19 +165,26 @@ def test_a_merge_is_what_the_adapter_did(layer, inputs):
 
 # -- what a name says ----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, expected", [
-    ("base_model.model.bert.encoder.layer.1.attention.self.query.lora_A.default.weight", {"adapter", "lora_A"}),
-    ("base_model.model.bert.encoder.layer.1.attention.self.query.lora_B.default.weight", {"adapter", "lora_B"}),
-    ("base_model.model.bert.encoder.layer.1.attention.self.query.lora_A.personal.weight", {"personal"}),
-    ("base_model.model.bert.encoder.layer.1.attention.self.query.base_layer.weight", {"base"}),
-    ("base_model.model.classifier.modules_to_save.default.weight", {"head"}),
-    ("base_model.model.classifier.original_module.weight", set()),
-    ("classifier.weight", {"head"}), ("score.weight", {"head"}), ("lm_head.weight", {"base", "rest"}),
-    ("bert.embeddings.word_embeddings.weight", {"base", "rest"}),
-    ("base_model.model.layer1.0.conv1.base_layer.bias", {"base", "rest"}), ("bn1.running_var", {"base", "rest"}),
-    ("merge:3:base_model.model.up.lora_A.default.weight", {"merge"}),
-    ("server_optimizer:m:base_model.model.up.lora_A.default.weight", {"server_optimizer"}),
-])
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("base_model.model.bert.encoder.layer.1.attention.self.query.lora_A.default.weight", {"adapter", "lora_A"}),
+        ("base_model.model.bert.encoder.layer.1.attention.self.query.lora_B.default.weight", {"adapter", "lora_B"}),
+        ("base_model.model.bert.encoder.layer.1.attention.self.query.lora_A.personal.weight", {"personal"}),
+        ("base_model.model.bert.encoder.layer.1.attention.self.query.base_layer.weight", {"base"}),
+        ("base_model.model.classifier.modules_to_save.default.weight", {"head"}),
+        ("base_model.model.classifier.original_module.weight", set()),
+        ("classifier.weight", {"head"}),
+        ("score.weight", {"head"}),
+        ("lm_head.weight", {"base", "rest"}),
+        ("bert.embeddings.word_embeddings.weight", {"base", "rest"}),
+        ("base_model.model.layer1.0.conv1.base_layer.bias", {"base", "rest"}),
+        ("bn1.running_var", {"base", "rest"}),
+        ("merge:3:base_model.model.up.lora_A.default.weight", {"merge"}),
+        ("server_optimizer:m:base_model.model.up.lora_A.default.weight", {"server_optimizer"}),
+    ],
+)
 def test_tags(name, expected):
     assert tags(name) == expected
 
@@ -171,15 +192,23 @@ def test_tags(name, expected):
 def test_selecting_does_not_depend_on_order():
     names = ["x.lora_B.default.weight", "classifier.bias", "x.lora_A.default.weight", "x.base_layer.weight"]
     for order in (names, names[::-1]):
-        assert select(order, ("adapter", "head")) == ["classifier.bias", "x.lora_A.default.weight",
-                                                      "x.lora_B.default.weight"]
+        assert select(order, ("adapter", "head")) == [
+            "classifier.bias",
+            "x.lora_A.default.weight",
+            "x.lora_B.default.weight",
+        ]
         assert pairs(dict.fromkeys(order)) == [("x.lora_B.default.weight", "x.lora_A.default.weight")]
     assert select(names, ()) == []
 
 
-@pytest.mark.parametrize("extra, modules, named", [
-    ({"use_dora": True}, ("query",), "lora_magnitude_vector"), ({"bias": "all"}, ("query",), "bias"),
-    ({}, ("word_embeddings",), "lora_embedding_A")])
+@pytest.mark.parametrize(
+    "extra, modules, named",
+    [
+        ({"use_dora": True}, ("query",), "lora_magnitude_vector"),
+        ({"bias": "all"}, ("query",), "bias"),
+        ({}, ("word_embeddings",), "lora_embedding_A"),
+    ],
+)
 def test_what_no_method_would_train_is_refused(tiny_encoder, extra, modules, named):
     with pytest.raises(UserError, match=f"llm.adapter.args: it would train .*{named}"):
         add_adapter(encoder(tiny_encoder), AdapterSpec(r=2, target_modules=modules, extra=extra), seed=1)

@@ -1,4 +1,5 @@
 """A model by name or path, from a configuration."""
+
 from transformers import AutoModelForSequenceClassification
 
 from fs_lowrank.config import load_config
@@ -6,8 +7,9 @@ from fs_lowrank.models.build import build_model
 
 
 def test_a_classifier_is_saved_with_the_names_of_its_classes(tiny_encoder, tmp_path):
-    config = load_config({"federate.client_num": 2, "federate.method": "fedlora",
-                          "model.type": f"{tiny_encoder}@transformers"})
+    config = load_config(
+        {"federate.client_num": 2, "federate.method": "fedlora", "model.type": f"{tiny_encoder}@transformers"}
+    )
     build_model(config, 3, label_names=["bad", "so so", "good"]).save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert loaded.config.id2label == {0: "bad", 1: "so so", 2: "good"} and loaded.config.num_labels == 3

@@ -1,4 +1,5 @@
 """One convolution gives what PEFT's two give: outputs, gradients, everything that is saved."""
+
 import copy
 
 import pytest
@@ -36,8 +37,11 @@ def pair(method="lora", monkeypatch=None, **spec):
         with pytest.MonkeyPatch.context() as patch:
             if not ours:
                 patch.setattr(convolution, "compose", lambda model: None)
-            nets.append(add_adapter(net, AdapterSpec(method=method, r=3, lora_alpha=5, target_modules=("a", "b", "c"),
-                                                     **spec), 0))
+            nets.append(
+                add_adapter(
+                    net, AdapterSpec(method=method, r=3, lora_alpha=5, target_modules=("a", "b", "c"), **spec), 0
+                )
+            )
     drawn = {n: torch.randn(t.shape) / 3 for n, t in named_tensors(nets[0], ("adapter",)).items()}
     for net in nets:
         load_tensors(net, drawn)
@@ -55,7 +59,10 @@ def always(request, monkeypatch):
 def test_the_same_function_and_gradients(always, method):
     ours, peft = pair(method)
     assert {type(m).__name__ for m in ours.modules() if hasattr(m, "base_layer")} <= {
-        "ComposedLoRA", "ComposedLoHa", "ComposedLoKr"}
+        "ComposedLoRA",
+        "ComposedLoHa",
+        "ComposedLoKr",
+    }
     x = torch.randn(4, 3, 13, 11)
     for net in (ours, peft):
         net.train()
@@ -74,8 +81,10 @@ def test_two_adapters_at_once(always):
     for net in (ours, peft):
         add_beside(net, "personal", seed=1, r=2)
         generator = torch.Generator().manual_seed(1)
-        load_tensors(net, {n: torch.randn(t.shape, generator=generator) / 3
-                           for n, t in named_tensors(net, ("personal",)).items()})
+        load_tensors(
+            net,
+            {n: torch.randn(t.shape, generator=generator) / 3 for n, t in named_tensors(net, ("personal",)).items()},
+        )
     x = torch.randn(2, 3, 13, 11)
     torch.testing.assert_close(ours(x), peft(x), atol=1e-5, rtol=1e-5)
 
@@ -117,8 +126,10 @@ def test_left_to_peft(monkeypatch, case):
 def test_the_count_prefers_what_is_cheaper():
     def layer(channels, rank):
         spec = AdapterSpec(r=rank, target_modules=("0",))
-        return add_adapter(nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1, bias=False)), spec,
-                           0).base_model.model[0]
+        return add_adapter(
+            nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1, bias=False)), spec, 0
+        ).base_model.model[0]
+
     # 32 pictures: 64 channels of 32 × 32 at rank 128 are cheaper composed, 512 of 4 × 4 are not.
     assert layer(64, 128)._pays(torch.empty(32, 64, 32, 32, device="meta"), 128)
     assert not layer(512, 128)._pays(torch.empty(32, 512, 4, 4, device="meta"), 128)

@@ -1,4 +1,5 @@
 """Fisher estimates and Grams against brute-force autograd."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -84,7 +85,7 @@ def make(kind=Net, **options):
     x, y = torch.randn(11, *shape), torch.randint(0, 3, (11,))
     if kind is Words:
         name, x = "input_ids", torch.randint(0, 6, (11, 5))
-    return model, [{name: x[i:i + 4], "labels": y[i:i + 4]} for i in (0, 4, 8)]
+    return model, [{name: x[i : i + 4], "labels": y[i : i + 4]} for i in (0, 4, 8)]
 
 
 def outer(model, batches):
@@ -95,7 +96,7 @@ def outer(model, batches):
     for batch in batches:
         inputs = {k: v.double() if v.is_floating_point() else v for k, v in batch.items() if k != "labels"}
         for i in range(len(batch["labels"])):
-            logs = model(**{k: v[i:i + 1] for k, v in inputs.items()}).logits.log_softmax(-1)[0]
+            logs = model(**{k: v[i : i + 1] for k, v in inputs.items()}).logits.log_softmax(-1)[0]
             for log in logs:
                 flat = torch.cat([g.flatten() for g in torch.autograd.grad(log, own.values(), retain_graph=True)])
                 total = total + log.exp().detach() * torch.outer(flat, flat)
@@ -154,7 +155,8 @@ def by_hand(model, batches):
     inputs, grads, factors = {}, {}, {}
     for name in ("conv", "fc", "last"):
         model.get_submodule(name).register_forward_hook(
-            lambda m, a, out, n=name: inputs.update({n: a[0]}) or grads.update({n: out}))
+            lambda m, a, out, n=name: inputs.update({n: a[0]}) or grads.update({n: out})
+        )
     count = sum(len(b["labels"]) for b in batches)
     for batch in batches:
         logs = model(batch["pixel_values"].double()).logits.log_softmax(-1)
@@ -168,7 +170,7 @@ def by_hand(model, batches):
             a = a + x.T @ x / count / locations
             for c in range(3):
                 scalar = (logs[:, c] * logs[:, c].detach().exp().sqrt()).sum()
-                d, = torch.autograd.grad(scalar, grads[n], retain_graph=True)
+                (d,) = torch.autograd.grad(scalar, grads[n], retain_graph=True)
                 d = d.flatten(2).transpose(1, 2).flatten(0, 1) if n == "conv" else d
                 g = g + d.T @ d / count
             factors[n] = (a, g)
@@ -186,8 +188,9 @@ def test_kronecker_factors_are_their_definition(bias):
     wanted, found = by_hand(model, batches), kronecker_fisher(model, batches, layers, draws=0)
     for name in layers:
         # Only the product has a meaning.
-        torch.testing.assert_close(torch.kron(*found[name]).double(), torch.kron(*wanted[name]).detach(),
-                                   atol=1e-7, rtol=1e-3)
+        torch.testing.assert_close(
+            torch.kron(*found[name]).double(), torch.kron(*wanted[name]).detach(), atol=1e-7, rtol=1e-3
+        )
         assert found[name][0].dtype == torch.float32 and torch.equal(found[name][0], found[name][0].T)
 
 
@@ -197,7 +200,7 @@ def test_one_sample_and_linear_layers_make_kfac_exact():
     exact = outer(model, one)
     found = kronecker_fisher(model, one, {"fc": False}, draws=0)["fc"]
     place = sum(p.numel() for n, p in sorted(model.named_parameters()) if n < "fc")
-    block = exact[place:place + 60, place:place + 60].reshape(5, 12, 5, 12)
+    block = exact[place : place + 60, place : place + 60].reshape(5, 12, 5, 12)
     torch.testing.assert_close(torch.einsum("ij,kl->kilj", *found).double(), block, atol=1e-7, rtol=1e-3)
 
 
@@ -227,14 +230,20 @@ def test_the_model_is_left_as_it_was():
 
 def test_without_curvlinops(monkeypatch):
     monkeypatch.setattr(curvature.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'fs-lowrank\[oneshot\].*--no-deps curvlinops'):
+    with pytest.raises(UserError, match=r"fs-lowrank\[oneshot\].*--no-deps curvlinops"):
         kronecker_fisher(*make(), {"fc": False})
 
 
 def test_a_layer_that_is_used_twice():
     model, batches = make()
     model.forward = lambda pixel_values, labels=None: SimpleNamespace(
-        logits=model.last(torch.tanh(nn.functional.pad(model.last(torch.tanh(model.fc(
-            torch.tanh(model.conv(pixel_values)).flatten(1)))), (0, 2)))))
+        logits=model.last(
+            torch.tanh(
+                nn.functional.pad(
+                    model.last(torch.tanh(model.fc(torch.tanh(model.conv(pixel_values)).flatten(1)))), (0, 2)
+                )
+            )
+        )
+    )
     with pytest.raises(UserError, match="last is used more than once"):
         diagonal_fisher(model, batches, ["last.weight"])

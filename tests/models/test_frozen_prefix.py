@@ -1,4 +1,5 @@
 """The kept states are those that the frozen layers would have given."""
+
 import logging
 
 import numpy as np
@@ -136,8 +137,15 @@ def test_states_in_half_precision(tiny_encoder):
 
 # -- architectures -------------------------------------------------------------------------------------
 
-_SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
-          "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0}
+_SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 _RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
 #: name -> (model type, sizes, adapted module)
 ARCHITECTURES = {
@@ -145,21 +153,51 @@ ARCHITECTURES = {
     "llama": ("llama", {**_SIZES, "num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 3}, "v_proj"),
     "deberta": ("deberta", {**_SIZES, **_RELATIVE}, "in_proj"),
     "deberta-v2": ("deberta-v2", {**_SIZES, **_RELATIVE, "conv_kernel_size": 3, "conv_act": "gelu"}, "value_proj"),
-    "deberta-v3": ("deberta-v2", {**_SIZES, **_RELATIVE, "position_buckets": 8, "norm_rel_ebd": "layer_norm",
-                                  "share_att_key": True, "position_biased_input": False}, "value_proj"),
-    "xlm": ("xlm", {"vocab_size": 40, "emb_dim": 32, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 64,
-                    "pad_index": 0}, "v_lin"),
+    "deberta-v3": (
+        "deberta-v2",
+        {
+            **_SIZES,
+            **_RELATIVE,
+            "position_buckets": 8,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+            "position_biased_input": False,
+        },
+        "value_proj",
+    ),
+    "xlm": (
+        "xlm",
+        {"vocab_size": 40, "emb_dim": 32, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 64, "pad_index": 0},
+        "v_lin",
+    ),
     "fnet": ("fnet", {k: v for k, v in _SIZES.items() if k != "num_attention_heads"}, "dense"),
     "convbert": ("convbert", {**_SIZES, "embedding_size": 32, "conv_kernel_size": 3}, "value"),
     "longformer": ("longformer", {**_SIZES, "attention_window": 4}, "value"),
-    "xlnet": ("xlnet", {"vocab_size": 40, "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 48,
-                        "pad_token_id": 0}, "layer_1"),
-    "rwkv": ("rwkv", {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32,
-                      "intermediate_size": 48, "context_length": 64, "pad_token_id": 0, "bos_token_id": 2,
-                      "eos_token_id": 3}, "value"),
+    "xlnet": (
+        "xlnet",
+        {"vocab_size": 40, "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 48, "pad_token_id": 0},
+        "layer_1",
+    ),
+    "rwkv": (
+        "rwkv",
+        {
+            "vocab_size": 40,
+            "hidden_size": 32,
+            "num_hidden_layers": 4,
+            "attention_hidden_size": 32,
+            "intermediate_size": 48,
+            "context_length": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+        },
+        "value",
+    ),
 }
-KEPT, COMPUTED = ["bert", "llama", "deberta", "deberta-v2", "deberta-v3"], [
-    "xlm", "fnet", "convbert", "longformer", "xlnet", "rwkv"]
+KEPT, COMPUTED = (
+    ["bert", "llama", "deberta", "deberta-v2", "deberta-v3"],
+    ["xlm", "fnet", "convbert", "longformer", "xlnet", "rwkv"],
+)
 CAUSAL = ("llama", "rwkv")
 
 
@@ -218,7 +256,8 @@ def test_every_architecture_is_as_without_kept_states(name, caplog):
     said = [r.getMessage() for r in caplog.records if r.name == "fs_lowrank"]
     inner = type(prefix.model.get_base_model()).__name__
     assert [s.partition(" (")[0] for s in said] == (
-        [] if name in KEPT else [f"train.cache_frozen: {inner}'s layers cannot be left out"])
+        [] if name in KEPT else [f"train.cache_frozen: {inner}'s layers cannot be left out"]
+    )
     for batch in (np.arange(9), np.array([3, 0]), np.array([7])):
         plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)
         torch.testing.assert_close(kept, plain, atol=1e-5 * float(plain.abs().max()), rtol=1e-5)

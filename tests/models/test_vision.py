@@ -1,4 +1,5 @@
 """The networks for images: sizes as published, shapes, saving, weights from a file, and adapters on them."""
+
 import pytest
 import torch
 from peft import PeftModel
@@ -27,22 +28,37 @@ def count(tensors):
 
 # -- sizes ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kind, shape, classes, total, millions", [
-    ("resnet10", (1, 28, 28), 10, 4_902_090, 4.90), ("resnet18", (3, 32, 32), 10, 11_173_962, 11.17),
-    ("resnet18", (3, 32, 32), 100, 11_220_132, 11.22), ("lenet", (1, 28, 28), 10, 44_426, 0.04),
-    ("fedma_cnn", (3, 32, 32), 10, 940_362, 0.94)])
+
+@pytest.mark.parametrize(
+    "kind, shape, classes, total, millions",
+    [
+        ("resnet10", (1, 28, 28), 10, 4_902_090, 4.90),
+        ("resnet18", (3, 32, 32), 10, 11_173_962, 11.17),
+        ("resnet18", (3, 32, 32), 100, 11_220_132, 11.22),
+        ("lenet", (1, 28, 28), 10, 44_426, 0.04),
+        ("fedma_cnn", (3, 32, 32), 10, 940_362, 0.94),
+    ],
+)
 def test_parameters_as_published(kind, shape, classes, total, millions):
     found = count(build(kind, shape, classes).parameters())
     assert found == total and round(found / 1e6, 2) == millions
 
 
-@pytest.mark.parametrize("kind, shape, classes, rank, trained, percent", [
-    ("resnet18", (3, 32, 32), 10, 128, 4.59, 41), ("resnet18", (3, 32, 32), 10, 96, 3.44, 31),
-    ("resnet18", (3, 32, 32), 10, 64, 2.30, 21), ("resnet18", (3, 32, 32), 100, 128, 4.63, 41),
-    ("resnet18", (3, 32, 32), 100, 96, 3.49, 31), ("resnet18", (3, 32, 32), 100, 64, 2.35, 21),
-    # The paper has 44 for the first; what trains is 43.35 per cent.
-    ("resnet10", (1, 28, 28), 10, 128, 2.13, 43), ("resnet10", (1, 28, 28), 10, 96, 1.60, 33),
-    ("resnet10", (1, 28, 28), 10, 64, 1.07, 22)])
+@pytest.mark.parametrize(
+    "kind, shape, classes, rank, trained, percent",
+    [
+        ("resnet18", (3, 32, 32), 10, 128, 4.59, 41),
+        ("resnet18", (3, 32, 32), 10, 96, 3.44, 31),
+        ("resnet18", (3, 32, 32), 10, 64, 2.30, 21),
+        ("resnet18", (3, 32, 32), 100, 128, 4.63, 41),
+        ("resnet18", (3, 32, 32), 100, 96, 3.49, 31),
+        ("resnet18", (3, 32, 32), 100, 64, 2.35, 21),
+        # The paper has 44 for the first; what trains is 43.35 per cent.
+        ("resnet10", (1, 28, 28), 10, 128, 2.13, 43),
+        ("resnet10", (1, 28, 28), 10, 96, 1.60, 33),
+        ("resnet10", (1, 28, 28), 10, 64, 1.07, 22),
+    ],
+)
 def test_what_trains_beside_the_papers_ratios(kind, shape, classes, rank, trained, percent):
     model = build(kind, shape, classes)
     total = count(model.parameters())
@@ -53,9 +69,15 @@ def test_what_trains_beside_the_papers_ratios(kind, shape, classes, rank, traine
 def test_linear_layers_as_published():
     lenet, cnn = build("lenet", (1, 28, 28)), build("fedma_cnn")
     assert [(m.in_features, m.out_features) for m in lenet.modules() if isinstance(m, nn.Linear)] == [
-        (256, 120), (120, 84), (84, 10)]
+        (256, 120),
+        (120, 84),
+        (84, 10),
+    ]
     assert [(m.in_features, m.out_features) for m in cnn.modules() if isinstance(m, nn.Linear)] == [
-        (1600, 512), (512, 128), (128, 10)]
+        (1600, 512),
+        (512, 128),
+        (128, 10),
+    ]
     assert [m.out_channels for m in cnn.modules() if isinstance(m, nn.Conv2d)] == [32, 64]
 
 
@@ -100,6 +122,7 @@ def test_images_that_are_too_small():
 
 # -- in a run ------------------------------------------------------------------------------------------
 
+
 def test_by_name_from_a_configuration(vision_settings):
     config = load_config(vision_settings, {"model.use_bias": False, "lowrank.norm": "group"})
     assert config.is_vision and config.from_scratch and config.model.task == "ImageClassification"
@@ -107,20 +130,24 @@ def test_by_name_from_a_configuration(vision_settings):
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters()))
     assert not torch.equal(first.conv1.weight, other.conv1.weight)
     assert first.fc.bias is None and isinstance(first.bn1, nn.GroupNorm) and not first.training
-    half = build_model(config.replace(**{"lowrank.dtype": "bfloat16", "lowrank.norm": "batch"}), 3,
-                       image_shape=(1, 8, 8))
+    half = build_model(
+        config.replace(**{"lowrank.dtype": "bfloat16", "lowrank.norm": "batch"}), 3, image_shape=(1, 8, 8)
+    )
     assert half.fc.weight.dtype == torch.bfloat16 and half.bn1.running_var.dtype == torch.float32
     assert half(pixel_values=torch.randn(2, 1, 8, 8)).logits.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("keys, message", [
-    ({"model.type": "resnet8"}, "no network of that name; did you mean 'resnet18'.*NAME@transformers"),
-    ({"model.type": "lenet", "model.task": "CausalLM"}, "model.task = 'CausalLM': expected ImageClassification"),
-    ({"model.type": "x@transformers", "lowrank.norm": "group"}, "lowrank.norm = 'group' is for networks of ours"),
-    ({"model.type": "x@transformers", "lowrank.base_init": "zero"}, "lowrank.base_init = 'zero' is"),
-    ({"lowrank.weights": "w.safetensors", "lowrank.base_init": "zero"}, "wipe out the pre-trained weights"),
-    ({"lowrank.norm": "layer"}, "lowrank.norm = 'layer': expected one of batch"),
-])
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"model.type": "resnet8"}, "no network of that name; did you mean 'resnet18'.*NAME@transformers"),
+        ({"model.type": "lenet", "model.task": "CausalLM"}, "model.task = 'CausalLM': expected ImageClassification"),
+        ({"model.type": "x@transformers", "lowrank.norm": "group"}, "lowrank.norm = 'group' is for networks of ours"),
+        ({"model.type": "x@transformers", "lowrank.base_init": "zero"}, "lowrank.base_init = 'zero' is"),
+        ({"lowrank.weights": "w.safetensors", "lowrank.base_init": "zero"}, "wipe out the pre-trained weights"),
+        ({"lowrank.norm": "layer"}, "lowrank.norm = 'layer': expected one of batch"),
+    ],
+)
 def test_wrong_keys(vision_settings, keys, message):
     vision_settings = {**vision_settings, "lowrank": {}} if "model.type" in keys else vision_settings
     with pytest.raises(UserError, match=message):
@@ -129,6 +156,7 @@ def test_wrong_keys(vision_settings, keys, message):
 
 
 # -- files ---------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("kind", VISION_MODELS)
 def test_saved_and_loaded(kind, tmp_path):
@@ -156,14 +184,21 @@ def test_weights_from_a_file(tmp_path):
     assert torch.equal(same.fc.weight, source.fc.weight)
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda t: t.pop("layer2.0.conv1.weight"), "has no tensor 'layer2.0.conv1.weight'"),
-    (lambda t: t.update({"layer2.0.conv9.weight": torch.zeros(1)}),
-     "has a tensor 'layer2.0.conv9.weight'.*lowrank.norm"),
-    (lambda t: t.update({"conv1.weight": torch.zeros(4, 1, 3, 3)}),
-     r"\(4, 1, 3, 3\), this resnet10 has \(4, 3, 3, 3\)"),
-    (lambda t: t.update({"conv1.weight": torch.zeros(4, 3, 3, 3, dtype=torch.int8)}), "dtype torch.int8"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop("layer2.0.conv1.weight"), "has no tensor 'layer2.0.conv1.weight'"),
+        (
+            lambda t: t.update({"layer2.0.conv9.weight": torch.zeros(1)}),
+            "has a tensor 'layer2.0.conv9.weight'.*lowrank.norm",
+        ),
+        (
+            lambda t: t.update({"conv1.weight": torch.zeros(4, 1, 3, 3)}),
+            r"\(4, 1, 3, 3\), this resnet10 has \(4, 3, 3, 3\)",
+        ),
+        (lambda t: t.update({"conv1.weight": torch.zeros(4, 3, 3, 3, dtype=torch.int8)}), "dtype torch.int8"),
+    ],
+)
 def test_wrong_weights_change_nothing(tmp_path, change, message):
     model = build("resnet10", **SMALL)
     model.save_pretrained(tmp_path)
@@ -188,11 +223,13 @@ def test_files_that_are_none(tmp_path):
 
 # -- adapters ------------------------------------------------------------------------------------------
 
+
 def test_where_adapters_go():
     model = add_adapter(build("resnet10", **SMALL), AdapterSpec(r=2), 0)
     layers = {n.split(".lora_A.")[0].removeprefix("base_model.model.") for n in named_tensors(model, ("lora_A",))}
     assert layers == {f"layer{s}.0.{c}" for s in (1, 2, 3, 4) for c in ("conv1", "conv2")} | {
-        f"layer{s}.0.downsample.0" for s in (2, 3, 4)}
+        f"layer{s}.0.downsample.0" for s in (2, 3, 4)
+    }
     rest = {n.removeprefix("base_model.model.") for n in named_tensors(model, ("rest",))}
     assert {"conv1.weight", "bn1.weight", "bn1.running_mean", "layer2.0.downsample.1.bias"} <= rest
     assert {n.removeprefix("base_model.model.") for n in named_tensors(model, ("head",))} == {"fc.weight", "fc.bias"}

@@ -1,4 +1,5 @@
 """Checkpoints: whole or not at all, recognised when damaged."""
+
 import errno
 import json
 import logging
@@ -19,8 +20,10 @@ META = {"numbers": {"t": 3, "x": 0.1}, "synced": {1: 2, 10: 0}, "outbox": {"a": 
 def parts(round):
     generator = torch.Generator().manual_seed(round)
     flat = torch.randn(20, generator=generator)
-    return {"state": {"a": flat[:6].view(2, 3), "b": flat[6:], "half": torch.ones(3, dtype=torch.bfloat16)},
-            "personal": {"1/x": torch.randn(4, 5, generator=generator).T}}
+    return {
+        "state": {"a": flat[:6].view(2, 3), "b": flat[6:], "half": torch.ones(3, dtype=torch.bfloat16)},
+        "personal": {"1/x": torch.randn(4, 5, generator=generator).T},
+    }
 
 
 def save(folder, *rounds, **options):
@@ -126,8 +129,9 @@ def test_a_write_that_fails_leaves_the_last_one_whole(tmp_path, monkeypatch, cal
             patch.setattr(module.Path, "write_text", full)
         else:
             patch.setattr(module, call, full)
-        with pytest.raises(UserError, match="could not save the checkpoint of round 3.*No space left.*round_000002.*"
-                                            "--resume"):
+        with pytest.raises(
+            UserError, match="could not save the checkpoint of round 3.*No space left.*round_000002.*--resume"
+        ):
             save(tmp_path, 3)
     check(load_checkpoint(tmp_path), 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round_000001", "round_000002"]
@@ -139,8 +143,10 @@ def test_on_a_disk_that_is_truly_full(small_disk):
     folder = small_disk / "checkpoint"
     big = {"state": {"x": torch.zeros(30_000)}}
     save_checkpoint(folder, 1, big, META)
-    for filler in ({"state": {"x": torch.zeros(1_000_000)}}, {"state": {"x": torch.zeros(30_000)},
-                                                              "base": {"y": torch.zeros(250_000)}}):
+    for filler in (
+        {"state": {"x": torch.zeros(1_000_000)}},
+        {"state": {"x": torch.zeros(30_000)}, "base": {"y": torch.zeros(250_000)}},
+    ):
         with pytest.raises(UserError, match="could not save the checkpoint of round 2.*No space left.*round_000001"):
             save_checkpoint(folder, 2, filler, META)
     assert load_checkpoint(folder).round == 1

@@ -1,4 +1,5 @@
 """Records, figures and plots of a run."""
+
 import json
 
 import pytest
@@ -11,11 +12,19 @@ from fs_lowrank.runs.summary import human_bytes, per_client_and_round, seconds
 
 
 def record(round, **more):
-    return {"round": round, "loss": 1 / round, "metrics": {"test": {"acc": 0.5, "loss": 0.7}}, "uplink_bytes": 100,
-            "uplink_bytes_without_head": 60, "downlink_bytes": 0 if round == 1 else 80,
-            "downlink_bytes_without_head": 0 if round == 1 else 40, "client_uplink_bytes": {1: 50, 2: 50},
-            "client_downlink_bytes": {1: 40, 2: 20, 3: 20} if round > 1 else {1: 0, 2: 0, 3: 0},
-            "seconds": {"training": 1.0, "aggregation": 0.1 * round, "evaluation": 0.5}, **more}
+    return {
+        "round": round,
+        "loss": 1 / round,
+        "metrics": {"test": {"acc": 0.5, "loss": 0.7}},
+        "uplink_bytes": 100,
+        "uplink_bytes_without_head": 60,
+        "downlink_bytes": 0 if round == 1 else 80,
+        "downlink_bytes_without_head": 0 if round == 1 else 40,
+        "client_uplink_bytes": {1: 50, 2: 50},
+        "client_downlink_bytes": {1: 40, 2: 20, 3: 20} if round > 1 else {1: 0, 2: 0, 3: 0},
+        "seconds": {"training": 1.0, "aggregation": 0.1 * round, "evaluation": 0.5},
+        **more,
+    }
 
 
 def test_records_on_disk_and_in_memory_are_the_same(tmp_path):
@@ -41,21 +50,34 @@ def test_a_line_cut_short_ends_the_records(tmp_path, cut):
 def test_figures_of_a_run():
     history = [record(1), record(2), record(3)]
     assert per_client_and_round(history) == {
-        "uplink": 300 / 6, "uplink_without_head": 180 / 6, "downlink": 160 / 6, "downlink_without_head": 80 / 6}
+        "uplink": 300 / 6,
+        "uplink_without_head": 180 / 6,
+        "downlink": 160 / 6,
+        "downlink_without_head": 80 / 6,
+    }
     assert per_client_and_round(history[:1])["downlink"] == 0
     spent = seconds(history)
     assert spent["training"] == 3.0 and spent["aggregation"] == pytest.approx(0.6)
     assert spent["aggregation_median"] == pytest.approx(0.2)
     assert [human_bytes(n) for n in (0, 999, 1000, 1.5e6, 2.25e9, 3e12)] == [
-        "0 B", "999 B", "1.0 kB", "1.5 MB", "2.2 GB", "3000.0 GB"]
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "1.5 MB",
+        "2.2 GB",
+        "3000.0 GB",
+    ]
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("majority, metrics", [(0.6, "all"), (None, "some"), (None, "none")])
 def test_curves_are_drawn_from_whatever_there_is(tmp_path, majority, metrics):
     def history(method):
-        return [record(r) if metrics == "all" or (metrics == "some" and r == 3) else record(r, metrics={})
-                for r in (1, 2, 3)]
+        return [
+            record(r) if metrics == "all" or (metrics == "some" and r == 3) else record(r, metrics={})
+            for r in (1, 2, 3)
+        ]
+
     path = plot_curves({"rolora": history(0), "fedlora": history(1)}, tmp_path / "curves.png", majority)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
@@ -76,8 +98,9 @@ def test_a_fingerprint_sees_names_shapes_dtypes_and_values():
     def transpose(model):
         model[0].weight.data = model[0].weight.data.T.contiguous()
 
-    seen = [fingerprint(change) for change in (lambda model: None, rename, nudge, transpose,
-                                               lambda model: model.bfloat16())]
+    seen = [
+        fingerprint(change) for change in (lambda model: None, rename, nudge, transpose, lambda model: model.bfloat16())
+    ]
     assert len(set(seen)) == 5 and fingerprint(lambda model: None) == seen[0] and len(seen[0]) == 12
 
 

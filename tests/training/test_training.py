@@ -1,4 +1,5 @@
 """Local training, evaluation and learning rates against plain loops."""
+
 import math
 
 import numpy as np
@@ -23,16 +24,20 @@ def config(**keys):
 
 def data(count=10, classes=3, seed=0):
     draw = np.random.default_rng(seed)
-    return Examples({"input_ids": [draw.integers(4, 30, draw.integers(3, 9)) for _ in range(count)]},
-                    draw.integers(0, classes, count))
+    return Examples(
+        {"input_ids": [draw.integers(4, 30, draw.integers(3, 9)) for _ in range(count)]},
+        draw.integers(0, classes, count),
+    )
 
 
 @pytest.fixture
 def model(tiny_encoder):
     from transformers import AutoModelForSequenceClassification
+
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(
-        str(tiny_encoder), num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        str(tiny_encoder), num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     return add_adapter(model, AdapterSpec(r=2, lora_alpha=6, target_modules=("query",)), seed=0)
 
 
@@ -46,8 +51,12 @@ def moved(model, before):
 
 # -- what trains ---------------------------------------------------------------------------------------
 
-OPTIMIZERS = [("SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("AdamW", {"weight_decay": 0.5}),
-              ("Adam", {"weight_decay": 0.1}), ("RMSprop", {"momentum": 0.9, "weight_decay": 0.1})]
+OPTIMIZERS = [
+    ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+    ("AdamW", {"weight_decay": 0.5}),
+    ("Adam", {"weight_decay": 0.1}),
+    ("RMSprop", {"momentum": 0.9, "weight_decay": 0.1}),
+]
 
 
 @pytest.mark.parametrize("kind, extra", OPTIMIZERS)
@@ -67,6 +76,7 @@ def test_the_frozen_half_keeps_every_bit(model, kind, extra, half, frozen):
 
 def test_no_optimizer_state_survives_a_switch_of_halves(model, monkeypatch):
     import fs_lowrank.training.local as local
+
     made = []
 
     def spy(parameters, *rest):
@@ -76,8 +86,9 @@ def test_no_optimizer_state_survives_a_switch_of_halves(model, monkeypatch):
 
     monkeypatch.setattr(local, "make_optimizer", spy)
     cfg = config(**{"train.local_update_steps": 2, "train.optimizer": {"type": "AdamW"}})
-    train_client(model, data(), [Phase(("lora_B",)), Phase(("lora_A",), steps=1), Phase(("lora_B",))], cfg, lr=0.05,
-                 seed=1)
+    train_client(
+        model, data(), [Phase(("lora_B",)), Phase(("lora_A",), steps=1), Phase(("lora_B",))], cfg, lr=0.05, seed=1
+    )
     assert len(made) == 3 and len({id(o) for _, o in made}) == 3
     assert [max(int(s["step"]) for s in o.state.values()) for _, o in made] == [2, 1, 2]
 
@@ -94,9 +105,15 @@ def test_a_phase_without_head_leaves_it(model):
 def test_against_a_plain_loop(model):
     """The same batches, in torch's own words."""
     import copy
+
     other = copy.deepcopy(model)
-    cfg = config(**{"train.local_update_steps": 3, "train.batch_or_epoch": "epoch",
-                    "train.optimizer": {"type": "SGD", "momentum": 0.5}})
+    cfg = config(
+        **{
+            "train.local_update_steps": 3,
+            "train.batch_or_epoch": "epoch",
+            "train.optimizer": {"type": "SGD", "momentum": 0.5},
+        }
+    )
     examples = data()
     result = train_client(model, examples, [Phase(("adapter", "head"))], cfg, lr=0.1, seed=7)
     trained = [p for n, p in other.named_parameters() if "lora_" in n or "modules_to_save" in n]
@@ -120,20 +137,23 @@ def test_against_a_plain_loop(model):
 
 def test_one_seed_one_result(tiny_encoder, model):
     import copy
+
     for module in model.modules():  # with dropout
         if isinstance(module, nn.Dropout):
             module.p = 0.3
     twins = [copy.deepcopy(model) for _ in range(3)]
     for seed, twin in zip((5, 5, 6), twins):
         torch.manual_seed(int(torch.rand(()) * 1000))
-        train_client(twin, data(), [Phase(("adapter", "head"))], config(**{"train.local_update_steps": 4}), lr=0.1,
-                     seed=seed)
+        train_client(
+            twin, data(), [Phase(("adapter", "head"))], config(**{"train.local_update_steps": 4}), lr=0.1, seed=seed
+        )
     first, again, other = map(snapshot, twins)
     assert all(torch.equal(first[n], again[n]) for n in first)
     assert any(not torch.equal(first[n], other[n]) for n in first)
 
 
 # -- how long ------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 11])
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -147,12 +167,15 @@ def test_an_epoch_of_batches(size, drop_last):
     assert ordered.tolist() == list(range(size))
 
 
-@pytest.mark.parametrize("keys, steps, samples", [
-    ({"train.local_update_steps": 7}, 7, 4 + 4 + 2 + 4 + 4 + 2 + 4),
-    ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch"}, 6, 20),
-    ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch", "dataloader.drop_last": True}, 4, 16),
-    ({"train.local_update_steps": 2, "grad.grad_accum_count": 3}, 6, 20),
-])
+@pytest.mark.parametrize(
+    "keys, steps, samples",
+    [
+        ({"train.local_update_steps": 7}, 7, 4 + 4 + 2 + 4 + 4 + 2 + 4),
+        ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch"}, 6, 20),
+        ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch", "dataloader.drop_last": True}, 4, 16),
+        ({"train.local_update_steps": 2, "grad.grad_accum_count": 3}, 6, 20),
+    ],
+)
 def test_how_long(model, keys, steps, samples):
     result = train_client(model, data(), [Phase(("lora_B",))], config(**keys), lr=0.1, seed=0)
     assert (result.steps, result.samples) == (steps, samples)
@@ -160,12 +183,20 @@ def test_how_long(model, keys, steps, samples):
 
 def test_accumulated_gradients_are_one_larger_batch(model):
     import copy
+
     other = copy.deepcopy(model)
     common = {"train.local_update_steps": 1, "dataloader.shuffle": False}
-    train_client(model, data(8), [Phase(("lora_B", "head"))],
-                 config(**common, **{"dataloader.batch_size": 8}), lr=0.5, seed=0)
-    train_client(other, data(8), [Phase(("lora_B", "head"))],
-                 config(**common, **{"dataloader.batch_size": 4, "grad.grad_accum_count": 2}), lr=0.5, seed=0)
+    train_client(
+        model, data(8), [Phase(("lora_B", "head"))], config(**common, **{"dataloader.batch_size": 8}), lr=0.5, seed=0
+    )
+    train_client(
+        other,
+        data(8),
+        [Phase(("lora_B", "head"))],
+        config(**common, **{"dataloader.batch_size": 4, "grad.grad_accum_count": 2}),
+        lr=0.5,
+        seed=0,
+    )
     theirs = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, theirs[name], atol=1e-6, rtol=1e-4)
@@ -180,6 +211,7 @@ def test_gradients_are_clipped(model):
 
 
 # -- optimizers ----------------------------------------------------------------------------------------
+
 
 def test_optimizers_by_name():
     parameters = [nn.Parameter(torch.zeros(2))]
@@ -209,6 +241,7 @@ def test_what_depends_on_the_device_is_left_to_it():
 
 # -- evaluation ----------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_evaluation_of_a_classifier(model, size):
     examples = data(11)
@@ -227,6 +260,7 @@ def test_evaluation_of_a_classifier(model, size):
 
 def test_evaluation_of_a_causal_model_is_per_token(tiny_causal):
     from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(str(tiny_causal)).eval()
     draw = np.random.default_rng(0)
     rows = [draw.integers(4, 30, n) for n in (3, 8, 5, 12, 2)]
@@ -242,8 +276,7 @@ def test_evaluation_of_a_causal_model_is_per_token(tiny_causal):
                 right += int(logits[at - 1].argmax()) == wanted[at]
     for size in (1, 2, 5):
         found = evaluate(model, examples, size)
-        assert found == {"loss": pytest.approx(np.mean(losses), rel=1e-5),
-                         "acc": pytest.approx(right / len(losses))}
+        assert found == {"loss": pytest.approx(np.mean(losses), rel=1e-5), "acc": pytest.approx(right / len(losses))}
 
 
 def test_evaluation_moves_nothing(model):
@@ -254,11 +287,14 @@ def test_evaluation_moves_nothing(model):
 
 # -- learning rates ------------------------------------------------------------------------------------
 
+
 def test_learning_rates_by_round():
     def rates(kind, rounds=5, **extra):
         warmup = extra.pop("warmup_ratio", 0.0)
-        return [lr_at(r, rounds, 1.0, Scheduler(type=kind, warmup_ratio=warmup, extra=extra))
-                for r in range(1, rounds + 1)]
+        return [
+            lr_at(r, rounds, 1.0, Scheduler(type=kind, warmup_ratio=warmup, extra=extra)) for r in range(1, rounds + 1)
+        ]
+
     assert rates("") == rates("constant") == [1.0] * 5
     assert rates("linear") == pytest.approx([1, 0.75, 0.5, 0.25, 0])
     assert rates("linear", min_lr=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
@@ -268,23 +304,31 @@ def test_learning_rates_by_round():
     assert rates("linear", 1) == [1.0]
 
 
-@pytest.mark.parametrize("scheduler, message", [
-    (Scheduler(type="cosin"), "did you mean 'cosine'"),
-    (Scheduler(type="linear", extra={"min_rl": 0.1}), "did you mean 'min_lr'"),
-    (Scheduler(type="cosine", extra={"min_lr": "abc"}), "min_lr = 'abc': expected a learning rate, 0 or more"),
-    (Scheduler(type="cosine", extra={"min_lr": -0.1}), "min_lr = -0.1: expected"),
-    (Scheduler(type="cosine", extra={"min_lr": None}), "min_lr = None: expected"),
-    (Scheduler(type="cosine", extra={"cycle": "abc"}), "cycle = 'abc': expected a whole number of rounds"),
-    (Scheduler(type="cosine", extra={"cycle": -3}), "cycle = -3: expected"),
-    (Scheduler(type="cosine", extra={"cycle": 2.5}), "cycle = 2.5: expected"),
-])
+@pytest.mark.parametrize(
+    "scheduler, message",
+    [
+        (Scheduler(type="cosin"), "did you mean 'cosine'"),
+        (Scheduler(type="linear", extra={"min_rl": 0.1}), "did you mean 'min_lr'"),
+        (Scheduler(type="cosine", extra={"min_lr": "abc"}), "min_lr = 'abc': expected a learning rate, 0 or more"),
+        (Scheduler(type="cosine", extra={"min_lr": -0.1}), "min_lr = -0.1: expected"),
+        (Scheduler(type="cosine", extra={"min_lr": None}), "min_lr = None: expected"),
+        (Scheduler(type="cosine", extra={"cycle": "abc"}), "cycle = 'abc': expected a whole number of rounds"),
+        (Scheduler(type="cosine", extra={"cycle": -3}), "cycle = -3: expected"),
+        (Scheduler(type="cosine", extra={"cycle": 2.5}), "cycle = 2.5: expected"),
+    ],
+)
 def test_wrong_schedules_are_named(scheduler, message):
     with pytest.raises(UserError, match=message):
         check_scheduler(scheduler)
 
 
 def test_seeds_are_apart():
-    drawn = {derive(seed, purpose, round, client) for seed in (0, 1) for purpose in ("train", "participation")
-             for round in range(20) for client in range(20)}
-    assert len(drawn) == 2 * 2 * 20 * 20 and all(0 <= d < 2 ** 63 for d in drawn)
+    drawn = {
+        derive(seed, purpose, round, client)
+        for seed in (0, 1)
+        for purpose in ("train", "participation")
+        for round in range(20)
+        for client in range(20)
+    }
+    assert len(drawn) == 2 * 2 * 20 * 20 and all(0 <= d < 2**63 for d in drawn)
     assert derive(1, "train", 12) != derive(11, "train", 2) and derive(1, 23) == derive(1, 23)

@@ -9,6 +9,7 @@ Importing twice, or after the framework has built its configuration, is the same
 Raises (on import):
     UserError: the framework is not found, another version, not whole, or lacks packages; see ``locate``.
 """
+
 from . import compat, locate
 
 FRAMEWORK = locate.require()

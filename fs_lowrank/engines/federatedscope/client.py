@@ -1,4 +1,5 @@
 """The framework's client, with a copy of the model that follows our method's messages."""
+
 from __future__ import annotations
 
 import json
@@ -80,8 +81,20 @@ class OwnCopy(SharedCopy):
 class LowRankClient(Client):
     """One of the framework's clients."""
 
-    def __init__(self, ID=-1, server_id=None, state=-1, config=None, data=None, model=None, device="cpu",
-                 strategy=None, is_unseen_client=False, *args, **kwargs):
+    def __init__(
+        self,
+        ID=-1,
+        server_id=None,
+        state=-1,
+        config=None,
+        data=None,
+        model=None,
+        device="cpu",
+        strategy=None,
+        is_unseen_client=False,
+        *args,
+        **kwargs,
+    ):
         self.ready = False
         if config is None:  # the framework asks a bare worker which messages it handles
             super().__init__(ID, server_id, state)
@@ -90,15 +103,17 @@ class LowRankClient(Client):
         self.distributed = config.federate.mode == "distributed"
         if self.distributed:
             wire.require_free(kwargs["host"], kwargs["port"])
-        super().__init__(ID, server_id, state, stock(config), data, model, device, strategy, is_unseen_client, *args,
-                         **kwargs)
+        super().__init__(
+            ID, server_id, state, stock(config), data, model, device, strategy, is_unseen_client, *args, **kwargs
+        )
         self._cfg, self.ready = config, True
         if self.distributed and self.session.index > 0:
             self.ID = self.session.index
         self.timeout = self.session.config.lowrank.timeout
         if self.distributed:
             self.comm_manager = wire.BoundedComm.take_over(
-                self.comm_manager, self.timeout, config.distribute.grpc_max_send_message_length)
+                self.comm_manager, self.timeout, config.distribute.grpc_max_send_message_length
+            )
             self.server_address = self.comm_manager.neighbors[server_id]
         self.copy: SharedCopy | None = None
         if self.ID > 0:
@@ -138,13 +153,17 @@ class LowRankClient(Client):
             deadline = time.monotonic() + self.timeout
             while not wire.listening(self.server_address):
                 if time.monotonic() > deadline:
-                    raise RunFailed(f"no server answers at {self.server_address} within {self.timeout:g} s; start it, "
-                                    "or correct distribute.server_host and distribute.server_port")
+                    raise RunFailed(
+                        f"no server answers at {self.server_address} within {self.timeout:g} s; start it, "
+                        "or correct distribute.server_host and distribute.server_port"
+                    )
                 time.sleep(0.2)
-            content = json.dumps({"address": self.local_address, "proof": self.session.proof,
-                                  "config": self.session.config.to_dict()})
-        self.comm_manager.send(Message(msg_type="join_in", sender=self.ID, receiver=[self.server_id], timestamp=0,
-                                       content=content))
+            content = json.dumps(
+                {"address": self.local_address, "proof": self.session.proof, "config": self.session.config.to_dict()}
+            )
+        self.comm_manager.send(
+            Message(msg_type="join_in", sender=self.ID, receiver=[self.server_id], timestamp=0, content=content)
+        )
 
     def callback_funcs_for_assign_id(self, message: Message):
         super().callback_funcs_for_assign_id(message)
@@ -194,9 +213,16 @@ class LowRankClient(Client):
     def _send(self, parcel: Parcel, message: Message, samples: int) -> None:
         self._monitor.track_upload_bytes(nbytes(parcel.tensors))
         timestamp = self._gen_timestamp(init_timestamp=message.timestamp, instance_number=samples)
-        self.comm_manager.send(Message(
-            msg_type="model_para", sender=self.ID, receiver=[self.server_id], state=self.state,
-            timestamp=timestamp, content=parcel.encode() if self.distributed else parcel))
+        self.comm_manager.send(
+            Message(
+                msg_type="model_para",
+                sender=self.ID,
+                receiver=[self.server_id],
+                state=self.state,
+                timestamp=timestamp,
+                content=parcel.encode() if self.distributed else parcel,
+            )
+        )
 
     # -- secret sharing ----------------------------------------------------------------------------
 
@@ -211,12 +237,23 @@ class LowRankClient(Client):
         for other, share in zip(others, shares[1:]):
             parcel = Parcel(share)
             self._monitor.track_upload_bytes(nbytes(share))
-            self.comm_manager.send(Message(
-                msg_type="ss_model_para", sender=self.ID, receiver=[other], state=self.state, timestamp=0,
-                content=parcel.encode() if self.distributed else parcel))
+            self.comm_manager.send(
+                Message(
+                    msg_type="ss_model_para",
+                    sender=self.ID,
+                    receiver=[other],
+                    state=self.state,
+                    timestamp=0,
+                    content=parcel.encode() if self.distributed else parcel,
+                )
+            )
         sent = [nbytes(shares[0]), nbytes(without_head(shares[0]))]
-        self.own[self.state] = {**facts, "shares": True, "sent_bytes": sent[0] * parties,
-                                "sent_bytes_without_head": sent[1] * parties}
+        self.own[self.state] = {
+            **facts,
+            "shares": True,
+            "sent_bytes": sent[0] * parties,
+            "sent_bytes_without_head": sent[1] * parties,
+        }
         self._add_fragment(self.state, self.ID, shares[0])
         return None
 
@@ -233,12 +270,27 @@ class LowRankClient(Client):
     def callback_funcs_for_evaluate(self, message: Message):
         self.copy.catch_up(Parcel.of(message.content))
         if not any(self.trainer.ctx.get(f"{split}_data") is not None for split in self._cfg.eval.split):
-            self.comm_manager.send(Message(msg_type="metrics", sender=self.ID, receiver=[message.sender],
-                                           state=message.state, timestamp=message.timestamp, content="none"))
+            self.comm_manager.send(
+                Message(
+                    msg_type="metrics",
+                    sender=self.ID,
+                    receiver=[message.sender],
+                    state=message.state,
+                    timestamp=message.timestamp,
+                    content="none",
+                )
+            )
             return
-        super().callback_funcs_for_evaluate(Message(
-            msg_type=message.msg_type, sender=message.sender, receiver=message.receiver, state=message.state,
-            timestamp=message.timestamp, content=None))
+        super().callback_funcs_for_evaluate(
+            Message(
+                msg_type=message.msg_type,
+                sender=message.sender,
+                receiver=message.receiver,
+                state=message.state,
+                timestamp=message.timestamp,
+                content=None,
+            )
+        )
 
     def callback_funcs_for_finish(self, message: Message):
         logger.info("client %s: the run is over", self.ID)

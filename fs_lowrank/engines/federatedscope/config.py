@@ -4,6 +4,7 @@ The framework's values are typed by their defaults and it knows no "not given", 
 is registered as its ``Argument`` without a value. One place checks values: ``load_config``, to which
 ``from_framework`` hands everything.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,11 +23,25 @@ from ...methods import get_method_class, list_methods
 #: in front of one of our methods' names where the framework has a method of the same name
 PREFIX = "lowrank_"
 #: methods that the framework itself tells by name, besides those in its own tables
-_WRAPPERS = ("pfedme", "ditto", "fedem", "fedrep", "fedopt", "local", "global", "fedavg", "fedsageplus", "gcflplus",
-             "fedgc")
+_WRAPPERS = (
+    "pfedme",
+    "ditto",
+    "fedem",
+    "fedrep",
+    "fedopt",
+    "local",
+    "global",
+    "fedavg",
+    "fedsageplus",
+    "gcflplus",
+    "fedgc",
+)
 #: our trainer for each task, and the framework's trainers whose place it takes
-TRAINERS = {"CausalLM": "lowrank_llmtrainer", "SequenceClassification": "lowrank_nlptrainer",
-            "ImageClassification": "lowrank_cvtrainer"}
+TRAINERS = {
+    "CausalLM": "lowrank_llmtrainer",
+    "SequenceClassification": "lowrank_nlptrainer",
+    "ImageClassification": "lowrank_cvtrainer",
+}
 _REPLACED = ("general", "llmtrainer", "nlptrainer", "cvtrainer", "torchtrainer")
 
 #: parts of the framework that act where our methods do, by key: the values under which they are off, and why not both
@@ -50,8 +65,10 @@ _ACTS_ELSEWHERE = {
     "feat_engr.type": (("",), "our data come ready"),
     "federate.use_diff": ((False,), "what is sent is the method's business"),
     "federate.unseen_clients_rate": ((0.0,), "held-out data are evaluated instead"),
-    "federate.data_weighted_aggr": ((False,), "updates weigh by the client's number of samples already; "
-                                    "see federate.ignore_weight"),
+    "federate.data_weighted_aggr": (
+        (False,),
+        "updates weigh by the client's number of samples already; see federate.ignore_weight",
+    ),
     "model.model_num_per_trainer": ((1,), "a client trains one model"),
     "llm.retry_on_nan_loss": ((False,), "a client whose update is not finite is left out of the round"),
     "train.data_para_dids": (([],), "our training loop uses one device"),
@@ -60,9 +77,11 @@ _ACTS_ELSEWHERE = {
 
 # -- which method is meant -----------------------------------------------------------------------------
 
+
 def frameworks_own() -> frozenset[str]:
     """Names that ``federate.method`` has in the framework itself."""
     from federatedscope.core.configs import constants
+
     return frozenset({*constants.AGGREGATOR_TYPE, *constants.CLIENTS_TYPE, *constants.SERVER_TYPE, *_WRAPPERS})
 
 
@@ -89,14 +108,18 @@ def check_method_name(name: str) -> None:
         return
     import federatedscope.core.auxiliaries.worker_builder  # noqa: F401  (brings in the user's contrib.worker)
     from federatedscope import register
+
     if any(function(name.lower()) is not None for key, function in register.worker_dict.items() if key != "lowrank"):
         return
     known = [*list_methods(), *sorted(frameworks_own())]
-    raise UserError(f"federate.method: no method {name!r}{nearest(name, known)}; ours: {', '.join(list_methods())}; "
-                    f"the framework's: {', '.join(sorted(frameworks_own()))}")
+    raise UserError(
+        f"federate.method: no method {name!r}{nearest(name, known)}; ours: {', '.join(list_methods())}; "
+        f"the framework's: {', '.join(sorted(frameworks_own()))}"
+    )
 
 
 # -- our keys in theirs --------------------------------------------------------------------------------
+
 
 def _parameters() -> dict[str, tuple[Any, str]]:
     """Every hyperparameter of every method: its type and help; a name that two methods share counts once."""
@@ -121,6 +144,7 @@ def extend(cfg) -> None:
     """Add the section ``lowrank``, and our keys in the framework's own sections, to a configuration."""
     from federatedscope.core.configs.config import CN
     from federatedscope.core.configs.yacs_config import Argument
+
     if "lowrank" not in cfg:
         cfg.lowrank = CN(new_allowed=True)
     for key, (hint, text) in _parameters().items():
@@ -244,20 +268,28 @@ def _refuse(cfg, method: str) -> None:
     sums = get_method_class(method).needs_only_sums()
     quantises, shares, online = (cfg.quantization.method != "none", cfg.federate.use_ss, cfg.federate.online_aggr)
     if shares and not sums:
-        refused.append(f"federate.use_ss = True: {method}'s server step is not a weighted sum, so it cannot work on "
-                       f"shares; it applies to: {_additive()}")
+        refused.append(
+            f"federate.use_ss = True: {method}'s server step is not a weighted sum, so it cannot work on "
+            f"shares; it applies to: {_additive()}"
+        )
     if online and not sums:
-        refused.append(f"federate.online_aggr = True: {method}'s server step needs all updates at once, not their "
-                       f"running sum; it applies to: {_additive()}")
+        refused.append(
+            f"federate.online_aggr = True: {method}'s server step needs all updates at once, not their "
+            f"running sum; it applies to: {_additive()}"
+        )
     if shares and quantises:
-        refused.append("federate.use_ss and quantization.method together: shares are random numbers over the whole "
-                       "range, and rounded ones do not add up")
+        refused.append(
+            "federate.use_ss and quantization.method together: shares are random numbers over the whole "
+            "range, and rounded ones do not add up"
+        )
     if shares and cfg.federate.sample_client_num != cfg.federate.client_num:
         refused.append("federate.use_ss needs every client in every round: the shares of an absent one are missing")
     drop_rate = getattr(cfg.lowrank.drop_rate, "value", cfg.lowrank.drop_rate)  # an Argument
     if shares and drop_rate > 0:
-        refused.append(f"federate.use_ss and lowrank.drop_rate = {drop_rate} together: the shares of a client that "
-                       "drops out are missing")
+        refused.append(
+            f"federate.use_ss and lowrank.drop_rate = {drop_rate} together: the shares of a client that "
+            "drops out are missing"
+        )
     if shares and cfg.federate.client_num < 2:
         refused.append("federate.use_ss needs two clients at least")
     if quantises and cfg.quantization.method != "uniform":
@@ -266,13 +298,16 @@ def _refuse(cfg, method: str) -> None:
         refused.append(f"quantization.nbits = {cfg.quantization.nbits}: the framework has 8 and 16")
     best = cfg.eval.best_res_update_round_wise_key
     if "client_test_" in best:
-        refused.append(f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics "
-                       "under test_")
+        refused.append(
+            f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics under test_"
+        )
     if cfg.federate.save_freq == 0:
         refused.append("federate.save_freq = 0: rounds between saved models, or -1 for none")
     if cfg.trainer.type not in TRAINERS.values() and cfg.trainer.type.lower() not in _REPLACED:
-        refused.append(f"trainer.type = {cfg.trainer.type!r}: it cannot train for {method}; leave it out, or one of "
-                       f"{', '.join(TRAINERS.values())}")
+        refused.append(
+            f"trainer.type = {cfg.trainer.type!r}: it cannot train for {method}; leave it out, or one of "
+            f"{', '.join(TRAINERS.values())}"
+        )
     if refused:
         raise UserError(f"federate.method = {method} cannot run together with:\n  " + "\n  ".join(refused))
 
@@ -284,6 +319,7 @@ def _additive() -> str:
 def to_framework(config: Config):
     """The framework's configuration, from ours; not frozen."""
     from federatedscope.core.configs.config import CN, global_cfg
+
     cfg = global_cfg.clone()
     flat = {name: value for name, value, _ in ours._flat(config)}
     flat.update(config.framework)

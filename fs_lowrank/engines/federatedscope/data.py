@@ -1,4 +1,5 @@
 """Our data sets and partitioners, as the framework asks for them."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -68,8 +69,13 @@ class Partitioned(BaseSplitter):
             labels = np.array([int(np.asarray(item[1]).reshape(-1)[0]) for item in items])
         elif items and isinstance(items[0], dict) and "categories" in items[0]:
             labels = np.array([int(item["categories"]) for item in items])
-        parts = partition(self.name, Rows(len(items), labels), self.client_num,
-                          np.random.default_rng(np.random.randint(2**31)), self.args)
+        parts = partition(
+            self.name,
+            Rows(len(items), labels),
+            self.client_num,
+            np.random.default_rng(np.random.randint(2**31)),
+            self.args,
+        )
         return [[items[i] for i in indices] for indices in parts.indices]
 
 

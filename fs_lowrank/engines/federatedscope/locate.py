@@ -3,6 +3,7 @@
 It is on no package index: a checkout of its branch ``llm`` goes on ``sys.path``, or its folder into the
 environment variable ``FEDERATEDSCOPE_ROOT``.
 """
+
 from __future__ import annotations
 
 import ast
@@ -17,14 +18,31 @@ ROOT = "FEDERATEDSCOPE_ROOT"
 VERSION = "0.3.0"
 BRANCH = "llm"
 #: files without which the checkout is not whole, or is another branch
-_WHOLE = ("register.py", "main.py", "core/fed_runner.py", "core/message.py", "core/workers/server.py",
-          "core/workers/client.py", "core/configs/config.py", "core/proto/gRPC_comm_manager_pb2.py")
+_WHOLE = (
+    "register.py",
+    "main.py",
+    "core/fed_runner.py",
+    "core/message.py",
+    "core/workers/server.py",
+    "core/workers/client.py",
+    "core/configs/config.py",
+    "core/proto/gRPC_comm_manager_pb2.py",
+)
 _BRANCH_FILES = ("llm/trainer/trainer.py", "core/configs/cfg_llm.py")
 #: what it imports on the way of a run of ours, by module and by the name to install
-NEEDS = {"grpc": "grpcio", "google.protobuf": "protobuf", "pympler": "pympler", "scipy": "scipy",
-         "sklearn": "scikit-learn", "pandas": "pandas", "yaml": "pyyaml"}
-_HOW = (f"check out its branch {BRANCH} and set {ROOT} to that folder (or install it with "
-       "`pip install --no-deps -e FOLDER`), then: pip install 'fs-lowrank[federatedscope]'; see docs/federatedscope.md")
+NEEDS = {
+    "grpc": "grpcio",
+    "google.protobuf": "protobuf",
+    "pympler": "pympler",
+    "scipy": "scipy",
+    "sklearn": "scikit-learn",
+    "pandas": "pandas",
+    "yaml": "pyyaml",
+}
+_HOW = (
+    f"check out its branch {BRANCH} and set {ROOT} to that folder (or install it with "
+    "`pip install --no-deps -e FOLDER`), then: pip install 'fs-lowrank[federatedscope]'; see docs/federatedscope.md"
+)
 
 
 class Unusable(UserError):
@@ -82,12 +100,15 @@ def require() -> Path:
     if not all((place / name).is_file() for name in _BRANCH_FILES):
         raise Unusable(f"the FederatedScope in {place} is not the branch {BRANCH} (it has no {_BRANCH_FILES[0]})")
     if version(place) != VERSION:
-        raise Unusable(f"the FederatedScope in {place} is version {version(place)}; this plug-in is written for "
-                       f"{VERSION} of branch {BRANCH}")
+        raise Unusable(
+            f"the FederatedScope in {place} is version {version(place)}; this plug-in is written for "
+            f"{VERSION} of branch {BRANCH}"
+        )
     absent = [package for module, package in NEEDS.items() if not _has(module)]
     if absent:
-        raise Unusable(f"FederatedScope is in {place}, but what it needs is not installed",
-                       f"pip install {' '.join(absent)}")
+        raise Unusable(
+            f"FederatedScope is in {place}, but what it needs is not installed", f"pip install {' '.join(absent)}"
+        )
     return place
 
 

@@ -1,4 +1,5 @@
 """Where the framework's log goes while a run of ours goes on."""
+
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,5 @@
 """Our models, as the framework asks for them."""
+
 from __future__ import annotations
 
 from .session import asked_for

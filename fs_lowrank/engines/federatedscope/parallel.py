@@ -4,6 +4,7 @@ The framework's own form of it wants P GPUs and a state dict of one shape in eve
 sends, runs with GPUs or without, and ends with the tensors of a run in one process. A client's process does one message
 after the other and says when each is done: neither side ever writes while the other does.
 """
+
 from __future__ import annotations
 
 import logging
@@ -54,8 +55,9 @@ class ParallelRunner(StandaloneRunner):
 
     def __init__(self, *args, config, processes: int = 0, **kwargs):
         if kwargs.get("client_configs"):
-            raise UserError("federate.process_num above 1 takes no configuration for single clients; leave "
-                            "--client_cfg out")
+            raise UserError(
+                "federate.process_num above 1 takes no configuration for single clients; leave --client_cfg out"
+            )
         self.processes = processes or config.federate.process_num
         config = config.clone()
         config.defrost()
@@ -85,8 +87,10 @@ class ParallelRunner(StandaloneRunner):
             while not (self.server.is_finish and self._nothing_left()):
                 self._hand_out()
                 if self._nothing_left() and not self.server.is_finish:
-                    raise RunFailed(f"round {self.server.state + 1} cannot be completed: nobody has anything left to "
-                                    f"do; the logs are in {self.session.outdir}{self._kept()}")
+                    raise RunFailed(
+                        f"round {self.server.state + 1} cannot be completed: nobody has anything left to "
+                        f"do; the logs are in {self.session.outdir}{self._kept()}"
+                    )
                 self._listen()
             for site in self.sites:
                 site.connection.close()  # it then ends by itself
@@ -108,9 +112,16 @@ class ParallelRunner(StandaloneRunner):
         count = min(self.processes - 1, len(numbers))
         for i in range(count):
             self.sites.append(_Site(i + 1, numbers[i::count], session.config.lowrank.timeout))
-            self.sites[i].send(Parcel({}, config=session.config.to_dict(), outdir=str(session.outdir), rank=i + 1,
-                                      resources={n: self.client[n].resource_info for n in numbers[i::count]},
-                                      resume=session.resume))
+            self.sites[i].send(
+                Parcel(
+                    {},
+                    config=session.config.to_dict(),
+                    outdir=str(session.outdir),
+                    rank=i + 1,
+                    resources={n: self.client[n].resource_info for n in numbers[i::count]},
+                    resume=session.resume,
+                )
+            )
         self.home = {number: site for site in self.sites for number in site.numbers}
 
     def _follow(self, message, round: int) -> None:
@@ -131,8 +142,9 @@ class ParallelRunner(StandaloneRunner):
         for site in self.sites:
             begun = site.next()
             if begun is not None and begun.facts.get("facts", {}).get("train"):
-                self.session.on_client(begun.facts["facts"]["round"], begun.facts["receiver"],
-                                       self.session.config.sampled_per_round)
+                self.session.on_client(
+                    begun.facts["facts"]["round"], begun.facts["receiver"], self.session.config.sampled_per_round
+                )
 
     def _listen(self) -> None:
         """Take what the processes have sent; wait for it if every one of them is at work."""
@@ -143,13 +155,16 @@ class ParallelRunner(StandaloneRunner):
             if site.connection in heard:
                 self._take(site, site.receive())
             elif time.monotonic() - site.since > timeout:
-                raise RunFailed(f"{site} has not answered within lowrank.timeout, {timeout:g} s; it is ended. Raise "
-                                f"lowrank.timeout if its clients need longer{self._kept()}")
+                raise RunFailed(
+                    f"{site} has not answered within lowrank.timeout, {timeout:g} s; it is ended. Raise "
+                    f"lowrank.timeout if its clients need longer{self._kept()}"
+                )
 
     def _take(self, site: _Site, parcel: Parcel | None) -> None:
         if parcel is None:
-            raise RunFailed(f"{site} is gone (exit code {site.process.returncode}); was it killed, or out of memory?"
-                            f"{self._kept()}")
+            raise RunFailed(
+                f"{site} is gone (exit code {site.process.returncode}); was it killed, or out of memory?{self._kept()}"
+            )
         facts = parcel.facts
         if facts["kind"] == "done":
             site.idle = True
@@ -185,12 +200,17 @@ class _Site:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 pipe.setsockopt(socket.SOL_SOCKET, option, bound)
         # Not multiprocessing's own start, which would first run the user's main module again.
-        start = (f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import {__name__} as parallel; "
-                 f"parallel.serve({theirs.fileno()})")
+        start = (
+            f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import {__name__} as parallel; "
+            f"parallel.serve({theirs.fileno()})"
+        )
         path = os.pathsep.join(p for p in sys.path if p)
-        self.process = subprocess.Popen([sys.executable, "-c", start], pass_fds=[theirs.fileno()],
-                                        stdin=subprocess.DEVNULL,
-                                        env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", start],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        )
         theirs.close()
         #: parcels that have not been sent yet
         self.waiting: deque[Parcel] = deque()
@@ -241,8 +261,13 @@ class _Site:
 
 def _packed(message: Message, receiver: int) -> Parcel:
     content = message.content
-    facts = {"kind": message.msg_type, "sender": int(message.sender), "receiver": receiver, "state": message.state,
-             "timestamp": message.timestamp}
+    facts = {
+        "kind": message.msg_type,
+        "sender": int(message.sender),
+        "receiver": receiver,
+        "state": message.state,
+        "timestamp": message.timestamp,
+    }
     if isinstance(content, Parcel):
         return Parcel(content.tensors, facts=content.facts, **facts)
     return Parcel({}, content=content, **facts)
@@ -251,11 +276,18 @@ def _packed(message: Message, receiver: int) -> Parcel:
 def _unpacked(parcel: Parcel) -> Message:
     facts = parcel.facts
     content = facts["content"] if "content" in facts else Parcel(parcel.tensors, **facts["facts"])
-    return Message(msg_type=facts["kind"], sender=facts["sender"], receiver=[facts["receiver"]], state=facts["state"],
-                   timestamp=facts["timestamp"], content=content)
+    return Message(
+        msg_type=facts["kind"],
+        sender=facts["sender"],
+        receiver=[facts["receiver"]],
+        state=facts["state"],
+        timestamp=facts["timestamp"],
+        content=content,
+    )
 
 
 # -- in a client's process -----------------------------------------------------------------------------
+
 
 def serve(handle: int) -> None:
     """Be the clients that the server's process names, until it closes the connection whose file descriptor this is."""
@@ -302,8 +334,9 @@ def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) 
             # Applied to the model as the round before left it, not as the last client did.
             load_tensors(session.model, standing)
             with torch.no_grad():
-                session.method.apply(session.model, {n: t.to(session.device) for n, t in parcel.tensors.items()},
-                                     parcel.facts["round"])
+                session.method.apply(
+                    session.model, {n: t.to(session.device) for n, t in parcel.tensors.items()}, parcel.facts["round"]
+                )
             standing = shared_tensors(session)
         else:
             message, client = _unpacked(parcel), clients[parcel.facts["receiver"]]
@@ -327,14 +360,26 @@ def _clients(cfg, resources: dict[int, object], resume: bool):
         MethodAggregator(session).load_model(cfg.federate.restore_from)
     queue: deque[Message] = deque()
     make = get_client_cls(cfg)
-    return {number: make(ID=number, server_id=0, config=cfg, data=data[number], model=session.next_model(),
-                         device=session.device, shared_comm_queue=queue, resource_info=resource)
-            for number, resource in resources.items()}, queue
+    return {
+        number: make(
+            ID=number,
+            server_id=0,
+            config=cfg,
+            data=data[number],
+            model=session.next_model(),
+            device=session.device,
+            shared_comm_queue=queue,
+            resource_info=resource,
+        )
+        for number, resource in resources.items()
+    }, queue
 
 
 def choose_runner(frameworks):
     """What stands in the place of the framework's class: ours for our methods, its own for its own."""
+
     def make(*args, config, **kwargs):
         runner = frameworks if our_method(config.federate.method) is None else ParallelRunner
         return runner(*args, config=config, **kwargs)
+
     return make

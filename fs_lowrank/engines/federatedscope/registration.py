@@ -1,4 +1,5 @@
 """Telling the framework about us."""
+
 from __future__ import annotations
 
 import logging
@@ -13,11 +14,14 @@ def register_all() -> None:
     from federatedscope import register
 
     from .config import extend
+
     # First the keys: where the framework has not been imported yet, importing it builds its configuration from them.
     _once(register.register_config, register.config_dict, extend)
     from federatedscope.core.configs.config import global_cfg
+
     extend(global_cfg)  # where it had been
     from . import data, model, trainer, worker
+
     _once(register.register_data, register.data_dict, data.load)
     _once(register.register_splitter, register.splitter_dict, data.splitter)
     _once(register.register_model, register.model_dict, model.build)

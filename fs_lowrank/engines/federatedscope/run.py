@@ -1,4 +1,5 @@
 """One run on the framework, started from our configuration."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,8 +27,10 @@ def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> 
     """
     standalone, processes = config.federate.mode == "standalone", config.federate.process_num
     if processes > 1 and not standalone:
-        raise UserError(f"federate.process_num = {processes} divides the clients of a standalone run; in mode "
-                        "distributed every client is a process of its own. Leave it out")
+        raise UserError(
+            f"federate.process_num = {processes} divides the clients of a standalone run; in mode "
+            "distributed every client is a process of its own. Leave it out"
+        )
     cfg = to_framework(config)
     # Where a run's files lie is decided here, not by the framework, which would begin a new folder each time.
     outdir = Path(config.outdir) / config.expname
@@ -52,8 +55,10 @@ def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> 
             else:
                 get_runner(config=cfg.clone(), **workers).run()
             if session.result is None and standalone:
-                raise RunFailed(f"the run ended before its last round: a round could not be completed; see "
-                                f"{outdir / 'exp_print.log'}")
+                raise RunFailed(
+                    f"the run ended before its last round: a round could not be completed; see "
+                    f"{outdir / 'exp_print.log'}"
+                )
             return session.result or session.nothing()
         finally:
             sessions.close_session()

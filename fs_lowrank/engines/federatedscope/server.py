@@ -3,6 +3,7 @@
 Its flow stays: who joins, when a round is full, evaluation, early stopping, best results, saving. What travels
 and what becomes of it is ``engines.server``'s business, the same as in the embedded engine.
 """
+
 from __future__ import annotations
 
 import json
@@ -48,11 +49,16 @@ class MethodAggregator(Aggregator):
         if folder:
             os.makedirs(folder, exist_ok=True)
         changed = set(session.method.changed_base(self.model))
-        torch.save({
-            "cur_round": cur_round, "method": session.method.name,
-            "model": {n: t.detach().cpu() for n, t in session.method.view(server.state).items()},
-            "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in server.state.items()},
-            "base": {n: p.detach().cpu() for n, p in self.model.named_parameters() if n in changed}}, path)
+        torch.save(
+            {
+                "cur_round": cur_round,
+                "method": session.method.name,
+                "model": {n: t.detach().cpu() for n, t in session.method.view(server.state).items()},
+                "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in server.state.items()},
+                "base": {n: p.detach().cpu() for n, p in self.model.named_parameters() if n in changed},
+            },
+            path,
+        )
 
     def load_model(self, path):
         """Take up where the file at ``path`` was saved; returns the rounds that were done.
@@ -71,14 +77,18 @@ class MethodAggregator(Aggregator):
             raise UserError(f"federate.restore_from: {path} was not saved by a run of this framework")
         now = session.method.view(session.server.state)
         then = saved["model"]
-        bad = sorted(n for n in now.keys() | then.keys()
-                     if n not in now or n not in then or now[n].shape != then[n].shape)
+        bad = sorted(
+            n for n in now.keys() | then.keys() if n not in now or n not in then or now[n].shape != then[n].shape
+        )
         if bad:
-            raise UserError(f"federate.restore_from: {path} does not fit this method and model: {bad[0]!r} differs"
-                            f" ({len(bad)} tensors in all)")
+            raise UserError(
+                f"federate.restore_from: {path} does not fit this method and model: {bad[0]!r} differs"
+                f" ({len(bad)} tensors in all)"
+            )
         if saved.get("method", session.method.name) != session.method.name:
-            raise UserError(f"federate.restore_from: {path} is of method {saved['method']!r}, this run's is "
-                            f"{session.method.name!r}")
+            raise UserError(
+                f"federate.restore_from: {path} is of method {saved['method']!r}, this run's is {session.method.name!r}"
+            )
         # A file of the framework's own has the tensors only.
         session.server.state = dict(saved.get("state") or {**session.server.state, **then})
         load_tensors(self.model, saved.get("base", {}))
@@ -92,8 +102,20 @@ class MethodAggregator(Aggregator):
 class LowRankServer(Server):
     """One of the framework's servers; it counts rounds from 0, our methods from 1."""
 
-    def __init__(self, ID=-1, state=0, config=None, data=None, model=None, client_num=5, total_round_num=10,
-                 device="cpu", strategy=None, unseen_clients_id=None, **kwargs):
+    def __init__(
+        self,
+        ID=-1,
+        state=0,
+        config=None,
+        data=None,
+        model=None,
+        client_num=5,
+        total_round_num=10,
+        device="cpu",
+        strategy=None,
+        unseen_clients_id=None,
+        **kwargs,
+    ):
         if config is None:  # the framework asks a bare worker which messages it handles
             super().__init__(ID, state)
             return
@@ -102,8 +124,19 @@ class LowRankServer(Server):
         if self.distributed:
             wire.require_free(kwargs["host"], kwargs["port"])
         try:
-            super().__init__(ID, state, stock(config), data, model, client_num, total_round_num, device, strategy,
-                             unseen_clients_id, **kwargs)
+            super().__init__(
+                ID,
+                state,
+                stock(config),
+                data,
+                model,
+                client_num,
+                total_round_num,
+                device,
+                strategy,
+                unseen_clients_id,
+                **kwargs,
+            )
         except RuntimeError as error:
             if "bind" in str(error).lower() or "address" in str(error).lower():
                 raise UserError(f"cannot listen on {kwargs.get('host')}:{kwargs.get('port')}: {error}") from error
@@ -116,7 +149,8 @@ class LowRankServer(Server):
         self.aggregators = [self.aggregator]
         if self.distributed:
             self.comm_manager = wire.BoundedComm.take_over(
-                self.comm_manager, self.timeout, config.distribute.grpc_max_send_message_length)
+                self.comm_manager, self.timeout, config.distribute.grpc_max_send_message_length
+            )
         #: clients whose model stands at the start although the run is further: a resumed run's, or a process that came
         self.fresh: set[int] = set()
         self.asked: set[int] = set()
@@ -136,8 +170,9 @@ class LowRankServer(Server):
             self.core.min_clients = 1  # it sees one update, the mean; how many it came from is counted here
         self.state = self._restored(config)
         if self.state >= self.total_round_num:
-            raise UserError(f"all {self.total_round_num} rounds are done already; raise federate.total_round_num to go "
-                            "on")
+            raise UserError(
+                f"all {self.total_round_num} rounds are done already; raise federate.total_round_num to go on"
+            )
 
     def _restored(self, config) -> int:
         done = self.session.begin()
@@ -178,13 +213,21 @@ class LowRankServer(Server):
                 self._failed(sender, "failed", "its process ended and another one took its place")
                 return self.check_and_move_on()
             return False
-        return super().callback_funcs_for_join_in(Message(
-            msg_type=message.msg_type, sender=sender, receiver=message.receiver, state=message.state,
-            timestamp=message.timestamp, content=content))
+        return super().callback_funcs_for_join_in(
+            Message(
+                msg_type=message.msg_type,
+                sender=sender,
+                receiver=message.receiver,
+                state=message.state,
+                timestamp=message.timestamp,
+                content=content,
+            )
+        )
 
     def _objection(self, sender: int, proof: dict, config: dict) -> str:
         """Why this client cannot take part; empty if it can."""
         from ...config import load_config
+
         try:
             theirs = load_config(config)
         except UserError as error:
@@ -195,9 +238,11 @@ class LowRankServer(Server):
         mine = self.session.proof
         wrong = sorted(n for n in mine.keys() | proof.keys() if mine.get(n) != proof.get(n))
         if wrong:
-            return (f"its model is not the server's at the start: {wrong[0]} differs"
-                    + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-                    + "; the same seed, model files and versions of torch, transformers and peft give the same")
+            return (
+                f"its model is not the server's at the start: {wrong[0]} differs"
+                + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+                + "; the same seed, model files and versions of torch, transformers and peft give the same"
+            )
         if sender != -1 and not 1 <= sender <= self.client_num:
             return f"there is no client {sender}; federate.client_num is {self.client_num}"
         if sender == -1 and self.started:
@@ -209,8 +254,17 @@ class LowRankServer(Server):
 
     def _tell(self, address: dict, kind: str, text: str) -> None:
         where = f"{address['host']}:{address['port']}"
-        self.comm_manager._send(where, Message(msg_type=kind, sender=self.ID, receiver=[-1], state=self.state,
-                                               timestamp=self.cur_timestamp, content=text))
+        self.comm_manager._send(
+            where,
+            Message(
+                msg_type=kind,
+                sender=self.ID,
+                receiver=[-1],
+                state=self.state,
+                timestamp=self.cur_timestamp,
+                content=text,
+            ),
+        )
 
     def check_client_join_in(self):
         if self.started:
@@ -287,8 +341,10 @@ class LowRankServer(Server):
             # Its copy stands at the start, and what everyone else has got is not kept: it gets all that is.
             if self.standing[0] != round:
                 changed = set(method.changed_base(session.model))
-                self.standing = round, {n: p.detach().clone() for n, p in session.model.named_parameters()
-                                        if n in changed}
+                self.standing = (
+                    round,
+                    {n: p.detach().clone() for n, p in session.model.named_parameters() if n in changed},
+                )
             changes = {**method.view(self.core.state, client), **self.standing[1]}
             self.fresh.discard(client)
         sizes = self.core.sizes(changes)
@@ -309,15 +365,26 @@ class LowRankServer(Server):
         step = self._cfg.quantization.nbits // 8
 
         def size(part):
-            return sum(t.numel() * step + t.element_size() if t.is_floating_point() else nbytes({n: t})
-                       for n, t in part.items())
+            return sum(
+                t.numel() * step + t.element_size() if t.is_floating_point() else nbytes({n: t})
+                for n, t in part.items()
+            )
+
         return size(tensors), size(without_head(tensors))
 
     def _deliver(self, client: int, kind: str, parcel: Parcel, state: int) -> bool:
         """Send; False if the client could not be reached, which then counts as new when it is there again."""
         content = parcel.encode() if self.distributed else parcel
-        self.comm_manager.send(Message(msg_type=kind, sender=self.ID, receiver=[client], state=state,
-                                       timestamp=self.cur_timestamp, content=content))
+        self.comm_manager.send(
+            Message(
+                msg_type=kind,
+                sender=self.ID,
+                receiver=[client],
+                state=state,
+                timestamp=self.cur_timestamp,
+                content=content,
+            )
+        )
         if self.distributed and self._lost(client):
             self.fresh.add(client)
             return False
@@ -342,8 +409,12 @@ class LowRankServer(Server):
             return "finish"
         client, round = int(message.sender), self.state + 1
         if message.state != self.state or client not in self.asked - self.heard:
-            logger.info("left out what client %d sent for round %d: nobody waits for it in round %d", client,
-                        message.state + 1, round)
+            logger.info(
+                "left out what client %d sent for round %d: nobody waits for it in round %d",
+                client,
+                message.state + 1,
+                round,
+            )
             return False
         self.sampler.change_state(client, "idle")
         self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
@@ -415,11 +486,14 @@ class LowRankServer(Server):
             self.core.synced, session.personal = self.before
             if round > 1 and not session._checkpoint_due(round - 1):
                 session._save(round - 1)
-            kept = (f"the last good round, {round - 1}, is in {session.outdir / 'checkpoint'}; continue with --resume, "
-                    "and a smaller lowrank.min_clients if no more clients can be had")
+            kept = (
+                f"the last good round, {round - 1}, is in {session.outdir / 'checkpoint'}; continue with --resume, "
+                "and a smaller lowrank.min_clients if no more clients can be had"
+            )
             reasons = "; ".join(f["reason"] for f in self.failed[:3])
-            raise RunFailed(f"{error} ({reasons or 'nobody failed'}); "
-                            f"{kept if round > 1 else 'no round was completed'}") from error
+            raise RunFailed(
+                f"{error} ({reasons or 'nobody failed'}); {kept if round > 1 else 'no round was completed'}"
+            ) from error
         if self._cfg.quantization.method == "uniform":
             message = self._as_sent(message, round)
         with torch.no_grad():
@@ -427,14 +501,26 @@ class LowRankServer(Server):
         session.on_message(message, round)
         finished = time.perf_counter()
         self.pending = {
-            "round": round, "selected": self.selected, "failed": self.failed, "losses": self.losses,
-            "uplink": self.uplink, "downlink": self.downlink, "samples": self.samples,
+            "round": round,
+            "selected": self.selected,
+            "failed": self.failed,
+            "losses": self.losses,
+            "uplink": self.uplink,
+            "downlink": self.downlink,
+            "samples": self.samples,
             "spent": session._spent(),
-            "seconds": {"training": started - self.round_started, "aggregation": finished - started}}
+            "seconds": {"training": started - self.round_started, "aggregation": finished - started},
+        }
         self.evaluation_started = finished
         total = {d: sum(b for b, _ in sent.values()) for d, sent in (("up", self.uplink), ("down", self.downlink))}
-        logger.info("round %d: %d of %d clients, %d bytes up, %d bytes down", round, len(self.losses),
-                    len(self.selected), total["up"], total["down"])
+        logger.info(
+            "round %d: %d of %d clients, %d bytes up, %d bytes down",
+            round,
+            len(self.losses),
+            len(self.selected),
+            total["up"],
+            total["down"],
+        )
         if not session._evaluates(round):
             self._close_round({})
         return len(self.losses)
@@ -446,8 +532,9 @@ class LowRankServer(Server):
         if self._cfg.federate.use_ss and self.failed:
             raise TooFewClients(f"round {round}: with federate.use_ss the shares of every client are needed")
         if len(self.losses) < self.min_clients or not self.losses:
-            raise TooFewClients(f"round {round}: {len(self.losses)} usable updates, lowrank.min_clients is "
-                                f"{self.min_clients}")
+            raise TooFewClients(
+                f"round {round}: {len(self.losses)} usable updates, lowrank.min_clients is {self.min_clients}"
+            )
         if self.running is not None:
             tensors = self.running.mean()
         else:
@@ -530,9 +617,14 @@ class LowRankServer(Server):
                 self.history_results["Results_weighted_avg"] = self.history_results["Results_raw"]
         else:
             means = {k: v[-1] for k, v in self.history_results.get("Results_weighted_avg", {}).items()}
-            metrics = {split: {name: float(means[f"{split}_{key}"]) for name, key in (("loss", "avg_loss"),
-                                                                                     ("acc", "acc"))
-                               if f"{split}_{key}" in means} for split in self._cfg.eval.split}
+            metrics = {
+                split: {
+                    name: float(means[f"{split}_{key}"])
+                    for name, key in (("loss", "avg_loss"), ("acc", "acc"))
+                    if f"{split}_{key}" in means
+                }
+                for split in self._cfg.eval.split
+            }
             metrics = {split: values for split, values in metrics.items() if values}
         if self.session.role == "standalone" and self.session.untrained_personal and metrics:
             # Between processes personal parts stay with their clients, who evaluate them without make_global_eval.
@@ -556,9 +648,16 @@ class LowRankServer(Server):
         self.is_finish = True
         self._monitor.finish_fl()
         self.session.conclude()
-        self.comm_manager.send(Message(
-            msg_type=msg_type, sender=self.ID, receiver=list(self.comm_manager.neighbors), state=self.state,
-            timestamp=self.cur_timestamp, content="finish"))
+        self.comm_manager.send(
+            Message(
+                msg_type=msg_type,
+                sender=self.ID,
+                receiver=list(self.comm_manager.neighbors),
+                state=self.state,
+                timestamp=self.cur_timestamp,
+                content="finish",
+            )
+        )
 
     # -- distributed: every wait has a bound -----------------------------------------------------------
 
@@ -598,10 +697,13 @@ class LowRankServer(Server):
                 continue
             joined = len(self.comm_manager.neighbors)
             if joined < self.min_clients:
-                raise RunFailed(f"{joined} of {self.client_num} clients joined within {self.timeout:g} s, "
-                                f"lowrank.min_clients is {self.min_clients}; start them, or raise lowrank.timeout")
-            logger.warning("%d of %d clients joined within %g s; starting with them", joined, self.client_num,
-                           self.timeout)
+                raise RunFailed(
+                    f"{joined} of {self.client_num} clients joined within {self.timeout:g} s, "
+                    f"lowrank.min_clients is {self.min_clients}; start them, or raise lowrank.timeout"
+                )
+            logger.warning(
+                "%d of %d clients joined within %g s; starting with them", joined, self.client_num, self.timeout
+            )
             self.client_num_expected, self.join_in_client_num = self.client_num, self.client_num
             self.trigger_for_start()
 
@@ -621,8 +723,11 @@ class LowRankServer(Server):
         missing = sorted(self.asked - self.heard)
         for client in missing:
             if not wire.listening(self.comm_manager.neighbors[client]):
-                self._failed(client, "failed", f"its process is gone (nothing listens on "
-                                               f"{self.comm_manager.neighbors[client]} any more)")
+                self._failed(
+                    client,
+                    "failed",
+                    f"its process is gone (nothing listens on {self.comm_manager.neighbors[client]} any more)",
+                )
                 self.fresh.add(client)
             elif now > self.deadline:
                 self._failed(client, "failed", f"no answer within lowrank.timeout, {self.timeout:g} s")
@@ -633,5 +738,13 @@ class LowRankServer(Server):
     def _stop_clients(self, reason: str) -> None:
         self.comm_manager.timeout = min(self.timeout, 5.0)
         for client in list(self.comm_manager.neighbors):
-            self.comm_manager.send(Message(msg_type="stopped", sender=self.ID, receiver=[client], state=self.state,
-                                           timestamp=self.cur_timestamp, content=reason))
+            self.comm_manager.send(
+                Message(
+                    msg_type="stopped",
+                    sender=self.ID,
+                    receiver=[client],
+                    state=self.state,
+                    timestamp=self.cur_timestamp,
+                    content=reason,
+                )
+            )

@@ -4,6 +4,7 @@ The framework hands its workers data, a model and a configuration separately, an
 section ``model``. The session is made when the framework asks for the data, which it does first, and the rest
 finds it here.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,9 +43,18 @@ class Session(Run):
         self.role, self.index, self._outdir = role, index, outdir
         self.shares_model = role == "standalone" and config.federate.share_local_model
         #: a client process that reads its own data takes all of it, undivided
-        divided = config if role != "client" or index > 0 else config.replace(**{
-            "federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0,
-            "lowrank.min_clients": 1})
+        divided = (
+            config
+            if role != "client" or index > 0
+            else config.replace(
+                **{
+                    "federate.client_num": 1,
+                    "federate.sample_client_num": -1,
+                    "federate.sample_client_rate": -1.0,
+                    "lowrank.min_clients": 1,
+                }
+            )
+        )
         super().__init__(divided, keep_messages=not self.shares_model)
         self.config = config
         self.on_round: Callable[[dict], object] = lambda record: None
@@ -55,9 +65,14 @@ class Session(Run):
         self.result: RunResult | None = None
         self._handed_out = 0
         #: what must agree between processes at the start: the frozen model, and every shared tensor, by name
-        self.proof = {} if role == "standalone" else {
-            "the base model": self.base_fingerprint,
-            **{name: _hash(t) for name, t in self.method.view(self.server.state).items()}}
+        self.proof = (
+            {}
+            if role == "standalone"
+            else {
+                "the base model": self.base_fingerprint,
+                **{name: _hash(t) for name, t in self.method.view(self.server.state).items()},
+            }
+        )
 
     @property
     def outdir(self) -> Path:
@@ -93,8 +108,9 @@ class Session(Run):
         if train.frozen_dropout:
             return None
         limit = train.cache_frozen_bytes / len(self.clients) if train.cache_frozen == "auto" else 0
-        prefix = FrozenPrefix(model, {*self.method.shared, *self.method.personal}, limit=limit,
-                              folder=train.cache_frozen_dir or None)
+        prefix = FrozenPrefix(
+            model, {*self.method.shared, *self.method.personal}, limit=limit, folder=train.cache_frozen_dir or None
+        )
         prefix.plan({owner: o for owner, o in self._owners().items() if owner == f"client {number}"})
         return prefix if prefix else None
 
@@ -125,8 +141,14 @@ class Session(Run):
 
     def nothing(self) -> RunResult:
         """The result of a process that has none: a client's."""
-        return RunResult(history=[], final={}, outdir=self.outdir, model=self.model, base_changed=True,
-                         facts={"method": self.method.name, "client": self.index})
+        return RunResult(
+            history=[],
+            final={},
+            outdir=self.outdir,
+            model=self.model,
+            base_changed=True,
+            facts={"method": self.method.name, "client": self.index},
+        )
 
 
 def open_session(cfg) -> Session:
@@ -143,8 +165,10 @@ def open_session(cfg) -> Session:
         if role not in ("server", "client"):
             raise UserError(f"distribute.role = {role!r}: expected server or client")
         if role == "client" and index != -1 and not 1 <= index <= config.federate.client_num:
-            raise UserError(f"distribute.data_idx = {index}: expected 1 to {config.federate.client_num} (which part of "
-                            "the data this client holds), or -1 (all of what it reads is its own)")
+            raise UserError(
+                f"distribute.data_idx = {index}: expected 1 to {config.federate.client_num} (which part of "
+                "the data this client holds), or -1 (all of what it reads is its own)"
+            )
     _current = Session(config, Path(cfg.outdir), role, index)
     return _current
 
@@ -174,8 +198,15 @@ def close_session() -> None:
 
 
 #: where a client's data come from and how they are divided; its own business where they are its own
-_WHOSE_DATA = ("data.root", "data.type", "data.args", "data.splitter", "data.splitter_args", "data.splits",
-               "data.subsample")
+_WHOSE_DATA = (
+    "data.root",
+    "data.type",
+    "data.args",
+    "data.splitter",
+    "data.splitter_args",
+    "data.splits",
+    "data.subsample",
+)
 
 
 def differing(theirs: Config, mine: Config, own_data: bool = False) -> list[str]:

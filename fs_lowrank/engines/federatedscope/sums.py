@@ -4,6 +4,7 @@ A secret is a fixed-point number modulo 2^64; its shares are random numbers that
 own shares lie modulo 2^61 + 1 in 64-bit arithmetic, which overflows from four clients on and then recovers
 something else; modulo 2^64 the overflow is the arithmetic.
 """
+
 from __future__ import annotations
 
 import os
@@ -16,8 +17,8 @@ from torch import Tensor
 from ...algebra import FlatTensors
 
 #: fixed point: 2^-30 is below the rounding of a float32 between -64 and 64, and leaves 2^33 for the sum
-_SCALE = 2.0 ** 30
-_LARGEST = 2.0 ** 33
+_SCALE = 2.0**30
+_LARGEST = 2.0**33
 
 
 def split_secret(tensors: Mapping[str, Tensor], weight: float, parties: int) -> list[dict[str, Tensor]]:

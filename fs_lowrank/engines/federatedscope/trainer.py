@@ -1,4 +1,5 @@
 """Trainers of the framework that train through our loop: what a method's phases say, and nothing else moves."""
+
 from __future__ import annotations
 
 import torch
@@ -39,11 +40,15 @@ class LowRank:
     def train(self, target_data_split_name="train", hooks_set=None):
         """Train as this worker's client in ``round``; (samples processed, tensors to send, metrics)."""
         session = self.session
-        update, result = session._fit(session.client(self.number), self.ctx.train_data, self.round, self.ctx.model,
-                                      self.prefix)
+        update, result = session._fit(
+            session.client(self.number), self.ctx.train_data, self.round, self.ctx.model, self.prefix
+        )
         self.outcome, self.loss = update, result.loss
-        return result.samples, dict(update.tensors), {
-            "train_loss": result.loss * result.samples, "train_avg_loss": result.loss, "train_total": result.samples}
+        return (
+            result.samples,
+            dict(update.tensors),
+            {"train_loss": result.loss * result.samples, "train_avg_loss": result.loss, "train_total": result.samples},
+        )
 
     def evaluate(self, target_data_split_name="test"):
         """Metrics in the framework's names: ``SPLIT_loss`` is the sum over samples, ``SPLIT_avg_loss`` the mean."""

@@ -3,6 +3,7 @@
 Tensors travel as safetensors: nothing that arrives is ever unpickled. The framework's messages have text
 fields but no bytes, so between processes they travel as base64, a third larger than counted.
 """
+
 from __future__ import annotations
 
 import base64
@@ -75,7 +76,7 @@ class Parcel:
             data = base64.b64decode(content, validate=True) if isinstance(content, str) else content
             tensors = safetensors.torch.load(data)
             (length,) = struct.unpack("<Q", data[:8])
-            facts = json.loads(json.loads(data[8:8 + length])["__metadata__"]["facts"])
+            facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["facts"])
         except (binascii.Error, SafetensorError, struct.error, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the content cannot be read: {error}") from None
         if not isinstance(facts, dict):
@@ -94,8 +95,10 @@ def require_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
-            raise UserError(f"cannot listen on {host}:{port}: {error}; choose another port "
-                            "(distribute.server_port, distribute.client_port)") from None
+            raise UserError(
+                f"cannot listen on {host}:{port}: {error}; choose another port "
+                "(distribute.server_port, distribute.client_port)"
+            ) from None
 
 
 def listening(address: str, timeout: float = 2.0) -> bool:
@@ -127,8 +130,10 @@ class BoundedComm(gRPCCommManager):
         """Deliver or note in ``lost`` why not."""
         if receiver_address not in self.channels:
             self.channels[receiver_address] = grpc.insecure_channel(
-                receiver_address, compression=self.comp_method,
-                options=(("grpc.enable_http_proxy", 0), ("grpc.max_send_message_length", self.max_bytes)))
+                receiver_address,
+                compression=self.comp_method,
+                options=(("grpc.enable_http_proxy", 0), ("grpc.max_send_message_length", self.max_bytes)),
+            )
         stub = gRPC_comm_manager_pb2_grpc.gRPCComServeFuncStub(self.channels[receiver_address])
         try:
             stub.sendMessage(message.transform(to_list=True), timeout=self.timeout)
@@ -136,8 +141,9 @@ class BoundedComm(gRPCCommManager):
         except grpc.RpcError as error:
             self.channels.pop(receiver_address).close()
             self.lost[receiver_address] = f"{error.code().name.lower()}: {error.details()}"
-            logger.warning("could not deliver %r to %s: %s", message.msg_type, receiver_address,
-                           self.lost[receiver_address])
+            logger.warning(
+                "could not deliver %r to %s: %s", message.msg_type, receiver_address, self.lost[receiver_address]
+            )
 
     def receive(self, timeout: float = 0.5) -> Message | None:
         """The next message, or None if none comes within ``timeout`` seconds."""

@@ -1,4 +1,5 @@
 """Which workers run a method: ours for our methods."""
+
 from __future__ import annotations
 
 from .config import our_method
@@ -10,6 +11,7 @@ def choose(method: str):
         return None
     from .client import LowRankClient
     from .server import LowRankServer
+
     return {"client": LowRankClient, "server": LowRankServer}
 
 

@@ -1,4 +1,5 @@
 """What the one-shot methods share: all weights or an adapter, the model's own Fisher, and choosing by validation."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from ...seeds import derive
 from ..base import Client, Method, State, Tensors, Update, Workbench
 
 #: what the Fisher is multiplied by where only sums arrive: they may be fixed-point numbers, and it is small
-SUM_SCALE = 2.0 ** 8
+SUM_SCALE = 2.0**8
 #: a Fisher that such numbers could not tell from their rounding; it then counts as none
 SMALLEST_SUM = 1e-8
 
@@ -45,8 +46,9 @@ class OneShot(Method):
 
     def diagonal(self, model: nn.Module, round: int, client: Client, draws: int) -> dict[str, Tensor]:
         """The Fisher's diagonal at ``model`` over the client's data, in float32, by parameter."""
-        return diagonal_fisher(model, client.batches(), self.trained(model), draws=draws,
-                               seed=self.draw_seed(round, client))
+        return diagonal_fisher(
+            model, client.batches(), self.trained(model), draws=draws, seed=self.draw_seed(round, client)
+        )
 
     def means(self, updates: list[Update], state: State) -> dict[str, Tensor]:
         """``Σ p_k W_k`` of the model's own tensors."""

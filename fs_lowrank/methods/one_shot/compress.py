@@ -4,6 +4,7 @@ Jhunjhunwala et al., "FedFisher", AISTATS 2024, appendix C. A tensor ``n`` trave
 ``scale:n``; a symmetric matrix as its leading eigenvectors, 8 bits a value, and ``values:n``. The paper sends left and
 right singular vectors; of a symmetric matrix they are the same, so here they travel once and twice as many fit.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ def compress(tensors: Tensors, matrices: Tensors, vectors: int) -> dict[str, Ten
 
 def shapes(tensors: Mapping[str, Tensor], matrices: Mapping[str, int], vectors: int) -> dict[str, Tensor]:
     """What ``compress`` gives, as meta tensors."""
+
     def meta(size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 

@@ -11,6 +11,7 @@ The student starts at the mean; the epoch that is best on validation data is kep
 batch-norm's input to its running statistics, and zero in nets without one. As in the code of Jhunjhunwala et al. 2024:
 ``f`` weighs by ``p_k``, and images are cropped and flipped at random. Their range is that of the validation images.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -35,9 +36,13 @@ class Generator(nn.Module):
         self.low, self.high, self.width = low, high, width
         self.first = nn.Linear(latent, 2 * width * self.start[0] * self.start[1])
         self.norms = nn.ModuleList([nn.BatchNorm2d(2 * width), nn.BatchNorm2d(2 * width), nn.BatchNorm2d(width)])
-        self.convs = nn.ModuleList([nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False),
-                                    nn.Conv2d(2 * width, width, 3, padding=1, bias=False),
-                                    nn.Conv2d(width, shape[0], 3, padding=1)])
+        self.convs = nn.ModuleList(
+            [
+                nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False),
+                nn.Conv2d(2 * width, width, 3, padding=1, bias=False),
+                nn.Conv2d(width, shape[0], 3, padding=1),
+            ]
+        )
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.norms[0](self.first(z).reshape(len(z), 2 * self.width, *self.start))
@@ -45,7 +50,7 @@ class Generator(nn.Module):
         x = nn.functional.leaky_relu(self.norms[1](doubled(x, self.convs[0].weight)), 0.2)
         x = nn.functional.leaky_relu(self.norms[2](doubled(x, self.convs[1].weight)), 0.2)
         x = self.low + (self.high - self.low) * torch.sigmoid(self.convs[2](x))
-        return x[..., :self.shape[1], :self.shape[2]]
+        return x[..., : self.shape[1], : self.shape[2]]
 
     def draw(self, generator: torch.Generator) -> None:
         """All weights anew, as the authors draw them: normal around 0, or 1 in norms, by 0.02."""
@@ -71,14 +76,14 @@ def doubled(x: Tensor, weight: Tensor) -> Tensor:
 def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
     """``KL(teacher ‖ student)`` of each sample, times the temperature's square."""
     logs = (student / temperature).log_softmax(-1)
-    return nn.functional.kl_div(logs, (teacher / temperature).softmax(-1), reduction="none").sum(-1) * temperature ** 2
+    return nn.functional.kl_div(logs, (teacher / temperature).softmax(-1), reduction="none").sum(-1) * temperature**2
 
 
 def vary(images: Tensor, generator: torch.Generator) -> Tensor:
     """The batch shifted by up to ``PADDING`` pixels, and half of it mirrored."""
     height, width = images.shape[2:]
     top, left = torch.randint(0, 2 * PADDING + 1, (2,), generator=generator).tolist()
-    moved = nn.functional.pad(images, [PADDING] * 4)[:, :, top:top + height, left:left + width]
+    moved = nn.functional.pad(images, [PADDING] * 4)[:, :, top : top + height, left : left + width]
     mirrored = (torch.rand(len(images), generator=generator) < 0.5).to(images.device)
     return torch.where(mirrored[:, None, None, None], moved.flip(3), moved)
 
@@ -147,8 +152,7 @@ class Dense(OneShot):
         p, device = self.params, next(generator.parameters()).device
         generator.draw(draw)
         generator.train()
-        classes = logits_of(model, parts[0], {"pixel_values": torch.zeros(
-            1, *generator.shape, device=device)}).shape[1]
+        classes = logits_of(model, parts[0], {"pixel_values": torch.zeros(1, *generator.shape, device=device)}).shape[1]
         z = torch.randn(p.images, p.latent, generator=draw).to(device).requires_grad_()
         wanted = torch.randint(0, classes, (p.images,), generator=draw).sort()[0].to(device)
         optimizer = torch.optim.Adam([*generator.parameters(), z], lr=p.generator_lr, betas=(0.5, 0.999))
@@ -160,8 +164,11 @@ class Dense(OneShot):
                 teacher = self.ensemble(model, parts, weights, seen)
             learnt = logits_of(model, {n: t.detach() for n, t in student.items()}, {"pixel_values": seen})
             apart = (learnt.argmax(-1) != teacher.argmax(-1)).float()
-            loss = (nn.functional.cross_entropy(teacher, wanted) + p.lambda1 * statistics.distance()
-                    - p.lambda2 * (divergence(learnt, teacher) * apart).mean())
+            loss = (
+                nn.functional.cross_entropy(teacher, wanted)
+                + p.lambda1 * statistics.distance()
+                - p.lambda2 * (divergence(learnt, teacher) * apart).mean()
+            )
             course.append(float(loss.detach()))
             if found is None or course[-1] < lowest:
                 found, lowest = images.detach(), course[-1]

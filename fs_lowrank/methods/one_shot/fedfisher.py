@@ -24,6 +24,7 @@ With ``fisher: diag`` sums are enough: where the server may see no more, clients
 brings ``W_k`` and ``F_k`` to 16 bits a weight each, the bytes of plain averaging; ``cg`` then ends where the residual
 reaches the rounding of the factors.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -67,21 +68,38 @@ class FedFisher(OneShot):
 
     @dataclass(frozen=True)
     class Params:
-        fisher: str = field(default="diag", metadata={
-            "choices": ("diag", "kfac", "full"), "help": "form of the Fisher information"})
-        solver: str = field(default="auto", metadata={
-            "choices": ("auto", "closed", "cg", "adam", "reference"),
-            "help": "how the minimiser is found; auto is closed for diag, cg otherwise"})
-        draws: int = field(default=1, metadata={
-            "min": 0, "help": "labels drawn from the model for each sample; 0 takes the exact expectation"})
+        fisher: str = field(
+            default="diag", metadata={"choices": ("diag", "kfac", "full"), "help": "form of the Fisher information"}
+        )
+        solver: str = field(
+            default="auto",
+            metadata={
+                "choices": ("auto", "closed", "cg", "adam", "reference"),
+                "help": "how the minimiser is found; auto is closed for diag, cg otherwise",
+            },
+        )
+        draws: int = field(
+            default=1,
+            metadata={"min": 0, "help": "labels drawn from the model for each sample; 0 takes the exact expectation"},
+        )
         steps: int = field(default=2000, metadata={"min": 1, "help": "of adam and reference; most that cg takes"})
         lr: float = field(default=0.01, metadata={"above": 0.0, "help": "of adam and reference"})
-        tolerance: float = field(default=1e-4, metadata={
-            "min": 1e-7, "help": "cg ends when the residual has fallen by this factor; float32 tells no less"})
-        select: bool = field(default=True, metadata={
-            "help": "take the iterate of cg, adam or reference that is best on validation data; False takes the last"})
-        compress: bool = field(default=False, metadata={
-            "help": "quantise weights and Fisher to the bytes of plain averaging"})
+        tolerance: float = field(
+            default=1e-4,
+            metadata={
+                "min": 1e-7,
+                "help": "cg ends when the residual has fallen by this factor; float32 tells no less",
+            },
+        )
+        select: bool = field(
+            default=True,
+            metadata={
+                "help": "take the iterate of cg, adam or reference that is best on validation data; False: the last"
+            },
+        )
+        compress: bool = field(
+            default=False, metadata={"help": "quantise weights and Fisher to the bytes of plain averaging"}
+        )
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
@@ -90,13 +108,17 @@ class FedFisher(OneShot):
         if params.fisher == "kfac":
             require_curvlinops()
             if self.solver == "closed":
-                raise UserError("lowrank.solver = closed: a sum of Kronecker products has no closed-form inverse; "
-                                "choose cg, adam or reference, or fisher diag or full")
+                raise UserError(
+                    "lowrank.solver = closed: a sum of Kronecker products has no closed-form inverse; "
+                    "choose cg, adam or reference, or fisher diag or full"
+                )
         if params.fisher == "full" and params.compress:
             raise UserError("lowrank.compress is for fisher diag and kfac; the full one is for tiny nets")
         if setting.only_sums and (params.fisher != "diag" or params.compress):
-            raise UserError("a server that sees only the sum of the updates can work with lowrank.fisher = diag and "
-                            "lowrank.compress = False: Kronecker factors and codes do not add up to those of a sum")
+            raise UserError(
+                "a server that sees only the sum of the updates can work with lowrank.fisher = diag and "
+                "lowrank.compress = False: Kronecker factors and codes do not add up to those of a sum"
+            )
         #: linear and convolutional layers that are adapted -> whether they have a bias; known once there is a model
         self.layers: dict[str, bool] = {}
 
@@ -108,8 +130,9 @@ class FedFisher(OneShot):
         self.layers = matrix_layers(model, names)
         self.parameters = names
         if self.params.fisher == "kfac" and not self.layers:
-            raise UserError("lowrank.fisher = kfac: none of what trains is a linear or convolutional layer; "
-                            "choose diag")
+            raise UserError(
+                "lowrank.fisher = kfac: none of what trains is a linear or convolutional layer; choose diag"
+            )
         return model
 
     # -- client ------------------------------------------------------------------------------------
@@ -136,6 +159,7 @@ class FedFisher(OneShot):
 
     def _fisher_shapes(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Names, shapes and dtypes of what comes beside the weights."""
+
         def meta(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device="meta")
 
@@ -174,8 +198,9 @@ class FedFisher(OneShot):
         own = self.view(state)
         if self.params.compress:
             plain, matrices = self._plain_and_matrices(own)
-            parts = [{**{n: t for n, t in part.items() if ":" not in n}, **expand(part, plain, matrices)}
-                     for part in parts]
+            parts = [
+                {**{n: t for n, t in part.items() if ":" not in n}, **expand(part, plain, matrices)} for part in parts
+            ]
         weights = self.weights(updates)
         mean = weighted_mean([{n: part[n] for n in own} for part in parts], weights)
         message = {**mean, **self.solve(parts, weights, mean)}
@@ -196,19 +221,23 @@ class FedFisher(OneShot):
             return [block.product(at) - block.target for block, at in zip(blocks, x)]
 
         def named(x: list[Tensor]) -> dict[str, Tensor]:
-            return {**mean, **{n: t.to(mean[n].dtype) for block, at in zip(blocks, x)
-                               for n, t in block.split(at).items()}}
+            return {
+                **mean,
+                **{n: t.to(mean[n].dtype) for block, at in zip(blocks, x) for n, t in block.split(at).items()},
+            }
 
         start, steps = [block.start for block in blocks], self.params.steps
         if self.solver == "adam":
             iterates = islice(adam(gradient, start, lr=self.params.lr), steps + 1)
             scored = (named(x) for i, x in enumerate(iterates) if i % SCORED == 0 or i == steps)
         else:
-            iterates = islice(summed_moments(gradient, start, lr=self.params.lr,
-                                             eps_inside=self.params.fisher == "kfac"), steps)
+            iterates = islice(
+                summed_moments(gradient, start, lr=self.params.lr, eps_inside=self.params.fisher == "kfac"), steps
+            )
             # The authors never score the last one.
-            scored = (named(x) for i, x in enumerate(iterates)
-                      if i % SCORED == 0 or i == steps - 1 and not self.params.select)
+            scored = (
+                named(x) for i, x in enumerate(iterates) if i % SCORED == 0 or i == steps - 1 and not self.params.select
+            )
         return self._choose(scored)
 
     def _path(self, parts: list[dict[str, Tensor]], weights: list[float], mean: Tensors) -> list[dict[str, Tensor]]:
@@ -231,8 +260,9 @@ class FedFisher(OneShot):
         *_, last = models
         return dict(last)
 
-    def blocks(self, parts: list[dict[str, Tensor]], weights: list[float], mean: Tensors,
-               dtype: torch.dtype) -> Iterator[Block]:
+    def blocks(
+        self, parts: list[dict[str, Tensor]], weights: list[float], mean: Tensors, dtype: torch.dtype
+    ) -> Iterator[Block]:
         """The objective ``Σ p_k (W − W_k)ᵀ F_k (W − W_k)`` in parts that do not depend on each other."""
         if self.params.fisher == "kfac":
             for layer, bias in self.layers.items():
@@ -250,14 +280,24 @@ class FedFisher(OneShot):
         if self.params.fisher == "full":
             total = sum(p * part["fisher:"].to(dtype) for p, part in zip(weights, parts))
             target = sum(p * (part["fisher:"].to(dtype) @ flat(part)) for p, part in zip(weights, parts))
-            yield Block(lambda x: total @ x, target, start,
-                        lambda: least_change(total, target[None], start[None], torch.float64)[0], split)
+            yield Block(
+                lambda x: total @ x,
+                target,
+                start,
+                lambda: least_change(total, target[None], start[None], torch.float64)[0],
+                split,
+            )
             return
         sums = {n: diagonal_sums(parts, weights, n, self.setting.only_sums) for n in self.parameters}
         total, target = (flat({n: s[i] for n, s in sums.items()}) for i in (0, 1))
         known = total > 0
-        yield Block(lambda x: total * x, target, start,
-                    lambda: torch.where(known, target / torch.where(known, total, 1.0), start), split)
+        yield Block(
+            lambda x: total * x,
+            target,
+            start,
+            lambda: torch.where(known, target / torch.where(known, total, 1.0), start),
+            split,
+        )
 
     def _kronecker_block(self, layer: str, bias: bool, parts, weights, mean, dtype) -> Block:
         """One layer: its weight ``(d_out, d_in)`` with the bias as a last column, ``F_k X = G_k X A_k``."""
@@ -270,8 +310,10 @@ class FedFisher(OneShot):
             columns = x.split([x.shape[1] - bias, *([1] if bias else [])], 1)
             return {n: t.reshape(mean[n].shape) for n, t in zip(names, columns)}
 
-        factors = [(p * part[f"outputs:{layer}"].to(dtype), part[f"inputs:{layer}"].to(dtype))
-                   for p, part in zip(weights, parts)]
+        factors = [
+            (p * part[f"outputs:{layer}"].to(dtype), part[f"inputs:{layer}"].to(dtype))
+            for p, part in zip(weights, parts)
+        ]
 
         def product(x: Tensor) -> Tensor:
             return sum(kron_multiply(g, a, x) for g, a in factors)

@@ -8,6 +8,7 @@ Two rules exist for parameters that no client knows anything of: ``rule: mean`` 
 ``Σ_k p_k F_k < floor``, as the code of Jhunjhunwala et al. 2024 does; ``rule: floor`` raises each ``F_k`` to ``floor``,
 as the authors' does.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -28,11 +29,18 @@ class FisherMerge(OneShot):
 
     @dataclass(frozen=True)
     class Params:
-        rule: str = field(default="floor", metadata={
-            "choices": ("floor", "mean"), "help": "what becomes of parameters with next to no Fisher information"})
+        rule: str = field(
+            default="floor",
+            metadata={
+                "choices": ("floor", "mean"),
+                "help": "what becomes of parameters with next to no Fisher information",
+            },
+        )
         floor: float = field(default=1e-6, metadata={"min": 0.0, "help": "of the Fisher information"})
-        draws: int = field(default=1, metadata={
-            "min": 0, "help": "labels drawn from the model for each sample; 0 takes the exact expectation"})
+        draws: int = field(
+            default=1,
+            metadata={"min": 0, "help": "labels drawn from the model for each sample; 0 takes the exact expectation"},
+        )
 
     def adapt(self, model):
         model = super().adapt(model)
@@ -49,8 +57,14 @@ class FisherMerge(OneShot):
     def expected(self, state, round, client):
         own = super().expected(state, round, client)
         kinds = ("fisher", "product") if self.setting.only_sums else ("fisher",)
-        return {**own, **{f"{kind}:{n}": torch.empty(own[n].shape, dtype=torch.float32, device="meta")
-                          for n in self.parameters for kind in kinds}}
+        return {
+            **own,
+            **{
+                f"{kind}:{n}": torch.empty(own[n].shape, dtype=torch.float32, device="meta")
+                for n in self.parameters
+                for kind in kinds
+            },
+        }
 
     def aggregate(self, updates, state, round):
         weights, parts = self.weights(updates), [dict(u.tensors) for u in updates]

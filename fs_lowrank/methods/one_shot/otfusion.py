@@ -11,6 +11,7 @@ layer's outputs are classes and stay where they are. ``correction`` divides a pl
 neurons instead of shrinking them; ``past_correction`` averages ``T_kᵀ Ŵ_k`` and not ``T_kᵀ W_k``. With ``tune``
 validation data choose, as Jhunjhunwala et al. 2024 do.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -39,12 +40,15 @@ class OTFusion(OneShot):
 
     @dataclass(frozen=True)
     class Params:
-        by: str = field(default="weights", metadata={
-            "choices": ("weights", "activations"), "help": "what neurons are compared by"})
-        correction: str = field(default="tune", metadata={
-            "choices": tuple(_SWITCH), "help": "divide plans by their marginals"})
-        past_correction: str = field(default="tune", metadata={
-            "choices": tuple(_SWITCH), "help": "average weights whose inputs have been moved"})
+        by: str = field(
+            default="weights", metadata={"choices": ("weights", "activations"), "help": "what neurons are compared by"}
+        )
+        correction: str = field(
+            default="tune", metadata={"choices": tuple(_SWITCH), "help": "divide plans by their marginals"}
+        )
+        past_correction: str = field(
+            default="tune", metadata={"choices": tuple(_SWITCH), "help": "average weights whose inputs have been moved"}
+        )
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
@@ -62,7 +66,8 @@ class OTFusion(OneShot):
         def fused(correction: bool, past_correction: bool) -> dict[str, Tensor]:
             aligned = [first] + [
                 self.align(part, first, answer, answers[0], correction, past_correction)
-                for part, answer in zip(rest, answers[1:])]
+                for part, answer in zip(rest, answers[1:])
+            ]
             return {n: sum(p * a[n] for p, a in zip(weights, aligned)) for n in self.chain}
 
         choices = product(_SWITCH[self.params.correction], _SWITCH[self.params.past_correction])
@@ -90,8 +95,12 @@ class OTFusion(OneShot):
         """What every neuron of ``tensors`` answers to the validation samples, ``(neurons, samples · positions)``."""
         model, seen = self.workbench.model, {n: [] for n in self.chain}
         model.eval()
-        hooks = [model.get_submodule(n.removesuffix(".weight")).register_forward_hook(
-            lambda module, args, output, n=n: seen[n].append(output.transpose(0, 1).flatten(1))) for n in self.chain]
+        hooks = [
+            model.get_submodule(n.removesuffix(".weight")).register_forward_hook(
+                lambda module, args, output, n=n: seen[n].append(output.transpose(0, 1).flatten(1))
+            )
+            for n in self.chain
+        ]
         try:
             for batch in self.workbench.validation():
                 logits_of(model, tensors, batch)

@@ -12,6 +12,7 @@ The estimate lies between the clients' neurons and a prior around zero, so a neu
 what the clients train in a further round is the wider net. ``last_layer: samples`` takes ``Σ p_k W_k`` instead, and
 clients then do not tell how many samples of each class they have.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -42,8 +43,10 @@ class PFNM(OneShot):
         gamma: float = field(default=7.0, metadata={"above": 0.0, "help": "larger: more global neurons"})
         sweeps: int = field(default=5, metadata={"min": 0, "help": "times that each client is matched anew"})
         widest: int = field(default=700, metadata={"min": 1, "help": "neurons beyond which a layer grows by need only"})
-        last_layer: str = field(default="classes", metadata={
-            "choices": ("classes", "samples"), "help": "weights of the clients in the last layer"})
+        last_layer: str = field(
+            default="classes",
+            metadata={"choices": ("classes", "samples"), "help": "weights of the clients in the last layer"},
+        )
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
@@ -82,8 +85,14 @@ class PFNM(OneShot):
             like = parts[0][name]
             nets = [self.enter(part[name], assigned and assigned[k], width) for k, part in enumerate(parts)]
             weight, assigned = nonparametric_matching(
-                [net.reshape(len(net), -1) for net in nets], sigma=p.sigma, sigma0=p.sigma0, gamma=p.gamma,
-                sweeps=p.sweeps, widest=p.widest, rng=rng)
+                [net.reshape(len(net), -1) for net in nets],
+                sigma=p.sigma,
+                sigma0=p.sigma0,
+                gamma=p.gamma,
+                sweeps=p.sweeps,
+                widest=p.widest,
+                rng=rng,
+            )
             width = len(weight)
             found[name] = torch.from_numpy(weight.reshape(width, *nets[0].shape[1:])).to(like)
         shares = np.array(self.weights(updates))[:, None]
@@ -91,8 +100,10 @@ class PFNM(OneShot):
             counts = np.stack([part["counts:classes"].double().cpu().numpy() for part in parts])
             known = counts.sum(0) > 0  # of a class that nobody has, nothing is known but the clients' sizes
             shares = np.where(known, counts / np.where(known, counts.sum(0), 1), shares)
-        merged = sum(np.broadcast_to(share, len(parts[0][last]))[:, None] * self.enter(part[last], places, width)
-                     for share, part, places in zip(shares, parts, assigned))
+        merged = sum(
+            np.broadcast_to(share, len(parts[0][last]))[:, None] * self.enter(part[last], places, width)
+            for share, part, places in zip(shares, parts, assigned)
+        )
         found[last] = torch.from_numpy(merged).to(parts[0][last])
         return found
 

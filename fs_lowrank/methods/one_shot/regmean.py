@@ -9,6 +9,7 @@ Everything else is averaged. Of the scales given, validation data decide (0.1 or
 the sum is singular the solution nearest to the mean is taken, which the authors' pseudo-inverse takes nearest to zero.
 ``compress`` brings ``W_k`` and the Grams to 16 bits a weight each.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -31,10 +32,12 @@ class RegMean(OneShot):
 
     @dataclass(frozen=True)
     class Params:
-        scales: tuple[float, ...] = field(default=(0.1, 0.9), metadata={
-            "min": 0.0, "max": 1.0, "help": "factors of the off-diagonals to choose from"})
-        compress: bool = field(default=False, metadata={
-            "help": "quantise weights and Grams to the bytes of plain averaging"})
+        scales: tuple[float, ...] = field(
+            default=(0.1, 0.9), metadata={"min": 0.0, "max": 1.0, "help": "factors of the off-diagonals to choose from"}
+        )
+        compress: bool = field(
+            default=False, metadata={"help": "quantise weights and Grams to the bytes of plain averaging"}
+        )
 
         def __post_init__(self):
             if not self.scales:
@@ -43,8 +46,9 @@ class RegMean(OneShot):
     def adapt(self, model: nn.Module) -> nn.Module:
         model = super().adapt(model)
         self.parameters = self.trained(model)
-        self.layers = [n for n in matrix_layers(model, self.parameters)
-                       if isinstance(model.get_submodule(n), nn.Linear)]
+        self.layers = [
+            n for n in matrix_layers(model, self.parameters) if isinstance(model.get_submodule(n), nn.Linear)
+        ]
         return model
 
     def upload(self, model, round, client):
@@ -62,8 +66,10 @@ class RegMean(OneShot):
         if not self.params.compress:
             return {**own, **{n: torch.empty(s, s, dtype=torch.float32, device="meta") for n, s in sizes.items()}}
         weights = {n: own[n] for n in self.parameters}
-        return {**{n: t for n, t in own.items() if n not in weights},
-                **shapes(weights, sizes, vectors_kept(weights, sizes))}
+        return {
+            **{n: t for n, t in own.items() if n not in weights},
+            **shapes(weights, sizes, vectors_kept(weights, sizes)),
+        }
 
     def aggregate(self, updates, state, round):
         weights, parts = self.weights(updates), [dict(u.tensors) for u in updates]

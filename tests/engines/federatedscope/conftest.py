@@ -1,4 +1,5 @@
 """Runs on the real framework; without it these tests are skipped, with the reason."""
+
 from __future__ import annotations
 
 import multiprocessing
@@ -17,6 +18,7 @@ HERE = Path(__file__).parent
 
 def _problem() -> str:
     from fs_lowrank.errors import UserError
+
     try:
         import fs_lowrank.engines.federatedscope  # noqa: F401
     except UserError as error:
@@ -38,6 +40,7 @@ def quick(settings, tmp_path, no_curves):
 
     def make(name, keys=None):
         return load_config(settings, {"train.local_update_steps": 2, "outdir": str(tmp_path / name), **(keys or {})})
+
     return make
 
 
@@ -47,8 +50,10 @@ def assert_same():
         a, b = (dict(x.model.named_parameters()) if hasattr(x, "model") else x for x in (a, b))
         assert a.keys() == b.keys()
         for name in a:
-            torch.testing.assert_close(b[name].detach(), a[name].detach(), rtol=0, atol=atol,
-                                       msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                b[name].detach(), a[name].detach(), rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
     return check
 
 
@@ -77,8 +82,11 @@ class Cluster:
     def start(self, settings, overrides, sabotage=None):
         answers = self.context.Queue()
         process = self.context.Process(
-            target=runpy.run_path, args=(str(HERE / "process.py"),), daemon=True,
-            kwargs={"init_globals": {"job": (settings, overrides, sabotage or {}), "answers": answers}})
+            target=runpy.run_path,
+            args=(str(HERE / "process.py"),),
+            daemon=True,
+            kwargs={"init_globals": {"job": (settings, overrides, sabotage or {}), "answers": answers}},
+        )
         process.start()
         self.processes.append(process)
         return process, answers
@@ -90,15 +98,30 @@ class Cluster:
             sabotage: by worker, see ``process.py``. changed: by worker, further overrides.
         """
         ports = free_ports(clients + 1)
-        common = {"federate.mode": "distributed", "distribute.use": True, "distribute.server_host": "127.0.0.1",
-                  "distribute.client_host": "127.0.0.1", "distribute.server_port": ports[0],
-                  "federate.client_num": clients, "lowrank.timeout": 30.0, **(overrides or {})}
+        common = {
+            "federate.mode": "distributed",
+            "distribute.use": True,
+            "distribute.server_host": "127.0.0.1",
+            "distribute.client_host": "127.0.0.1",
+            "distribute.server_port": ports[0],
+            "federate.client_num": clients,
+            "lowrank.timeout": 30.0,
+            **(overrides or {}),
+        }
         started = {}
         for worker in range(clients + 1) if only is None else only:
-            own = {"distribute.role": "server"} if worker == 0 else {
-                "distribute.role": "client", "distribute.data_idx": worker, "distribute.client_port": ports[worker]}
-            started[worker] = self.start(settings, {**common, **own, **(changed or {}).get(worker, {})},
-                                         (sabotage or {}).get(worker))
+            own = (
+                {"distribute.role": "server"}
+                if worker == 0
+                else {
+                    "distribute.role": "client",
+                    "distribute.data_idx": worker,
+                    "distribute.client_port": ports[worker],
+                }
+            )
+            started[worker] = self.start(
+                settings, {**common, **own, **(changed or {}).get(worker, {})}, (sabotage or {}).get(worker)
+            )
         return started
 
     def run(self, *args, timeout=90.0, **kwargs):
@@ -117,8 +140,13 @@ class Cluster:
         process.join(max(deadline - time.monotonic(), 1))
         assert process.exitcode is not None, f"a process hangs; it said {answer and answer[:2]}"
         kind, said, arrays = answer or ("died", "", {})
-        return SimpleNamespace(kind=kind, said=said, history=said, code=process.exitcode,
-                               tensors={n: torch.from_numpy(a) for n, a in arrays.items()})
+        return SimpleNamespace(
+            kind=kind,
+            said=said,
+            history=said,
+            code=process.exitcode,
+            tensors={n: torch.from_numpy(a) for n, a in arrays.items()},
+        )
 
     def stop(self):
         for process in self.processes:

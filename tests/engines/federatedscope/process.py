@@ -4,6 +4,7 @@
 seconds late it starts, how many it sleeps after each round, whether it draws its adapter from another seed, and whether
 it dies when it is asked to evaluate.
 """
+
 import os
 import time
 import traceback
@@ -28,13 +29,20 @@ try:
 
     if sabotage.get("other_start"):
         import fs_lowrank.models.adapters as adapters
+
         adapters.derive = lambda seed, *purpose: 12345
     if sabotage.get("dies_evaluating"):
         from fs_lowrank.engines.federatedscope.client import LowRankClient
+
         LowRankClient.callback_funcs_for_evaluate = lambda *_: os._exit(9)
     time.sleep(sabotage.get("late", 0))
-    result = fs_lowrank.run(fs_lowrank.load_config(settings, overrides), "federatedscope",
-                            resume=sabotage.get("resume", False), on_round=on_round, on_client=on_client)
+    result = fs_lowrank.run(
+        fs_lowrank.load_config(settings, overrides),
+        "federatedscope",
+        resume=sabotage.get("resume", False),
+        on_round=on_round,
+        on_client=on_client,
+    )
     answers.put(("ok", result.history, {n: p.detach().numpy() for n, p in result.model.named_parameters()}))  # noqa: F821
 except Exception as error:
     traceback.print_exc()

@@ -1,4 +1,5 @@
 """Our keys in the framework's configuration, and what is refused."""
+
 import subprocess
 import sys
 
@@ -13,20 +14,31 @@ pytestmark = pytest.mark.federatedscope
 @pytest.fixture
 def cfg(quick):
     from fs_lowrank.engines.federatedscope.config import to_framework
+
     return to_framework(quick("run", {"federate.method": "rolora"}))
 
 
 def there_and_back(config):
     from fs_lowrank.engines.federatedscope.config import from_framework, to_framework
+
     return from_framework(to_framework(config))
 
 
-@pytest.mark.parametrize("keys", [
-    {"federate.method": "rolora", "lowrank.mix": 0.25}, {"federate.method": "fedavg"},
-    {"federate.method": "flora", "lowrank.ranks": [1, 2]}, {"federate.sample_client_num": 2},
-    {"federate.sample_client_rate": 0.5}, {"fedopt.use": True, "fedopt.optimizer.momentum": 0.9},
-    {"train.scheduler.type": "cosine", "train.scheduler.min_lr": 0.001}, {"eval.freq": 2, "early_stop.patience": 3},
-    {"lowrank.min_clients": 2, "lowrank.timeout": 5.0, "train.cache_frozen": "off"}], ids=lambda k: "+".join(k))
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"federate.method": "rolora", "lowrank.mix": 0.25},
+        {"federate.method": "fedavg"},
+        {"federate.method": "flora", "lowrank.ranks": [1, 2]},
+        {"federate.sample_client_num": 2},
+        {"federate.sample_client_rate": 0.5},
+        {"fedopt.use": True, "fedopt.optimizer.momentum": 0.9},
+        {"train.scheduler.type": "cosine", "train.scheduler.min_lr": 0.001},
+        {"eval.freq": 2, "early_stop.patience": 3},
+        {"lowrank.min_clients": 2, "lowrank.timeout": 5.0, "train.cache_frozen": "off"},
+    ],
+    ids=lambda k: "+".join(k),
+)
 def test_there_and_back(quick, keys):
     config = quick("run", keys)
     assert there_and_back(config).decisive() == config.decisive()
@@ -60,6 +72,7 @@ def test_the_frameworks_own_methods_stay_its_own():
     from federatedscope.core.workers import Client, Server
 
     from fs_lowrank.engines.federatedscope.server import LowRankServer
+
     cfg = global_cfg.clone()
     for method in ("FedAvg", "ditto", "local"):
         cfg.merge_from_list(["federate.method", method])
@@ -71,6 +84,7 @@ def test_the_frameworks_own_methods_stay_its_own():
 
 def test_a_method_that_another_plug_in_registered_is_left_alone(cfg):
     from federatedscope import register
+
     register.register_worker("theirs", lambda method: {"client": 1, "server": 2} if method == "theirs" else None)
     try:
         cfg.merge_from_list(["federate.method", "theirs"])
@@ -82,6 +96,7 @@ def test_registering_twice_changes_nothing(caplog):
     from federatedscope import register
 
     from fs_lowrank.engines.federatedscope.registration import register_all
+
     before = {name: dict(getattr(register, name)) for name in dir(register) if name.endswith("_dict")}
     register_all()
     assert before == {name: dict(getattr(register, name)) for name in before}
@@ -112,14 +127,22 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
     assert "protobuf" not in done.stdout.splitlines()[-1], "mended although it was not needed"
 
 
-@pytest.mark.parametrize("key, value, why", [
-    ("asyn.use", True, "synchronous"), ("fedprox.use", True, "penalty"), ("personalization.local_param", ["lora_B"],
-                                                                          "method's business"),
-    ("aggregator.robust_rule", "krum", "the method aggregates"),
-    ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"), ("federate.save_freq", 0, "rounds between"),
-    ("finetune.before_eval", True, "evaluation"), ("llm.offsite_tuning.use", True, "its own server")])
+@pytest.mark.parametrize(
+    "key, value, why",
+    [
+        ("asyn.use", True, "synchronous"),
+        ("fedprox.use", True, "penalty"),
+        ("personalization.local_param", ["lora_B"], "method's business"),
+        ("aggregator.robust_rule", "krum", "the method aggregates"),
+        ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"),
+        ("federate.save_freq", 0, "rounds between"),
+        ("finetune.before_eval", True, "evaluation"),
+        ("llm.offsite_tuning.use", True, "its own server"),
+    ],
+)
 def test_what_acts_where_our_methods_do_is_refused(cfg, key, value, why):
     from fs_lowrank.engines.federatedscope.config import _node, from_framework
+
     node, last = _node(cfg, key)
     node[last] = value
     with pytest.raises(UserError, match=f"rolora cannot run together with:\n  {key} = .*{why}"):
@@ -128,6 +151,7 @@ def test_what_acts_where_our_methods_do_is_refused(cfg, key, value, why):
 
 def test_together(cfg):
     from fs_lowrank.engines.federatedscope.config import from_framework
+
     cfg.federate.use_ss, cfg.quantization.method = True, "uniform"
     cfg.lowrank.drop_rate = 0.1
     with pytest.raises(UserError, match="use_ss and quantization.method together"):
@@ -146,6 +170,7 @@ def test_unknown_role(quick):
 
 def test_our_partitioners_for_the_frameworks_data():
     from fs_lowrank.engines.federatedscope.data import splitter
+
     parts = splitter("quantity", 4)([(i, i % 2) for i in range(40)])
     assert sorted(x for part in parts for x, _ in part) == list(range(40))
     assert splitter("iid", 4) is None and splitter("lda", 4) is None and splitter("nonsense", 4) is None

@@ -1,4 +1,5 @@
 """A worker that dies, falls silent, comes late or is not what it should be; a port in use. Nothing hangs."""
+
 import socket
 import time
 
@@ -35,8 +36,12 @@ def test_too_few_left_stops_everyone(settings, cluster, tmp_path):
 
 
 def test_a_silent_client_is_waited_for_no_longer_than_the_bound(settings, cluster, tmp_path):
-    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 4.0, "federate.total_round_num": 2}),
-                             sabotage={2: {"silent_in": 2}})
+    started = cluster.launch(
+        settings,
+        2,
+        keys(tmp_path, **{"lowrank.timeout": 4.0, "federate.total_round_num": 2}),
+        sabotage={2: {"silent_in": 2}},
+    )
     server = cluster.wait(*started[0], timeout=60)
     assert server.code == 0, server.said
     assert "no answer within lowrank.timeout, 4 s" in server.history[1]["failed"][0]["reason"]
@@ -51,10 +56,17 @@ def test_clients_stop_when_the_server_is_gone(settings, cluster, tmp_path):
 
 
 def test_a_client_that_comes_late_catches_up(settings, cluster, tmp_path):
-    late = keys(tmp_path, **{"federate.method": "fedloru", "lowrank.tau": 2, "federate.total_round_num": 9,
-                             "lowrank.timeout": 2.0})
-    workers = cluster.run(settings, 2, late, sabotage={0: {"sleeps": 0.6}, 2: {"late": 4.0}},
-                          changed={1: {"lowrank.timeout": 30.0}, 2: {"lowrank.timeout": 30.0}})
+    late = keys(
+        tmp_path,
+        **{"federate.method": "fedloru", "lowrank.tau": 2, "federate.total_round_num": 9, "lowrank.timeout": 2.0},
+    )
+    workers = cluster.run(
+        settings,
+        2,
+        late,
+        sabotage={0: {"sleeps": 0.6}, 2: {"late": 4.0}},
+        changed={1: {"lowrank.timeout": 30.0}, 2: {"lowrank.timeout": 30.0}},
+    )
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     took_part = [2 in r["clients"] for r in workers[0].history]
     assert not took_part[0] and took_part[-1]
@@ -62,22 +74,30 @@ def test_a_client_that_comes_late_catches_up(settings, cluster, tmp_path):
 
 
 def test_nobody_joins(settings, cluster, tmp_path):
-    (server,) = (cluster.wait(*one) for one in cluster.launch(
-        settings, 2, keys(tmp_path, **{"lowrank.timeout": 2.0}), only=[0]).values())
+    (server,) = (
+        cluster.wait(*one)
+        for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 2.0}), only=[0]).values()
+    )
     assert server.code == 1 and "0 of 2 clients joined within 2 s" in server.said
 
 
 def test_no_server(settings, cluster, tmp_path):
-    (client,) = (cluster.wait(*one) for one in cluster.launch(
-        settings, 2, keys(tmp_path, **{"lowrank.timeout": 2.0}), only=[1]).values())
+    (client,) = (
+        cluster.wait(*one)
+        for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 2.0}), only=[1]).values()
+    )
     assert client.code == 1 and "no server answers at 127.0.0.1:" in client.said
 
 
-@pytest.mark.parametrize("changed, sabotage, named", [
-    ({1: {"seed": 4}}, {}, "they differ in seed"),
-    ({1: {"train.optimizer.lr": 0.5}}, {}, "train.optimizer.lr"),
-    ({}, {1: {"other_start": True}}, "lora_A.default.weight differs"),
-], ids=["seed", "learning_rate", "frozen_half"])
+@pytest.mark.parametrize(
+    "changed, sabotage, named",
+    [
+        ({1: {"seed": 4}}, {}, "they differ in seed"),
+        ({1: {"train.optimizer.lr": 0.5}}, {}, "train.optimizer.lr"),
+        ({}, {1: {"other_start": True}}, "lora_A.default.weight differs"),
+    ],
+    ids=["seed", "learning_rate", "frozen_half"],
+)
 def test_a_client_with_another_start_is_refused_by_name(settings, cluster, tmp_path, changed, sabotage, named):
     workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 5.0}), changed=changed, sabotage=sabotage)
     assert workers[1].code == 2 and named in workers[1].said
@@ -86,8 +106,9 @@ def test_a_client_with_another_start_is_refused_by_name(settings, cluster, tmp_p
 
 
 def test_a_second_client_of_one_number_is_refused(settings, cluster, tmp_path):
-    workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}),
-                          changed={2: {"distribute.data_idx": 1}})
+    workers = cluster.run(
+        settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), changed={2: {"distribute.data_idx": 1}}
+    )
     assert workers[0].code == 0, workers[0].said
     (refused,) = (workers[w] for w in (1, 2) if workers[w].code)
     assert refused.code == 2 and "client 1 has joined already" in refused.said
@@ -99,9 +120,18 @@ def test_a_port_in_use(quick, role):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = quick("run", {"federate.mode": "distributed", "distribute.use": True, "distribute.role": role,
-                               "distribute.server_host": "127.0.0.1", "distribute.client_host": "127.0.0.1",
-                               f"distribute.{role}_port": port, "distribute.data_idx": 1})
+        config = quick(
+            "run",
+            {
+                "federate.mode": "distributed",
+                "distribute.use": True,
+                "distribute.role": role,
+                "distribute.server_host": "127.0.0.1",
+                "distribute.client_host": "127.0.0.1",
+                f"distribute.{role}_port": port,
+                "distribute.data_idx": 1,
+            },
+        )
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}.*choose another port"):
             fs_lowrank.run(config, "federatedscope")
 
@@ -120,6 +150,7 @@ def test_a_model_that_the_method_cannot_adapt(quick):
 
 def test_a_refused_update_leaves_the_round_to_the_others(quick, monkeypatch):
     from fs_lowrank.methods.rolora import RoLoRA
+
     send = RoLoRA.upload
 
     def broken(self, model, round, client):
@@ -138,6 +169,7 @@ def test_a_refused_update_leaves_the_round_to_the_others(quick, monkeypatch):
 
 def test_a_failing_client_is_recorded(quick, monkeypatch):
     from fs_lowrank.engines.federatedscope.session import Session
+
     fit = Session._fit
 
     def fails(self, client, *args):
@@ -154,6 +186,7 @@ def test_a_failing_client_is_recorded(quick, monkeypatch):
 
 def test_a_failing_client_s_share_ends_the_run(quick, monkeypatch):
     from fs_lowrank.engines.federatedscope.session import Session
+
     fit = Session._fit
 
     def fails(self, client, examples, round, *args):
@@ -169,8 +202,12 @@ def test_a_failing_client_s_share_ends_the_run(quick, monkeypatch):
 @pytest.mark.parametrize("dying", [(2,), (1, 2)], ids=["one", "all"])
 def test_clients_that_die_while_they_evaluate(settings, cluster, tmp_path, dying):
     """The last round's evaluation is of those that are left; the training before it is not lost."""
-    workers = cluster.run(settings, 2, keys(tmp_path, **{"federate.make_global_eval": False, "eval.freq": 3}),
-                          sabotage={client: {"dies_evaluating": True} for client in dying})
+    workers = cluster.run(
+        settings,
+        2,
+        keys(tmp_path, **{"federate.make_global_eval": False, "eval.freq": 3}),
+        sabotage={client: {"dies_evaluating": True} for client in dying},
+    )
     assert workers[0].code == 0, workers[0].said
     assert [workers[w].code for w in (1, 2)] == [9 if w in dying else 0 for w in (1, 2)]
     assert [r["round"] for r in workers[0].history] == [1, 2, 3]

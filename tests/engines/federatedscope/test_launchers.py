@@ -1,4 +1,5 @@
 """Our command, the framework's own launcher, its shipped configurations, and what is said when something is missing."""
+
 import json
 import os
 import shutil
@@ -13,13 +14,20 @@ framework = pytest.mark.federatedscope
 
 
 def call(*command, env=None, cwd=None):
-    return subprocess.run([sys.executable, "-m", *map(str, command)], capture_output=True, text=True, timeout=180,
-                          cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {})})
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {})},
+    )
 
 
 @pytest.fixture
 def config_file(settings, tmp_path):
     from fs_lowrank import load_config
+
     path = tmp_path / "run.yaml"
     load_config(settings, {"federate.total_round_num": 2, "outdir": str(tmp_path / "run")}).dump(path)
     return path
@@ -31,23 +39,63 @@ def test_our_command(config_file, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "round   2/2" in done.stdout and "INFO" not in done.stdout + done.stderr
     left = {p.name for p in (tmp_path / "run").iterdir()}
-    assert {"adapter", "checkpoint", "config.yaml", "curves.png", "environment.json", "rounds.jsonl", "summary.json",
-            "exp_print.log", "eval_results.log"} <= left
+    assert {
+        "adapter",
+        "checkpoint",
+        "config.yaml",
+        "curves.png",
+        "environment.json",
+        "rounds.jsonl",
+        "summary.json",
+        "exp_print.log",
+        "eval_results.log",
+    } <= left
 
 
 @framework
 @pytest.mark.parametrize("name", ["testcase.yaml", "llama.yaml"])
 def test_a_shipped_configuration(tiny_causal, instructions_jsonl, tmp_path, name):
     from fs_lowrank.engines.federatedscope import FRAMEWORK
+
     data = tmp_path / "data"
     data.mkdir()
     shutil.copy(instructions_jsonl, data / "tiny.jsonl")
     done = call(
-        "fs_lowrank.engines.federatedscope", "--cfg", FRAMEWORK / "llm/baseline" / name, "federate.method", "rolora",
-        "use_gpu", False, "data.root", data, "data.type", "tiny.jsonl@llm", "data.splits", "[0.6,0.2,0.2]",
-        "model.type", f"{tiny_causal}@huggingface_llm", "llm.tok_len", 64, "federate.total_round_num", 2,
-        "federate.client_num", 3, "federate.sample_client_num", 3, "train.local_update_steps", 2, "eval.freq", 1,
-        "outdir", tmp_path / "exp", "expname", "x", "lowrank.min_clients", 2, cwd=tmp_path)
+        "fs_lowrank.engines.federatedscope",
+        "--cfg",
+        FRAMEWORK / "llm/baseline" / name,
+        "federate.method",
+        "rolora",
+        "use_gpu",
+        False,
+        "data.root",
+        data,
+        "data.type",
+        "tiny.jsonl@llm",
+        "data.splits",
+        "[0.6,0.2,0.2]",
+        "model.type",
+        f"{tiny_causal}@huggingface_llm",
+        "llm.tok_len",
+        64,
+        "federate.total_round_num",
+        2,
+        "federate.client_num",
+        3,
+        "federate.sample_client_num",
+        3,
+        "train.local_update_steps",
+        2,
+        "eval.freq",
+        1,
+        "outdir",
+        tmp_path / "exp",
+        "expname",
+        "x",
+        "lowrank.min_clients",
+        2,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rounds = [json.loads(line) for line in (tmp_path / "exp/x/rounds.jsonl").read_text().splitlines()]
     assert [r["round"] for r in rounds] == [1, 2] and all(r["uplink_bytes"] > 0 for r in rounds)
@@ -60,9 +108,26 @@ def test_a_shipped_configuration(tiny_causal, instructions_jsonl, tmp_path, name
 
 @framework
 def test_the_frameworks_own_fedavg_still_runs(tmp_path):
-    done = call("fs_lowrank.engines.federatedscope", "federate.client_num", 3, "federate.total_round_num", 2,
-                "data.type", "toy", "model.type", "lr", "criterion.type", "MSELoss",
-                "trainer.type", "general", "eval.metrics", "['loss']", "outdir", tmp_path / "exp", cwd=tmp_path)
+    done = call(
+        "fs_lowrank.engines.federatedscope",
+        "federate.client_num",
+        3,
+        "federate.total_round_num",
+        2,
+        "data.type",
+        "toy",
+        "model.type",
+        "lr",
+        "criterion.type",
+        "MSELoss",
+        "trainer.type",
+        "general",
+        "eval.metrics",
+        "['loss']",
+        "outdir",
+        tmp_path / "exp",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Final evaluation is finished" in done.stderr
     assert not list(tmp_path.rglob("rounds.jsonl"))
@@ -104,22 +169,34 @@ print("best", sorted(best["server_global_eval"]))
 
 def _data(path):
     import yaml
+
     return yaml.safe_load(path.read_text())["data"]["type"]
 
 
 def _model(path):
     import yaml
+
     return yaml.safe_load(path.read_text())["model"]["type"]
 
 
 # -- without the framework, or with another one --------------------------------------------------------
 
+
 def checkout(folder, version="0.3.0", leave_out=()):
     """A folder that looks like a checkout of the framework."""
     package = folder / "federatedscope"
-    for name in ("register.py", "main.py", "core/fed_runner.py", "core/message.py", "core/workers/server.py",
-                 "core/workers/client.py", "core/configs/config.py", "core/proto/gRPC_comm_manager_pb2.py",
-                 "llm/trainer/trainer.py", "core/configs/cfg_llm.py"):
+    for name in (
+        "register.py",
+        "main.py",
+        "core/fed_runner.py",
+        "core/message.py",
+        "core/workers/server.py",
+        "core/workers/client.py",
+        "core/configs/config.py",
+        "core/proto/gRPC_comm_manager_pb2.py",
+        "llm/trainer/trainer.py",
+        "core/configs/cfg_llm.py",
+    ):
         if name not in leave_out:
             (package / name).parent.mkdir(parents=True, exist_ok=True)
             (package / name).touch()
@@ -129,11 +206,13 @@ def checkout(folder, version="0.3.0", leave_out=()):
 
 def test_a_framework_that_cannot_be_used(config_file, tmp_path):
     half = checkout(tmp_path / "half", leave_out=("core/message.py",))
-    cases = [("", "FederatedScope is not installed"),
-             (checkout(tmp_path / "version", version="0.2.0"), "is version 0.2.0; this plug-in is written for 0.3.0"),
-             (checkout(tmp_path / "branch", leave_out=("llm/trainer/trainer.py",)), "is not the branch llm"),
-             (half, "is only half there: it lacks core/message.py"),
-             (tmp_path / "nothing", "there is no folder federatedscope in it")]
+    cases = [
+        ("", "FederatedScope is not installed"),
+        (checkout(tmp_path / "version", version="0.2.0"), "is version 0.2.0; this plug-in is written for 0.3.0"),
+        (checkout(tmp_path / "branch", leave_out=("llm/trainer/trainer.py",)), "is not the branch llm"),
+        (half, "is only half there: it lacks core/message.py"),
+        (tmp_path / "nothing", "there is no folder federatedscope in it"),
+    ]
     # One process that has not seen the framework, for all of them.
     script = tmp_path / "cases.py"
     script.write_text(f"""
@@ -148,8 +227,13 @@ for root in {json.dumps([str(root) for root, _ in cases])}:
         found.append([code, out.getvalue(), err.getvalue()])
 json.dump(found, sys.stdout)
 """)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180,
-                          env={**os.environ, "FEDERATEDSCOPE_ROOT": "", "PYTHONPATH": "", "COLUMNS": "300"})
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "FEDERATEDSCOPE_ROOT": "", "PYTHONPATH": "", "COLUMNS": "300"},
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for (_, said), (code, _, error), (healthy, report, _) in zip(cases, found[::2], found[1::2], strict=True):
@@ -165,10 +249,13 @@ def test_the_doctor_says_what_was_mended():
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     import importlib.util
+
     spec = importlib.util.spec_from_file_location(
         "fs_lowrank.engines.federatedscope_locate_alone",
-        os.path.join(os.path.dirname(importlib.util.find_spec("fs_lowrank").origin),
-                     "engines/federatedscope/locate.py"))
+        os.path.join(
+            os.path.dirname(importlib.util.find_spec("fs_lowrank").origin), "engines/federatedscope/locate.py"
+        ),
+    )
     source = open(spec.origin).read().replace("from ...errors", "from fs_lowrank.errors")
     names = {"__name__": "locate_alone"}
     exec(compile(source, spec.origin, "exec"), names)

@@ -1,4 +1,5 @@
 """Each mend: what is broken without it, and that it is applied only where it is needed."""
+
 import importlib
 import sys
 import types
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.federatedscope
 @pytest.fixture
 def compat():
     from fs_lowrank.engines.federatedscope import compat
+
     return compat
 
 
@@ -38,6 +40,7 @@ def test_protobuf(compat, monkeypatch):
             importlib.import_module(name)
     monkeypatch.setenv("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
     from google.protobuf.internal import api_implementation
+
     monkeypatch.setattr(api_implementation, "Type", lambda: "python")
     assert not mend.needed()
 
@@ -49,6 +52,7 @@ def test_scipy(compat, monkeypatch):
     assert mend.needed()
     mend.apply(None)
     from scipy.sparse import csc_matrix
+
     assert sys.modules["scipy.sparse.csc"].csc_matrix is csc_matrix
     assert not mend.needed()
     monkeypatch.delitem(sys.modules, "scipy.sparse.csc")
@@ -64,6 +68,7 @@ def test_numbers_in_the_logs(compat):
 
 def test_group_sampler(compat):
     from federatedscope.core import sampler
+
     if named(compat, "group").needed():
         assert not hasattr(np, "int"), "numpy itself stays as it is"
     sampler.GroupSampler(12, [1.0] * 12).sample(3)

@@ -1,4 +1,5 @@
 """Standalone with ``federate.process_num`` above 1: clients in processes of their own, and the same result."""
+
 import signal
 import time
 
@@ -28,6 +29,7 @@ def sites(monkeypatch):
 
 def parallel():
     from fs_lowrank.engines.federatedscope import parallel
+
     return parallel
 
 
@@ -38,21 +40,37 @@ def same(a, b):
         assert {k: x[k] for k in x if "seconds" not in k} == {k: y[k] for k in y if "seconds" not in k}
 
 
-@pytest.mark.parametrize("keys", [
-    {"federate.method": "rolora", "federate.sample_client_num": 3, "federate.share_local_model": True},
-    {"federate.method": "fedloru", "lowrank.tau": 2, "federate.sample_client_num": 2,
-     "federate.share_local_model": True},
-    {"federate.method": "fedloru", "lowrank.tau": 2, "federate.sample_client_num": 2},
-    {"federate.method": "flora", "lowrank.ranks": [1, 3, 2], "federate.share_local_model": True},
-    {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.share_local_model": True},
-    {"federate.method": "fedavg", "federate.share_local_model": True, "lowrank.drop_rate": 0.3},
-    {"federate.method": "fedlora", "federate.online_aggr": True},
-    {"federate.method": "fedlora", "quantization.method": "uniform", "quantization.nbits": 8,
-     "federate.share_local_model": True},
-    {"federate.method": "fedlora", "federate.make_global_eval": False},
-    {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.make_global_eval": False,
-     "federate.sample_client_num": 1},
-], ids=lambda k: "-".join(str(v) for v in k.values()))
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"federate.method": "rolora", "federate.sample_client_num": 3, "federate.share_local_model": True},
+        {
+            "federate.method": "fedloru",
+            "lowrank.tau": 2,
+            "federate.sample_client_num": 2,
+            "federate.share_local_model": True,
+        },
+        {"federate.method": "fedloru", "lowrank.tau": 2, "federate.sample_client_num": 2},
+        {"federate.method": "flora", "lowrank.ranks": [1, 3, 2], "federate.share_local_model": True},
+        {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.share_local_model": True},
+        {"federate.method": "fedavg", "federate.share_local_model": True, "lowrank.drop_rate": 0.3},
+        {"federate.method": "fedlora", "federate.online_aggr": True},
+        {
+            "federate.method": "fedlora",
+            "quantization.method": "uniform",
+            "quantization.nbits": 8,
+            "federate.share_local_model": True,
+        },
+        {"federate.method": "fedlora", "federate.make_global_eval": False},
+        {
+            "federate.method": "pfedloru",
+            "lowrank.tau": 2,
+            "federate.make_global_eval": False,
+            "federate.sample_client_num": 1,
+        },
+    ],
+    ids=lambda k: "-".join(str(v) for v in k.values()),
+)
 def test_processes_change_nothing(quick, keys):
     alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
     apart = fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope")
@@ -69,8 +87,14 @@ def test_shares_reach_the_other_processes(quick, assert_same):
 
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
 def test_going_on_after_a_process_was_killed(quick, sites, share):
-    keys = {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.sample_client_num": 4, **THREE,
-            "federate.share_local_model": share, "lowrank.drop_rate": 0.3}
+    keys = {
+        "federate.method": "pfedloru",
+        "lowrank.tau": 2,
+        "federate.sample_client_num": 4,
+        **THREE,
+        "federate.share_local_model": share,
+        "lowrank.drop_rate": 0.3,
+    }
     whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
 
     def kill_one(record):
@@ -94,6 +118,7 @@ def test_a_process_that_does_not_answer_is_not_waited_for(quick, sites):
 
 def test_a_process_that_is_stopped_is_sent_to_no_longer_than_the_bound():
     from fs_lowrank.engines.federatedscope.wire import Parcel
+
     site = parallel()._Site(1, [1, 2], timeout=0.5)
     try:
         site.process.send_signal(signal.SIGSTOP)
@@ -122,14 +147,16 @@ def test_what_a_process_objects_to_is_said(quick, sites, monkeypatch, tmp_path):
 
 def test_processes_in_distributed_mode(quick):
     with pytest.raises(UserError, match="federate.process_num = 3 divides the clients of a standalone run"):
-        fs_lowrank.run(quick("run", {"federate.method": "rolora", "federate.mode": "distributed", **THREE}),
-                       "federatedscope")
+        fs_lowrank.run(
+            quick("run", {"federate.method": "rolora", "federate.mode": "distributed", **THREE}), "federatedscope"
+        )
 
 
 def test_the_frameworks_own_methods_keep_its_runner():
     from federatedscope.core.auxiliaries import runner_builder
     from federatedscope.core.configs.config import global_cfg
     from federatedscope.core.parallel.parallel_runner import StandaloneMultiGPURunner
+
     assert runner_builder.StandaloneMultiGPURunner is not StandaloneMultiGPURunner
     assert parallel().choose_runner(lambda config: "its own")(config=global_cfg.clone()) == "its own"
 
@@ -142,6 +169,7 @@ def test_a_launcher_of_ones_own_with_enough_gpus(quick, monkeypatch):
 
     from fs_lowrank.engines.federatedscope.config import to_framework
     from fs_lowrank.engines.federatedscope.session import close_session, current
+
     keys = {"federate.method": "rolora", "federate.share_local_model": True}
     alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
     cfg = to_framework(quick("apart", keys))
@@ -152,8 +180,9 @@ def test_a_launcher_of_ones_own_with_enough_gpus(quick, monkeypatch):
     cfg.federate.process_num = 3
     cfg._immutable(True)
     try:
-        get_runner(data=data, server_class=get_server_cls(cfg), client_class=get_client_cls(cfg),
-                   config=cfg.clone()).run()
+        get_runner(
+            data=data, server_class=get_server_cls(cfg), client_class=get_client_cls(cfg), config=cfg.clone()
+        ).run()
         same(alone, current().result)
     finally:
         close_session()

@@ -1,4 +1,5 @@
 """The same config, data and seed give the same global tensors on both engines, for every method that there is."""
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,8 +11,11 @@ pytestmark = pytest.mark.federatedscope
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in get_method_class(m).tasks]
 RANKED = [m for m in METHODS if "ranks" in get_method_class(m).Params.__dataclass_fields__]
 ACCUMULATING = [m for m in METHODS if "tau" in get_method_class(m).Params.__dataclass_fields__]
-CASES = [*((m, {}) for m in METHODS), *((m, {"lowrank.ranks": [1, 3, 2]}) for m in RANKED),
-         *((m, {"lowrank.tau": 2}) for m in ACCUMULATING)]
+CASES = [
+    *((m, {}) for m in METHODS),
+    *((m, {"lowrank.ranks": [1, 3, 2]}) for m in RANKED),
+    *((m, {"lowrank.tau": 2}) for m in ACCUMULATING),
+]
 IDS = [m + "".join(f"-{k.split('.')[1]}" for k in keys) for m, keys in CASES]
 
 
@@ -34,24 +38,42 @@ def test_standalone(quick, assert_same, method, keys, sample, share):
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
 @pytest.mark.parametrize("method", [m for m in fs_lowrank.list_methods() if m not in METHODS])
 def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, no_curves, method, share):
-    keys = {"federate.method": method, "federate.client_num": 3, "federate.total_round_num": 2,
-            "federate.sample_client_num": 2, "model.type": "lenet", "model.use_bias": False}
+    keys = {
+        "federate.method": method,
+        "federate.client_num": 3,
+        "federate.total_round_num": 2,
+        "federate.sample_client_num": 2,
+        "model.type": "lenet",
+        "model.use_bias": False,
+    }
     if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
         keys |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
-    local, other = (fs_lowrank.run(fs_lowrank.load_config(
-        vision_settings, {**keys, "outdir": str(tmp_path / engine), **more}), engine)
-        for engine, more in (("local", {}), ("federatedscope", {"federate.share_local_model": share})))
+    local, other = (
+        fs_lowrank.run(
+            fs_lowrank.load_config(vision_settings, {**keys, "outdir": str(tmp_path / engine), **more}), engine
+        )
+        for engine, more in (("local", {}), ("federatedscope", {"federate.share_local_model": share}))
+    )
     assert_same(local, other)
     assert [r["client_uplink_bytes"] for r in other.history] == [r["client_uplink_bytes"] for r in local.history]
 
 
-@pytest.mark.parametrize("keys", [
-    {"lowrank.drop_rate": 0.4, "seed": 5}, {"train.frozen_dropout": True}, {"federate.ignore_weight": True},
-    {"fedopt.use": True, "fedopt.optimizer.type": "Adam", "fedopt.optimizer.lr": 0.01},
-    {"train.scheduler.type": "cosine", "train.scheduler.warmup_ratio": 0.3}, {"train.is_enable_half": True},
-    {"lowrank.mix": 0.5}, {"grad.grad_accum_count": 2, "grad.grad_clip": 1.0}, {"eval.freq": 0},
-    {"eval.split": []}],
-    ids=lambda k: next(iter(k)))
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lowrank.drop_rate": 0.4, "seed": 5},
+        {"train.frozen_dropout": True},
+        {"federate.ignore_weight": True},
+        {"fedopt.use": True, "fedopt.optimizer.type": "Adam", "fedopt.optimizer.lr": 0.01},
+        {"train.scheduler.type": "cosine", "train.scheduler.warmup_ratio": 0.3},
+        {"train.is_enable_half": True},
+        {"lowrank.mix": 0.5},
+        {"grad.grad_accum_count": 2, "grad.grad_clip": 1.0},
+        {"eval.freq": 0},
+        {"eval.split": []},
+    ],
+    ids=lambda k: next(iter(k)),
+)
 def test_what_else_decides_the_result(quick, assert_same, keys):
     keys = {"federate.method": "rolora", "federate.sample_client_num": 3, **keys}
     local = fs_lowrank.run(quick("local", keys))
@@ -63,16 +85,22 @@ def test_what_else_decides_the_result(quick, assert_same, keys):
 def test_a_causal_model(causal_settings, assert_same, tmp_path):
     keys = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.sample_client_num": 3}
     local = fs_lowrank.run(fs_lowrank.load_config(causal_settings, {**keys, "outdir": str(tmp_path / "a")}))
-    other = fs_lowrank.run(fs_lowrank.load_config(causal_settings, {**keys, "outdir": str(tmp_path / "b")}),
-                           "federatedscope")
+    other = fs_lowrank.run(
+        fs_lowrank.load_config(causal_settings, {**keys, "outdir": str(tmp_path / "b")}), "federatedscope"
+    )
     assert_same(local, other)
     assert (tmp_path / "b" / "adapter" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize("method, keys", CASES, ids=IDS)
 def test_distributed(quick, settings, assert_same, cluster, tmp_path, method, keys):
-    keys = {"federate.method": method, "train.local_update_steps": 2, "federate.total_round_num": 3,
-            "federate.client_num": 2, **keys}
+    keys = {
+        "federate.method": method,
+        "train.local_update_steps": 2,
+        "federate.total_round_num": 3,
+        "federate.client_num": 2,
+        **keys,
+    }
     local = fs_lowrank.run(quick("local", keys))
     workers = cluster.run(settings, 2, {**keys, "outdir": str(tmp_path / "distributed")})
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
@@ -84,9 +112,15 @@ def test_distributed(quick, settings, assert_same, cluster, tmp_path, method, ke
 
 @pytest.mark.parametrize("method", ["rolora", *ACCUMULATING[:1]])
 def test_distributed_with_absent_clients(quick, settings, assert_same, cluster, tmp_path, method):
-    keys = {"federate.method": method, "train.local_update_steps": 2, "federate.total_round_num": 6,
-            "federate.client_num": 3, "federate.sample_client_num": 1, "seed": 5,
-            **({"lowrank.tau": 2} if method in ACCUMULATING else {})}
+    keys = {
+        "federate.method": method,
+        "train.local_update_steps": 2,
+        "federate.total_round_num": 6,
+        "federate.client_num": 3,
+        "federate.sample_client_num": 1,
+        "seed": 5,
+        **({"lowrank.tau": 2} if method in ACCUMULATING else {}),
+    }
     local = fs_lowrank.run(quick("local", keys))
     workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "distributed")})
     assert len({c for r in local.history for c in r["selected"]}) > 1, "the seed must let clients come late"
@@ -100,16 +134,32 @@ def test_clients_with_data_of_their_own(quick, settings, assert_same, cluster, t
     reviews.to_csv(tmp_path / "all.csv", index=False)
     for owner, rows in reviews.groupby("owner"):
         rows.drop(columns="owner").to_csv(tmp_path / f"{owner}.csv", index=False)
-    keys = {"federate.method": "rolora", "federate.client_num": 2, "federate.total_round_num": 3, "eval.split": [],
-            "train.local_update_steps": 2, "data.type": str(tmp_path / "all.csv"), "data.splits": [1.0, 0.0, 0.0],
-            "data.splitter": "field", "data.splitter_args": [{"field": "owner"}],
-            "dataloader.batch_size": 400}  # all of it in one batch, so the order of the rows is no matter
+    keys = {
+        "federate.method": "rolora",
+        "federate.client_num": 2,
+        "federate.total_round_num": 3,
+        "eval.split": [],
+        "train.local_update_steps": 2,
+        "data.type": str(tmp_path / "all.csv"),
+        "data.splits": [1.0, 0.0, 0.0],
+        "data.splitter": "field",
+        "data.splitter_args": [{"field": "owner"}],
+        "dataloader.batch_size": 400,
+    }  # all of it in one batch, so the order of the rows is no matter
     local = fs_lowrank.run(quick("local", keys))
-    own = {worker: {"distribute.data_idx": -1, "data.type": str(tmp_path / f"{owner}.csv"), "data.splitter": "iid",
-                    "data.splitter_args": [], "outdir": str(tmp_path / owner)}
-           for worker, owner in ((1, "a"), (2, "b"))}
-    workers = cluster.run(settings, 2, {**keys, "outdir": str(tmp_path / "distributed")}, changed=own,
-                          sabotage={2: {"late": 5.0}})  # numbered as they come
+    own = {
+        worker: {
+            "distribute.data_idx": -1,
+            "data.type": str(tmp_path / f"{owner}.csv"),
+            "data.splitter": "iid",
+            "data.splitter_args": [],
+            "outdir": str(tmp_path / owner),
+        }
+        for worker, owner in ((1, "a"), (2, "b"))
+    }
+    workers = cluster.run(
+        settings, 2, {**keys, "outdir": str(tmp_path / "distributed")}, changed=own, sabotage={2: {"late": 5.0}}
+    )  # numbered as they come
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert_same(dict(local.model.named_parameters()), workers[0].tensors)
     assert [r["loss"] for r in workers[0].history] == pytest.approx([r["loss"] for r in local.history], abs=1e-5)
@@ -117,9 +167,15 @@ def test_clients_with_data_of_their_own(quick, settings, assert_same, cluster, t
 
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
 def test_rounded_messages_between_processes(quick, settings, assert_same, cluster, tmp_path, method):
-    keys = {"federate.method": method, "train.local_update_steps": 2, "federate.client_num": 3,
-            "federate.sample_client_num": 2, "quantization.method": "uniform", "quantization.nbits": 8,
-            **({"lowrank.tau": 2} if method in ACCUMULATING else {})}
+    keys = {
+        "federate.method": method,
+        "train.local_update_steps": 2,
+        "federate.client_num": 3,
+        "federate.sample_client_num": 2,
+        "quantization.method": "uniform",
+        "quantization.nbits": 8,
+        **({"lowrank.tau": 2} if method in ACCUMULATING else {}),
+    }
     alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
     workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "distributed")})
     assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]

@@ -1,4 +1,5 @@
 """Our networks for images, on the framework: the same tensors, running statistics included, as the local engine."""
+
 import pytest
 import torch
 
@@ -10,16 +11,31 @@ pytestmark = pytest.mark.federatedscope
 
 @pytest.fixture
 def quick(vision_settings, tmp_path, no_curves):
-    return lambda name, keys: fs_lowrank.load_config(vision_settings, {
-        "train.local_update_steps": 2, "federate.total_round_num": 3, "outdir": str(tmp_path / name), **keys})
+    return lambda name, keys: fs_lowrank.load_config(
+        vision_settings,
+        {"train.local_update_steps": 2, "federate.total_round_num": 3, "outdir": str(tmp_path / name), **keys},
+    )
 
 
-@pytest.mark.parametrize("keys, sample", [
-    ({"federate.method": "fedavg"}, 2), ({"federate.method": "fedlora", "lowrank.base_init": "zero"}, -1),
-    ({"federate.method": "fedlora", "federate.share_local_model": True, "model.type": "lenet", "lowrank.width": 1}, 2),
-    ({"federate.method": "fedloru", "lowrank.tau": 2}, 2),
-    ({"federate.method": "rolora", "lowrank.norm": "group"}, -1)],
-    ids=["fedavg", "from_zero", "lenet", "fedloru", "group"])
+@pytest.mark.parametrize(
+    "keys, sample",
+    [
+        ({"federate.method": "fedavg"}, 2),
+        ({"federate.method": "fedlora", "lowrank.base_init": "zero"}, -1),
+        (
+            {
+                "federate.method": "fedlora",
+                "federate.share_local_model": True,
+                "model.type": "lenet",
+                "lowrank.width": 1,
+            },
+            2,
+        ),
+        ({"federate.method": "fedloru", "lowrank.tau": 2}, 2),
+        ({"federate.method": "rolora", "lowrank.norm": "group"}, -1),
+    ],
+    ids=["fedavg", "from_zero", "lenet", "fedloru", "group"],
+)
 def test_same_as_local(quick, keys, sample):
     keys = {**keys, "federate.client_num": 3, "federate.sample_client_num": sample}
     local, other = fs_lowrank.run(quick("local", keys)), fs_lowrank.run(quick("other", keys), "federatedscope")
@@ -34,8 +50,12 @@ def test_same_as_local(quick, keys, sample):
 
 
 def test_between_processes(vision_settings, quick, cluster, tmp_path):
-    keys = {"federate.method": "fedlora", "train.local_update_steps": 2, "federate.total_round_num": 2,
-            "federate.client_num": 2}
+    keys = {
+        "federate.method": "fedlora",
+        "train.local_update_steps": 2,
+        "federate.total_round_num": 2,
+        "federate.client_num": 2,
+    }
     local = fs_lowrank.run(quick("local", keys))
     workers = cluster.run(vision_settings, 2, {**keys, "outdir": str(tmp_path / "distributed")})
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
@@ -47,6 +67,7 @@ def test_our_names_are_none_of_the_frameworks():
     from federatedscope import register
 
     from fs_lowrank.config import VISION_MODELS
+
     assert not {"lr", "mlp", "convnet2", "convnet5", "vgg11", "lstm", "gcn"} & set(VISION_MODELS)
     # One of the framework's own fails on every name with "resnet" in it, so ours is asked first.
     assert next(iter(register.model_dict)) == "lowrank"

@@ -1,4 +1,5 @@
 """Evaluation, early stopping, saving and restoring, secret sharing, rounding, … of the framework, with our methods."""
+
 import json
 import pickle
 
@@ -31,8 +32,12 @@ def test_secret_sharing_gives_the_same_mean(quick, assert_same, method):
 
 
 def test_secret_sharing_between_processes(quick, settings, assert_same, cluster, tmp_path):
-    keys = {"federate.method": "rolora", "federate.client_num": 3, "federate.total_round_num": 2,
-            "train.local_update_steps": 2}
+    keys = {
+        "federate.method": "rolora",
+        "federate.client_num": 3,
+        "federate.total_round_num": 2,
+        "train.local_update_steps": 2,
+    }
     local = fs_lowrank.run(quick("local", keys))
     workers = cluster.run(settings, 3, {**keys, "federate.use_ss": True, "outdir": str(tmp_path / "shared")})
     assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
@@ -58,8 +63,12 @@ def test_online_aggregation(quick, assert_same, method, share):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rounded_messages_keep_all_copies_one(quick, assert_same, method):
-    keys = {"federate.method": method, "federate.sample_client_num": 2, "quantization.method": "uniform",
-            "quantization.nbits": 8}
+    keys = {
+        "federate.method": method,
+        "federate.sample_client_num": 2,
+        "quantization.method": "uniform",
+        "quantization.nbits": 8,
+    }
     own = fs_lowrank.run(quick("own", keys), "federatedscope")
     one = fs_lowrank.run(quick("one", {**keys, "federate.share_local_model": True}), "federatedscope")
     assert_same(own, one, atol=1e-4)
@@ -67,13 +76,19 @@ def test_rounded_messages_keep_all_copies_one(quick, assert_same, method):
     assert own.history[0]["uplink_bytes"] < 0.35 * plain.history[0]["uplink_bytes"]
     if get_method_class(method).averages_head:  # rounding is not made larger on the server
         assert own.history[-1]["metrics"]["test"]["loss"] == pytest.approx(
-            plain.history[-1]["metrics"]["test"]["loss"], rel=0.1)
+            plain.history[-1]["metrics"]["test"]["loss"], rel=0.1
+        )
 
 
 @pytest.mark.parametrize("by_clients", [False, True], ids=["global", "clients"])
 def test_early_stopping(quick, by_clients):
-    keys = {"federate.method": "rolora", "early_stop.patience": 1, "federate.total_round_num": 12,
-            "train.optimizer.lr": 0.5, "early_stop.improve_indicator_mode": "best"}
+    keys = {
+        "federate.method": "rolora",
+        "early_stop.patience": 1,
+        "federate.total_round_num": 12,
+        "train.optimizer.lr": 0.5,
+        "early_stop.improve_indicator_mode": "best",
+    }
     local = fs_lowrank.run(quick("local", keys))
     other = fs_lowrank.run(quick("other", {**keys, "federate.make_global_eval": not by_clients}), "federatedscope")
     assert len(other.history) == len(local.history) < 12
@@ -91,16 +106,24 @@ def test_clients_evaluate_their_shares(quick):
 
 
 @SHARE
-@pytest.mark.parametrize("method, keys", [("rolora", {}), ("flora", {}), ("fedloru", {"lowrank.tau": 1}),
-                                          ("fedlora", {"fedopt.use": True, "fedopt.optimizer.type": "Adam"})])
+@pytest.mark.parametrize(
+    "method, keys",
+    [
+        ("rolora", {}),
+        ("flora", {}),
+        ("fedloru", {"lowrank.tau": 1}),
+        ("fedlora", {"fedopt.use": True, "fedopt.optimizer.type": "Adam"}),
+    ],
+)
 def test_saving_and_restoring_with_the_round(quick, assert_same, tmp_path, method, keys, share):
     if method not in METHODS:
         pytest.skip(f"no method {method}")
     keys = {"federate.method": method, "federate.sample_client_num": 3, "federate.share_local_model": share, **keys}
     whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
     saved = tmp_path / "saved" / "model.ckpt"
-    fs_lowrank.run(quick("half", {**keys, "federate.save_to": str(saved), "federate.total_round_num": 2}),
-                   "federatedscope")
+    fs_lowrank.run(
+        quick("half", {**keys, "federate.save_to": str(saved), "federate.total_round_num": 2}), "federatedscope"
+    )
     final = saved.with_name("final_model.ckpt")
     assert torch.load(final, weights_only=True)["cur_round"] == 2
     assert saved.exists(), "the best round is saved under the plain name"
@@ -112,9 +135,11 @@ def test_saving_and_restoring_with_the_round(quick, assert_same, tmp_path, metho
 def test_restoring_what_does_not_fit(quick, tmp_path):
     saved = tmp_path / "model.ckpt"
     fs_lowrank.run(quick("a", {"federate.method": "rolora", "federate.save_to": str(saved)}), "federatedscope")
-    for keys, said in (({"federate.method": "fedlora"}, "is of method 'rolora'"),
-                       ({"federate.method": "rolora", "llm.adapter.args.0.r": 3}, "does not fit this method and model"),
-                       ({"federate.restore_from": str(tmp_path / "none")}, "there is no file")):
+    for keys, said in (
+        ({"federate.method": "fedlora"}, "is of method 'rolora'"),
+        ({"federate.method": "rolora", "llm.adapter.args.0.r": 3}, "does not fit this method and model"),
+        ({"federate.restore_from": str(tmp_path / "none")}, "there is no file"),
+    ):
         with pytest.raises(UserError, match=said):
             fs_lowrank.run(quick("b", {"federate.restore_from": str(saved), **keys}), "federatedscope")
     with open(saved, "wb") as file:
@@ -124,9 +149,14 @@ def test_restoring_what_does_not_fit(quick, tmp_path):
 
 
 @SHARE
-@pytest.mark.parametrize("method, keys", [
-    ("rolora", {}), ("flora", {"lowrank.ranks": [1, 2]}),
-    ("pfedloru", {"lowrank.tau": 2, "federate.make_global_eval": False})])
+@pytest.mark.parametrize(
+    "method, keys",
+    [
+        ("rolora", {}),
+        ("flora", {"lowrank.ranks": [1, 2]}),
+        ("pfedloru", {"lowrank.tau": 2, "federate.make_global_eval": False}),
+    ],
+)
 def test_resuming(quick, assert_same, method, keys, share):
     keys = {"federate.method": method, "federate.sample_client_num": 3, "federate.share_local_model": share, **keys}
     whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
@@ -138,14 +168,20 @@ def test_resuming(quick, assert_same, method, keys, share):
 
 
 def test_resuming_between_processes(quick, settings, assert_same, cluster, tmp_path):
-    keys = {"federate.method": "fedloru", "lowrank.tau": 2, "federate.client_num": 2, "federate.total_round_num": 4,
-            "train.local_update_steps": 2}
+    keys = {
+        "federate.method": "fedloru",
+        "lowrank.tau": 2,
+        "federate.client_num": 2,
+        "federate.total_round_num": 4,
+        "train.local_update_steps": 2,
+    }
     whole = fs_lowrank.run(quick("whole", keys))
     keys["outdir"] = str(tmp_path / "cut")
     workers = cluster.run(settings, 2, {**keys, "lowrank.min_clients": 2}, sabotage={1: {"dies_in": 4}})
     assert workers[0].code == 1
-    workers = cluster.run(settings, 2, {**keys, "lowrank.min_clients": 2},
-                          sabotage={w: {"resume": w == 0} for w in range(3)})
+    workers = cluster.run(
+        settings, 2, {**keys, "lowrank.min_clients": 2}, sabotage={w: {"resume": w == 0} for w in range(3)}
+    )
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert_same(dict(whole.model.named_parameters()), workers[0].tensors)
 
@@ -153,9 +189,16 @@ def test_resuming_between_processes(quick, settings, assert_same, cluster, tmp_p
 def test_sampling_by_the_framework(quick, tmp_path):
     info = tmp_path / "resources.pkl"
     info.write_bytes(pickle.dumps({i: {"computation": 10.0 + i, "communication": 100.0 + i} for i in range(11)}))
-    keys = {"federate.method": "rolora", "federate.client_num": 10, "federate.sample_client_num": 3,
-            "data.splitter": "iid", "data.splitter_args": [], "federate.sampler": "group",
-            "federate.total_round_num": 3, "federate.resource_info_file": str(info)}
+    keys = {
+        "federate.method": "rolora",
+        "federate.client_num": 10,
+        "federate.sample_client_num": 3,
+        "data.splitter": "iid",
+        "data.splitter_args": [],
+        "federate.sampler": "group",
+        "federate.total_round_num": 3,
+        "federate.resource_info_file": str(info),
+    }
     result = fs_lowrank.run(quick("run", keys), "federatedscope")
     assert [len(r["clients"]) for r in result.history] == [3, 3, 3]
 

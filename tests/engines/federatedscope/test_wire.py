@@ -1,4 +1,5 @@
 """What travels: no pickle, real sizes; secret shares and rounding by themselves."""
+
 import base64
 import os
 import pickle
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.federatedscope
 @pytest.fixture
 def Parcel():
     from fs_lowrank.engines.federatedscope.wire import Parcel
+
     return Parcel
 
 
@@ -33,9 +35,21 @@ class Harm:
         return os.mkdir, ("harmed",)
 
 
-@pytest.mark.parametrize("content", [
-    base64.b64encode(pickle.dumps(Harm())).decode(), "", "!!", base64.b64encode(b"\xff" * 40).decode(), None, 3, {},
-    [1], base64.b64encode((10).to_bytes(8, "little") + b"{}        ").decode()], ids=range(9))
+@pytest.mark.parametrize(
+    "content",
+    [
+        base64.b64encode(pickle.dumps(Harm())).decode(),
+        "",
+        "!!",
+        base64.b64encode(b"\xff" * 40).decode(),
+        None,
+        3,
+        {},
+        [1],
+        base64.b64encode((10).to_bytes(8, "little") + b"{}        ").decode(),
+    ],
+    ids=range(9),
+)
 def test_what_is_no_parcel_is_refused_and_never_unpickled(Parcel, content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="the content"):
@@ -45,6 +59,7 @@ def test_what_is_no_parcel_is_refused_and_never_unpickled(Parcel, content, tmp_p
 
 def test_the_framework_measures_what_it_holds(Parcel):
     from federatedscope.core.message import Message
+
     tensors = {"a": torch.zeros(1000), "b": torch.zeros(10, dtype=torch.float64)}
     down, up = Message(msg_type="model_para", receiver=[1, 2], content=Parcel(tensors)).count_bytes()
     assert 4080 <= down < 4400 and up == 2 * down
@@ -53,6 +68,7 @@ def test_the_framework_measures_what_it_holds(Parcel):
 @pytest.mark.parametrize("parties", [2, 5, 12])
 def test_shares(parties):
     from fs_lowrank.engines.federatedscope.sums import add_shares, recover, split_secret
+
     torch.manual_seed(0)
     owners = [{"w": torch.randn(3, 4), "b": torch.randn(2)} for _ in range(parties)]
     weights = range(1, parties + 1)
@@ -62,13 +78,14 @@ def test_shares(parties):
     for name in ("w", "b"):
         expected = sum(w * t[name] for t, w in zip(owners, weights)) / sum(weights)
         torch.testing.assert_close(mean[name], expected, rtol=0, atol=1e-6)
-    one = dealt[0][1]["w"].double() / 2.0 ** 63
+    one = dealt[0][1]["w"].double() / 2.0**63
     assert one.abs().max() > 0.1, "a share by itself is noise over the whole range"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_what_cannot_be_shared(value):
     from fs_lowrank.engines.federatedscope.sums import split_secret
+
     with pytest.raises(ValueError, match="does not fit the fixed-point numbers"):
         split_secret({"w": torch.tensor([value])}, 1, 2)
 
@@ -76,9 +93,14 @@ def test_what_cannot_be_shared(value):
 @pytest.mark.parametrize("nbits, worst", [(8, 1 / 127), (16, 1 / 32767)])
 def test_rounding(nbits, worst):
     from fs_lowrank.engines.federatedscope.sums import dequantise, quantise
+
     torch.manual_seed(0)
-    tensors = {"x.lora_A.default.weight": torch.randn(8, 16), "zero": torch.zeros(3, 2), "merge:1:a": torch.randn(5),
-               "x:count": torch.tensor([3])}
+    tensors = {
+        "x.lora_A.default.weight": torch.randn(8, 16),
+        "zero": torch.zeros(3, 2),
+        "merge:1:a": torch.randn(5),
+        "x:count": torch.tensor([3]),
+    }
     packed = quantise(tensors, nbits)
     back = dequantise(packed, tensors)
     assert back.keys() == tensors.keys()

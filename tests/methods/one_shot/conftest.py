@@ -1,4 +1,5 @@
 """Small nets and their data; ``one_round`` plays clients and server without an engine."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -23,8 +24,9 @@ class Small(nn.Module):
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None):
         logits = self.classifier(self.features(pixel_values))
-        return SimpleNamespace(logits=logits, loss=None if labels is None else
-                               nn.functional.cross_entropy(logits, labels))
+        return SimpleNamespace(
+            logits=logits, loss=None if labels is None else nn.functional.cross_entropy(logits, labels)
+        )
 
 
 class Pictures(Small):
@@ -60,11 +62,21 @@ class Bench:
         shape = (6,) if kind is Small else (1, 10, 10)
         x = torch.randn(count, *shape, generator=draw)
         y = torch.randint(0, classes, (count,), generator=draw)
-        return [{"pixel_values": x[i:i + 7], "labels": y[i:i + 7]} for i in range(0, count, 7)]
+        return [{"pixel_values": x[i : i + 7], "labels": y[i : i + 7]} for i in range(0, count, 7)]
 
     @classmethod
-    def one_round(cls, name: str, models: list[nn.Module], sizes=None, kind: type = Small, data=None, round: int = 1,
-                  validation=None, options=None, **params):
+    def one_round(
+        cls,
+        name: str,
+        models: list[nn.Module],
+        sizes=None,
+        kind: type = Small,
+        data=None,
+        round: int = 1,
+        validation=None,
+        options=None,
+        **params,
+    ):
         """The method's message and what else came of a round in which the clients ended at ``models``."""
         sizes = sizes or [20 + 3 * k for k in range(len(models))]
         data = data or [cls.data(n, seed=k, kind=kind) for k, n in enumerate(sizes)]
@@ -81,8 +93,15 @@ class Bench:
             updates.append(check_update(Update(k, sizes[k - 1], sent), method.expected(state, round, k)))
         with torch.no_grad():
             new, message = method.aggregate(updates, state, round)
-        return SimpleNamespace(method=method, message=message, updates=updates, state=new, model=model, data=data,
-                               weights=method.weights(updates))
+        return SimpleNamespace(
+            method=method,
+            message=message,
+            updates=updates,
+            state=new,
+            model=model,
+            data=data,
+            weights=method.weights(updates),
+        )
 
     @staticmethod
     def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -92,6 +111,7 @@ class Bench:
     def permuted(model: nn.Module, seed: int = 3) -> nn.Module:
         """A copy of a net of ours whose hidden neurons stand in another order: the same function."""
         import copy
+
         other, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
         layers = [m for m in other.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
         for layer, after in zip(layers, layers[1:]):

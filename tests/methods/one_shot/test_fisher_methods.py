@@ -1,4 +1,5 @@
 """FedFisher, FisherMerge and RegMean on nets small enough for brute force."""
+
 import math
 
 import numpy as np
@@ -23,11 +24,16 @@ def flat(tensors, names):
 def close(a, b, **tolerances):
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name].double(), b[name].double(), **{"atol": 1e-6, "rtol": 1e-5, **tolerances},
-                                   msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            a[name].double(),
+            b[name].double(),
+            **{"atol": 1e-6, "rtol": 1e-5, **tolerances},
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 # -- the diagonal --------------------------------------------------------------------------------------
+
 
 def test_the_diagonal_closed_form(bench):
     ran = bench.one_round("fedfisher", clients(bench), fisher="diag")
@@ -36,8 +42,11 @@ def test_the_diagonal_closed_form(bench):
         for p, update in zip(ran.weights, ran.updates):
             f, w = (np.asarray(update.tensors[n], dtype=np.float64) for n in (f"fisher:{name}", name))
             above, below = above + p * f * w, below + p * f
-        wanted = np.where(below > 0, above / np.where(below > 0, below, 1),
-                          sum(p * np.asarray(u.tensors[name]) for p, u in zip(ran.weights, ran.updates)))
+        wanted = np.where(
+            below > 0,
+            above / np.where(below > 0, below, 1),
+            sum(p * np.asarray(u.tensors[name]) for p, u in zip(ran.weights, ran.updates)),
+        )
         np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6, rtol=1e-5)
 
 
@@ -54,8 +63,12 @@ def test_what_no_client_knows_of_is_the_mean(bench):
 
 @pytest.mark.parametrize("fisher", ["diag", "full"])
 def test_cg_is_the_closed_form(bench, fisher):
-    closed, cg = (bench.one_round("fedfisher", clients(bench), fisher=fisher, solver=s, draws=5, tolerance=1e-7,
-                                  steps=20000, select=False) for s in ("closed", "cg"))
+    closed, cg = (
+        bench.one_round(
+            "fedfisher", clients(bench), fisher=fisher, solver=s, draws=5, tolerance=1e-7, steps=20000, select=False
+        )
+        for s in ("closed", "cg")
+    )
     if fisher == "diag":
         return close(closed.message, cg.message, atol=1e-4)
     # Where F hardly sees anything the two stop at different places.
@@ -86,6 +99,7 @@ def test_draws_follow_seed_round_and_client(bench):
 
 # -- Kronecker factors ---------------------------------------------------------------------------------
 
+
 def explicit(ran, layer, bias=False):
     """``(Σ p F_k, Σ p F_k w_k, w̄)`` of a layer in full, ``F_k = A ⊗ G`` over the columns of ``[W b]``."""
     total = target = mean = 0
@@ -102,15 +116,31 @@ def explicit(ran, layer, bias=False):
 @pytest.mark.parametrize("bias", [False, True])
 def test_kfac_lands_at_the_minimiser_nearest_the_mean(bench, bias):
     models = clients(bench, bench.pictures, bias=bias)
-    ran = bench.one_round("fedfisher", models, kind=bench.pictures, fisher="kfac", draws=0, steps=100000,
-                          tolerance=1e-7, select=False) if not bias else None
+    ran = (
+        bench.one_round(
+            "fedfisher", models, kind=bench.pictures, fisher="kfac", draws=0, steps=100000, tolerance=1e-7, select=False
+        )
+        if not bias
+        else None
+    )
     if bias:  # the last column of every matrix
+
         class Biased(bench.pictures):
             def __init__(self):
                 super().__init__(bias=True)
-        ran = bench.one_round("fedfisher", models, kind=Biased, data=[
-            bench.data(20 + 3 * k, seed=k, kind=bench.pictures) for k in range(3)], validation=bench.data(
-                10, kind=bench.pictures), fisher="kfac", draws=0, steps=100000, tolerance=1e-7, select=False)
+
+        ran = bench.one_round(
+            "fedfisher",
+            models,
+            kind=Biased,
+            data=[bench.data(20 + 3 * k, seed=k, kind=bench.pictures) for k in range(3)],
+            validation=bench.data(10, kind=bench.pictures),
+            fisher="kfac",
+            draws=0,
+            steps=100000,
+            tolerance=1e-7,
+            select=False,
+        )
     for layer in ("conv1", "classifier"):
         total, target, mean = explicit(ran, layer, bias)
         found = ran.message[f"{layer}.weight"].double().flatten(1)
@@ -134,15 +164,21 @@ def test_kfac_s_factors_are_the_estimate_s(bench):
 
 def test_one_client_gets_its_model_back(bench):
     model = bench.net(bench.pictures)
-    for name, params in (("fedfisher", {"fisher": "diag"}), ("fedfisher", {"fisher": "kfac"}),
-                         ("fedfisher", {"fisher": "full"}), ("fedfisher", {"fisher": "kfac", "solver": "adam",
-                                                                           "steps": 100}),
-                         ("fisher_merge", {}), ("regmean", {}), ("fisher_merge", {"rule": "mean"})):
+    for name, params in (
+        ("fedfisher", {"fisher": "diag"}),
+        ("fedfisher", {"fisher": "kfac"}),
+        ("fedfisher", {"fisher": "full"}),
+        ("fedfisher", {"fisher": "kfac", "solver": "adam", "steps": 100}),
+        ("fisher_merge", {}),
+        ("regmean", {}),
+        ("fisher_merge", {"rule": "mean"}),
+    ):
         ran = bench.one_round(name, [model], kind=bench.pictures, **params)
         close(ran.message, bench.tensors(model))
 
 
 # -- all of it -----------------------------------------------------------------------------------------
+
 
 def test_full_is_brute_force(bench):
     models = clients(bench)
@@ -158,22 +194,31 @@ def test_full_is_brute_force(bench):
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
     def objective(w):
-        return sum(p * (w - flat(bench.tensors(m), names)) @ full_fisher(m, d, names).double()
-                   @ (w - flat(bench.tensors(m), names)) for p, m, d in zip(ran.weights, models, ran.data))
+        return sum(
+            p
+            * (w - flat(bench.tensors(m), names))
+            @ full_fisher(m, d, names).double()
+            @ (w - flat(bench.tensors(m), names))
+            for p, m, d in zip(ran.weights, models, ran.data)
+        )
+
     assert objective(found) < 1e-8 * objective(mean), "fewer samples than parameters: all can be fitted"
 
 
 # -- the paper's solver, and the authors' ---------------------------------------------------------------
 
+
 @pytest.mark.parametrize("fisher", ["diag", "kfac"])
 @pytest.mark.parametrize("solver", ["adam", "reference"])
 def test_scored_iterates(bench, fisher, solver, monkeypatch):
     from fs_lowrank.methods.one_shot import fedfisher
+
     seen = []
 
     def best(workbench, candidates):
         seen.extend({n: t.clone() for n, t in c.items()} for c in candidates)
         return seen[-1]
+
     monkeypatch.setattr(fedfisher, "best", best)
     ran = bench.one_round("fedfisher", clients(bench), fisher=fisher, solver=solver, steps=250)
     # adam: the start, 100, 200 and the last; the authors' code: after steps 1, 101, 201
@@ -186,8 +231,10 @@ def test_scored_iterates(bench, fisher, solver, monkeypatch):
 @pytest.mark.parametrize("solver", ["cg", "adam"])
 def test_of_the_iterates_the_best_on_validation_data_is_taken(bench, solver):
     models = clients(bench)
-    ran, last = (bench.one_round("fedfisher", models, fisher="kfac", solver=solver, steps=200, select=select)
-                 for select in (True, False))
+    ran, last = (
+        bench.one_round("fedfisher", models, fisher="kfac", solver=solver, steps=200, select=select)
+        for select in (True, False)
+    )
     mean = {n: sum(p * u.tensors[n] for p, u in zip(ran.weights, ran.updates)) for n in ran.message}
     assert ran.method.selects and not last.method.selects
     scores = [accuracy(ran.method.workbench, t) for t in (ran.message, last.message, mean)]
@@ -196,11 +243,13 @@ def test_of_the_iterates_the_best_on_validation_data_is_taken(bench, solver):
 
 def test_the_way_of_cg_ends_at_the_tolerance(bench, monkeypatch):
     from fs_lowrank.methods.one_shot import fedfisher
+
     seen = []
 
     def best(workbench, candidates):
         seen.extend(candidates)
         return dict(seen[-1])
+
     monkeypatch.setattr(fedfisher, "best", best)
     whole = bench.one_round("fedfisher", clients(bench), fisher="kfac", tolerance=1e-3)
     last = bench.one_round("fedfisher", clients(bench), fisher="kfac", tolerance=1e-3, select=False)
@@ -213,8 +262,10 @@ def test_the_way_of_cg_ends_at_the_tolerance(bench, monkeypatch):
 @pytest.mark.parametrize("solver", ["adam", "reference"])
 def test_without_scores_the_last_iterate_is_taken(bench, solver):
     models = clients(bench)
-    runs = [bench.one_round("fedfisher", models, fisher="diag", solver=solver, steps=steps, select=False).message
-            for steps in (101, 150, 151)]
+    runs = [
+        bench.one_round("fedfisher", models, fisher="diag", solver=solver, steps=steps, select=False).message
+        for steps in (101, 150, 151)
+    ]
     assert all(any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(runs, runs[1:])), "each has steps of its own"
 
 
@@ -226,9 +277,16 @@ def test_cg_beats_adam_on_the_objective(bench):
         for layer in ran.method.layers:
             for p, u in zip(ran.weights, ran.updates):
                 d = (ran.message[f"{layer}.weight"] - u.tensors[f"{layer}.weight"]).double()
-                total += p * float((d * kron_multiply(u.tensors[f"outputs:{layer}"].double(),
-                                                      u.tensors[f"inputs:{layer}"].double(), d)).sum())
+                total += p * float(
+                    (
+                        d
+                        * kron_multiply(
+                            u.tensors[f"outputs:{layer}"].double(), u.tensors[f"inputs:{layer}"].double(), d
+                        )
+                    ).sum()
+                )
         return total
+
     one = bench.one_round("fedfisher", models, fisher="kfac")
     two = bench.one_round("fedfisher", models, fisher="kfac", solver="adam", steps=400)
     assert objective(one) <= objective(two) * (1 + 1e-6)
@@ -236,10 +294,12 @@ def test_cg_beats_adam_on_the_objective(bench):
 
 # -- sums ----------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", ["fedfisher", "fisher_merge"])
 def test_the_sum_of_the_updates_is_enough(bench, name):
     from fs_lowrank.algebra import weighted_mean
     from fs_lowrank.methods import Update, get_method_class
+
     models = clients(bench)
     plain = bench.one_round(name, models)
     ran = bench.one_round(name, models, options={"only_sums": True})
@@ -257,6 +317,7 @@ def test_what_does_not_add_up_is_refused():
 
 
 # -- FisherMerge and RegMean ---------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("rule", ["floor", "mean"])
 def test_fisher_merge_s_two_rules(bench, rule):
@@ -319,8 +380,10 @@ def test_regmean_chooses_on_validation_data(bench):
 
 # -- compression ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, params", [("fedfisher", {"fisher": "diag"}), ("fedfisher", {"fisher": "kfac"}),
-                                          ("regmean", {})])
+
+@pytest.mark.parametrize(
+    "name, params", [("fedfisher", {"fisher": "diag"}), ("fedfisher", {"fisher": "kfac"}), ("regmean", {})]
+)
 def test_compression_to_the_bytes_of_averaging(bench, name, params):
     models = clients(bench, bench.pictures)
     plain, small = (bench.one_round(name, models, kind=bench.pictures, compress=c, **params) for c in (False, True))
@@ -336,12 +399,15 @@ def test_compression_to_the_bytes_of_averaging(bench, name, params):
         # 16 bits lose 2^-16 of the largest value; where the Fisher is not rounded away little changes.
         total = sum(p * u.tensors["fisher:classifier.weight"] for p, u in zip(plain.weights, plain.updates))
         known = total > 1e-2 * total.max()
-        torch.testing.assert_close(small.message["classifier.weight"][known],
-                                   plain.message["classifier.weight"][known], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(
+            small.message["classifier.weight"][known], plain.message["classifier.weight"][known], atol=1e-2, rtol=1e-2
+        )
 
 
-@pytest.mark.parametrize("name, params", [("fedfisher", {"fisher": "diag"}), ("fedfisher", {"fisher": "kfac"}),
-                                          ("regmean", {}), ("fisher_merge", {})])
+@pytest.mark.parametrize(
+    "name, params",
+    [("fedfisher", {"fisher": "diag"}), ("fedfisher", {"fisher": "kfac"}), ("regmean", {}), ("fisher_merge", {})],
+)
 def test_an_all_zero_layer(bench, name, params):
     models = clients(bench)
     for model in models:
@@ -355,6 +421,7 @@ def test_an_all_zero_layer(bench, name, params):
 
 # -- what else a user can get wrong --------------------------------------------------------------------
 
+
 def test_clients_without_some_classes(bench):
     models = clients(bench)
     data = [[{**b, "labels": torch.full_like(b["labels"], k)} for b in bench.data(21, seed=k)] for k in range(3)]
@@ -364,9 +431,12 @@ def test_clients_without_some_classes(bench):
 
 
 def test_wrong_hyperparameters():
-    for params, said in (({"fisher": "kfac", "solver": "closed"}, "no closed-form"),
-                         ({"fisher": "full", "compress": True}, "tiny nets"),
-                         ({"fisher": "kfa"}, "diag, kfac, full"), ({"steps": 0}, "at least 1")):
+    for params, said in (
+        ({"fisher": "kfac", "solver": "closed"}, "no closed-form"),
+        ({"fisher": "full", "compress": True}, "tiny nets"),
+        ({"fisher": "kfa"}, "diag, kfac, full"),
+        ({"steps": 0}, "at least 1"),
+    ):
         with pytest.raises(UserError, match=said):
             create_method("fedfisher", **params)
     with pytest.raises(UserError, match="scales is empty"):
@@ -378,6 +448,7 @@ def test_a_net_too_large_for_the_full_fisher():
         def __init__(self):
             super().__init__()
             self.classifier = torch.nn.Linear(200, 100)
+
     with pytest.raises(UserError, match="choose kfac or diag"):
         create_method("fedfisher", fisher="full").adapt(Wide())
 

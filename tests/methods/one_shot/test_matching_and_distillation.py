@@ -1,4 +1,5 @@
 """OTFusion, PFNM and DENSE; and the models they refuse."""
+
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ def answers(model, tensors, data):
 
 # -- OTFusion ------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("by", ["weights", "activations"])
 @pytest.mark.parametrize("kind", ["small", "pictures"])
 def test_a_permutation_is_undone_exactly(bench, kind, by):
@@ -35,8 +37,11 @@ def test_a_permutation_is_undone_exactly(bench, kind, by):
 def test_otfusion_tunes_on_validation_data(bench):
     models = [bench.net(seed=k) for k in range(3)]
     ran = bench.one_round("otfusion", models)
-    scores = [accuracy(ran.method.workbench, bench.one_round(
-        "otfusion", models, correction=c, past_correction=p).message) for c in ("on", "off") for p in ("on", "off")]
+    scores = [
+        accuracy(ran.method.workbench, bench.one_round("otfusion", models, correction=c, past_correction=p).message)
+        for c in ("on", "off")
+        for p in ("on", "off")
+    ]
     assert accuracy(ran.method.workbench, ran.message) == max(scores)
 
 
@@ -50,6 +55,7 @@ def test_the_last_layer_s_classes_stay(bench):
 
 # -- PFNM ----------------------------------------------------------------------------------------------
 
+
 def test_two_permuted_copies_are_one_net(bench):
     model = bench.net(bench.pictures, scale=8.0)
     ran = bench.one_round("pfnm", [model, bench.permuted(model)], kind=bench.pictures)
@@ -57,8 +63,12 @@ def test_two_permuted_copies_are_one_net(bench):
     # Each hidden layer comes out at 2/3 of itself, the prior's pull; the last one whole. In a net without biases that
     # scales the answer and nothing else.
     data = bench.data(20, kind=bench.pictures)
-    torch.testing.assert_close(answers(ran.model, ran.message, data), answers(
-        ran.model, bench.tensors(model), data) * (2 / 3) ** 3, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        answers(ran.model, ran.message, data),
+        answers(ran.model, bench.tensors(model), data) * (2 / 3) ** 3,
+        atol=1e-3,
+        rtol=1e-3,
+    )
 
 
 def test_a_wider_net_is_held_trained_and_sent(bench):
@@ -82,9 +92,19 @@ def test_a_checkpoint_holds_the_wider_net(vision_settings, tmp_path, no_curves):
     import fs_lowrank
 
     def config(name):
-        return fs_lowrank.load_config(vision_settings, {
-            "federate.method": "pfnm", "federate.client_num": 3, "federate.total_round_num": 3, "model.type": "lenet",
-            "model.use_bias": False, "lowrank.width": 0.5, "outdir": str(tmp_path / name)})
+        return fs_lowrank.load_config(
+            vision_settings,
+            {
+                "federate.method": "pfnm",
+                "federate.client_num": 3,
+                "federate.total_round_num": 3,
+                "model.type": "lenet",
+                "model.use_bias": False,
+                "lowrank.width": 0.5,
+                "outdir": str(tmp_path / name),
+            },
+        )
+
     whole = fs_lowrank.run(config("whole"))
     fs_lowrank.run(config("cut"), on_round=lambda record: record["round"] == 2)
     rest = fs_lowrank.run(config("cut"), resume=True)
@@ -124,6 +144,7 @@ def test_one_client_has_nothing_to_match(bench):
 
 # -- DENSE ---------------------------------------------------------------------------------------------
 
+
 def trained(bench, seed):
     """A net that has learnt a rule, so that it is sure of something."""
     model = bench.net(bench.pictures, seed=seed)
@@ -144,8 +165,17 @@ def trained(bench, seed):
 
 def test_generator_and_student_losses_fall(bench):
     models = [trained(bench, s) for s in (1, 2)]
-    ran = bench.one_round("dense", models, kind=bench.pictures, epochs=8, generator_steps=25, images=32, latent=16,
-                          channels=8, generator_lr=0.01)
+    ran = bench.one_round(
+        "dense",
+        models,
+        kind=bench.pictures,
+        epochs=8,
+        generator_steps=25,
+        images=32,
+        latent=16,
+        channels=8,
+        generator_lr=0.01,
+    )
     losses = ran.method.losses
     first, last = losses["generator_first"], losses["generator_last"]
     assert sum(last) < 0.9 * sum(first) and len(first) == 8
@@ -180,15 +210,25 @@ def test_batch_norm_statistics_enter_dense(bench):
     class Normed(bench.pictures):
         def __init__(self):
             super().__init__(norm=True)
+
     models = []
     for k in range(2):
         torch.manual_seed(k)
         model = Normed().train()
         model(torch.randn(20, 1, 10, 10))
         models.append(model.eval())
-    runs = [bench.one_round("dense", models, kind=Normed, data=[bench.data(20, kind=bench.pictures)] * 2,
-                            validation=bench.data(20, kind=bench.pictures), lambda1=weight, **SMALL_DENSE)
-            for weight in (0.0, 10.0)]
+    runs = [
+        bench.one_round(
+            "dense",
+            models,
+            kind=Normed,
+            data=[bench.data(20, kind=bench.pictures)] * 2,
+            validation=bench.data(20, kind=bench.pictures),
+            lambda1=weight,
+            **SMALL_DENSE,
+        )
+        for weight in (0.0, 10.0)
+    ]
     assert runs[1].method.losses["generator_first"][0] > runs[0].method.losses["generator_first"][0] + 1
     assert "norm.running_mean" in runs[0].message
     assert all(bool(torch.isfinite(t).all()) for t in runs[1].message.values())
@@ -196,16 +236,19 @@ def test_batch_norm_statistics_enter_dense(bench):
 
 # -- what they cannot take -------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", ["otfusion", "pfnm"])
 def test_models_whose_neurons_cannot_be_reordered(bench, name):
     def vision(kind, **options):
         return build_vision(VisionOptions(kind, 10, (1, 28, 28), **{"use_bias": False, "width": 0.2, **options}))
 
     method = create_method(name)
-    for model, said in ((vision("lenet", use_bias=True), r"conv1.bias \(Conv2d\); set model.use_bias False"),
-                        (vision("resnet10"), r"\(BatchNorm2d\); set lowrank.norm none, or"),
-                        (vision("resnet10", norm="none"), "each layer feeds the next; layer"),
-                        (torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)), "this model has none")):
+    for model, said in (
+        (vision("lenet", use_bias=True), r"conv1.bias \(Conv2d\); set model.use_bias False"),
+        (vision("resnet10"), r"\(BatchNorm2d\); set lowrank.norm none, or"),
+        (vision("resnet10", norm="none"), "each layer feeds the next; layer"),
+        (torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)), "this model has none"),
+    ):
         with pytest.raises(UserError, match=f"{name} .*{said}"):
             method.adapt(model)
     for kind in ("lenet", "fedma_cnn"):
