@@ -1,0 +1,49 @@
+"""Run folders of version 0.1.0, stopped after round 3 of 5, go on as they would have done then.
+
+Each folder holds what the run left (``checkpoint``, ``rounds.jsonl``, ``config.yaml``) and what version 0.1.0 ended
+with when it went on itself: ``ends_with.jsonl`` and, of the global model, ``ends_with.safetensors``.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fs_lowrank
+
+FOLDERS = Path(__file__).parent / "first_edition"
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["rolora", "fedloru_adam", "mfedloru", "pfedloru"])
+def test_a_run_of_version_0_1_goes_on(tmp_path, monkeypatch, name):
+    place = tmp_path / "place"
+    shutil.copytree(FOLDERS, place)
+    monkeypatch.chdir(place)
+    then = records(place / name / "ends_with.jsonl")
+    result = fs_lowrank.run(fs_lowrank.load_config(f"{name}/config.yaml"), resume=True)
+    assert len(result.history) == len(then) == 5
+    for now, before in zip(result.history, then):
+        for key in (
+            "round",
+            "selected",
+            "clients",
+            "failed",
+            "uplink_bytes",
+            "downlink_bytes",
+            "client_downlink_bytes",
+        ):
+            assert now[key] == before[key]
+        assert now["loss"] == pytest.approx(before["loss"], abs=1e-5)
+        assert now["metrics"].keys() == before["metrics"].keys()
+    own = dict(result.model.named_parameters())
+    wanted = load_file(place / name / "ends_with.safetensors")
+    assert wanted
+    for tensor, value in wanted.items():
+        torch.testing.assert_close(own[tensor].detach(), value, atol=1e-5, rtol=1e-5)
