@@ -93,13 +93,13 @@ def equal(a, b):
 def check_equal_runs(engine, reference):
     """Bit by bit: state, model, personal parts, records, histories, files, and what a later round would draw on."""
     equal(tensors_of(engine), tensors_of(reference))
-    assert records_of(engine.keeper.outdir) == records_of(reference.outdir)
+    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
     drop = [
-        [{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.records.history]
+        [{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.keeper.history]
         for e in (engine, reference)
     ]
     assert drop[0] == drop[1]
-    equal(saved_by(engine.keeper.outdir), saved_by(reference.outdir))
+    equal(saved_by(engine.keeper.outdir), saved_by(reference.keeper.outdir))
     assert engine.server.synced == reference.server.synced
     sizes = [{n: (came, t.shape, t.dtype) for n, (came, t) in e.server.outbox.items()} for e in (engine, reference)]
     assert sizes[0] == sizes[1]
@@ -178,7 +178,7 @@ def test_killed_at_any_step_and_resumed(make, monkeypatch, run):
         resumed = make(f"killed {moment}", RUNS[run])
         resumed.run(resume=True)
         check_equal_runs(resumed, reference)
-        shutil.rmtree(resumed.outdir)
+        shutil.rmtree(resumed.keeper.outdir)
 
 
 @pytest.mark.parametrize("file", ["state.safetensors", "base.safetensors", "meta.json"])
@@ -327,7 +327,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make, caplog, how, fil
     keys = {**RUNS["flora of three ranks"], "federate.total_round_num": 3}
     reference = make("whole", keys)
     reference.run()
-    shutil.copytree(reference.outdir, reference.outdir.parent / "damaged")
+    shutil.copytree(reference.keeper.outdir, reference.keeper.outdir.parent / "damaged")
     engine = make("damaged", keys)
     newest = engine.keeper.outdir / "checkpoint" / "round_000003"
     damage(newest / file, how)
@@ -345,9 +345,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make, caplog, how, fil
 def test_a_record_cut_short(make):
     reference = make("whole")
     reference.run()
-    shutil.copytree(reference.outdir, reference.outdir.parent / "cut")
-    shutil.rmtree(reference.outdir.parent / "cut" / "checkpoint" / "round_000004")
-    records = reference.outdir.parent / "cut" / "rounds.jsonl"
+    shutil.copytree(reference.keeper.outdir, reference.keeper.outdir.parent / "cut")
+    shutil.rmtree(reference.keeper.outdir.parent / "cut" / "checkpoint" / "round_000004")
+    records = reference.keeper.outdir.parent / "cut" / "rounds.jsonl"
     records.write_text(records.read_text()[:-25])
     engine = make("cut")
     engine.run(resume=True)
@@ -395,7 +395,7 @@ def test_a_disk_that_is_truly_full(make, tmp_path):
         keys = {**RUNS["flora of three ranks"], "lowrank.keep_checkpoints": 9}
         reference = make("whole", keys)
         reference.run()
-        needed = sum(f.stat().st_size for f in reference.outdir.rglob("*") if f.is_file())
+        needed = sum(f.stat().st_size for f in reference.keeper.outdir.rglob("*") if f.is_file())
         refused = 0
         for kilobytes in (4, 16, 40, 70, 110, 160, 220, needed // 1000 - 10):
             filler = disk / "filler"
@@ -516,7 +516,7 @@ def test_a_client_that_fails_is_recorded_and_changes_nothing(make, monkeypatch, 
     assert record["selected"] == [1, 2, 3, 4] and record["clients"] == [1, 3, 4]
     assert record["failed"] == [{"client": 2, "kind": "failed", "reason": "RuntimeError: out of memory\nsecond line"}]
     assert "2" not in record["client_uplink_bytes"] and record["client_downlink_bytes"]["2"] > 0
-    assert record["loss"] == absent.records.history[1]["loss"]
+    assert record["loss"] == absent.keeper.history[1]["loss"]
     assert not result.history[0]["failed"] and not result.history[2]["failed"]
 
 
@@ -577,7 +577,7 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
     keys = {**RUNS["flora of three ranks"], "lowrank.min_clients": 2, "lowrank.checkpoint_freq": freq}
     reference = make("whole", keys)
     reference.run()
-    broken = reference.records.history[2]["selected"][1]
+    broken = reference.keeper.history[2]["selected"][1]
     with monkeypatch.context() as patch:
         calls = []
 
@@ -599,7 +599,7 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
     engine = make("run", keys)
     engine.run(resume=True)
     equal(tensors_of(engine), tensors_of(reference))
-    assert records_of(engine.keeper.outdir) == records_of(reference.outdir)
+    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
 
 
 def test_past_a_round_that_too_few_clients_finish(make):
@@ -707,11 +707,11 @@ def test_early_stopping_is_the_same_after_a_resume(make):
     }
     reference = make("whole", keys)
     reference.run()
-    assert len(reference.records.history) < 8
+    assert len(reference.keeper.history) < 8
     engine = make("run", keys, on_round=lambda record: record["round"] == 1)
     engine.run()
     engine = make("run", keys)
     engine.run(resume=True)
     check_equal_runs(engine, reference)
     make("run", keys).run(resume=True)
-    assert records_of(engine.keeper.outdir) == records_of(reference.outdir)  # it had ended, and ends there again
+    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)  # it had ended, and ends there again

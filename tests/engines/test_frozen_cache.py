@@ -41,7 +41,7 @@ def close(one, other, tolerance=1e-6):
     assert one.server.state.keys() == other.server.state.keys()
     for name, value in one.server.state.items():
         torch.testing.assert_close(value, other.server.state[name], atol=tolerance, rtol=tolerance)
-    for a, b in zip(one.records.history, other.records.history):
+    for a, b in zip(one.keeper.history, other.keeper.history):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
 
