@@ -139,6 +139,7 @@ class Run:
         self._check_splits()
         model = self.plain_model()
         self.base_fingerprint = model_fingerprint(model)
+        self.new_weights = list(model.new_weights)
         total = sum(p.numel() for p in model.parameters())
         self.model = self.adapted(model)
         self.method.workbench = self._workbench() if self.method.selects else None
@@ -459,7 +460,9 @@ class Run:
                 )
         self.records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
-        (self.outdir / "environment.json").write_text(json.dumps(environment(), indent=1))
+        (self.outdir / "environment.json").write_text(
+            json.dumps({**environment(), "new_weights": self.new_weights}, indent=1)
+        )
         (self.outdir / "data.json").write_text(json.dumps(self.data.record(), separators=(",", ":")))
         return checkpoint
 

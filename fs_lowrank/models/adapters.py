@@ -57,6 +57,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         with _complaints():
             wrapped = get_peft_model(model, config)
+    _free_base(wrapped, spec)
     compose(wrapped)
     strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
     if strange:
@@ -76,6 +77,37 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
                     f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
                 )
     return wrapped
+
+
+def _free_base(wrapped: nn.Module, spec: AdapterSpec) -> None:
+    """Give back the modules inside the base that PEFT took for a head, because their names end like one.
+
+    For classifiers PEFT keeps and trains every module whose name ends in ``classifier`` or ``score``, wherever it
+    stands; what the user names in ``modules_to_save`` stays as it is.
+
+    Raises:
+        UserError: an adapter was to go on such a module, or into it, where PEFT puts none.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils import ModulesToSaveWrapper
+
+    asked = [name for name in spec.extra.get("modules_to_save") or () if name not in HEAD_MODULES]
+    inner = wrapped.get_base_model()
+    taken = [
+        name
+        for name, module in inner.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) and "." in name and not name.endswith(tuple(asked))
+    ]
+    for name in taken:
+        inner.set_submodule(name, inner.get_submodule(name).original_module)
+    plain = copy.copy(wrapped.peft_config["default"])
+    plain.modules_to_save = None
+    for name, _ in inner.named_modules() if taken else ():
+        if any(f"{name}.".startswith(f"{t}.") for t in taken) and check_target_module_exists(plain, name):
+            raise UserError(
+                f"llm.adapter.args: no adapter can go on {name}: PEFT leaves out what is called "
+                f"{' or '.join(HEAD_MODULES[:2])}, also inside the base; take other modules"
+            )
 
 
 def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
