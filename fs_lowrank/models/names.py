@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 #: what a head is called; it is one only at the top of the model, beside the base and not inside it
 HEAD_MODULES = ("classifier", "score", "fc")
+#: what PEFT takes for the head of a classifier, by the end of the name and wherever it stands
+PEFT_HEADS = ("classifier", "score")
 #: under what PEFT's model holds the model that it wraps
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_PARTS = (
@@ -72,7 +74,14 @@ def tags(name: str) -> frozenset[str]:
             return frozenset({"adapter", part} if adapter == "default" else {adapter})
     if "original_module" in parts:
         return frozenset()  # PEFT's untouched copy of a head: never trained, never sent
-    if "modules_to_save" in parts or name.removeprefix(_PEFT_PREFIX).split(".", 1)[0] in HEAD_MODULES:
+    path = name.removeprefix(_PEFT_PREFIX).split(".")
+    if "modules_to_save" in path:
+        module = path[: path.index("modules_to_save")]
+        # Inside the base it is a head only if the user named it; PEFT's own choice is by the end of the name.
+        is_head = len(module) == 1 or not module[-1].endswith(PEFT_HEADS)
+    else:
+        is_head = path[0] in HEAD_MODULES
+    if is_head:
         return frozenset({"head"})
     return frozenset({"base"} if parts[-2:] == ["base_layer", "weight"] else {"base", "rest"})
 
