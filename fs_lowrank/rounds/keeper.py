@@ -121,7 +121,8 @@ class RecordKeeper:
                 )
         self._records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
-        (self.outdir / "environment.json").write_text(json.dumps(environment(), indent=1))
+        about = {**environment(), "new_weights": self.site.new_weights}
+        (self.outdir / "environment.json").write_text(json.dumps(about, indent=1))
         (self.outdir / "data.json").write_text(json.dumps(self.site.data.record(), separators=(",", ":")))
         return checkpoint
 

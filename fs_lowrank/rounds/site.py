@@ -78,7 +78,7 @@ class Site:
         initial_state: the method's state before round 1.
         personal: by client, the tensors that stay with it; of a client that has not trained, ``untrained_personal``.
         parameters: how many the plain model has, and the most that any client trains in the course of the run.
-        base_fingerprint: of the plain model.
+        base_fingerprint: of the plain model. new_weights: names of those that no checkpoint had, such as a new head's.
     """
 
     def __init__(self, config: Config, *, serves: bool = True, undivided: bool = False):
@@ -93,6 +93,7 @@ class Site:
         self._check_splits()
         model = self.plain_model()
         self.base_fingerprint = model_fingerprint(model)
+        self.new_weights = list(model.new_weights)
         total = sum(p.numel() for p in model.parameters())
         self.model = self.adapted(model)
         self.method.workbench = self._workbench() if serves and self.method.selects else None

@@ -160,7 +160,7 @@ def test_text_for_a_network_for_images_and_the_other_way_round(make, reviews_csv
     with pytest.raises(UserError, match="model.type = resnet10 takes images, but .* holds text"):
         make("run", {"data.type": str(reviews_csv), "data.transform": []})
     with pytest.raises(UserError, match="takes text, but .* holds images"):
-        make("run", {"model.type": f"{tiny_encoder}@transformers", "lowrank.width": 1.0})
+        make("run", {"model.type": f"{tiny_encoder}@transformers", "lowrank.width": 1.0, "llm.tok_len": 24})
 
 
 def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import time
+from pickle import UnpicklingError
 
 import torch
 from federatedscope.core.aggregators import Aggregator
@@ -72,7 +73,7 @@ class MethodAggregator(Aggregator):
             raise UserError(f"federate.restore_from: there is no file {path}")
         try:
             saved = torch.load(path, map_location=session.site.device, weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError) as error:
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
             raise UserError(f"federate.restore_from: cannot read {path}: {error}") from error
         if not isinstance(saved, dict) or "model" not in saved:
             raise UserError(f"federate.restore_from: {path} was not saved by a run of this framework")
