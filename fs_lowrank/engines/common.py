@@ -38,8 +38,9 @@ from ..seeds import derive
 from ..training import evaluate, train_client
 from ..training.local import LocalResult
 from ..training.schedule import check_scheduler, lr_at
+from .admission import Admission
 from .reuse import Reuse
-from .server import Server
+from .server import BadRound, Server, TooFewClients
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -152,6 +153,13 @@ class Run:
             config.seed,
             drop_rate=config.lowrank.drop_rate,
             keep_messages=keep_messages,
+            admission=Admission(
+                len(self.clients),
+                {c.id: c.num_samples for c in self.clients},
+                config.lowrank.max_samples,
+                config.lowrank.max_update_norm,
+                config.lowrank.max_update_norm_factor,
+            ),
         )
         self.personal: dict[int, dict[str, Tensor]] = {}
         self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
@@ -319,8 +327,12 @@ class Run:
         metrics: dict,
         seconds: Mapping[str, float],
         spent: Mapping[int, dict],
+        skipped: str = "",
     ) -> dict:
         """The line of ``rounds.jsonl``; bytes come by client, with and without the head.
+
+        ``skipped``: why the round was left out (``lowrank.on_bad_round``); no client is among its ``clients`` then, and
+        its loss is of those that had trained.
 
         ``client_seconds`` says of each client that this process trained how long training and upload took, and
         whether it was reused; the seconds are then those of the time it was trained.
@@ -331,8 +343,9 @@ class Run:
         seconds["training"] += sum(s["training"] for s in spent.values() if s["reused"])
         return {
             "round": round,
+            **({"skipped": skipped} if skipped else {}),
             "selected": selected,
-            "clients": sorted(losses),
+            "clients": [] if skipped else sorted(losses),
             "failed": sorted(failed, key=lambda f: f["client"]),
             "loss": sum(losses[c] * samples[c] for c in losses) / sum(samples[c] for c in losses),
             "metrics": metrics,
@@ -358,7 +371,12 @@ class Run:
         for name, tensor in self.method.view(self.server.state).items():
             group = next((t for t in ("lora_A", "lora_B", "adapter", "head", "base") if t in tags(name)), "other")
             groups.setdefault(group, []).append(tensor)
-        return {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in sorted(groups.items())}
+        norms = {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in sorted(groups.items())}
+        # The squares of large values leave float32; the norm itself does not leave float64.
+        wide = {
+            g: math.hypot(*(float(t.double().norm()) for t in groups[g])) for g, n in norms.items() if n == math.inf
+        }
+        return {**norms, **wide}
 
     def _evaluates(self, round: int) -> bool:
         freq = self.config.eval.freq
@@ -517,13 +535,31 @@ class Run:
         then, now = load_config(then).decisive(), self.config.decisive()
         if not (self.method.plans_ahead or self.config.train.scheduler.type):
             then["federate.total_round_num"] = now["federate.total_round_num"]
-        free = {"lowrank.min_clients"}  # else a round that too few clients finished could never be got past
+        # Else a round that too few clients finished, or that failed at the server, could never be got past.
+        free = {"lowrank.min_clients", "lowrank.on_bad_round"}
+        free |= {"lowrank.max_update_norm", "lowrank.max_update_norm_factor"}
         differing = sorted(key for key in (then.keys() | now.keys()) - free if then.get(key) != now.get(key))
         if differing:
             raise UserError(
                 f"the run in {self.outdir} was started with another {', '.join(differing)}; "
                 "continue it with its own config.yaml, or choose another outdir"
             )
+
+    def _stopped(self, round: int, error: TooFewClients | BadRound, failed: list[dict]) -> RunFailed:
+        """What to raise where ``round`` cannot be finished; the last good round is on the disk by then."""
+        if round > 1 and not self._checkpoint_due(round - 1):
+            self._save(round - 1)
+        way = (
+            "set lowrank.on_bad_round to skip, or bound lowrank.max_update_norm or lowrank.max_update_norm_factor"
+            if isinstance(error, BadRound)
+            else "a smaller lowrank.min_clients if no more clients can be had"
+        )
+        kept = (
+            f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, and {way}"
+            if round > 1
+            else f"no round was completed; start again, and {way}"
+        )
+        return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {kept}")
 
     def _stalled(self) -> bool:
         """FederatedScope's early stopping: ``patience`` evaluations running, none better than the best by ``delta``."""

@@ -18,7 +18,7 @@ from ..errors import RunFailed, UserError, nearest
 from ..methods import RefusedUpdate
 from ..runs.result import RunResult
 from .common import Run, check_outdir, watched
-from .server import TooFewClients
+from .server import BadRound, TooFewClients
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -69,12 +69,13 @@ class LocalEngine(Run):
             if server.drops_out(client, round):
                 failed.append({"client": client, "kind": "dropped", "reason": "drawn by lowrank.drop_rate"})
                 continue
+            server.ask(client, round)
             try:
                 self._load_client(client)
                 update, result = self._fit(
                     self.clients[client - 1], self.data.clients[client - 1], round, self.model, self.prefix
                 )
-                server.receive(update, round)
+                server.receive(update, round, result.loss)
             except RefusedUpdate as refusal:
                 failed.append({"client": client, "kind": "refused", "reason": str(refusal)})
                 logger.warning("round %d: refused the update of %s", round, refusal)
@@ -89,24 +90,28 @@ class LocalEngine(Run):
             uplink[client], losses[client] = server.sizes(update.tensors), result.loss
             if self.untrained_personal:
                 self.personal[client] = self._personal_now()
-        trained = time.perf_counter()
+        trained, skipped = time.perf_counter(), ""
+        for client, reason in server.sift().items():
+            failed.append({"client": client, "kind": "refused", "reason": reason})
+            logger.warning("round %d: refused the update of %s", round, reason)
+            del uplink[client], losses[client]
+            if self.personal.pop(client, None) is not None and client in before[1]:
+                self.personal[client] = before[1][client]
         self._load_global()
         try:
-            message = server.finish(round)
-        except TooFewClients as error:
-            server.synced, self.personal = before
-            if round > 1 and not self._checkpoint_due(round - 1):
-                self._save(round - 1)
-            kept = (
-                f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, "
-                "and a smaller lowrank.min_clients if no more clients can be had"
-            )
-            raise RunFailed(
-                f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); "
-                f"{kept if round > 1 else 'no round was completed'}"
-            ) from error
-        with torch.no_grad():
-            self.method.apply(self.model, message, round)
+            message = server.finish(round, self.model)
+        except (TooFewClients, BadRound) as error:
+            self.personal = before[1]
+            if isinstance(error, TooFewClients) or self.config.lowrank.on_bad_round == "stop":
+                server.synced = before[0]
+                raise self._stopped(round, error, failed) from error
+            # What was sent down has arrived all the same: the ledger of deliveries stays.
+            message, skipped = None, str(error)
+            logger.warning("%s; the round is left out", error)
+            self._load_global()  # the server's step may have used the model
+        if message is not None:
+            with torch.no_grad():
+                self.method.apply(self.model, message, round)
         aggregated = time.perf_counter()
         metrics = self._evaluate() if self._evaluates(round) else {}
         evaluated = time.perf_counter()
@@ -120,6 +125,7 @@ class LocalEngine(Run):
             samples={c.id: c.num_samples for c in self.clients},
             metrics=metrics,
             spent=self._spent(),
+            skipped=skipped,
             seconds={
                 "training": trained - started,
                 "aggregation": aggregated - trained,
