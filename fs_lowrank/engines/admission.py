@@ -117,13 +117,13 @@ class Admission:
             RefusedUpdate: it cannot be used; the message names the client, which may then send another.
         """
         client = update.client
-        check_loss(client, loss)
         update = check_update(update, expected, self.max_samples)
         declared = self.samples.get(client, update.num_samples)
         if update.num_samples != declared:
             raise RefusedUpdate(
                 f"client {client}: says it has {update.num_samples} samples, it declared {declared} at the start"
             )
+        check_loss(client, loss)
         if reference is not None and self.bounds_norms:
             norm = change_norm(update.tensors, reference)
             if 0 < self.max_norm < norm:

@@ -135,7 +135,7 @@ def enlarged(tensor, scale, how, seed):
 
 
 @EACH
-@few(12)
+@few(6)
 @given(
     exponent=st.floats(0, 38.5) | st.sampled_from([math.log10(LARGEST), 19.0, 18.9, 38.0]),
     clients=st.sets(st.sampled_from([1, 2, 3]), min_size=1),
@@ -244,7 +244,7 @@ NAMES = st.one_of(
 
 
 @EACH
-@few(30)
+@few(12)
 @given(kind=st.sampled_from(sorted(JUNK)), which=st.integers(0, 99), client=st.sampled_from([1, 2, 3]))
 def test_what_is_no_plain_tensor_is_refused_by_name(name, kind, which, client):
     made = prepared(name)
@@ -276,7 +276,7 @@ def test_what_is_no_mapping_is_refused(tensors):
 
 
 @EACH
-@few(8)
+@few(4)
 @given(how=st.sampled_from(["gradient", "parameter", "strided", "transposed", "expanded", "view"]))
 def test_how_a_dense_tensor_lies_in_memory_does_not_matter(name, how):
     made = prepared(name)
@@ -320,7 +320,7 @@ COUNTS = st.one_of(
 
 
 @EACH
-@few(25)
+@few(10)
 @given(count=COUNTS)
 def test_a_count_is_whole_and_the_one_that_was_declared(name, count):
     made = prepared(name)
@@ -343,14 +343,12 @@ def test_without_a_declaration_the_bound_counts(count, good):
 
 
 @EACH
-@pytest.mark.parametrize(
-    "client", [True, False, 1.0, "1", None, [1], {}, float("nan"), 0, 4, -1, 10**400, b"1"], ids=repr
-)
-def test_a_client_is_a_number_that_was_asked(name, client):
+def test_a_client_is_a_number_that_was_asked(name):
     made = prepared(name)
     server = server_of(made)
-    with pytest.raises(RefusedUpdate, match="^client "):
-        server.receive(dataclasses.replace(made.updates[1], client=client), 1)
+    for client in (True, False, 1.0, "1", None, [1], {}, float("nan"), 0, 4, -1, 10**400, b"1"):
+        with pytest.raises(RefusedUpdate, match="^client "):
+            server.receive(dataclasses.replace(made.updates[1], client=client), 1)
     assert not server.updates
 
 
@@ -421,7 +419,7 @@ def test_a_bound_on_the_norm(name):
 
 
 @EACH
-@few(6)
+@few(2)
 @given(exponent=st.floats(4, 38))
 def test_a_factor_over_the_rounds_median(name, exponent):
     made = prepared(name)
