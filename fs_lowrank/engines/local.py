@@ -21,7 +21,7 @@ from ..rounds.keeper import RecordKeeper, check_outdir, outdir_of
 from ..rounds.record import round_record
 from ..rounds.site import Site
 from ..runs.result import RunResult
-from .server import Server, TooFewClients
+from .server import BadRound, Server, TooFewClients
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -47,7 +47,7 @@ class LocalEngine:
         self.evaluator = Evaluator(self.site)
         self.evaluator.check_watched()
         self.method, self.model = self.site.method, self.site.model
-        self.server = Server.of(config, self.method, self.site.initial_state)
+        self.server = Server.of(config, self.method, self.site.initial_state, self.site.clients)
         self.keeper = RecordKeeper(self.site, self.evaluator, self.server, outdir_of(config))
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
 
@@ -62,12 +62,13 @@ class LocalEngine:
             if server.drops_out(client, round):
                 failed.append({"client": client, "kind": "dropped", "reason": "drawn by lowrank.drop_rate"})
                 continue
+            server.ask(client, round)
             try:
                 site.load_client(server.state, client)
                 update, result = site.fit(
                     site.clients[client - 1], site.data.clients[client - 1], round, site.model, site.prefix
                 )
-                server.receive(update, round)
+                server.receive(update, round, result.loss)
             except RefusedUpdate as refusal:
                 failed.append({"client": client, "kind": "refused", "reason": str(refusal)})
                 logger.warning("round %d: refused the update of %s", round, refusal)
@@ -81,17 +82,28 @@ class LocalEngine:
                 continue
             uplink[client], losses[client] = server.sizes(update.tensors), result.loss
             site.keep_personal(client)
-        trained = time.perf_counter()
+        trained, skipped = time.perf_counter(), ""
+        for client, reason in server.sift().items():
+            failed.append({"client": client, "kind": "refused", "reason": reason})
+            logger.warning("round %d: refused the update of %s", round, reason)
+            del uplink[client], losses[client]
+            if site.personal.pop(client, None) is not None and client in before[1]:
+                site.personal[client] = before[1][client]
         site.load_global(server.state)
         try:
-            message = server.finish(round)
-        except TooFewClients as error:
-            server.synced, site.personal = before
-            kept = self.keeper.keep_last(round)
-            reasons = "; ".join(f["reason"] for f in failed[:3]) or "nobody failed"
-            raise RunFailed(f"{error} ({reasons}); {kept}") from error
-        with torch.no_grad():
-            self.method.apply(site.model, message, round)
+            message = server.finish(round, site.model)
+        except (TooFewClients, BadRound) as error:
+            site.personal = before[1]
+            if isinstance(error, TooFewClients) or self.config.lowrank.on_bad_round == "stop":
+                server.synced = before[0]
+                raise self.keeper.stopped(round, error, failed) from error
+            # What was sent down has arrived all the same: the ledger of deliveries stays.
+            message, skipped = None, str(error)
+            logger.warning("%s; the round is left out", error)
+            site.load_global(server.state)  # the server's step may have used the model
+        if message is not None:
+            with torch.no_grad():
+                self.method.apply(site.model, message, round)
         aggregated = time.perf_counter()
         metrics = self.evaluator.evaluate(server.state) if self.evaluator.due(round) else {}
         evaluated = time.perf_counter()
@@ -106,6 +118,7 @@ class LocalEngine:
             samples={c.id: c.num_samples for c in site.clients},
             metrics=metrics,
             spent=site.take_spent(),
+            skipped=skipped,
             seconds={
                 "training": trained - started,
                 "aggregation": aggregated - trained,

@@ -24,6 +24,7 @@ def server(method="rolora", clients=4, per_round=4, min_clients=1, seed=0, **opt
 def step(server, round, clients):
     for client in clients:
         expected = server.method.expected(server.state, round, client)
+        server.ask(client, round)
         server.receive(Update(client, client, {n: torch.full_like(t, client) for n, t in expected.items()}), round)
     return server.finish(round)
 

@@ -136,6 +136,7 @@ class Federation:
                     parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
     def update(self, client: int, round: int) -> Update:
+        self.server.ask(client, round)
         size = self.sizes[client - 1]
         sent = self.method.upload(self.copies[client], round, Client(client, size))
         return Update(client, size, {n: t.detach().clone() for n, t in sent.items()})

@@ -111,6 +111,7 @@ def test_an_unknown_name_gets_its_neighbour(toy, federation):
 @pytest.mark.parametrize("name", ["flexlora", "flora"])
 def test_another_clients_rank_is_a_wrong_shape(toy, federation, name):
     fed = federation(toy.method(name, ranks=(1, 3, 2)), SIZES)
+    fed.server.ask(1, 1)
     with pytest.raises(RefusedUpdate, match=r"client 1: .* has shape \(3, .*expected \(1, "):
         fed.server.receive(dataclasses.replace(fed.update(2, 1), client=1), 1)
 
@@ -118,6 +119,7 @@ def test_another_clients_rank_is_a_wrong_shape(toy, federation, name):
 def test_rolora_refuses_the_other_half(toy, federation):
     fed = federation(toy.method("rolora"), SIZES)
     late = fed.update(1, 2)
+    fed.server.ask(1, 1)
     with pytest.raises(RefusedUpdate, match="unknown tensor .*lora_A"):
         fed.server.receive(late, 1)
 
@@ -129,6 +131,9 @@ def test_no_client_twice_and_none_from_elsewhere(toy, federation):
     for client, why in ((1, "heard already"), (0, "this run has clients 1 to 3"), (4, "this run"), (-1, "this run")):
         with pytest.raises(RefusedUpdate, match=f"client {client}: {why}"):
             fed.server.receive(dataclasses.replace(update, client=client), 1)
+    with pytest.raises(RefusedUpdate, match="client 2: was not asked for an update in round 1"):
+        fed.server.receive(dataclasses.replace(update, client=2), 1)
+    fed.server.ask(2, 1)
     for samples in (0, -5):
         with pytest.raises(RefusedUpdate, match="samples"):
             fed.server.receive(dataclasses.replace(update, client=2, num_samples=samples), 1)

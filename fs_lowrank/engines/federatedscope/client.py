@@ -15,7 +15,6 @@ from ...algebra import FlatTensors, nbytes
 from ...errors import RunFailed, UserError
 from ...models.adapters import load_tensors
 from ...models.names import named_tensors
-from ..server import without_head
 from . import wire
 from .session import Session, current
 from .sums import add_shares, dequantise, quantise, split_secret
@@ -35,15 +34,23 @@ class SharedCopy:
 
     def __init__(self, session: Session, model: nn.Module, number: int):
         self.session, self.model, self.number = session, model, number
+        #: the last round it trained in, and its personal parts before that
+        self.before: tuple[int, dict[str, Tensor] | None] = (0, None)
 
     def catch_up(self, parcel: Parcel) -> None:
         load_tensors(self.model, parcel.tensors)
-        self._load_personal()
+        self._load_personal(parcel)
 
-    def _load_personal(self) -> None:
+    def _load_personal(self, parcel: Parcel) -> None:
+        round, before = self.before
+        if parcel.facts.get("undo") == round:  # what it trained in then was left out
+            self.session.site.personal.pop(self.number, None)
+            if before is not None:
+                self.session.site.personal[self.number] = before
         load_tensors(self.model, self.session.site.personal.get(self.number, self.session.site.untrained_personal))
 
-    def keep_personal(self) -> None:
+    def keep_personal(self, round: int) -> None:
+        self.before = round, self.session.site.personal.get(self.number)
         self.session.site.keep_personal(self.number, self.model)
 
 
@@ -61,9 +68,9 @@ class OwnCopy(SharedCopy):
         self.standing = shared_tensors(session, model)
 
     def catch_up(self, parcel: Parcel) -> None:
-        """Apply what came, up to the end of the round before ``parcel.facts["round"]``."""
+        """Apply what came, up to the end of the round ``parcel.facts["stands"]``."""
         load_tensors(self.model, self.standing)
-        last = parcel.facts["round"] - 1
+        last = parcel.facts["stands"]
         tensors = {n: t.to(next(self.model.parameters()).device) for n, t in parcel.tensors.items()}
         if parcel.facts.get("whole"):
             load_tensors(self.model, tensors)
@@ -74,7 +81,7 @@ class OwnCopy(SharedCopy):
                 self.session.method.apply(self.model, tensors, last)
         if last > self.stands_at:
             self.stands_at, self.standing = last, shared_tensors(self.session, self.model)
-        self._load_personal()
+        self._load_personal(parcel)
 
 
 class LowRankClient(Client):
@@ -158,7 +165,12 @@ class LowRankClient(Client):
                     )
                 time.sleep(0.2)
             content = json.dumps(
-                {"address": self.local_address, "proof": self.session.proof, "config": self.session.config.to_dict()}
+                {
+                    "address": self.local_address,
+                    "proof": self.session.proof,
+                    "config": self.session.config.to_dict(),
+                    "samples": self.session.client(max(self.ID, 1)).num_samples,
+                }
             )
         self.comm_manager.send(
             Message(msg_type="join_in", sender=self.ID, receiver=[self.server_id], timestamp=0, content=content)
@@ -188,7 +200,7 @@ class LowRankClient(Client):
             logger.warning("round %d: client %d failed: %s", round, self.ID, error)
             logger.debug("client %d", self.ID, exc_info=True)
             reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            return self._send(Parcel({}, error=reason, fatal=isinstance(error, UserError)), message, 0)
+            return self._send(Parcel({}, error=reason), message, 0)
         if parcel is not None:
             self._send(parcel, message, samples)
 
@@ -197,7 +209,7 @@ class LowRankClient(Client):
         trainer.round = round
         samples, _, results = trainer.train()
         update = trainer.outcome
-        self.copy.keep_personal()
+        self.copy.keep_personal(round)
         logger.info(self._monitor.format_eval_res(results, rnd=self.state, role=f"Client #{self.ID}", return_raw=True))
         facts = {"samples": update.num_samples, "loss": trainer.loss}
         if self._cfg.federate.use_ss:
@@ -246,13 +258,7 @@ class LowRankClient(Client):
                     content=parcel.encode() if self.distributed else parcel,
                 )
             )
-        sent = [nbytes(shares[0]), nbytes(without_head(shares[0]))]
-        self.own[self.state] = {
-            **facts,
-            "shares": True,
-            "sent_bytes": sent[0] * parties,
-            "sent_bytes_without_head": sent[1] * parties,
-        }
+        self.own[self.state] = facts
         self._add_fragment(self.state, self.ID, shares[0])
         return None
 

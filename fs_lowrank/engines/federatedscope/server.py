@@ -18,12 +18,13 @@ from federatedscope.core.message import Message
 from federatedscope.core.workers import Server
 from torch import Tensor
 
-from ...algebra import nbytes
+from ...algebra import FlatTensors, nbytes
 from ...errors import RunFailed, UserError
-from ...methods import RefusedUpdate, Update, check_update
+from ...methods import RefusedUpdate, Update
+from ...methods.base import is_whole
 from ...models.adapters import load_tensors
 from ...rounds.record import round_record
-from ..server import TooFewClients, without_head
+from ..server import BadRound, TooFewClients, without_head
 from . import wire
 from .session import Session, current, differing
 from .sums import RunningMean, add_shares, dequantise, quantise, recover
@@ -42,7 +43,7 @@ class MethodAggregator(Aggregator):
 
     def aggregate(self, agg_info):
         """Finish round ``agg_info["round"]`` with what the session's server has received; the message."""
-        return self.session.server.finish(agg_info["round"])
+        return self.session.server.finish(agg_info["round"], self.model)
 
     def save_model(self, path, cur_round=-1):
         """The shared tensors under the names of the framework's own adapters, and what else a run goes on from."""
@@ -146,6 +147,8 @@ class LowRankServer(Server):
         self._cfg = config
         lowrank = self.session.config.lowrank
         self.core = self.session.server
+        if config.quantization.method == "uniform":
+            self.core.rounded = self._as_sent
         self.timeout, self.min_clients = lowrank.timeout, lowrank.min_clients
         self.aggregator = MethodAggregator(self.session)
         self.aggregators = [self.aggregator]
@@ -171,6 +174,10 @@ class LowRankServer(Server):
         if config.federate.use_ss or config.federate.online_aggr:
             self.core.min_clients = 1  # it sees one update, the mean; how many it came from is counted here
         self.state = self._restored(config)
+        #: the last round that was not left out: what clients catch up to
+        self.stood = self.state
+        #: client -> the last round it was asked in that was left out, until it has been told
+        self.undone: dict[int, int] = {}
         if self.state >= self.total_round_num:
             raise UserError(
                 f"all {self.total_round_num} rounds are done already; raise federate.total_round_num to go on"
@@ -190,16 +197,17 @@ class LowRankServer(Server):
     def callback_funcs_for_join_in(self, message: Message):
         if "info" in message.msg_type:
             return super().callback_funcs_for_join_in(message)
-        sender, content = int(message.sender), message.content
+        sender, content, samples = int(message.sender), message.content, None
         if self.distributed:
             try:
                 told = json.loads(content)
+                samples = told["samples"]
                 address = {"host": str(told["address"]["host"]), "port": int(told["address"]["port"])}
                 proof, config = dict(told["proof"]), dict(told["config"])
             except (TypeError, ValueError, KeyError):
                 logger.warning("left out a request to join that cannot be read: is it a client with this plug-in?")
                 return False
-            reason = self._objection(sender, proof, config)
+            reason = self._objection(sender, proof, config, samples)
             if reason:
                 logger.warning("refused %s:%s: %s", address["host"], address["port"], reason)
                 self._tell(address, "refused", reason)
@@ -215,6 +223,8 @@ class LowRankServer(Server):
                 self._failed(sender, "failed", "its process ended and another one took its place")
                 return self.check_and_move_on()
             return False
+        if sender == -1:  # the framework gives it the next number; it reads data of its own
+            self.core.admission.samples[self.join_in_client_num + 1] = samples
         return super().callback_funcs_for_join_in(
             Message(
                 msg_type=message.msg_type,
@@ -226,7 +236,7 @@ class LowRankServer(Server):
             )
         )
 
-    def _objection(self, sender: int, proof: dict, config: dict) -> str:
+    def _objection(self, sender: int, proof: dict, config: dict, samples: object) -> str:
         """Why this client cannot take part; empty if it can."""
         from ...config import load_config
 
@@ -247,6 +257,17 @@ class LowRankServer(Server):
             )
         if sender != -1 and not 1 <= sender <= self.client_num:
             return f"there is no client {sender}; federate.client_num is {self.client_num}"
+        admission = self.core.admission
+        if not is_whole(samples) or not 1 <= samples <= admission.max_samples:
+            return (
+                f"it declares {repr(samples)[:60]} training samples; expected a whole number from 1 to "
+                f"lowrank.max_samples, {admission.max_samples}"
+            )
+        if sender != -1 and samples != admission.samples[sender]:
+            return (
+                f"it declares {samples} training samples, and the server's division of the data gives client {sender} "
+                f"{admission.samples[sender]}; their data files differ (distribute.data_idx -1 is for data of its own)"
+            )
         if sender == -1 and self.started:
             return "the run has begun; a client that comes late says which one it is by distribute.data_idx"
         address = self.comm_manager.neighbors.get(sender)
@@ -332,6 +353,7 @@ class LowRankServer(Server):
                 self._failed(client, "dropped", "drawn by lowrank.drop_rate")
                 continue
             self.asked.add(client)
+            self.core.ask(client, round)
             count -= 1
 
     def _parcel(self, client: int, round: int, train: bool) -> Parcel:
@@ -355,7 +377,9 @@ class LowRankServer(Server):
         before = self.downlink.get(client, (0, 0)) if train else (0, 0)
         self.downlink[client] = (before[0] + sizes[0], before[1] + sizes[1])
         self._monitor.track_upload_bytes(sizes[0])
-        facts = {"round": round, "train": train}
+        facts = {"round": round, "train": train, "stands": self.stood}
+        if client in self.undone:
+            facts["undo"] = self.undone.pop(client)
         if session.shares_model:
             # One model for all: the merges in a message are in its base already, so the client takes what stands.
             return Parcel(method.view(self.core.state, client), whole=True, counted=sizes[0], **facts)
@@ -389,6 +413,8 @@ class LowRankServer(Server):
         )
         if self.distributed and self._lost(client):
             self.fresh.add(client)
+            if "undo" in parcel.facts:
+                self.undone[client] = parcel.facts["undo"]
             return False
         return True
 
@@ -409,17 +435,18 @@ class LowRankServer(Server):
     def callback_funcs_model_para(self, message: Message):
         if self.is_finish:
             return "finish"
-        client, round = int(message.sender), self.state + 1
-        if message.state != self.state or client not in self.asked - self.heard:
+        client, round = _number(message.sender), self.state + 1
+        if client is None or message.state != self.state or client not in self.asked - self.heard:
             logger.info(
-                "left out what client %d sent for round %d: nobody waits for it in round %d",
-                client,
-                message.state + 1,
+                "left out what client %.60r sent for the framework's round %.60r: nobody waits for it in round %d",
+                message.sender,
+                message.state,
                 round,
             )
             return False
         self.sampler.change_state(client, "idle")
-        self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
+        if isinstance(message.timestamp, (int, float)):
+            self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
         try:
             self._take(client, round, Parcel.of(message.content))
         except (RefusedUpdate, ValueError) as error:
@@ -434,40 +461,37 @@ class LowRankServer(Server):
         return self.check_and_move_on()
 
     def _take(self, client: int, round: int, parcel: Parcel) -> None:
-        facts = parcel.facts
+        facts, tensors, admit = parcel.facts, parcel.tensors, self.core.admit
         if "error" in facts:
-            if facts.get("fatal"):
-                raise UserError(f"client {client}: {facts['error']}")
-            return self._failed(client, "failed", str(facts["error"]))
+            return self._failed(client, "failed", str(facts["error"])[:1000])
         samples, loss = facts.get("samples"), facts.get("loss")
-        if not isinstance(samples, int) or not isinstance(loss, (int, float)):
-            raise RefusedUpdate(f"client {client}: its update does not say its samples and loss")
-        expected = self.session.method.expected(self.core.state, round, client)
-        tensors = parcel.tensors
         self._monitor.track_download_bytes(0 if not self.distributed else nbytes(tensors))
-        sizes = self.core.sizes(tensors)
-        if facts.get("shares"):
-            self._take_shares(client, samples, tensors, expected)
-            sizes = (int(facts["sent_bytes"]), int(facts["sent_bytes_without_head"]))
+        expected = self.session.method.expected(self.core.state, round, client)
+        if self._cfg.federate.use_ss:
+            # A client sends a share of this size to every other one, and their sum to the server.
+            shares = {n: torch.empty(t.shape, dtype=torch.int64, device="meta") for n, t in expected.items()}
+            self.shares[client] = admit(Update(client, samples, tensors), round, loss, shares).tensors
+            sizes = tuple(size * self.client_num for size in self.core.sizes(tensors))
         else:
+            sent = tensors
             if self._cfg.quantization.method == "uniform":
-                tensors = dequantise(tensors, expected)
-                sizes = self._quantised_sizes(tensors)
+                tensors = self._unrounded(client, tensors, expected)
             update = Update(client, samples, {n: t.to(self.session.site.device) for n, t in tensors.items()})
             if self.running is None:
-                self.core.receive(update, round)
+                self.core.receive(update, round, loss)
             else:
-                checked = check_update(update, expected)
-                weight = 1 if self.session.method.setting.uniform else samples
-                self.running.add(checked.tensors, weight)
+                checked = admit(update, round, loss)
+                self.running.add(checked.tensors, 1 if self.session.method.setting.uniform else samples)
+            sizes = self._quantised_sizes(tensors) if tensors is not sent else self.core.sizes(sent)
         self.uplink[client], self.losses[client], self.samples[client] = sizes, float(loss), samples
         self.msg_buffer["train"].setdefault(self.state, {})[client] = samples
 
-    def _take_shares(self, client: int, samples: int, tensors, expected) -> None:
-        for name, want in expected.items():
-            if name not in tensors or tensors[name].shape != want.shape or tensors[name].dtype != torch.int64:
-                raise RefusedUpdate(f"client {client}: its sum of shares of {name!r} is missing or misshapen")
-        self.shares[client] = tensors
+    @staticmethod
+    def _unrounded(client: int, tensors, expected) -> dict[str, Tensor]:
+        try:
+            return dequantise(tensors, expected)
+        except Exception as error:  # the rounding is the framework's, and what it makes of wrong shapes its own affair
+            raise RefusedUpdate(f"client {client}: its rounded tensors cannot be read: {error}") from error
 
     # -- a round's end -----------------------------------------------------------------------------
 
@@ -480,20 +504,30 @@ class LowRankServer(Server):
     def _perform_federated_aggregation(self):
         round, session, method = self.state + 1, self.session, self.session.method
         started = time.perf_counter()
+        skipped = ""
+        for client, reason in self.core.sift().items():
+            self._failed(client, "refused", reason)
+            for kept in (self.uplink, self.losses, self.samples):
+                del kept[client]
         session.site.load_global(session.server.state)  # what stands in the model may be the last client's
         try:
             self._condense(round)
             message = self.aggregator.aggregate({"round": round})
-        except TooFewClients as error:
-            self.core.synced, session.site.personal = self.before
-            kept = session.keeper.keep_last(round)
-            reasons = "; ".join(f["reason"] for f in self.failed[:3]) or "nobody failed"
-            raise RunFailed(f"{error} ({reasons}); {kept}") from error
-        if self._cfg.quantization.method == "uniform":
-            message = self._as_sent(message, round)
-        with torch.no_grad():
-            method.apply(session.site.model, message, round)
-        session.on_message(message, round)
+        except (TooFewClients, BadRound) as error:
+            session.site.personal = self.before[1]
+            if isinstance(error, TooFewClients) or session.config.lowrank.on_bad_round == "stop":
+                self.core.synced = self.before[0]
+                raise session.keeper.stopped(round, error, self.failed) from error
+            # What was sent down has arrived all the same: the ledger of deliveries stays.
+            skipped = str(error)
+            logger.warning("%s; the round is left out", error)
+            session.site.load_global(session.server.state)  # the server's step may have used the model
+            self.undone.update(dict.fromkeys(self.asked, round))
+        else:
+            with torch.no_grad():
+                method.apply(session.site.model, message, round)
+            self.stood = round
+            session.on_message(message, round)
         finished = time.perf_counter()
         self.pending = {
             "round": round,
@@ -504,6 +538,7 @@ class LowRankServer(Server):
             "downlink": self.downlink,
             "samples": self.samples,
             "spent": session.site.take_spent(),
+            "skipped": skipped,
             "seconds": {"training": started - self.round_started, "aggregation": finished - started},
         }
         self.evaluation_started = finished
@@ -538,17 +573,14 @@ class LowRankServer(Server):
             expected = self.session.method.expected(self.core.state, round, next(iter(self.losses)))
             recovered = recover(add_shares(list(self.shares.values())), weight, expected)
             tensors = {n: t.to(self.session.site.device) for n, t in recovered.items()}
-        self.core.updates = [check_update(Update(1, sum(self.samples.values()), tensors), tensors)]
+        one_dtype = len({t.dtype for t in tensors.values()}) == 1
+        self.core.updates = [
+            Update(1, sum(self.samples.values()), FlatTensors.pack(tensors) if one_dtype else dict(tensors))
+        ]
 
-    def _as_sent(self, message, round: int) -> dict:
+    def _as_sent(self, message) -> dict:
         """The message as clients will get it: rounded. The server's own copy follows, so that all stay one."""
-        sent = dequantise(quantise(message, self._cfg.quantization.nbits), message)
-        for name, tensor in sent.items():
-            if name in self.core.state:
-                self.core.state[name] = tensor
-            if name in self.core.outbox and self.core.keep_messages:
-                self.core.outbox[name] = (round, tensor)
-        return sent
+        return dequantise(quantise(message, self._cfg.quantization.nbits), message)
 
     def _close_round(self, metrics: dict) -> None:
         """Write the round's record, and a checkpoint where one is due."""
@@ -743,3 +775,11 @@ class LowRankServer(Server):
                     content=reason,
                 )
             )
+
+
+def _number(sender: object) -> int | None:
+    """The client that a message says it is of; None if that is no number."""
+    try:
+        return int(sender)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -51,7 +51,9 @@ class Session:
         self.site = Site(config, serves=role != "client", undivided=self.has_own_data)
         self.method = self.site.method
         self.evaluator = Evaluator(self.site)
-        self.server = Server.of(config, self.method, self.site.initial_state, keep_messages=not self.shares_model)
+        self.server = Server.of(
+            config, self.method, self.site.initial_state, self.site.clients, keep_messages=not self.shares_model
+        )
         self.keeper = RecordKeeper(self.site, self.evaluator, self.server, outdir)
         self.on_round: Callable[[dict], object] = lambda record: None
         self.on_client: Callable[[int, int, int], object] = lambda *_: None

@@ -38,7 +38,7 @@ class Parcel:
 
     __slots__ = ("_content",)
 
-    def __init__(self, tensors: Mapping[str, Tensor], **facts):
+    def __init__(self, tensors: Mapping[str, Tensor], /, **facts):
         self._content = lambda: (tensors, facts)
 
     @property
@@ -77,10 +77,15 @@ class Parcel:
             tensors = safetensors.torch.load(data)
             (length,) = struct.unpack("<Q", data[:8])
             facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["facts"])
-        except (binascii.Error, SafetensorError, struct.error, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the content cannot be read: {error}") from None
+        except (
+            *(binascii.Error, SafetensorError, struct.error, RuntimeError),  # RecursionError is a RuntimeError
+            *(AttributeError, KeyError, TypeError, ValueError),
+        ) as error:
+            raise ValueError(f"the content cannot be read: {str(error)[:300]}") from None
         if not isinstance(facts, dict):
             raise ValueError("the content cannot be read: its facts are no mapping")
+        if "self" in facts:
+            raise ValueError("the content cannot be read: no fact is called self")
         return cls(tensors, **facts)
 
 

@@ -57,6 +57,23 @@ def test_what_is_no_parcel_is_refused_and_never_unpickled(Parcel, content, tmp_p
     assert not (tmp_path / "harmed").exists()
 
 
+@pytest.mark.parametrize("facts", ['{"self": 1}', "[1]", "1", "x", "[" * 100_000, '{"samples": ' + "9" * 5000 + "}"])
+def test_facts_that_are_none_are_a_value_error(Parcel, facts):
+    from safetensors.torch import save
+
+    content = base64.b64encode(save({"a": torch.ones(2)}, {"facts": facts})).decode()
+    with pytest.raises(ValueError, match="the content cannot be read") as refusal:
+        Parcel.of(content)
+    assert len(str(refusal.value)) < 400
+
+
+def test_any_other_name_is_a_fact(Parcel):
+    from safetensors.torch import save
+
+    back = Parcel.of(save({"a": torch.ones(2)}, {"facts": '{"tensors": 3, "cls": 4}'}))
+    assert back.facts == {"tensors": 3, "cls": 4} and list(back.tensors) == ["a"]
+
+
 def test_the_framework_measures_what_it_holds(Parcel):
     from federatedscope.core.message import Message
 
