@@ -108,6 +108,11 @@ def dequantise(packed: Mapping[str, Tensor], like: Mapping[str, Tensor] | None =
     for key, tensor in packed.items():
         kind, _, name = key.partition(":")
         kind += ":"
+        whole = tensor.dtype in (torch.int8, torch.int16)
+        if kind == _QUANTISED and not (whole and (like is None or name in like and like[name].shape == tensor.shape)):
+            raise ValueError(f"{name} is rounded to {tensor.dtype} of shape {tuple(tensor.shape)}")
+        if kind == _SCALES and not (tensor.is_floating_point() and tensor.numel() == 1):
+            raise ValueError(f"the scale of {name} is {tensor.dtype} of shape {tuple(tensor.shape)}")
         if kind == _KEPT:
             tensors[name] = tensor
         elif kind == _QUANTISED:
