@@ -666,7 +666,9 @@ def test_a_bad_round_stops_the_run_and_leaves_the_last_good_one(make, monkeypatc
         RunFailed, match="round 2: the server's step failed: ArithmeticError: no convergence .*on_bad_r"
     ):
         engine.run()
-    assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 1 and len(records_of(engine.keeper.outdir)) == 1
+    assert (
+        load_checkpoint(engine.keeper.outdir / "checkpoint").round == 1 and len(records_of(engine.keeper.outdir)) == 1
+    )
     engine = make("run", keys)
     engine.run(resume=True)
     equal(tensors_of(engine), tensors_of(reference))
