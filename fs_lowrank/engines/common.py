@@ -24,7 +24,7 @@ from ..algebra import nbytes
 from ..config import Config, Eval, load_config
 from ..data import build_data, load_raw
 from ..errors import RunFailed, UserError
-from ..methods import Client, Method, Update, Workbench, create_method
+from ..methods import Client, Method, Update, Workbench, create_method, revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.frozen import FrozenPrefix
@@ -104,6 +104,7 @@ def method_of(config: Config) -> Method:
         from_scratch=config.from_scratch,
         with_adapter=bool(config.llm.adapter.use),
         only_sums=config.federate.use_ss or config.federate.online_aggr,
+        local_steps=config.train.local_update_steps,
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,
     )
@@ -487,6 +488,7 @@ class Run:
                 "synced": self.server.synced,
                 "outbox": outbox,
                 "config": self.config.to_dict(),
+                "revisions": revisions(self.config),
                 "data": self.data.fingerprint,
                 "model": self.base_fingerprint,
             },
@@ -500,6 +502,7 @@ class Run:
                     f"the {what} is not what the run in {self.outdir} started with; it cannot be continued with another"
                 )
         self._check_same_run(checkpoint.meta["config"])
+        self._check_revisions(checkpoint.meta.get("revisions", {}))
         to = lambda tensors: {n: t.to(self.device) for n, t in tensors.items()}  # noqa: E731
         self.server.state = {**to(checkpoint.parts.get("state", {})), **checkpoint.meta["numbers"]}
         self.server.synced = {int(c): r for c, r in checkpoint.meta["synced"].items()}
@@ -525,6 +528,17 @@ class Run:
                 "continue it with its own config.yaml, or choose another outdir"
             )
 
+    def _check_revisions(self, then: dict[str, int]) -> None:
+        now = revisions(self.config)
+        for name in sorted(then.keys() | now.keys()):
+            if then.get(name, 1) != now.get(name, 1):
+                raise UserError(
+                    f"the run in {self.outdir} was begun with revision {then.get(name, 1)} of {name}, and this version "
+                    f"of fs-lowrank has revision {now.get(name, 1)}, which computes something else from the same "
+                    "configuration (see CHANGELOG.md); start again in another outdir, or continue it with the "
+                    "version that began it"
+                )
+
     def _stalled(self) -> bool:
         """FederatedScope's early stopping: ``patience`` evaluations running, none better than the best by ``delta``."""
         stop = self.config.early_stop
@@ -543,10 +557,12 @@ class Run:
     def _formula_bytes(self) -> int:
         """The papers' estimate of all traffic, ``2 · K · C · P · bytes · rounds``: what a client sends, both ways.
 
-        It leaves out that round 1 sends nothing down, what a late client needs more, and ranks that differ.
+        ``P`` is of each round, since what is sent may alternate. It leaves out that round 1 sends nothing down, what a
+        late client needs more, and ranks that differ.
         """
-        sent = self.method.expected(self.server.state, 1, 1)
-        return 2 * self.config.sampled_per_round * nbytes(sent) * len(self.records.history)
+        state = self.server.state
+        sent = sum(nbytes(self.method.expected(state, record["round"], 1)) for record in self.records.history)
+        return 2 * self.config.sampled_per_round * sent
 
     def _save_personal(self) -> Path:
         """Every client's own adapter, in PEFT's format, in a folder of its number."""
