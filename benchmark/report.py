@@ -197,7 +197,7 @@ def _stale(found: Found) -> list[Block]:
     by_method = Counter(record["method"] for record in found.stale)
     return [
         text(
-            f"**{sum(by_method.values())} results are stale** and left out: their methods have come to compute "
+            f"**Stale results: {sum(by_method.values())}**, left out. Their methods have come to compute "
             "something else from the same configuration (CHANGELOG.md says what), and they have not been run again: "
             + ", ".join(f"{method} ({n})" for method, n in sorted(by_method.items()))
             + "."

@@ -268,7 +268,7 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     assert not found.records and [r["hash"] for r in found.stale] == [first.key]
     write_report(again.options)
     said = (tmp_path / "results" / "report.md").read_text()
-    assert "**1 results are stale**" in said and "rolora (1)" in said
+    assert "**Stale results: 1**" in said and "rolora (1)" in said
     monkeypatch.setattr(get_method_class("rolora"), "revision", 1)
     assert jobs()[0].key == first.key
 
