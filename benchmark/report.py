@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def write_report(options: Options) -> list[Path]:
                 continue
             found = {e.name: find(suite, e, sized, store) for e in chosen(suite, options.only, extra=True)}
             used |= {r["hash"] for f in found.values() for rs in f.records.values() for r in rs}
-            if not any(f.cells or f.failed or f.searches for f in found.values()):
+            used |= {record["hash"] for f in found.values() for record in f.stale}
+            if not any(f.cells or f.failed or f.searches or f.stale for f in found.values()):
                 continue
             judged = judged_claims(suite, found)
             claims += [(claim, suite, *judged[claim]) for claim in judged]
@@ -156,7 +158,7 @@ def _suite(suite: Suite, found: dict[str, Found], judged: dict, root: Path) -> l
     blocks += [text(t) for t in (suite.source, suite.note) if t]
     blocks += _claims(suite, judged)
     for one in found.values():
-        if one.cells or one.failed or one.searches:
+        if one.cells or one.failed or one.searches or one.stale:
             blocks += _experiment(one, root)
     return blocks
 
@@ -175,6 +177,7 @@ def _experiment(found: Found, root: Path) -> list[Block]:
                 + ".**"
             )
         )
+    blocks += _stale(found)
     if experiment.script:
         return blocks + _script(found) + _failures(found)
     if not found.cells:
@@ -185,6 +188,21 @@ def _experiment(found: Found, root: Path) -> list[Block]:
         for title, path in draw_all(found, root / "report").items():
             blocks.append(Block("image", title, rows=((str(path.relative_to(root)),),)))
     return blocks + _failures(found)
+
+
+def _stale(found: Found) -> list[Block]:
+    """Which results an earlier revision of a method left, in words."""
+    if not found.stale:
+        return []
+    by_method = Counter(record["method"] for record in found.stale)
+    return [
+        text(
+            f"**Stale results: {sum(by_method.values())}**, left out. Their methods have come to compute "
+            "something else from the same configuration (CHANGELOG.md says what), and they have not been run again: "
+            + ", ".join(f"{method} ({n})" for method, n in sorted(by_method.items()))
+            + "."
+        )
+    ]
 
 
 def _setting(found: Found) -> str:

@@ -24,7 +24,8 @@ class Found:
 
     Attributes:
         records: (method, column) -> results, a seed each. columns: the settings that have any, in order.
-        searches: their results. failed: what went wrong. wanted: cells that the grid has.
+        searches: their results. failed: what went wrong. wanted: cells that the grid has. stale: results of searches
+            and cells that an earlier revision of the method left; they are not among ``records`` and ``searches``.
     """
 
     suite: Suite
@@ -32,6 +33,7 @@ class Found:
     records: dict[tuple[str, str], list[dict]] = field(default_factory=dict)
     searches: list[dict] = field(default_factory=list)
     failed: list[dict] = field(default_factory=list)
+    stale: list[dict] = field(default_factory=list)
     wanted: int = 0
 
     @property
@@ -93,6 +95,8 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
                 searches[job.key] = record
             elif failed := store.read("failed", job.key):
                 found.failed.append(failed)
+            elif stale := job.stale(store):
+                found.stale.append(stale)
             continue
         now = (job.rated(store) if isinstance(job, Cell) else job) or job
         record = now.result(store)
@@ -104,6 +108,8 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             )
         elif failed := store.read("failed", now.key):
             found.failed.append(failed)
+        elif stale := now.stale(store):
+            found.stale.append(stale)
         found.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
     found.searches = list(searches.values())
     return found

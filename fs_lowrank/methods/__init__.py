@@ -1,7 +1,7 @@
 """The federated methods, one file each, and the registry that finds them."""
 
 from .base import Client, Method, Phase, RefusedUpdate, Setting, State, Tensors, Update, Workbench, check_update
-from .registry import create_method, get_method_class, list_methods, register_method
+from .registry import create_method, get_method_class, list_methods, register_method, revisions
 
 __all__ = [
     "Client",
@@ -18,4 +18,5 @@ __all__ = [
     "get_method_class",
     "list_methods",
     "register_method",
+    "revisions",
 ]

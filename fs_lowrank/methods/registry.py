@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from ..config import AdapterSpec, Lowrank, check_method_params
+from ..config import AdapterSpec, Config, Lowrank, check_method_params
 from ..errors import UserError, nearest
 from .base import Method, Setting
 
@@ -110,6 +110,7 @@ def create_method(
     from_scratch: bool = False,
     with_adapter: bool = False,
     only_sums: bool = False,
+    local_steps: int = 1,
     server_optimizer: dict | None = None,
     **params: object,
 ) -> Method:
@@ -123,6 +124,7 @@ def create_method(
         from_scratch: the model was not pre-trained, so what carries no adapter trains whole.
         with_adapter: for methods that take either, the adapter rather than all weights.
         only_sums: the server will see no more than the weighted sum of what clients send.
+        local_steps: ``train.local_update_steps``, for methods that compute with the length of a phase.
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
         params: the method's hyperparameters.
     Raises:
@@ -130,7 +132,9 @@ def create_method(
             method whose server step is not a mean.
     """
     cls = get_method_class(name)
-    setting = Setting(adapter or AdapterSpec(), rounds, seed, uniform, from_scratch, with_adapter, only_sums)
+    setting = Setting(
+        adapter or AdapterSpec(), rounds, seed, uniform, from_scratch, with_adapter, only_sums, local_steps
+    )
     method = cls(cls.Params(**check_method_params(cls, params)), setting)
     if server_optimizer is not None:
         from .server_optimizer import ServerOptimizer
@@ -143,3 +147,19 @@ def create_method(
             )
         method.combine = ServerOptimizer.from_config(server_optimizer)
     return method
+
+
+def revisions(config: Config) -> dict[str, int]:
+    """The revisions of the configured method and server optimizer, by name, where they are not 1.
+
+    They say that the same configuration once computed something else: a benchmark's cell is hashed with them, and a
+    run that was begun with others is not resumed.
+    """
+    cls = get_method_class(config.federate.method)
+    found = {cls.name: cls.revision_of(cls.Params(**config.method_params))}
+    if config.fedopt.use:
+        from .server_optimizer import ServerOptimizer
+
+        server = config.fedopt.optimizer
+        found[f"server {server.type}"] = ServerOptimizer.revision_of({"type": server.type, **server.extra})
+    return {name: revision for name, revision in found.items() if revision != 1}

@@ -61,6 +61,7 @@ def method_of(config: Config) -> Method:
         from_scratch=config.from_scratch,
         with_adapter=bool(config.llm.adapter.use),
         only_sums=config.federate.use_ss or config.federate.online_aggr,
+        local_steps=config.train.local_update_steps,
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,
     )

@@ -7,8 +7,12 @@ import pytest
 
 from benchmark.cli import main
 from benchmark.plan import Cell, Options, Search, jobs_of, plan
+from benchmark.report import write_report
+from benchmark.results import find
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
-from fs_lowrank import UserError
+from fs_lowrank import UserError, load_config
+from fs_lowrank.methods import get_method_class, revisions
+from fs_lowrank.methods.server_optimizer import ServerOptimizer
 
 FIVE_LINES = """
     config: {model: {type: MODEL@transformers}, data: {type: DATA, splits: [0.7, 0.1, 0.2]}}
@@ -246,6 +250,65 @@ def test_wrong_suites(write, text, words):
 def test_unknown_suite():
     with pytest.raises(UserError, match="no suite 'gleu'; did you mean 'glue'"):
         load_suite("gleu", "small")
+
+
+def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
+    def jobs(text=FIVE_LINES, **changes):
+        return plan(options(write(text), results=str(tmp_path / "results"), **changes))
+
+    first, other = jobs()[0], jobs(methods=("fedlora",))[0]
+    store = first.options.store
+    store.write("cells", {**first.identity(), "method": "rolora", "status": "complete", "finished": 1.0})
+    assert first.result(store) and first.stale(store) is None
+    monkeypatch.setattr(get_method_class("rolora"), "revision", 3)
+    again = jobs()[0]
+    assert again.config == first.config and again.key != first.key and not again.done(store)
+    assert again.stale(store)["hash"] == first.key and jobs(methods=("fedlora",))[0].key == other.key
+    found = find(again.suite, again.experiment, again.options, store)
+    assert not found.records and [r["hash"] for r in found.stale] == [first.key]
+    write_report(again.options)
+    said = (tmp_path / "results" / "report.md").read_text()
+    assert "**Stale results: 1**" in said and "rolora (1)" in said
+    monkeypatch.setattr(get_method_class("rolora"), "revision", 1)
+    assert jobs()[0].key == first.key
+
+    adagrad = FIVE_LINES.replace("data:", "fedopt: {use: True, optimizer: {type: Adagrad, lr: 0.1}}, data:")
+    now = jobs(adagrad)[0]
+    assert now.revisions == {"server Adagrad": 2}
+    monkeypatch.setattr(ServerOptimizer, "revisions", {})
+    before = jobs(adagrad)[0]
+    store.write("cells", {**before.identity(), "method": "rolora", "status": "complete", "finished": 1.0})
+    monkeypatch.undo()
+    assert before.key != now.key and jobs(adagrad)[0].stale(store)["hash"] == before.key
+
+
+@pytest.mark.parametrize(
+    "keys, wanted",
+    [
+        ({"federate.method": "fedlora"}, {}),
+        ({"federate.method": "fedhm"}, {}),
+        ({"federate.method": "fedhm", "lowrank.rank_factors": [2, 1]}, {"fedhm": 2}),
+        ({"federate.method": "pfedlora"}, {}),
+        ({"federate.method": "pfedlora", "lowrank.variant": 2}, {"pfedlora": 2}),
+        ({"federate.method": "fedfisher"}, {"fedfisher": 2}),
+        ({"federate.method": "fisher_merge"}, {"fisher_merge": 2}),
+        ({"federate.method": "regmean"}, {"regmean": 2}),
+        ({"federate.method": "fedavg", "fedopt.use": True, "fedopt.optimizer.type": "Adam"}, {}),
+        ({"federate.method": "fedavg", "fedopt.optimizer.type": "adagrad"}, {}),
+        ({"federate.method": "fedavg", "fedopt.use": True, "fedopt.optimizer.type": "adagrad"}, {"server Adagrad": 2}),
+        (
+            {
+                "federate.method": "fedavg",
+                "fedopt.use": True,
+                "fedopt.optimizer": {"type": "Adagrad", "betas": [0.9, 0.99]},
+            },
+            {},
+        ),
+    ],
+)
+def test_revisions(keys, wanted):
+    """What is said of a configuration names what changed, and nothing that did not."""
+    assert revisions(load_config({"federate.client_num": 2, **keys})) == wanted
 
 
 def test_flat_keys():

@@ -39,13 +39,14 @@ OPTIMIZERS = {
     "FedAvgM": {"type": "SGD", "lr": 0.7, "momentum": 0.9},
     "FedAdam": {"type": "Adam", "lr": 0.05},
     "FedAdam with its own constants": {"type": "Adam", "lr": 0.1, "betas": (0.5, 0.9), "tau": 0.01},
-    "FedAdagrad": {"type": "Adagrad", "lr": 0.1, "betas": (0.0, 0.5)},
+    "FedAdagrad": {"type": "Adagrad", "lr": 0.1},
+    "FedAdagrad with momentum": {"type": "Adagrad", "lr": 0.1, "betas": (0.9, 0.5)},
     "FedYogi": {"type": "Yogi", "lr": 0.05, "tau": 0.02},
 }
 
 
 def reference(options):
-    betas = options.get("betas", (0.9, 0.99))
+    betas = options.get("betas", (0.0 if options["type"] == "Adagrad" else 0.9, 0.99))
     return Reference(options["type"], options["lr"], *betas, options.get("tau", 1e-3), options.get("momentum", 0.0))
 
 
