@@ -31,6 +31,7 @@ setup(
         "pillow>=10",
         "pyyaml>=6.0",
         "rich>=13",
+        "markdown-it-py>=3",
         "matplotlib>=3.8",
     ],
     extras_require={
