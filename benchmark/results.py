@@ -47,6 +47,12 @@ class Found:
         return [c for c in order if c in there]
 
     @property
+    def fullest(self) -> str | None:
+        """The first setting that has all methods, else the first; None without any."""
+        whole = (c for c in self.columns if all((m, c) in self.records for m in self.methods))
+        return next(whole, self.columns[0] if self.columns else None)
+
+    @property
     def cells(self) -> int:
         return sum(map(len, self.records.values()))
 
