@@ -267,8 +267,8 @@ def test_bytes_are_what_was_handed_over(make, monkeypatch, method, keys):
         sent[round, client.id] = {n: t.detach().clone() for n, t in tensors.items()}
         return tensors
 
-    def spy_finish(round):
-        messages[round] = {n: t.clone() for n, t in finish(round).items()}
+    def spy_finish(round, model=None):
+        messages[round] = {n: t.clone() for n, t in finish(round, model).items()}
         return messages[round]
 
     monkeypatch.setattr(engine.method, "upload", spy_upload)
