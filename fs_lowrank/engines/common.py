@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from ..algebra import nbytes
-from ..config import Config, Eval, load_config
+from ..config import load_config
 from ..data import build_data, load_raw
 from ..errors import RunFailed, UserError
 from ..methods import Client, Method, Update, Workbench, create_method
@@ -35,6 +35,7 @@ from ..runs.plots import plot_curves
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult
 from ..seeds import derive
+from ..settings import Eval, Settings
 from ..training import evaluate, train_client
 from ..training.local import LocalResult
 from ..training.schedule import check_scheduler, lr_at
@@ -49,19 +50,19 @@ _SPLITS = {"test": "test", "val": "validation"}
 _CLIENTS = "client_test"
 
 
-def watched(config: Config) -> tuple[str, str]:
+def watched(config: Settings) -> tuple[str, str]:
     """Split and metric of ``eval.best_res_update_round_wise_key``; the framework's ``avg_loss`` is our loss."""
     key = config.eval.best_res_update_round_wise_key.rpartition(".")[2]
     split = _CLIENTS if key.startswith(_CLIENTS) else key.partition("_")[0]
     return split, key.removeprefix(f"{split}_").removeprefix("avg_")
 
 
-def outdir_of(config: Config) -> Path:
+def outdir_of(config: Settings) -> Path:
     """The folder that a run writes into."""
     return Path(config.outdir) / config.expname
 
 
-def check_outdir(config: Config, resume: bool) -> None:
+def check_outdir(config: Settings, resume: bool) -> None:
     """Whether a run may begin in its folder; worth asking before data and model are made.
 
     Raises:
@@ -79,7 +80,7 @@ def check_outdir(config: Config, resume: bool) -> None:
         )
 
 
-def device_of(config: Config) -> torch.device:
+def device_of(config: Settings) -> torch.device:
     """The device the configuration asks for.
 
     Raises:
@@ -92,7 +93,7 @@ def device_of(config: Config) -> torch.device:
     return torch.device("cuda", max(config.device, 0))
 
 
-def method_of(config: Config) -> Method:
+def method_of(config: Settings) -> Method:
     """The configured method."""
     server = config.fedopt.optimizer
     return create_method(
@@ -122,7 +123,7 @@ class Run:
     #: holds ``outdir`` while the run writes there
     lock: FileLock | None = None
 
-    def __init__(self, config: Config, keep_messages: bool = False):
+    def __init__(self, config: Settings, keep_messages: bool = False):
         check_scheduler(config.train.scheduler)
         self.config = config
         self.device = device_of(config)

@@ -13,10 +13,11 @@ from collections.abc import Callable
 import torch
 from safetensors import SafetensorError
 
-from ..config import Config, check_local
+from ..config import check_local
 from ..errors import RunFailed, UserError, nearest
 from ..methods import RefusedUpdate
 from ..runs.result import RunResult
+from ..settings import Settings
 from .common import Run, check_outdir, watched
 from .server import TooFewClients
 
@@ -34,7 +35,7 @@ class LocalEngine(Run):
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         on_round: Callable[[dict], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
     ):
@@ -158,7 +159,7 @@ class LocalEngine(Run):
         return self._finish()
 
 
-def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -> RunResult:
     """See ``fs_lowrank.run``."""
     check_outdir(config, resume)
     return LocalEngine(config, on_round, on_client).run(resume)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import server_lr
 from ..errors import UserError, nearest
 from ..models.names import is_statistic
+from ..settings import server_lr
 
 _PREFIX = "server_optimizer:"
 _V_RULES = {

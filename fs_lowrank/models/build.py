@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..config import VISION_MODELS
 from ..data.fetch import FETCHABLE, resolve
 from ..errors import UserError, nearest
 from ..seeds import derive
+from ..settings import VISION_MODELS, Settings
 
 
 def locate(name: str) -> str:
@@ -53,7 +53,7 @@ def _load(what: str, loader, place: str, **options):
         raise UserError(f"model.type: cannot load the {what} of {place!r}{hint} ({first})") from error
 
 
-def _check_type(config) -> None:
+def _check_type(config: Settings) -> None:
     """Raise ``UserError`` for a bare name that is none of our networks: all other models have a suffix."""
     name = config.model.type
     if "@" not in name and name not in VISION_MODELS:
@@ -64,7 +64,7 @@ def _check_type(config) -> None:
         )
 
 
-def build_tokenizer(config):
+def build_tokenizer(config: Settings):
     """The model's tokenizer, with a padding token (the end-of-text token where it has none); None for images."""
     _check_type(config)
     if config.is_vision:
@@ -78,7 +78,7 @@ def build_tokenizer(config):
 
 
 def build_model(
-    config,
+    config: Settings,
     num_labels: int | None,
     pad_token_id: int | None = None,
     image_shape: tuple[int, int, int] | None = None,
@@ -122,7 +122,7 @@ def build_model(
     return model.eval()
 
 
-def build_skeleton(config, image_shape: tuple[int, int, int] = (3, 32, 32)) -> nn.Module:
+def build_skeleton(config: Settings, image_shape: tuple[int, int, int] = (3, 32, 32)) -> nn.Module:
     """The model without its weights, on torch's ``meta`` device: in milliseconds, to see what fits onto it.
 
     Args:
@@ -143,7 +143,7 @@ def build_skeleton(config, image_shape: tuple[int, int, int] = (3, 32, 32)) -> n
         )
 
 
-def _vision_net(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+def _vision_net(config: Settings, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     from .vision import VisionOptions, build_vision
 
     return build_vision(
@@ -158,7 +158,7 @@ def _vision_net(config, num_classes: int, image_shape: tuple[int, int, int]) -> 
     )
 
 
-def _build_vision(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+def _build_vision(config: Settings, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     from .vision import load_weights
 
     torch.manual_seed(derive(config.seed, "model"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..config import Scheduler
 from ..errors import UserError, nearest
+from ..settings import Scheduler
 
 _TYPES = ("", "constant", "linear", "cosine")
 

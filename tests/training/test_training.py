@@ -7,14 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from fs_lowrank.config import _OPTIMIZERS, AdapterSpec, Optimizer, Scheduler, load_config
+from fs_lowrank.config import load_config
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import Phase
 from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.seeds import derive
+from fs_lowrank.settings import OPTIMIZERS as CONFIGURABLE
+from fs_lowrank.settings import AdapterSpec, Optimizer, Scheduler
 from fs_lowrank.training import evaluate, train_client
-from fs_lowrank.training.local import batch_indices, check_optimizer, make_optimizer, set_trainable
+from fs_lowrank.training.local import batch_indices, set_trainable
+from fs_lowrank.training.optimizer import check_optimizer, make_optimizer
 from fs_lowrank.training.schedule import check_scheduler, lr_at
 
 
@@ -222,7 +225,7 @@ def test_optimizers_by_name():
         make_optimizer(parameters, "SGD", 0.1, {"beta": 1})
 
 
-@pytest.mark.parametrize("kind", _OPTIMIZERS)
+@pytest.mark.parametrize("kind", CONFIGURABLE)
 def test_every_optimizer_takes_the_step_that_checks_it(kind):
     check_optimizer(Optimizer(type=kind, lr=0.1, extra={} if kind == "Rprop" else {"weight_decay": 0.1}))
     with pytest.raises(UserError, match=f"{kind} does not take"):

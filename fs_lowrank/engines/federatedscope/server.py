@@ -23,10 +23,10 @@ from ...methods import RefusedUpdate, Update, check_update
 from ...models.adapters import load_tensors
 from ..server import TooFewClients, without_head
 from . import wire
+from .config import for_frameworks_workers
 from .session import Session, current, differing
 from .sums import RunningMean, add_shares, dequantise, quantise, recover
 from .wire import Parcel
-from .worker import stock
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -127,7 +127,7 @@ class LowRankServer(Server):
             super().__init__(
                 ID,
                 state,
-                stock(config),
+                for_frameworks_workers(config),
                 data,
                 model,
                 client_num,
