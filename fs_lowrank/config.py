@@ -180,7 +180,7 @@ def _build(tree: Mapping[str, Any], origin: Origin, own: Mapping[str, Any] | Non
         lowrank=dataclasses.replace(config.lowrank, params=params),
     )
     check_together(config, origin)
-    _check_optimizer(config, origin)
+    _check_optimizers(config, origin)
     tasks = getattr(method, "tasks", (task,))
     if task and task not in tasks:
         origin.fail(
@@ -191,7 +191,12 @@ def _build(tree: Mapping[str, Any], origin: Origin, own: Mapping[str, Any] | Non
     return config
 
 
-def _check_optimizer(config: Config, origin: Origin) -> None:
+def _check_optimizers(config: Config, origin: Origin) -> None:
+    if config.fedopt.use:
+        from .methods.server_optimizer import ServerOptimizer
+
+        server = config.fedopt.optimizer
+        ServerOptimizer.from_config({"type": server.type, "lr": server.lr, **server.extra}, origin)
     if not config.train.optimizer.extra:
         return
     from .training.optimizer import check_optimizer  # imports torch, which reading a config's schema should not

@@ -24,6 +24,7 @@ from fs_lowrank.engines.server import Server
 from fs_lowrank.errors import UserError
 from fs_lowrank.runs import load_checkpoint
 from fs_lowrank.runs.records import Records
+from fs_lowrank.settings import Settings
 from fs_lowrank.training import train_client
 
 RUNS = {
@@ -364,7 +365,7 @@ def test_a_record_cut_short(make):
 def test_no_room_while_writing(make, monkeypatch, call):
     reference = make("whole")
     reference.run()
-    owner = {"save_file": checkpoint, "add": Records, "dump": common.Config}[call]
+    owner = {"save_file": checkpoint, "add": Records, "dump": Settings}[call]
     original, calls = getattr(owner, call), []
 
     def full(*args, **options):

@@ -38,7 +38,7 @@ from ..seeds import derive
 from ..settings import Eval, Settings
 from ..training import evaluate, train_client
 from ..training.local import LocalResult
-from ..training.schedule import check_scheduler, lr_at
+from ..training.schedule import lr_at, schedule_of
 from .reuse import Reuse
 from .server import Server
 
@@ -124,8 +124,8 @@ class Run:
     lock: FileLock | None = None
 
     def __init__(self, config: Settings, keep_messages: bool = False):
-        check_scheduler(config.train.scheduler)
         self.config = config
+        self.schedule = schedule_of(config.train.scheduler, config.source)
         self.device = device_of(config)
         self.method = method_of(config)
         self.tokenizer = build_tokenizer(config)
@@ -286,7 +286,7 @@ class Run:
         config, phases = self.config, self.method.phases(round, client.id)
         rounds, train = config.federate.total_round_num, config.train
         options = {
-            "lr": lr_at(round, rounds, train.optimizer.lr, train.scheduler),
+            "lr": lr_at(round, rounds, train.optimizer.lr, self.schedule),
             "seed": derive(config.seed, "train", round, client.id),
         }
         started = time.perf_counter()

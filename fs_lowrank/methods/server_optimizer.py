@@ -15,15 +15,15 @@ and resumed with it; a tensor that was not sent in a round keeps its memory unto
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError, nearest
 from ..models.names import is_statistic
-from ..settings import server_lr
+from ..settings import Origin, check_keys, key, keys_of, server_lr
 
 _PREFIX = "server_optimizer:"
 _V_RULES = {
@@ -33,55 +33,33 @@ _V_RULES = {
 }
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+#: the names of the algorithms, for ``type``
+_ALGORITHMS = {"fedavg": "sgd", "avg": "sgd", "fedavgm": "sgd", "avgm": "sgd", "fedsgd": "sgd"}
+_ALGORITHMS.update({f"fed{kind}": kind for kind in _V_RULES})
 
 
 @dataclass(frozen=True)
 class ServerOptimizer:
     """One step of a server optimizer over named tensors; callable as ``Method.combine``."""
 
-    type: str = "sgd"
-    lr: float = 1.0
-    momentum: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    tau: float = 1e-3
+    type: str = key("sgd", choices=("sgd", *_V_RULES), also=_ALGORITHMS, fold=True)
+    lr: float = key(1.0, above=0.0)
+    momentum: float = key(0.0, min=0.0, below=1.0)
+    betas: tuple[float, float] = key((0.9, 0.99), min=0.0, below=1.0)
+    tau: float = key(1e-3, above=0.0)
 
     @classmethod
-    def from_config(cls, values: Mapping[str, object]) -> ServerOptimizer:
+    def from_config(cls, values: Mapping[str, object], origin: Origin | None = None) -> ServerOptimizer:
         """From ``fedopt.optimizer``: ``type`` SGD | Adam | Adagrad | Yogi, ``lr``, ``momentum``, ``betas``, ``tau``.
 
         Without ``lr``, or with None, it is ``server_lr`` of the type: 1 for SGD, 0.01 for the others.
 
         Raises:
-            UserError: an unknown key or type (with the nearest), a value that is no number or out of range.
+            UserError: an unknown key or type (with the nearest), a value of the wrong type or out of range.
         """
-        known = {f: None for f in cls.__dataclass_fields__}
-        for key in values:
-            if key not in known:
-                raise UserError(f"fedopt.optimizer.{key}: no such key{nearest(key, known)}; known: {', '.join(known)}")
-        kind = str(values.get("type", "sgd")).lower().removeprefix("fed")
-        kind = "sgd" if kind in ("avg", "avgm") else kind
-        if kind not in ("sgd", *_V_RULES):
-            raise UserError(
-                f"fedopt.optimizer.type = {values['type']!r}: expected SGD, Adam, Adagrad or Yogi"
-                f"{nearest(kind, _V_RULES)}"
-            )
-        if values.get("lr") is None:
-            values = {**values, "lr": server_lr(kind)}
-        for key in ("lr", "momentum", "tau"):
-            if key in values and not _is_number(values[key]):
-                raise UserError(f"fedopt.optimizer.{key} = {values[key]!r}: expected a number")
-        betas = values.get("betas", cls.betas)
-        if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not all(map(_is_number, betas)):
-            raise UserError(f"fedopt.optimizer.betas = {betas!r}: expected two numbers, such as {list(cls.betas)}")
-        made = cls(**{**values, "type": kind, "betas": tuple(betas)})
-        if not made.lr > 0 or not made.tau > 0 or not all(0 <= b < 1 for b in (*made.betas, made.momentum)):
-            raise UserError(
-                "fedopt.optimizer: lr and tau must be positive, momentum and betas in [0, 1); "
-                f"got lr {made.lr}, tau {made.tau}, momentum {made.momentum}, betas {made.betas}"
-            )
-        return made
+        given = {name: value for name, value in values.items() if name != "lr" or value is not None}
+        made = cls(**check_keys(given, keys_of(cls), origin or Origin(), "fedopt.optimizer"))
+        return made if "lr" in given else dataclasses.replace(made, lr=server_lr(made.type))
 
     def __call__(self, mean: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[dict, dict]:
         """The new tensors and the memory to keep, both by name; ``state`` is not changed."""

@@ -7,7 +7,7 @@ imports torch.
 from . import framework
 from .adapter import AdapterSpec
 from .build import check_together, read_section, unknown_key
-from .check import check_value, key
+from .check import Key, check_keys, check_value, key, keys_of, one_mapping
 from .origin import Origin, show
 from .parameters import check_method_params
 from .reading import as_overrides, parse_overrides, read_yaml
@@ -20,6 +20,7 @@ __all__ = [
     "VISION_MODELS",
     "AdapterSpec",
     "Eval",
+    "Key",
     "Lowrank",
     "Optimizer",
     "Origin",
@@ -27,6 +28,7 @@ __all__ = [
     "Settings",
     "as_overrides",
     "assign",
+    "check_keys",
     "check_method_params",
     "check_together",
     "check_value",
@@ -35,9 +37,11 @@ __all__ = [
     "framework",
     "infer_task",
     "key",
+    "keys_of",
     "known_keys",
     "lookup",
     "merge",
+    "one_mapping",
     "parse_overrides",
     "read_section",
     "read_yaml",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
+import inspect
 import math
 import operator
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..errors import nearest
+from ..errors import UserError, nearest
 from .origin import Origin
 from .tree import plain
 
@@ -23,7 +25,8 @@ def key(default: Any, **meta: Any) -> Any:
 
     Meta: ``min``, ``above``, ``max``, ``below`` bound a number or each in a list (``above`` and ``below``
     exclude); ``choices``; ``items``, the choices for each item of a list; ``fold``, case does not matter;
-    ``also``, other spellings; ``result=False``, does not decide the result; ``local``, the only value that the
+    ``also``, other spellings; ``filled``, a list or mapping must not be empty; ``words``, what is expected, where the
+    type says too little; ``result=False``, does not decide the result; ``local``, the only value that the
     local engine honours; ``idle``, why the local engine has no use for it; ``open``, takes unknown keys.
     """
     if isinstance(default, (list, dict)):
@@ -41,13 +44,16 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
     """``value`` checked against the key's type and bounds."""
     given = value
     for spelling, meant in meta.get("also", {}).items():
-        if type(value) is type(spelling) and value == spelling:
+        folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
+        if type(folded) is type(spelling) and folded == spelling:
             value = meant
     try:
         value = _coerce(plain(value), hint)
     except _Mismatch:
-        expected, choices = _expected(hint), meta.get("choices")
-        origin.wrong(name, given, f"one of {', '.join(map(str, choices))}" if choices else expected)
+        choices = meta.get("choices")
+        origin.wrong(name, given, f"one of {', '.join(map(str, choices))}" if choices else _expected(hint, meta))
+    if meta.get("filled") and not value:
+        origin.wrong(name, given, f"{_expected(hint, meta)} that is not empty")
     if meta.get("fold"):
         value = {choice.lower(): choice for choice in meta["choices"]}.get(value.lower(), value)
     items = value if isinstance(value, (list, tuple)) else [value]
@@ -63,9 +69,82 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
     for item in items:
         is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
         if is_number and not all(holds(item, limit) for limit, holds, _ in bounds):
-            wanted = " and ".join(f"{words} {limit:g}" for limit, _, words in bounds)
-            origin.wrong(name, given, f"{_expected(hint)}, {wanted}")
+            wanted = " and ".join(
+                f"{words} {limit if isinstance(limit, int) else f'{limit:g}'}" for limit, _, words in bounds
+            )
+            origin.wrong(name, given, f"{_expected(hint, meta)}, {wanted}")
     return value
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is known of a key: its type, what ``key`` notes of it, and whether it must be given."""
+
+    hint: Any
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    required: bool = False
+
+
+@cache
+def keys_of(what: type | Callable, skip: int = 0) -> dict[str, Key]:
+    """The fields of a dataclass, or the arguments of a function after the first ``skip``, as keys.
+
+    A function notes by ``Annotated[float, {"above": 0.0}]`` what a dataclass notes by ``key``; an argument without a
+    type takes anything.
+    """
+    if dataclasses.is_dataclass(what):
+        missing = dataclasses.MISSING
+        return {
+            f.name: Key(hints_of(what)[f.name], f.metadata, f.default is missing and f.default_factory is missing)
+            for f in dataclasses.fields(what)
+            if f.init
+        }
+    hints = typing.get_type_hints(what, include_extras=True)
+    found = {}
+    for name, parameter in list(inspect.signature(what).parameters.items())[skip:]:
+        hint, *noted = (
+            typing.get_args(hints[name]) if hasattr(hints.get(name), "__metadata__") else [hints.get(name, Any)]
+        )
+        found[name] = Key(hint, noted[0] if noted else {}, parameter.default is parameter.empty)
+    return found
+
+
+def check_keys(
+    given: Any, keys: Mapping[str, Key], origin: Origin, at: str = "", only: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """The values of ``given``, each checked against its key.
+
+    Args:
+        at: the dotted name of ``given``, for messages.
+        only: those of ``keys`` that are allowed here; None: all.
+    Raises:
+        UserError: no mapping; an unknown key, with the nearest; a missing one; a value of the wrong type or out of
+            range. The message names file, line, dotted key, value, and what was expected.
+    """
+    if not isinstance(given, Mapping):
+        origin.wrong(at or "the whole", given, "a mapping")
+    allowed = list(keys if only is None else only)
+    prefix = f"{at}." if at else ""
+    checked = {}
+    for name, value in given.items():
+        if name not in allowed:
+            takes = f"there are: {', '.join(allowed)}" if allowed else "it takes none"
+            raise UserError(
+                f"{origin.where(f'{prefix}{name}')}unknown key {prefix + str(name)!r}{nearest(name, allowed)}; {takes}"
+            )
+        checked[name] = check_value(prefix + name, value, keys[name].hint, keys[name].meta, origin)
+    for name in allowed:
+        if keys[name].required and name not in given:
+            origin.fail(prefix + name, "is missing")
+    return checked
+
+
+def one_mapping(name: str, given: Any, origin: Origin) -> dict[str, Any]:
+    """The mapping in a list of at most one, as FederatedScope writes arguments; ``{}`` if there is none."""
+    entries = [given] if isinstance(given, Mapping) else given or []
+    if not isinstance(entries, (list, tuple)) or len(entries) > 1 or not all(isinstance(e, Mapping) for e in entries):
+        origin.wrong(name, given, "a list of one mapping")
+    return dict(entries[0]) if entries else {}
 
 
 _BOUNDS = (
@@ -88,19 +167,20 @@ _EXPECTED = {
 }
 
 
-def _expected(hint: Any) -> str:
+def _expected(hint: Any, meta: Mapping[str, Any] = types.MappingProxyType({})) -> str:
+    """The type in words."""
+    if "words" in meta:
+        return meta["words"]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_expected(arg) for arg in args)
     if origin is typing.Literal:
         return "one of " + ", ".join(map(repr, args))
     if origin in (list, tuple) and args:
-        return {
-            int: "a list of whole numbers",
-            float: "a list of numbers",
-            str: "a list of texts",
-            dict: "a list of mappings",
-        }.get(args[0], "a list")
+        fixed = origin is tuple and args[-1] is not ...
+        many = f"a list of {len(args)}" if fixed else "a list of"
+        plural = {int: " whole numbers", float: " numbers", str: " texts", dict: " mappings"}.get(args[0])
+        return f"{many}{plural}" if plural else "a list"
     return _EXPECTED.get(origin or hint, getattr(hint, "__name__", str(hint)))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError, nearest
-from .check import check_value, hints_of
+from .check import check_keys, keys_of
 from .origin import Origin
 from .sections import Lowrank
 
@@ -54,18 +54,15 @@ def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoRet
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:
     """All hyperparameters of the method: the given ones checked, the others at their defaults."""
     fields, origin = params_fields(cls), origin or Origin()
-    hints = hints_of(cls.Params) if fields else {}
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        name = f"lowrank.{key}"
+    for key in given:
         if key not in fields:
             unknown_parameter(key, [cls], origin)
-        values[key] = check_value(name, value, hints[key], fields[key].metadata, origin)
-    missing = [key for key in fields if key not in values and key not in params_defaults(cls)]
+    missing = [key for key in fields if key not in given and key not in params_defaults(cls)]
     if missing:
         origin.fail(f"lowrank.{missing[0]}", f"is missing: federate.method = {cls.name} needs it")
     if not fields:
         return {}
+    values = check_keys(given, keys_of(cls.Params), origin, "lowrank")
     try:
         made = cls.Params(**values)
     except ValueError as error:
