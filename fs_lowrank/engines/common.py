@@ -129,7 +129,7 @@ class Run:
         self.device = device_of(config)
         self.method = method_of(config)
         self.tokenizer = build_tokenizer(config)
-        raw = load_raw(config.data)
+        raw = load_raw(config.data, origin=config.source)
         if (raw.images is not None) != config.is_vision:
             raise UserError(
                 f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
