@@ -163,7 +163,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     skipped = dict(raw.skipped)
     max_len = args.get("max_len", None) or cfg.llm.tok_len
 
-    pipelines = _pipelines(cfg.data, raw) if raw.images is not None else {}
+    pipelines = _pipelines(cfg.data, raw, origin) if raw.images is not None else {}
 
     def ready(frame: pd.DataFrame | None, split: str):
         """The rows as examples, and those of them that were kept."""
@@ -228,14 +228,14 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     )
 
 
-def _pipelines(data_cfg: Any, raw: RawData) -> dict[str, Pipeline]:
+def _pipelines(data_cfg: Any, raw: RawData, origin: Origin) -> dict[str, Pipeline]:
     """What makes batches of images, for ``train``, ``val`` and ``test``."""
     usual = [["Normalize", {"mean": list(raw.mean), "std": list(raw.std)}]]
     train = list(getattr(data_cfg, "transform", None) or usual)
-    found = {"train": Pipeline(train, "data.transform")}
+    found = {"train": Pipeline(train, "data.transform", origin)}
     for split in ("val", "test"):
         own = getattr(data_cfg, f"{split}_transform", None)
-        found[split] = Pipeline(own, f"data.{split}_transform") if own else found["train"]
+        found[split] = Pipeline(own, f"data.{split}_transform", origin) if own else found["train"]
     return found
 
 
