@@ -25,6 +25,7 @@ from fs_lowrank.errors import RunFailed, UserError
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.runs import load_checkpoint
 from fs_lowrank.runs.records import Records
+from fs_lowrank.settings import Settings
 from fs_lowrank.training import train_client
 
 RUNS = {
@@ -399,7 +400,7 @@ def test_the_papers_formula_counts_what_each_round_sends(make):
 def test_no_room_while_writing(make, monkeypatch, call):
     reference = make("whole")
     reference.run()
-    owner = {"save_file": checkpoint, "add": Records, "dump": site.Config}[call]
+    owner = {"save_file": checkpoint, "add": Records, "dump": Settings}[call]
     original, calls = getattr(owner, call), []
 
     def full(*args, **options):

@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 import torch
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.models import adapters, convolution
 from fs_lowrank.models.vision import VisionOptions, build_vision
-from fs_lowrank.training.local import make_optimizer, set_trainable
+from fs_lowrank.settings import AdapterSpec
+from fs_lowrank.training.local import set_trainable
+from fs_lowrank.training.optimizer import make_optimizer
 
 from . import memory_row, race, row, threads
 from .clients import in_fresh_process

@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,58 +41,80 @@ from fs_lowrank.data.tables import (
     several_classes,
     text_columns,
 )
+from fs_lowrank.data.tokenize import LOSSES, TEMPLATES
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.settings import Origin, check_keys, key, keys_of, one_mapping
 
 __all__ = ["CAUSAL_LM", "CLASSIFICATION", "IMAGE_CLASSIFICATION", "RawData", "data_args", "load_raw", "own_files"]
+
+_COLUMN, _FILE = "the name of a column", "the name of a file"
+
+
+@dataclass(frozen=True)
+class DataArgs:
+    """Every key that ``data.args`` may have; a data set takes some of them."""
+
+    #: tokens; None: ``llm.tok_len``
+    max_len: int | None = key(None, min=1)
+    template: str = key("auto", choices=TEMPLATES)
+    loss_on: str = key("answer", choices=LOSSES)
+    text: str = key("text", words=_COLUMN)
+    text_pair: str | None = key(None, words=_COLUMN)
+    label: str = key("label", words=_COLUMN)
+    instruction: str | None = key(None, words=_COLUMN)
+    input: str | None = key(None, words=_COLUMN)
+    output: str | None = key(None, words=_COLUMN)
+    category: str | None = key(None, words=_COLUMN)
+    #: whether a double quote encloses a field of a table
+    quoting: bool | None = key(None)
+    validation: str | None = key(None, words=_FILE)
+    test: str | None = key(None, words=_FILE)
+    #: of a data set on the Hugging Face hub
+    config: str | None = key(None)
+    #: pixels that images are made to, for both sides or as ``[height, width]``
+    size: int | tuple[int, int] | None = key(None, min=1, words="pixels, or [height, width]")
+    channels: int | None = key(None, choices=(1, 3))
+
 
 # What tokenization takes from data.args, whatever the data set.
 COMMON_ARGS = ("max_len",)
 LANGUAGE_ARGS = (*COMMON_ARGS, "template", "loss_on")
 
 
-def data_args(data_cfg: Any) -> dict[str, Any]:
-    """The mapping in ``data.args``, ``{}`` if there is none.
+def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] | None = None) -> dict[str, Any]:
+    """The mapping in ``data.args``, its values checked; ``{}`` if there is none.
+
+    Args:
+        only: the keys that the data set takes; None: all there are.
 
     Raises:
-        UserError: ``data.args`` is not a list of at most one mapping, or a value in it of the wrong kind.
+        UserError: ``data.args`` is not a list of at most one mapping; an unknown key, or one that the data set does
+            not take; a value of the wrong type or out of range.
     """
-    given = getattr(data_cfg, "args", None) or []
-    if isinstance(given, Mapping):
-        given = [given]
-    if not isinstance(given, Iterable) or isinstance(given, str):
-        raise UserError(f"data.args must be a list of one mapping, got {given!r}")
-    given = list(given)
-    if len(given) > 1 or not all(isinstance(entry, Mapping) for entry in given):
-        raise UserError(f"data.args must be a list of at most one mapping, got {given!r}")
-    args = dict(given[0]) if given else {}
-    for key, value in args.items():
-        kind, expected = KINDS.get(key, (object, ""))
-        if not isinstance(value, kind) and (value is not None or key in ("text", "label")):
-            raise UserError(f"data.args: {key} = {value!r}: expected {expected}; or leave the key out")
-    return args
+    given, origin = one_mapping("data.args", getattr(data_cfg, "args", None), origin or Origin()), origin or Origin()
+    return check_keys(given, keys_of(DataArgs), origin, "data.args.0", only)
 
 
-KINDS = {
-    **dict.fromkeys(
-        ("text", "text_pair", "label", "instruction", "input", "output", "category"), (str, "the name of a column")
-    ),
-    **dict.fromkeys(("test", "validation"), (str, "the name of a file")),
-    "quoting": (bool, "True or False"),
-}
+#: the checked ``data.args``, of which the data set takes the keys that it is called with
+Args = Callable[..., dict[str, Any]]
 
 
-def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
+def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | None = None) -> RawData:
     """The data set that ``data_cfg.type`` names.
 
     Args:
         data_cfg: has ``type``, ``root`` and ``args``.
         home: folder of fetched data; see ``fs_lowrank.data.fetch.home``.
+        origin: where ``data_cfg`` came from, for messages.
 
     Raises:
         UserError: unknown name, missing or malformed file, missing column or label, or a single class.
     """
     name = str(data_cfg.type or "").strip()
-    args = data_args(data_cfg)
+
+    def args(*only: str) -> dict[str, Any]:
+        return data_args(data_cfg, origin, only)
+
     root = Path(str(getattr(data_cfg, "root", "") or "")).expanduser()
     stem, provider = _named(name, root)
     if provider == "glue":
@@ -100,7 +122,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
     if provider == "huggingface_datasets":
         return _hub(stem, args)
     if provider == "llm":
-        return _own_file(_language_file(stem, root), args, language=True)
+        return _own_file(_language_file(stem, root), data_args(data_cfg, origin), args, language=True)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's way of writing them; what is read are the standard files.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
@@ -110,15 +132,14 @@ def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
             f"there are: {', '.join(PROVIDERS)}"
         )
     if stem.lower().endswith(SUFFIXES):
-        return _own_file(_under(root, stem), args, language=None)
+        return _own_file(_under(root, stem), data_args(data_cfg, origin), args, language=None)
     if stem in FETCHED:
         return FETCHED[stem](args, home)
     if stem.lower() in IMAGE_SETS:
-        _known(args, (), stem)
+        args()
         return _images(read_image_set(stem.lower(), root, home))
     if stem and _under(root, stem).is_dir():
-        _known(args, FOLDER_ARGS, stem)
-        return _images(read_folder(_under(root, stem), args, home))
+        return _images(read_folder(_under(root, stem), args(*FOLDER_ARGS), home))
     known = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
     raise UserError(
         f"unknown data.type {name!r}{nearest(name, known)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
@@ -167,8 +188,8 @@ def _fetched(name: str, home: str | Path | None) -> Path:
     return folder
 
 
-def _sentiment(args: Mapping[str, Any], home: str | Path | None) -> RawData:
-    _known(args, COMMON_ARGS, "sentiment")
+def _sentiment(args: Args, home: str | Path | None) -> RawData:
+    args(*COMMON_ARGS)
     frame = read_table(_fetched("sentiment", home) / "sentiment.csv")
     rating = frame["rating"].astype(float).to_numpy()
     frame = frame.assign(label=(rating > 0).astype(np.int64))
@@ -184,8 +205,8 @@ def _sentiment(args: Mapping[str, Any], home: str | Path | None) -> RawData:
     return RawData(CLASSIFICATION, kept, None, None, ["negative", "positive"], ["domain"], source, skipped)
 
 
-def _alpaca_demo(args: Mapping[str, Any], home: str | Path | None) -> RawData:
-    _known(args, LANGUAGE_ARGS, "alpaca_demo")
+def _alpaca_demo(args: Args, home: str | Path | None) -> RawData:
+    args(*LANGUAGE_ARGS)
     path = _fetched("alpaca_demo", home) / "alpaca_en_demo.json"
     frame, fields, skipped = instructions(read_table(path), path, {})
     source = "LLaMA-Factory 0.9.5, alpaca_en_demo.json: 999 instructions with answers; no official split"
@@ -268,9 +289,9 @@ def _glue_task(name: str) -> _Glue:
     return GLUE[name]
 
 
-def _glue(name: str, root: Path, args: Mapping[str, Any]) -> RawData:
+def _glue(name: str, root: Path, args: Args) -> RawData:
     task = _glue_task(name)
-    _known(args, COMMON_ARGS, f"{name}@glue")
+    args(*COMMON_ARGS)
     skipped: dict[str, int] = {}
     frames = []
     for file in ("train.tsv", task.dev):
@@ -311,12 +332,12 @@ def _glue(name: str, root: Path, args: Mapping[str, Any]) -> RawData:
 # Hugging Face hub
 
 
-def _hub(name: str, args: Mapping[str, Any]) -> RawData:
+def _hub(name: str, args: Args) -> RawData:
     plain = name.lower().removeprefix("glue/")
     is_glue = plain in GLUE or plain.replace("-", "").replace("_", "") == "stsb"
     if is_glue:
         task = _glue_task(plain)
-        _known(args, COMMON_ARGS, f"{name}@huggingface_datasets")
+        args(*COMMON_ARGS)
         splits = _load_dataset(name, "nyu-mll/glue", plain)
         pair = task.hub[1] if len(task.hub) > 1 else None
         columns = {"text": task.hub[0], "text_pair": pair, "label": "label"}
@@ -324,9 +345,9 @@ def _hub(name: str, args: Mapping[str, Any]) -> RawData:
         chosen = {"train": "train", "test": task.dev_hub}
         source = f"GLUE {task.folder} from the Hugging Face hub; its {task.dev_hub} split is the test set"
     else:
-        _known(args, (*COMMON_ARGS, "text", "text_pair", "label", "config"), f"{name}@huggingface_datasets")
-        splits = _load_dataset(name, name, args.get("config"))
-        columns = text_columns(args)
+        given = args(*COMMON_ARGS, "text", "text_pair", "label", "config")
+        splits = _load_dataset(name, name, given.get("config"))
+        columns = text_columns(given)
         chosen = {"train": "train", "validation": "validation", "test": "test"}
         source = f"{name} from the Hugging Face hub, its own splits"
     if "train" not in splits:
@@ -402,7 +423,7 @@ OWN_ARGS = (*COMMON_ARGS, "text", "text_pair", "label", "quoting", "test", "vali
 OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category", "quoting", "test", "validation")
 
 
-def _own_file(path: Path, args: Mapping[str, Any], language: bool | None) -> RawData:
+def _own_file(path: Path, args: Mapping[str, Any], takes: Args, language: bool | None) -> RawData:
     quoting = args.get("quoting")
     tables = {
         role: (str(file), read_table(file, quoting, *(() if role == "train" else (f"data.args: {role}",))))
@@ -415,12 +436,12 @@ def _own_file(path: Path, args: Mapping[str, Any], language: bool | None) -> Raw
             "messages" in present or {"instruction"} < present and not {"text", "label"} <= present
         )
     if not language:
-        _known(args, OWN_ARGS, path.name)
+        takes(*OWN_ARGS)
         columns = text_columns(args)
         if columns["text_pair"] is None and "text_pair" in tables["train"][1]:
             columns["text_pair"] = "text_pair"
         return classified(tables, columns, f"the user's file {path.name}", None)
-    _known(args, OWN_LANGUAGE_ARGS, path.name)
+    takes(*OWN_LANGUAGE_ARGS)
     frames: dict[str, pd.DataFrame] = {}
     fields: list[str] = []
     skipped: dict[str, int] = {}
@@ -431,12 +452,3 @@ def _own_file(path: Path, args: Mapping[str, Any], language: bool | None) -> Raw
             count_skipped(skipped, reason, count)
     source = f"the user's file {path.name}"
     return RawData.of(CAUSAL_LM, frames, [], fields, source, skipped)
-
-
-def _known(args: Mapping[str, Any], known: Iterable[str], name: str) -> None:
-    known = list(known)
-    for key in args:
-        if key not in known:
-            raise UserError(
-                f"data.args of {name!r} has no key {key!r}{nearest(key, known)}; it takes: {', '.join(known)}"
-            )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from safetensors import SafetensorError
 
-from ..config import Config, check_local
+from ..config import check_local
 from ..errors import RunFailed, UserError
 from ..methods import RefusedUpdate
 from ..rounds.evaluator import Evaluator
@@ -21,6 +21,7 @@ from ..rounds.keeper import RecordKeeper, check_outdir, outdir_of
 from ..rounds.record import round_record
 from ..rounds.site import Site
 from ..runs.result import RunResult
+from ..settings import Settings
 from .server import BadRound, Server, TooFewClients
 
 logger = logging.getLogger("fs_lowrank")
@@ -37,7 +38,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         on_round: Callable[[dict], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
     ):
@@ -155,7 +156,7 @@ class LocalEngine:
         return self.keeper.finish()
 
 
-def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -> RunResult:
     """See ``fs_lowrank.run``."""
     check_outdir(config, resume)
     return LocalEngine(config, on_round, on_client).run(resume)

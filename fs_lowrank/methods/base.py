@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import FlatTensors, weighted_mean
-from ..config import AdapterSpec
 from ..errors import UserError, nearest
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
+from ..settings import AdapterSpec
 
 Tensors = Mapping[str, Tensor]
 State = dict[str, "Tensor | float | int"]

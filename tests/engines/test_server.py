@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.engines.server import Server, without_head
 from fs_lowrank.methods import Update, create_method
+from fs_lowrank.settings import AdapterSpec
 
 A, B, HEAD = "m.lora_A.default.weight", "m.lora_B.default.weight", "classifier.weight"
 

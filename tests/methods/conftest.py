@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.engines.server import Server
 from fs_lowrank.methods import Client, Method, Update, create_method
 from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
 LAYERS = ("up", "conv", "down")

@@ -9,12 +9,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from fs_lowrank.algebra import factorise, multiply, product_norm_squared
 from fs_lowrank.algebra.factorise import to_matrix
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 from fs_lowrank.models.adapters import load_tensors, one_adapter, save_adapter
 from fs_lowrank.models.factorised import Factorised, factorise_layers, frobenius
 from fs_lowrank.models.names import named_tensors, tags
+from fs_lowrank.settings import AdapterSpec
 
 SIZES = (3, 10, 27)
 LOW_RANK = ("fedloru", "mfedloru", "pfedloru", "pmfedloru")

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.engines.admission import Admission, change_norm, check_loss
 from fs_lowrank.engines.server import BadRound, Server
 from fs_lowrank.methods import (
@@ -27,6 +26,7 @@ from fs_lowrank.methods import (
     list_methods,
 )
 from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
 METHODS = list_methods()

@@ -16,10 +16,10 @@ from ...errors import RunFailed, UserError
 from ...models.adapters import load_tensors
 from ...models.names import named_tensors
 from . import wire
+from .config import for_frameworks_workers
 from .session import Session, current
 from .sums import add_shares, dequantise, quantise, split_secret
 from .wire import Parcel
-from .worker import stock
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -110,7 +110,17 @@ class LowRankClient(Client):
         if self.distributed:
             wire.require_free(kwargs["host"], kwargs["port"])
         super().__init__(
-            ID, server_id, state, stock(config), data, model, device, strategy, is_unseen_client, *args, **kwargs
+            ID,
+            server_id,
+            state,
+            for_frameworks_workers(config),
+            data,
+            model,
+            device,
+            strategy,
+            is_unseen_client,
+            *args,
+            **kwargs,
         )
         self._cfg, self.ready = config, True
         if self.distributed and self.session.index > 0:

@@ -26,10 +26,10 @@ from ...models.adapters import load_tensors
 from ...rounds.record import round_record
 from ..server import BadRound, TooFewClients, without_head
 from . import wire
+from .config import for_frameworks_workers
 from .session import Session, current, differing
 from .sums import RunningMean, add_shares, dequantise, quantise, recover
 from .wire import Parcel
-from .worker import stock
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -130,7 +130,7 @@ class LowRankServer(Server):
             super().__init__(
                 ID,
                 state,
-                stock(config),
+                for_frameworks_workers(config),
                 data,
                 model,
                 client_num,
