@@ -17,13 +17,15 @@ from pathlib import Path
 import numpy as np
 import peft
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch import Tensor, nn
 
 from ..algebra import nbytes
 from ..config import Config, Eval, load_config
 from ..data import build_data, load_raw
 from ..errors import RunFailed, UserError
+from ..jobs.files import write_text
+from ..jobs.locks import take
 from ..methods import Client, Method, Update, Workbench, create_method
 from ..models.adapters import adapter_name, load_tensors, save_adapter, start_at_zero
 from ..models.build import build_model, build_tokenizer
@@ -430,14 +432,9 @@ class Run:
         Raises:
             RunFailed: another run writes into it.
         """
-        self.outdir.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(self.outdir / ".lock", timeout=0)
-        try:
-            self.lock.acquire()
-        except Timeout:
-            raise RunFailed(
-                f"another run is writing into {self.outdir}; wait for it, or choose another outdir"
-            ) from None
+        self.lock = take(self.outdir / ".lock")
+        if self.lock is None:
+            raise RunFailed(f"another run is writing into {self.outdir}; wait for it, or choose another outdir")
 
     def _release(self) -> None:
         if self.lock is not None:
@@ -459,8 +456,8 @@ class Run:
                 )
         self.records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
-        (self.outdir / "environment.json").write_text(json.dumps(environment(), indent=1))
-        (self.outdir / "data.json").write_text(json.dumps(self.data.record(), separators=(",", ":")))
+        write_text(self.outdir / "environment.json", json.dumps(environment(), indent=1))
+        write_text(self.outdir / "data.json", json.dumps(self.data.record(), separators=(",", ":")))
         return checkpoint
 
     def _checkpoint_due(self, round: int) -> bool:
@@ -614,5 +611,5 @@ class Run:
             "versions": environment()["versions"],
             "seed": self.config.seed,
         }
-        (self.outdir / "summary.json").write_text(json.dumps(summary, indent=1))
+        write_text(self.outdir / "summary.json", json.dumps(summary, indent=1))
         return result
