@@ -14,6 +14,7 @@ from .errors import RunFailed, UserError, nearest
 from .jobs.files import replacing
 from .runs.plots import plot_curves
 from .runs.result import RunResult
+from .seeds import generators_kept
 
 #: engine name -> the module that has ``run(config, resume, on_round, on_client)``
 ENGINES = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
@@ -42,7 +43,8 @@ def run(
     config = config if isinstance(config, Config) else load_config(config)
     if engine not in ENGINES:
         raise UserError(f"no engine {engine!r}{nearest(engine, ENGINES)}; there are: {', '.join(ENGINES)}")
-    return import_module(ENGINES[engine]).run(config, resume=resume, on_round=on_round, on_client=on_client)
+    with generators_kept():
+        return import_module(ENGINES[engine]).run(config, resume=resume, on_round=on_round, on_client=on_client)
 
 
 def _check_config(config: object) -> None:

@@ -1,4 +1,8 @@
-"""Pictures of studies, as PNG and as one HTML page: history, slices, a key against the objective, Pareto front."""
+"""Pictures of studies, as PNG and as one HTML page: history, slices, a key against the objective, Pareto front.
+
+Not Optuna's own: those leave out pruned trials, which with rungs are most of them, draw the slices of one study at a
+time, and know nothing of fresh seeds.
+"""
 
 from __future__ import annotations
 

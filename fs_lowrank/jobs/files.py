@@ -37,8 +37,8 @@ def replacing(path: str | Path, durable: bool = True) -> Iterator[Path]:
         if durable:
             for file in (*aside.rglob("*"), aside):
                 sync(file)
-        if path.is_dir():
-            shutil.rmtree(path)
+        if aside.is_dir() and path.is_dir():
+            shutil.rmtree(path)  # a folder takes the place of an empty one only
         os.replace(aside, path)
         if durable:
             sync(path.parent)

@@ -106,7 +106,7 @@ def build_model(
     else:
         loader = transformers.AutoModelForCausalLM
     torch.manual_seed(derive(config.seed, "model"))
-    verbosity = transformers.logging.get_verbosity()
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     # The loader's report lists the classifier as newly initialised; that is what a new task means.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -114,6 +114,8 @@ def build_model(
         model = _load("weights", loader, place, **options)
     finally:
         transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
     if label_names and config.model.task == "SequenceClassification":
