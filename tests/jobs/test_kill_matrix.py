@@ -28,22 +28,23 @@ pytestmark = [
     pytest.mark.usefixtures("no_curves"),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc"),
 ]
-ROUNDS = 60
+ROUNDS = 40
 #: by this variable every process that a command started is found, whoever its parent is now
 MARK = "FS_LOWRANK_TEST_FAMILY"
 
 
 class Command:
-    """A search or a suite of one run of 60 rounds."""
+    """A search or a suite of one run of 40 rounds."""
 
     def __init__(self, which: str, folder: Path, settings: dict):
         self.which, self.folder, self.mark = which, folder, str(uuid.uuid4())
         run = {
             **{k: settings[k] for k in ("data", "model", "llm", "train")},
             "federate": {"method": "fedlora", "client_num": 2, "total_round_num": ROUNDS},
-            "dataloader": {"batch_size": 8},
+            "dataloader": {"batch_size": 4},
+            "eval": {"freq": 20},
         }
-        run["data"] = {**run["data"], "splitter": "iid", "splitter_args": []}
+        run["data"] = {**run["data"], "splitter": "iid", "splitter_args": [], "subsample": 0.2}
         if which == "hpo":
             (folder / "run.yaml").write_text(yaml.safe_dump({**run, "outdir": str(folder / "run")}))
             (folder / "space.yaml").write_text("train.optimizer.lr: {grid: [0.01]}")
