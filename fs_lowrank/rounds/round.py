@@ -1,8 +1,9 @@
 """One round at the server, the same for every engine.
 
 An engine asks clients (``ask``), says what arrived (``delivered``), hands in what came back (``take``) or that nothing
-will (``fail``), and when ``waiting`` is empty it ends the round (``finish``) and writes its record (``record``). Nothing
-here waits, reads a clock, or knows a wire, a process or a model; answers may come in any order.
+will (``fail``). When ``waiting`` is empty it ends the round (``finish``) and writes its record (``record``).
+
+Nothing here waits, reads a clock, or knows a wire, a process or a model; answers may come in any order.
 """
 
 from __future__ import annotations
