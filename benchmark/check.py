@@ -94,8 +94,9 @@ def _looks(job: Job, options: Options, found: dict[tuple, object]):
             lambda: _check_use(job, *found["data", data], tested, scored),
         )
     model = (config.model.type, config.model.task)
-    yield "model", model, lambda: _check_model(config)
-    if ("model", model) in found and ("method", method) in found:
+    length = (config.llm.tok_len, repr(config.data.args))
+    yield "model", (*model, *length), lambda: _check_model(config)
+    if ("model", (*model, *length)) in found and ("method", method) in found:
         shape = (repr(config.adapter), config.llm.adapter.use, config.lowrank.width, config.lowrank.norm)
         yield "adapter", (*model, *method, *shape), lambda: _check_adapter(config)
     if isinstance(job, Search):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable
+from functools import cache
 
-__all__ = ["RunFailed", "UserError", "nearest"]
+__all__ = ["RunFailed", "UserError", "nearest", "say_once"]
 
 
 class UserError(ValueError):
@@ -21,3 +23,9 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     by_lower = {str(choice).lower(): str(choice) for choice in choices}
     close = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.5)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+@cache
+def say_once(message: str) -> None:
+    """Warn with ``message``, once in this process however often it is found."""
+    logging.getLogger("fs_lowrank").warning("%s", message)

@@ -23,9 +23,9 @@ def one_thread():
 @pytest.fixture
 def no_curves(monkeypatch):
     """Runs draw no ``curves.png``, which takes longer than they do."""
-    import fs_lowrank.engines.common as common
+    import fs_lowrank.rounds.keeper as keeper
 
-    monkeypatch.setattr(common, "plot_curves", lambda histories, path, majority: path)
+    monkeypatch.setattr(keeper, "plot_curves", lambda histories, path, majority: path)
 
 
 def _tokenizer(folder):

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import fs_lowrank.engines.common as common
+import fs_lowrank.rounds.site as site
 import fs_lowrank.runs.checkpoint as checkpoint
 from fs_lowrank import cli, load_config
 from fs_lowrank.engines.local import LocalEngine
@@ -61,7 +61,7 @@ def tensors_of(engine):
     return {
         **{f"state {n}": t for n, t in engine.server.state.items()},
         **{f"model {n}": p.detach() for n, p in engine.model.named_parameters()},
-        **{f"client {c} {n}": t for c, own in engine.personal.items() for n, t in own.items()},
+        **{f"client {c} {n}": t for c, own in engine.site.personal.items() for n, t in own.items()},
     }
 
 
@@ -93,13 +93,13 @@ def equal(a, b):
 def check_equal_runs(engine, reference):
     """Bit by bit: state, model, personal parts, records, histories, files, and what a later round would draw on."""
     equal(tensors_of(engine), tensors_of(reference))
-    assert records_of(engine.outdir) == records_of(reference.outdir)
+    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
     drop = [
-        [{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.records.history]
+        [{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.keeper.history]
         for e in (engine, reference)
     ]
     assert drop[0] == drop[1]
-    equal(saved_by(engine.outdir), saved_by(reference.outdir))
+    equal(saved_by(engine.keeper.outdir), saved_by(reference.keeper.outdir))
     assert engine.server.synced == reference.server.synced
     sizes = [{n: (came, t.shape, t.dtype) for n, (came, t) in e.server.outbox.items()} for e in (engine, reference)]
     assert sizes[0] == sizes[1]
@@ -109,7 +109,7 @@ def check_equal_runs(engine, reference):
 
 #: every step of a round that touches the disk, and the training between them
 STEPS = [
-    (common, "train_client"),
+    (site, "train_client"),
     (Server, "finish"),
     (Records, "add"),
     (checkpoint, "save_file"),
@@ -178,7 +178,7 @@ def test_killed_at_any_step_and_resumed(make, monkeypatch, run):
         resumed = make(f"killed {moment}", RUNS[run])
         resumed.run(resume=True)
         check_equal_runs(resumed, reference)
-        shutil.rmtree(resumed.outdir)
+        shutil.rmtree(resumed.keeper.outdir)
 
 
 @pytest.mark.parametrize("file", ["state.safetensors", "base.safetensors", "meta.json"])
@@ -204,7 +204,7 @@ def test_killed_in_the_middle_of_a_file(make, file):
     engine = make("killed", keys)
     engine.run(resume=True)
     check_equal_runs(engine, reference)
-    assert not list(engine.outdir.glob("checkpoint/.*"))
+    assert not list(engine.keeper.outdir.glob("checkpoint/.*"))
 
 
 def test_killed_again_and_again(make, monkeypatch):
@@ -327,16 +327,16 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make, caplog, how, fil
     keys = {**RUNS["flora of three ranks"], "federate.total_round_num": 3}
     reference = make("whole", keys)
     reference.run()
-    shutil.copytree(reference.outdir, reference.outdir.parent / "damaged")
+    shutil.copytree(reference.keeper.outdir, reference.keeper.outdir.parent / "damaged")
     engine = make("damaged", keys)
-    newest = engine.outdir / "checkpoint" / "round_000003"
+    newest = engine.keeper.outdir / "checkpoint" / "round_000003"
     damage(newest / file, how)
     with caplog.at_level(logging.WARNING, "fs_lowrank"):
         engine.run(resume=True)
     assert "round_000003" in caplog.text and "the one before" in caplog.text
     check_equal_runs(engine, reference)
-    assert load_checkpoint(engine.outdir / "checkpoint").round == 3
-    for folder in (engine.outdir / "checkpoint").iterdir():
+    assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 3
+    for folder in (engine.keeper.outdir / "checkpoint").iterdir():
         damage(folder / file, how)
     with pytest.raises(UserError, match="every checkpoint in .* is damaged"):
         make("damaged", keys).run(resume=True)
@@ -345,9 +345,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make, caplog, how, fil
 def test_a_record_cut_short(make):
     reference = make("whole")
     reference.run()
-    shutil.copytree(reference.outdir, reference.outdir.parent / "cut")
-    shutil.rmtree(reference.outdir.parent / "cut" / "checkpoint" / "round_000004")
-    records = reference.outdir.parent / "cut" / "rounds.jsonl"
+    shutil.copytree(reference.keeper.outdir, reference.keeper.outdir.parent / "cut")
+    shutil.rmtree(reference.keeper.outdir.parent / "cut" / "checkpoint" / "round_000004")
+    records = reference.keeper.outdir.parent / "cut" / "rounds.jsonl"
     records.write_text(records.read_text()[:-25])
     engine = make("cut")
     engine.run(resume=True)
@@ -364,7 +364,7 @@ def test_a_record_cut_short(make):
 def test_no_room_while_writing(make, monkeypatch, call):
     reference = make("whole")
     reference.run()
-    owner = {"save_file": checkpoint, "add": Records, "dump": common.Config}[call]
+    owner = {"save_file": checkpoint, "add": Records, "dump": site.Config}[call]
     original, calls = getattr(owner, call), []
 
     def full(*args, **options):
@@ -379,7 +379,7 @@ def test_no_room_while_writing(make, monkeypatch, call):
             make("full").run()
     engine = make("full")
     if call != "dump":
-        assert load_checkpoint(engine.outdir / "checkpoint").round == 2
+        assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 2
     engine.run(resume=True)
     check_equal_runs(engine, reference)
 
@@ -395,7 +395,7 @@ def test_a_disk_that_is_truly_full(make, tmp_path):
         keys = {**RUNS["flora of three ranks"], "lowrank.keep_checkpoints": 9}
         reference = make("whole", keys)
         reference.run()
-        needed = sum(f.stat().st_size for f in reference.outdir.rglob("*") if f.is_file())
+        needed = sum(f.stat().st_size for f in reference.keeper.outdir.rglob("*") if f.is_file())
         refused = 0
         for kilobytes in (4, 16, 40, 70, 110, 160, 220, needed // 1000 - 10):
             filler = disk / "filler"
@@ -410,7 +410,7 @@ def test_a_disk_that_is_truly_full(make, tmp_path):
             engine = make("disk/run", keys)
             engine.run(resume=True)
             check_equal_runs(engine, reference)
-            shutil.rmtree(engine.outdir)
+            shutil.rmtree(engine.keeper.outdir)
         assert refused >= 5
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -498,7 +498,7 @@ def failing(monkeypatch, rounds=(2,), client=2):
             raise RuntimeError("out of memory\nsecond line")
         return result
 
-    monkeypatch.setattr(common, "train_client", train)
+    monkeypatch.setattr(site, "train_client", train)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -516,7 +516,7 @@ def test_a_client_that_fails_is_recorded_and_changes_nothing(make, monkeypatch, 
     assert record["selected"] == [1, 2, 3, 4] and record["clients"] == [1, 3, 4]
     assert record["failed"] == [{"client": 2, "kind": "failed", "reason": "RuntimeError: out of memory\nsecond line"}]
     assert "2" not in record["client_uplink_bytes"] and record["client_downlink_bytes"]["2"] > 0
-    assert record["loss"] == absent.records.history[1]["loss"]
+    assert record["loss"] == absent.keeper.history[1]["loss"]
     assert not result.history[0]["failed"] and not result.history[2]["failed"]
 
 
@@ -577,7 +577,7 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
     keys = {**RUNS["flora of three ranks"], "lowrank.min_clients": 2, "lowrank.checkpoint_freq": freq}
     reference = make("whole", keys)
     reference.run()
-    broken = reference.records.history[2]["selected"][1]
+    broken = reference.keeper.history[2]["selected"][1]
     with monkeypatch.context() as patch:
         calls = []
 
@@ -587,19 +587,19 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
                 raise MemoryError("the battery is empty")
             return train_client(model, examples, phases, config, owner=owner, **options)
 
-        patch.setattr(common, "train_client", train)
+        patch.setattr(site, "train_client", train)
         engine = make("run", keys)
         with pytest.raises(
             UserError,
             match="(?s)round 3: 1 usable updates, lowrank.min_clients is 2.*the battery is empty.*last good round",
         ):
             engine.run()
-    assert load_checkpoint(engine.outdir / "checkpoint").round == 2
-    assert len(records_of(engine.outdir)) == 2
+    assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 2
+    assert len(records_of(engine.keeper.outdir)) == 2
     engine = make("run", keys)
     engine.run(resume=True)
     equal(tensors_of(engine), tensors_of(reference))
-    assert records_of(engine.outdir) == records_of(reference.outdir)
+    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
 
 
 def test_past_a_round_that_too_few_clients_finish(make):
@@ -617,7 +617,7 @@ def test_too_few_clients_from_the_first_round(config_file, monkeypatch, capsys, 
     def train(*args, **options):
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(common, "train_client", train)
+    monkeypatch.setattr(site, "train_client", train)
     assert cli.main(["run", "--cfg", str(config_file)]) == 1
     err = capsys.readouterr().err
     assert "round 1: 0 usable updates" in err and "no luck" in err and "Traceback" not in err
@@ -663,8 +663,8 @@ def test_two_runs_do_not_write_into_one_folder(make):
 def test_records_of_two_runs_in_one_file(make):
     engine = make("run", on_round=lambda record: record["round"] == 3)
     engine.run()
-    lines = (engine.outdir / "rounds.jsonl").read_text().splitlines()
-    (engine.outdir / "rounds.jsonl").write_text("\n".join([lines[0], lines[0], *lines[1:]]) + "\n")
+    lines = (engine.keeper.outdir / "rounds.jsonl").read_text().splitlines()
+    (engine.keeper.outdir / "rounds.jsonl").write_text("\n".join([lines[0], lines[0], *lines[1:]]) + "\n")
     with pytest.raises(UserError, match="rounds 1 to 3 once each"):
         make("run").run(resume=True)
 
@@ -673,12 +673,12 @@ def test_a_finished_run_is_not_overwritten(make):
     keys = {"lowrank.checkpoint_freq": 0}
     engine = make("run", keys)
     engine.run()
-    before = {path: path.read_bytes() for path in engine.outdir.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in engine.keeper.outdir.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="holds a run already"):
         make("run", {**keys, "seed": 9}).run()
     with pytest.raises(UserError, match="kept no checkpoint.*choose another outdir"):
         make("run", keys).run(resume=True)
-    assert before == {path: path.read_bytes() for path in engine.outdir.rglob("*") if path.is_file()}
+    assert before == {path: path.read_bytes() for path in engine.keeper.outdir.rglob("*") if path.is_file()}
 
 
 # -- nothing to evaluate -------------------------------------------------------------------------------
@@ -707,11 +707,11 @@ def test_early_stopping_is_the_same_after_a_resume(make):
     }
     reference = make("whole", keys)
     reference.run()
-    assert len(reference.records.history) < 8
+    assert len(reference.keeper.history) < 8
     engine = make("run", keys, on_round=lambda record: record["round"] == 1)
     engine.run()
     engine = make("run", keys)
     engine.run(resume=True)
     check_equal_runs(engine, reference)
     make("run", keys).run(resume=True)
-    assert records_of(engine.outdir) == records_of(reference.outdir)  # it had ended, and ends there again
+    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)  # it had ended, and ends there again

@@ -131,24 +131,24 @@ def bases(tiny_encoder, tiny_causal):
 
 def loads_with_the_plain_libraries(engine, task, bases):
     """Runs the engine; what it has saved gives its logits without this package. Returns the run's result."""
-    untrained, names = logits(engine.model, engine.data.test), [n for n, _ in engine.model.named_parameters()]
+    untrained, names = logits(engine.model, engine.site.data.test), [n for n, _ in engine.model.named_parameters()]
     result = engine.run()
-    wanted = logits(result.model, engine.data.test)
+    wanted = logits(result.model, engine.site.data.test)
     assert not torch.allclose(untrained, wanted, atol=1e-3)
     torch.testing.assert_close(
-        logits(plain_model(task, engine.outdir / "model"), engine.data.test), wanted, atol=1e-5, rtol=1e-5
+        logits(plain_model(task, engine.keeper.outdir / "model"), engine.site.data.test), wanted, atol=1e-5, rtol=1e-5
     )
-    assert (engine.outdir / "model" / "tokenizer.json").exists() == (task != "vision")
+    assert (engine.keeper.outdir / "model" / "tokenizer.json").exists() == (task != "vision")
     # Saving has changed nothing: the pairs are beside the weights as before.
     assert [n for n, _ in result.model.named_parameters()] == names
     if result.base_changed:
-        assert not (engine.outdir / "adapter").exists()
+        assert not (engine.keeper.outdir / "adapter").exists()
         with pytest.raises(ValueError, match="save_model"):
-            result.save_adapter(engine.outdir / "adapter")
+            result.save_adapter(engine.keeper.outdir / "adapter")
     else:
-        base = bases.get(task, engine.outdir / "adapter" / "base")
-        loaded = PeftModel.from_pretrained(plain_model(task, base), str(engine.outdir / "adapter"))
-        torch.testing.assert_close(logits(loaded, engine.data.test), wanted, atol=1e-6, rtol=1e-6)
+        base = bases.get(task, engine.keeper.outdir / "adapter" / "base")
+        loaded = PeftModel.from_pretrained(plain_model(task, base), str(engine.keeper.outdir / "adapter"))
+        torch.testing.assert_close(logits(loaded, engine.site.data.test), wanted, atol=1e-6, rtol=1e-6)
     return result
 
 
@@ -180,17 +180,17 @@ def test_a_run_what_it_saves_and_the_same_again(make, bases, method, task):
     assert seen == [1, 2] and len(result.history) == 2
     for record in result.history:
         assert math.isfinite(record["loss"]) and record["selected"] == record["clients"] and len(record["clients"]) == 2
-        own = {"client_test"} if engine.untrained_personal else set()
+        own = {"client_test"} if engine.site.untrained_personal else set()
         assert record["metrics"].keys() == {"test", "val"} | own and not record["failed"]
         assert all(math.isfinite(v) for m in record["metrics"].values() for v in m.values())
     allowed = set(engine.method.view(engine.server.state)) | set(engine.method.changed_base(engine.model))
     moved = {n for n, p in engine.model.named_parameters() if not torch.equal(p, start[n])}
     assert moved and moved <= allowed, "nothing frozen has moved"
-    on_disk = [json.loads(line) for line in (engine.outdir / "rounds.jsonl").read_text().splitlines()]
+    on_disk = [json.loads(line) for line in (engine.keeper.outdir / "rounds.jsonl").read_text().splitlines()]
     assert without_seconds(on_disk) == without_seconds(result.history)
     for name in ("config.yaml", "environment.json", "data.json", "summary.json", "rounds.jsonl"):
-        assert (engine.outdir / name).stat().st_size
-    assert load_config(engine.outdir / "config.yaml") == engine.config
+        assert (engine.keeper.outdir / name).stat().st_size
+    assert load_config(engine.keeper.outdir / "config.yaml") == engine.config
     again = make(task, method, {**keys, "lowrank.save_merged": False})
     torch.manual_seed(int(torch.rand(()) * 1e6))  # what the process drew before has no say
     assert without_seconds(again.run().history) == without_seconds(result.history)
@@ -216,9 +216,9 @@ def test_it_learns_and_saves_no_more_than_was_asked(make, method):
     )
     result = engine.run()
     assert result.history[-1]["loss"] < 0.93 * result.history[0]["loss"]
-    own = {"personal"} if engine.untrained_personal else set()
+    own = {"personal"} if engine.site.untrained_personal else set()
     assert set(result.saved) == {"model" if result.base_changed else "adapter", "curves"} | own
-    assert (engine.outdir / "model").exists() == result.base_changed
+    assert (engine.keeper.outdir / "model").exists() == result.base_changed
     assert result.base_changed == (method in ("fedavg", "flora")) or method not in (
         "fedavg",
         "fedlora",
@@ -372,7 +372,7 @@ def test_weights_by_samples_or_equal(make, monkeypatch, method):
             ),
         )
         engine.run()
-        sizes = [1 if uniform else len(e) for e in engine.data.clients]
+        sizes = [1 if uniform else len(e) for e in engine.site.data.clients]
         assert uniform or len(set(sizes)) > 1
         if get_method_class(method).averages_head:
             head = next(n for n in engine.server.state if "classifier" in n and "weight" in n)
@@ -410,7 +410,7 @@ def test_one_client_one_round_is_local_training(make, method):
     load_tensors(alone.model, alone.untrained_personal)
     trained = logits(alone.model, alone.data.test)
     assert not torch.allclose(before, trained, atol=1e-4)
-    torch.testing.assert_close(logits(engine.model, engine.data.test), trained, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits(engine.model, engine.site.data.test), trained, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_one_client_one_round_is_local_training(make, method):
 )
 @pytest.mark.parametrize("method", ["rolora", "ffa_lora"])
 def test_the_frozen_half_keeps_every_bit_in_a_run(make, monkeypatch, method, optimizer):
-    import fs_lowrank.engines.common as common
+    import fs_lowrank.rounds.site as site
 
     engine = make("encoder", method, {"train.optimizer": {"lr": 0.05, **optimizer}, "federate.total_round_num": 4})
     rounds = []
@@ -433,7 +433,7 @@ def test_the_frozen_half_keeps_every_bit_in_a_run(make, monkeypatch, method, opt
         rounds.append(phases[0].train[0])
         return result
 
-    monkeypatch.setattr(common, "train_client", spy)
+    monkeypatch.setattr(site, "train_client", spy)
     states = [state_of(engine)]
     engine.on_round = lambda record: states.append(state_of(engine)) and None
     assert not any(r["failed"] for r in engine.run().history)
@@ -476,7 +476,7 @@ def test_half_precision(make, monkeypatch, method, task):
     assert next(p for n, p in engine.model.named_parameters() if "embed" in n).dtype == torch.bfloat16
     if get_method_class(method).averages_head and get_method_class(method).needs_only_sums():
         # Tensors of both widths travel together, and still each client's own is averaged.
-        sizes = [len(e) for e in engine.data.clients]
+        sizes = [len(e) for e in engine.site.data.clients]
         for name in sent[1, 1]:
             mean = sum(n / sum(sizes) * sent[1, i][name].double() for i, n in enumerate(sizes, start=1))
             torch.testing.assert_close(states[0][name].double(), mean, atol=1e-6, rtol=2**-7)

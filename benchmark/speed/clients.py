@@ -47,7 +47,7 @@ def measure(settings: dict, train: bool) -> dict:
         started = time.process_time()  # on one thread: free of what else runs on the machine
         engine = LocalEngine(config)
         found = {
-            "clients": len(engine.clients),
+            "clients": len(engine.site.clients),
             "setup_seconds": time.process_time() - started,
             "base_bytes": sum(
                 p.numel() * p.element_size() for n, p in engine.model.named_parameters() if n not in engine.server.state

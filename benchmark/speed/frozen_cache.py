@@ -66,7 +66,7 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         engine = LocalEngine(config.replace(outdir=folder))
     model, method = engine.model, engine.method
-    examples = engine.data.clients[0].select(np.arange(min(samples, len(engine.data.clients[0]))))
+    examples = engine.site.data.clients[0].select(np.arange(min(samples, len(engine.site.data.clients[0]))))
     # As in the engine: few bytes to keep is none kept.
     prefixes = {
         "kept": FrozenPrefix(model, {*method.shared}, limit=4e9),
@@ -93,7 +93,7 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
             owner="client",
             prefix=prefixes[name],
         ).loss
-        trained[name] = {n: t.detach().clone() for n, t in method.upload(model, 1, engine.clients[0]).items()}
+        trained[name] = {n: t.detach().clone() for n, t in method.upload(model, 1, engine.site.clients[0]).items()}
 
     count, batch = config.train.local_update_steps, config.dataloader.batch_size
     seconds = race({name: lambda name=name: steps(name) for name in prefixes}, repeats)

@@ -33,7 +33,7 @@ from fs_lowrank.data.sources import (
     load_raw,
     own_files,
 )
-from fs_lowrank.data.tokenize import tokenize_causal, tokenize_classification
+from fs_lowrank.data.tokenize import check_vocabulary, tokenize_causal, tokenize_classification
 from fs_lowrank.errors import UserError
 
 __all__ = [
@@ -149,8 +149,8 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         tokenizer: a transformers tokenizer; none is needed for images.
 
     Raises:
-        UserError: see ``load_raw`` and ``partition``; splits that leave nothing to train on; a transform that is
-            wrong or does not fit the images.
+        UserError: see ``load_raw`` and ``partition``; splits that leave nothing to train on; a tokenizer that does
+            not know the training text; a transform that is wrong or does not fit the images.
     """
     if raw is None:
         raw = load_raw(cfg.data)
@@ -163,6 +163,8 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     max_len = args.get("max_len", None) or cfg.llm.tok_len
 
     pipelines = _pipelines(cfg.data, raw) if raw.images is not None else {}
+    if raw.images is None:
+        check_vocabulary(train, tokenizer)
 
     def ready(frame: pd.DataFrame | None, split: str):
         """The rows as examples, and those of them that were kept."""

@@ -9,11 +9,14 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import UserError, nearest, say_once
 
-__all__ = ["ALPACA", "ALPACA_NO_INPUT", "tokenize_causal", "tokenize_classification"]
+__all__ = ["ALPACA", "ALPACA_NO_INPUT", "check_vocabulary", "tokenize_causal", "tokenize_classification"]
 
 BATCH = 1000
+
+#: shares of tokens that the tokenizer does not know: above the first a run is refused, above the second it is said
+UNKNOWN_REFUSED, UNKNOWN_SAID = 0.5, 0.05
 
 # Taori et al., 2023: Stanford Alpaca
 ALPACA = (
@@ -28,6 +31,42 @@ ALPACA_NO_INPUT = (
 )
 TEMPLATES = ("auto", "chat", "alpaca")
 LOSSES = ("answer", "all")
+
+
+def check_vocabulary(frame: pd.DataFrame, tokenizer: Any) -> None:
+    """Whether the tokenizer knows the text of ``frame``, by up to 1,000 rows of it, evenly spread; no template counts.
+
+    A folder without the tokenizer's files gives an empty vocabulary, to which every word is unknown, or no token at
+    all. A text of which no token is left counts as one unknown token.
+
+    Raises:
+        UserError: more than half of the tokens are unknown; above 5 % it is said once.
+    """
+    rows = frame.iloc[np.unique(np.linspace(0, len(frame) - 1, BATCH).astype(int))]
+    texts = [text for text in _texts(rows) if text.strip()]
+    ids = _ids(tokenizer, texts) if texts else []
+    unknown = sum(row.count(tokenizer.unk_token_id) if row else 1 for row in ids)
+    share = unknown / max(sum(len(row) or 1 for row in ids), 1)
+    if share <= UNKNOWN_SAID:
+        return
+    found = (
+        f"the tokenizer at {tokenizer.name_or_path!r} does not know {share:.0%} of the tokens of the training text; "
+        f"its vocabulary has {len(tokenizer)}"
+    )
+    if share > UNKNOWN_REFUSED:
+        raise UserError(
+            f"model.type: {found}; are its files (tokenizer.json, vocab.txt, …) there, and is it for text of this kind?"
+        )
+    say_once(found)
+
+
+def _texts(frame: pd.DataFrame) -> Iterator[str]:
+    if "messages" in frame:
+        for turns in frame["messages"]:
+            yield from (turn["content"] for turn in turns if isinstance(turn["content"], str))
+    for column in ("text", "text_pair", "instruction", "input", "output"):
+        if column in frame:
+            yield from frame[column]
 
 
 def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -> Examples:
@@ -126,7 +165,10 @@ def _slices(count: int) -> Iterator[slice]:
 def _limit(tokenizer: Any, max_len: Any) -> int:
     if isinstance(max_len, bool) or not isinstance(max_len, (int, np.integer)) or max_len < 1:
         raise UserError(f"llm.tok_len must be a positive integer, got {max_len!r}")
-    return int(min(max_len, getattr(tokenizer, "model_max_length", max_len) or max_len))
+    limit = getattr(tokenizer, "model_max_length", max_len) or max_len
+    if limit < max_len:
+        say_once(f"llm.tok_len = {max_len} is lowered to {limit}, the longest text that the tokenizer is made for")
+    return int(min(max_len, limit))
 
 
 def _pad_id(tokenizer: Any) -> int:

@@ -14,16 +14,19 @@ import torch
 from safetensors import SafetensorError
 
 from ..config import Config, check_local
-from ..errors import RunFailed, UserError, nearest
+from ..errors import RunFailed, UserError
 from ..methods import RefusedUpdate
+from ..rounds.evaluator import Evaluator
+from ..rounds.keeper import RecordKeeper, check_outdir, outdir_of
+from ..rounds.record import round_record
+from ..rounds.site import Site
 from ..runs.result import RunResult
-from .common import Run, check_outdir, watched
-from .server import TooFewClients
+from .server import Server, TooFewClients
 
 logger = logging.getLogger("fs_lowrank")
 
 
-class LocalEngine(Run):
+class LocalEngine:
     """One run on this machine.
 
     Args:
@@ -39,29 +42,19 @@ class LocalEngine(Run):
         on_client: Callable[[int, int, int], object] | None = None,
     ):
         check_local(config)
-        super().__init__(config)
-        self._check_watched()
+        self.config = config
+        self.site = Site(config)
+        self.evaluator = Evaluator(self.site)
+        self.evaluator.check_watched()
+        self.method, self.model = self.site.method, self.site.model
+        self.server = Server.of(config, self.method, self.site.initial_state)
+        self.keeper = RecordKeeper(self.site, self.evaluator, self.server, outdir_of(config))
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
-
-    def _check_watched(self) -> None:
-        key, (split, metric) = "eval.best_res_update_round_wise_key", watched(self.config)
-        value, patience = self.config.get(key), self.config.early_stop.patience
-        own = ("acc_mean", "acc_std", "acc_worst_decile") if split == "client_test" else ()
-        if metric not in (known := ("loss", "acc", *own)):
-            raise UserError(
-                f"{key} = {value!r}: no metric {metric!r} is measured"
-                f"{nearest(metric, known)}; {split}_ may be followed by: {', '.join(known)}"
-            )
-        if patience > 0 and split not in self._evaluated():
-            raise UserError(
-                f"early_stop.patience = {patience}: it watches {key} = {value}, a split that is not "
-                f"evaluated; evaluated are: {', '.join(self._evaluated()) or 'none'}"
-            )
 
     def _round(self, round: int) -> dict:
         started = time.perf_counter()
-        server, selected = self.server, self.server.select(round)
-        before = dict(server.synced), dict(self.personal)
+        server, site, selected = self.server, self.site, self.server.select(round)
+        before = dict(server.synced), dict(site.personal)
         uplink, downlink, losses, failed = {}, {}, {}, []
         for done, client in enumerate(selected):
             self.on_client(round, done, len(selected))
@@ -70,9 +63,9 @@ class LocalEngine(Run):
                 failed.append({"client": client, "kind": "dropped", "reason": "drawn by lowrank.drop_rate"})
                 continue
             try:
-                self._load_client(client)
-                update, result = self._fit(
-                    self.clients[client - 1], self.data.clients[client - 1], round, self.model, self.prefix
+                site.load_client(server.state, client)
+                update, result = site.fit(
+                    site.clients[client - 1], site.data.clients[client - 1], round, site.model, site.prefix
                 )
                 server.receive(update, round)
             except RefusedUpdate as refusal:
@@ -87,39 +80,32 @@ class LocalEngine(Run):
                 logger.debug("client %d", client, exc_info=True)
                 continue
             uplink[client], losses[client] = server.sizes(update.tensors), result.loss
-            if self.untrained_personal:
-                self.personal[client] = self._personal_now()
+            site.keep_personal(client)
         trained = time.perf_counter()
-        self._load_global()
+        site.load_global(server.state)
         try:
             message = server.finish(round)
         except TooFewClients as error:
-            server.synced, self.personal = before
-            if round > 1 and not self._checkpoint_due(round - 1):
-                self._save(round - 1)
-            kept = (
-                f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, "
-                "and a smaller lowrank.min_clients if no more clients can be had"
-            )
-            raise RunFailed(
-                f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); "
-                f"{kept if round > 1 else 'no round was completed'}"
-            ) from error
+            server.synced, site.personal = before
+            kept = self.keeper.keep_last(round)
+            reasons = "; ".join(f["reason"] for f in failed[:3]) or "nobody failed"
+            raise RunFailed(f"{error} ({reasons}); {kept}") from error
         with torch.no_grad():
-            self.method.apply(self.model, message, round)
+            self.method.apply(site.model, message, round)
         aggregated = time.perf_counter()
-        metrics = self._evaluate() if self._evaluates(round) else {}
+        metrics = self.evaluator.evaluate(server.state) if self.evaluator.due(round) else {}
         evaluated = time.perf_counter()
-        return self._record(
+        return round_record(
+            self.method.view(server.state),
             round,
             selected=selected,
             failed=failed,
             losses=losses,
             uplink=uplink,
             downlink=downlink,
-            samples={c.id: c.num_samples for c in self.clients},
+            samples={c.id: c.num_samples for c in site.clients},
             metrics=metrics,
-            spent=self._spent(),
+            spent=site.take_spent(),
             seconds={
                 "training": trained - started,
                 "aggregation": aggregated - trained,
@@ -138,24 +124,22 @@ class LocalEngine(Run):
             return self._run(resume)
         except (OSError, SafetensorError) as error:
             raise RunFailed(
-                f"the run in {self.outdir} stopped: {error}; when that is mended, run again with --resume"
+                f"the run in {self.keeper.outdir} stopped: {error}; when that is mended, run again with --resume"
             ) from error
         finally:
-            self._release()
+            self.keeper.release()
 
     def _run(self, resume: bool) -> RunResult:
-        checkpoint = self._start(resume)
+        checkpoint = self.keeper.start(resume)
         first = checkpoint.round + 1 if checkpoint else 1
         for round in range(first, self.config.federate.total_round_num + 1):
-            if self._stalled():
+            if self.evaluator.stalled(self.keeper.history):
                 break
             record = self._round(round)
-            self.records.add(record)
-            if self._checkpoint_due(round):
-                self._save(round)
+            self.keeper.add(record)
             if self.on_round(record):
                 break
-        return self._finish()
+        return self.keeper.finish()
 
 
 def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:

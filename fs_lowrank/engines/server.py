@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import nbytes
+from ..config import Config
 from ..methods import Method, RefusedUpdate, State, Update, check_update
 from ..models.names import tags
 from ..seeds import derive
@@ -57,6 +58,20 @@ class Server:
         #: client -> the round its copy of the shared tensors stands at; absent means 0
         self.synced: dict[int, int] = {}
         self.updates: list[Update] = []
+
+    @classmethod
+    def of(cls, config: Config, method: Method, state: State, keep_messages: bool = False) -> Server:
+        """The server that ``config`` asks for."""
+        return cls(
+            method,
+            state,
+            config.federate.client_num,
+            config.sampled_per_round,
+            config.lowrank.min_clients,
+            config.seed,
+            drop_rate=config.lowrank.drop_rate,
+            keep_messages=keep_messages,
+        )
 
     def select(self, round: int) -> list[int]:
         """The clients of ``round``, sorted; without replacement, decided by the seed and the round alone."""

@@ -22,7 +22,7 @@ from ..config import AdapterSpec
 from ..errors import UserError, nearest
 from ..seeds import derive
 from .chain import resize
-from .names import HEAD_MODULES, all_tensors, tags, zero_at_start
+from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, zero_at_start
 
 if TYPE_CHECKING:
     import peft
@@ -57,6 +57,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         with _complaints():
             wrapped = get_peft_model(model, config)
+    _freeze_inside(wrapped, spec)
     compose(wrapped)
     strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
     if strange:
@@ -76,6 +77,44 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
                     f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
                 )
     return wrapped
+
+
+def _freeze_inside(wrapped: nn.Module, spec: AdapterSpec) -> None:
+    """Freeze what PEFT took for a head inside the base, where ``names.tags`` calls it base.
+
+    For classifiers PEFT keeps and trains every module whose name ends in ``classifier`` or ``score``, wherever it
+    stands, and does so again whenever the adapter is loaded; so its copies stay, and stay equal to the base.
+
+    Raises:
+        UserError: such a module is named in ``modules_to_save``; or an adapter was to go on it or into it, where PEFT
+            puts none.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils import ModulesToSaveWrapper
+
+    inner = wrapped.get_base_model()
+    taken = {
+        name: module
+        for name, module in inner.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) and "head" not in tags(f"{name}.modules_to_save.default.weight")
+    }
+    named = [m for m in spec.extra.get("modules_to_save") or () if m not in HEAD_MODULES]
+    plain = copy.copy(wrapped.peft_config["default"])
+    plain.modules_to_save = None
+    for name, module in taken.items():
+        if name.endswith(tuple(named)):
+            raise UserError(
+                f"llm.adapter.args: modules_to_save: {name} is inside the base; by its name PEFT trains all "
+                "modules that are called like it"
+            )
+        for part, _ in inner.named_modules():
+            whole = f"{part}.".startswith(f"{name}.") and not f"{part}.".startswith(f"{name}.modules_to_save.")
+            if whole and check_target_module_exists(plain, part.replace(".original_module", "")):
+                raise UserError(
+                    f"llm.adapter.args: no adapter can go on {part.replace('.original_module', '')}: PEFT leaves out "
+                    f"what is called {' or '.join(PEFT_HEADS)}, also inside the base; take other modules"
+                )
+        module.requires_grad_(False)
 
 
 def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:

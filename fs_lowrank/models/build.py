@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from ..config import VISION_MODELS
 from ..data.fetch import FETCHABLE, resolve
+from ..data.sources import data_args
 from ..errors import UserError, nearest
 from ..seeds import derive
+from .loaded import check_loaded
 
 
 def locate(name: str) -> str:
@@ -37,10 +40,14 @@ def model_name(model_type: str) -> str:
     return model_type.rsplit("@", 1)[0] if "@" in model_type else model_type
 
 
-def _load(what: str, loader, place: str, **options):
+@contextlib.contextmanager
+def _complaints(what: str, place: str) -> Iterator[None]:
+    """What transformers raises over the files at ``place``, of whatever kind, becomes one line that names them."""
     try:
-        return loader.from_pretrained(place, **options)
-    except (OSError, ValueError, KeyError) as error:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file shows itself by any error: of safetensors, JSON, torch, a model's code
         hint = (
             ""
             if Path(place).is_dir()
@@ -50,6 +57,8 @@ def _load(what: str, loader, place: str, **options):
             )
         )
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if not isinstance(error, (OSError, ValueError)):
+            first = f"{type(error).__name__}: {first}"
         raise UserError(f"model.type: cannot load the {what} of {place!r}{hint} ({first})") from error
 
 
@@ -65,16 +74,55 @@ def _check_type(config) -> None:
 
 
 def build_tokenizer(config):
-    """The model's tokenizer, with a padding token (the end-of-text token where it has none); None for images."""
+    """The model's tokenizer, with a padding token (the end-of-text token where it has none); None for images.
+
+    Raises:
+        UserError: it cannot be found or loaded; it has tokens that the model's embedding has not; ``llm.tok_len`` is
+            above the model's positions.
+    """
     _check_type(config)
     if config.is_vision:
         return None
     from transformers import AutoTokenizer
 
-    tokenizer = _load("tokenizer", AutoTokenizer, locate(model_name(config.model.type)))
+    place = locate(model_name(config.model.type))
+    skeleton = build_skeleton(config)
+    length, room = data_args(config.data).get("max_len") or config.llm.tok_len, positions(skeleton)
+    if room is not None and isinstance(length, int) and length > room:
+        raise UserError(
+            f"llm.tok_len = {length}: the model at {place!r} has {room} positions; set llm.tok_len (or max_len in "
+            f"data.args) to {room} or less"
+        )
+    with _complaints("tokenizer", place):
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        largest = max(tokenizer.get_vocab().values(), default=-1)
+    rows = skeleton.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise UserError(
+            f"model.type: the tokenizer at {place!r} has {largest + 1} tokens, the model's embedding {rows} rows; the "
+            "two do not belong together: put the tokenizer's files there that the model was trained with"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def positions(model: nn.Module) -> int | None:
+    """How many tokens a text may have; None where the model sets no limit (relative positions, ALiBi, states).
+
+    With learned or sinusoidal positions it is the rows of their embedding, less those that a model with a padding
+    position (RoBERTa) or an offset (OPT, BART) leaves unused; with rotary ones the configuration's
+    ``max_position_embeddings``, above which the model was never trained.
+    """
+    found = [
+        module.num_embeddings - (getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and (name.endswith(".wpe") or "position" in name.rpartition(".")[2])
+    ]
+    if found:
+        return min(found)
+    config = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) if getattr(config, "rope_parameters", None) else None
 
 
 def build_model(
@@ -86,12 +134,14 @@ def build_model(
 ) -> nn.Module:
     """The model in evaluation mode, in ``lowrank.dtype``, what is new in it drawn from the run's seed.
 
+    Its attribute ``new_weights`` lists the names of the weights that came from no file.
+
     Args:
         num_labels: classes; ignored for ``CausalLM``.
         image_shape: ``(channels, height, width)``, for ``ImageClassification``.
         label_names: of the classes; a text classifier is saved with them.
     Raises:
-        UserError: the model cannot be found or loaded.
+        UserError: the model cannot be found or loaded; its checkpoint lacks weights, or has them in another shape.
     """
     _check_type(config)
     if config.is_vision:
@@ -99,24 +149,33 @@ def build_model(
     import transformers
 
     place = locate(model_name(config.model.type))
-    options = {"dtype": getattr(torch, config.dtype)}
-    if config.model.task == "SequenceClassification":
+    if (Path(place) / "adapter_config.json").is_file():
+        raise UserError(
+            f"model.type: {place!r} holds an adapter in PEFT's format; expected a whole model, as a run saves it with "
+            "lowrank.save_merged True"
+        )
+    classifies = config.model.task == "SequenceClassification"
+    # Shapes that differ are refused by check_loaded, which knows what they mean.
+    options = {"dtype": getattr(torch, config.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if classifies:
         loader = transformers.AutoModelForSequenceClassification
         options.update(num_labels=num_labels, problem_type="single_label_classification")
     else:
         loader = transformers.AutoModelForCausalLM
     torch.manual_seed(derive(config.seed, "model"))
     verbosity = transformers.logging.get_verbosity()
-    # The loader's report lists the classifier as newly initialised; that is what a new task means.
+    # Of what the loader reports, check_loaded says what matters.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        model = _load("weights", loader, place, **options)
+        with _complaints("weights", place):
+            model, report = loader.from_pretrained(place, **options)
     finally:
         transformers.logging.set_verbosity(verbosity)
+    model.new_weights = check_loaded(model, report, place, num_labels if classifies else None)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
-    if label_names and config.model.task == "SequenceClassification":
+    if label_names and classifies:
         model.config.id2label = dict(enumerate(label_names))
         model.config.label2id = {name: i for i, name in enumerate(label_names)}
     return model.eval()
@@ -138,9 +197,9 @@ def build_skeleton(config, image_shape: tuple[int, int, int] = (3, 32, 32)) -> n
 
         classifies = config.model.task == "SequenceClassification"
         loader = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModelForCausalLM
-        return loader.from_config(
-            _load("configuration", transformers.AutoConfig, locate(model_name(config.model.type)))
-        )
+        place = locate(model_name(config.model.type))
+        with _complaints("configuration", place):
+            return loader.from_config(transformers.AutoConfig.from_pretrained(place))
 
 
 def _vision_net(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
@@ -164,7 +223,9 @@ def _build_vision(config, num_classes: int, image_shape: tuple[int, int, int]) -
     torch.manual_seed(derive(config.seed, "model"))
     model = _vision_net(config, num_classes, image_shape)
     if config.lowrank.weights:
-        load_weights(model, config.lowrank.weights)
+        model.new_weights = load_weights(model, config.lowrank.weights)
+    else:
+        model.new_weights = [n for n, _ in model.named_parameters()]
     model.to(getattr(torch, config.dtype))
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

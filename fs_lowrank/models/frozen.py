@@ -55,6 +55,7 @@ class FrozenPrefix:
         self.depth = min(in_stack, default=len(self.layers)) if not below else 0
         if self.depth >= len(self.layers):
             self.depth = 0 if not self.layers else min(self.depth, len(self.layers) - 1)
+        self.learns = frozenset(learns)
         self.limit, self.folder = limit, Path(folder) if folder else None
         self.below: list[nn.Module] = []
         #: of each block that has run: how many outputs it gives, 0 for a bare tensor
@@ -159,6 +160,9 @@ class FrozenPrefix:
         self.width, self.dtype = states.shape[-1], states.dtype
         # With their parts, also those that run in training only.
         self.below = list({part: None for module in seen for part in module.modules()})
+        frozen = {id(p) for module in self.below for p in module.parameters()}
+        if any(id(p) in frozen for n, p in self.model.named_parameters() if n in self.learns):
+            self.depth = 0  # something of modules_to_save that trains, such as an embedding, runs below the blocks
 
     @torch.no_grad()
     def _differs(self, owners: list) -> str:

@@ -7,7 +7,8 @@ A tag is a word that a method uses to say what trains and what is sent:
 ``lora_B``   the up-projection of the shared adapter, ``(d_out, r)``, zero at start
 ``adapter``  any tensor of the shared adapter (also LoHa's and LoKr's)
 ``personal`` any tensor of an adapter called ``personal``; so for any adapter that is not PEFT's ``default``
-``head``     a classifier that is new for the task
+``head``     the classifier: a module of that name at the top of the model, or what PEFT keeps in ``modules_to_save``;
+             a module of the same name inside the base is base
 ``rest``     any tensor of ``base`` that carries no adapter; it trains only in a model from scratch
 ``nested``   a pair nested in the shared one (``models.nested``)
 ``factor``   a thin factor in the place of a full weight (``models.factorised``)
@@ -23,7 +24,12 @@ from functools import lru_cache
 
 from torch import Tensor, nn
 
+#: what a head is called; it is one only at the top of the model, beside the base and not inside it
 HEAD_MODULES = ("classifier", "score", "fc")
+#: what PEFT takes for the head of a classifier, by the end of the name and wherever it stands
+PEFT_HEADS = ("classifier", "score")
+#: under what PEFT's model holds the model that it wraps
+_PEFT_PREFIX = "base_model.model."
 _ADAPTER_PARTS = (
     "lora_A",
     "lora_B",
@@ -68,7 +74,14 @@ def tags(name: str) -> frozenset[str]:
             return frozenset({"adapter", part} if adapter == "default" else {adapter})
     if "original_module" in parts:
         return frozenset()  # PEFT's untouched copy of a head: never trained, never sent
-    if "modules_to_save" in parts or any(part in parts for part in HEAD_MODULES):
+    path = name.removeprefix(_PEFT_PREFIX).split(".")
+    if "modules_to_save" in path:
+        module = path[: path.index("modules_to_save")]
+        # Inside the base it is a head only if the user named it; PEFT's own choice is by the end of the name.
+        is_head = len(module) == 1 or not module[-1].endswith(PEFT_HEADS)
+    else:
+        is_head = path[0] in HEAD_MODULES
+    if is_head:
         return frozenset({"head"})
     return frozenset({"base"} if parts[-2:] == ["base_layer", "weight"] else {"base", "rest"})
 

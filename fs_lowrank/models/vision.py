@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from ..config import VISION_MODELS
-from ..errors import UserError, nearest
+from ..errors import UserError, nearest, say_once
 from .chain import resize
 
 __all__ = ["VisionModel", "VisionOptions", "build_vision", "load_vision", "load_weights"]
@@ -271,11 +271,14 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise UserError(f"cannot read weights from {path}: {error}; expected a .safetensors file") from error
 
 
-def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) -> None:
+def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) -> list[str]:
     """Load ``model``'s weights and running statistics from a safetensors file; in place.
 
     Args:
-        new_head: the last layer may be missing in the file, or have another number of classes; it then stays new.
+        new_head: the last layer may be missing in the file as a whole, or have another number of classes; it then
+            stays new, which is said once.
+    Returns:
+        The names of the parameters that stay new.
     Raises:
         UserError: the file cannot be read, or a name or shape differs; nothing has been loaded by then.
     """
@@ -283,13 +286,23 @@ def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) ->
     head = {n for n in own if model.get_submodule(n.rpartition(".")[0]) is model.head}
     # A counter that nothing reads.
     counters = {n for n in own if n.endswith("num_batches_tracked")}
-    if new_head and any(n not in given or given[n].shape != own[n].shape for n in head):
+    other = sorted(n for n in head & given.keys() if given[n].shape != own[n].shape)
+    if new_head and (other or not head & given.keys()):
+        reason = f"{other[0]} is {_shape(given[other[0]])} there" if other else "the file has none"
+        say_once(
+            f"{path}: the head for {model.options.num_classes} classes is new ({', '.join(sorted(head))}): {reason}"
+        )
         given = {n: t for n, t in given.items() if n not in head}
     else:
         head = set()
     wanted = own.keys() - head - counters
     _check_weights(given, own, wanted, counters, path, model.options.type)
     model.load_state_dict({n: t for n, t in given.items() if n in wanted}, strict=False)
+    return sorted(head)
+
+
+def _shape(tensor: Tensor) -> str:
+    return " × ".join(map(str, tensor.shape)) or "a single number"
 
 
 def _check_weights(

@@ -53,3 +53,9 @@ def lr_at(round: int, rounds: int, lr: float, scheduler: Scheduler) -> float:
     done = ((round - warmup - 1) % length) / max(length - 1, 1)
     fall = (1 - done) if kind == "linear" else (1 + math.cos(math.pi * done)) / 2
     return floor + (lr - floor) * fall
+
+
+def evaluation_due(config, round: int) -> bool:
+    """Whether ``round`` ends with an evaluation: every ``eval.freq`` rounds, and always the last."""
+    freq = config.eval.freq
+    return (freq > 0 and round % freq == 0) or round == config.federate.total_round_num

@@ -299,6 +299,7 @@ def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, mon
         (("layers: [2]", "layers: [3]"), "no layer 3; the model's 3 layers are 0 … 2"),
         (("[query]", "[qery]"), "no module 'qery'; did you mean 'query'"),
         (("r: 2", "r: 33"), "rank 33 is above the width"),
+        (("tok_len: 24", "tok_len: 65"), "has 64 positions; set llm.tok_len"),
     ):
         (place / "cannot.yaml").write_text(text.replace(*change))
         options = Options(("cannot.yaml",), results="elsewhere")

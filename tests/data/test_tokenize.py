@@ -1,8 +1,8 @@
 import pandas as pd
 import pytest
 
-from fs_lowrank.data.tokenize import ALPACA_NO_INPUT, tokenize_causal, tokenize_classification
-from fs_lowrank.errors import UserError
+from fs_lowrank.data.tokenize import ALPACA_NO_INPUT, check_vocabulary, tokenize_causal, tokenize_classification
+from fs_lowrank.errors import UserError, say_once
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] <s> </s> a b c d e f good bad it is fine question answer <|user|> <|bot|>".split()
 ID = {word: i for i, word in enumerate(WORDS)}  # as the tokenizers of conftest.py number them
@@ -90,3 +90,43 @@ def test_unknown_choices(causal_tokenizer):
         tokenize_causal(frame, causal_tokenizer, 64, template="chat")
     with pytest.raises(UserError, match="chat template"):
         tokenize_causal(pd.DataFrame({"messages": [[]]}), causal_tokenizer, 64)
+
+
+@pytest.mark.parametrize("columns", [("text", "text_pair"), ("instruction", "output"), ("messages",)])
+@pytest.mark.parametrize("unknown, outcome", [(5, ""), (6, "said"), (50, "said"), (51, "refused"), (100, "refused")])
+def test_words_that_the_tokenizer_does_not_know(encoder_tokenizer, caplog, columns, unknown, outcome):
+    say_once.cache_clear()
+    texts = ["tapir"] * unknown + ["good"] * (100 - unknown)
+    if columns == ("messages",):
+        frame = pd.DataFrame({"messages": [[{"role": "user", "content": text}] for text in texts]})
+    else:
+        frame = pd.DataFrame(dict.fromkeys(columns, texts))
+    message = (
+        f"does not know {unknown}% of the tokens of the training text; its vocabulary has {len(encoder_tokenizer)}"
+    )
+    if outcome == "refused":
+        with pytest.raises(UserError, match=f"model.type: .* {message}; are its files"):
+            check_vocabulary(frame, encoder_tokenizer)
+    else:
+        check_vocabulary(frame, encoder_tokenizer)
+        check_vocabulary(frame, encoder_tokenizer)
+        assert caplog.text.count(message) == (outcome == "said")
+
+
+def test_a_tokenizer_without_an_unknown_token_gives_none_at_all():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(UserError, match="does not know 100%"):
+        check_vocabulary(pd.DataFrame({"text": ["good", "bad", " "]}), empty)
+    check_vocabulary(pd.DataFrame({"text": ["", " "]}), empty)
+
+
+def test_a_length_that_the_tokenizer_lowers_is_said(encoder_tokenizer, caplog):
+    say_once.cache_clear()
+    encoder_tokenizer.model_max_length = 5
+    frame = pd.DataFrame({"text": ["a b c d e f"], "label": [1]})
+    for _ in range(2):
+        assert len(tokenize_classification(frame, encoder_tokenizer, 9).columns["input_ids"][0]) == 5
+    assert caplog.text.count("llm.tok_len = 9 is lowered to 5") == 1

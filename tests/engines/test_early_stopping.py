@@ -6,10 +6,9 @@ import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
 
 
-def engine_with(settings, values, **keys):
+def stalls(settings, values, **keys):
     engine = LocalEngine(fs_lowrank.load_config(settings, keys))
-    engine.records = type("Records", (), {"history": [{"metrics": {"val": {"loss": v}}} for v in values]})()
-    return engine
+    return engine.evaluator.stalled([{"metrics": {"val": {"loss": v}}} for v in values])
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ def engine_with(settings, values, **keys):
 )
 def test_it_stops_after_patience_evaluations_without_a_better_one(settings, values, patience, delta, stalled):
     keys = {"early_stop.patience": patience, "early_stop.delta": delta}
-    assert engine_with(settings, values, **keys)._stalled() is stalled
+    assert stalls(settings, values, **keys) is stalled
 
 
 def test_a_run_ends_early(settings):
@@ -66,7 +65,5 @@ def test_a_metric_that_is_not_measured_is_named(settings, key, said):
 @pytest.mark.parametrize("key, value", [("client_test_acc_mean", -0.7), ("val_avg_loss", 0.5), ("test_acc", -0.9)])
 def test_the_watched_key_is_found(settings, key, value):
     engine = LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
-    assert (
-        engine._key_value({"metrics": {"client_test": {"acc_mean": 0.7}, "val": {"loss": 0.5}, "test": {"acc": 0.9}}})
-        == value
-    )
+    metrics = {"client_test": {"acc_mean": 0.7}, "val": {"loss": 0.5}, "test": {"acc": 0.9}}
+    assert engine.evaluator.key_value({"metrics": metrics}) == value

@@ -41,7 +41,7 @@ def close(one, other, tolerance=1e-6):
     assert one.server.state.keys() == other.server.state.keys()
     for name, value in one.server.state.items():
         torch.testing.assert_close(value, other.server.state[name], atol=tolerance, rtol=tolerance)
-    for a, b in zip(one.records.history, other.records.history):
+    for a, b in zip(one.keeper.history, other.keeper.history):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
 
@@ -57,7 +57,7 @@ def test_kept_and_computed_are_equal(make, task, method):
     assert task == "causal" or dropouts
     for engine in (kept, computed):
         engine.run()
-        assert engine.prefix.depth == 1
+        assert engine.site.prefix.depth == 1
     assert len(kept.prefix.kept) == 5 and not computed.prefix.kept
     close(kept, computed)
 
@@ -66,8 +66,8 @@ def test_dropout_above_stays_on(make):
     engine = make("encoder", {})
     engine.run()
     engine.model.train()
-    engine.prefix.eval_below()
-    below, above = engine.prefix.layers[0], engine.prefix.layers[1]
+    engine.site.prefix.eval_below()
+    below, above = engine.site.prefix.layers[0], engine.site.prefix.layers[1]
     assert not any(m.training for m in below.modules()) and all(m.training for m in above.modules())
     with_all = make("encoder", {"train.frozen_dropout": True})
     assert with_all.prefix is None
@@ -121,9 +121,9 @@ def test_a_budget_that_does_not_reach(make):
 
 
 def test_no_layer_is_frozen_where_all_weights_train(make):
-    assert make("encoder", {"federate.method": "fedavg"}).prefix is None
-    assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [0, 2]}]}).prefix is None
-    assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [2]}]}).prefix.depth == 2
+    assert make("encoder", {"federate.method": "fedavg"}).site.prefix is None
+    assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [0, 2]}]}).site.prefix is None
+    assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [2]}]}).site.prefix.depth == 2
 
 
 def test_half_precision(make):

@@ -7,21 +7,21 @@ import torch
 
 import fs_lowrank
 from fs_lowrank import load_config
-from fs_lowrank.engines import common
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import UserError
+from fs_lowrank.rounds import keeper, site
 
 
 @pytest.fixture
 def run(settings, tmp_path, monkeypatch, no_curves):
     """``run(**keys)``: a one-round run whose clients are kept; (the result, how many were trained)."""
-    trained, real = [], common.train_client
+    trained, real = [], site.train_client
 
     def spy(*args, **options):
         trained.append(options["owner"])
         return real(*args, **options)
 
-    monkeypatch.setattr(common, "train_client", spy)
+    monkeypatch.setattr(site, "train_client", spy)
     counter = iter(range(100))
 
     def run(method="fedavg", engine="local", **keys):
@@ -123,9 +123,9 @@ def test_a_folder_that_cannot_be_used(run, tmp_path):
 def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, monkeypatch):
     import fs_lowrank.api as api
 
-    trained, real = [], common.train_client
-    monkeypatch.setattr(common, "train_client", lambda *a, **o: trained.append(o["owner"]) or real(*a, **o))
-    for module in (common, api):
+    trained, real = [], site.train_client
+    monkeypatch.setattr(site, "train_client", lambda *a, **o: trained.append(o["owner"]) or real(*a, **o))
+    for module in (keeper, api):
         monkeypatch.setattr(module, "plot_curves", lambda histories, path, majority: path)
     keys = {
         "federate.method": "fedavg",
@@ -164,7 +164,7 @@ def test_all_methods_choose_by_the_same_held_out_samples(settings, tmp_path):
         rows = {tuple(r[r != 0].tolist()) for b in engine.method.workbench.validation() for r in b["input_ids"]}
         held_out = {
             tuple(r[r != 0].tolist())
-            for r in engine.data.validation.batch(range(len(engine.data.validation)))["input_ids"]
+            for r in engine.site.data.validation.batch(range(len(engine.site.data.validation)))["input_ids"]
         }
         assert sum(map(len, labels)) == 12 and rows <= held_out
         drawn.append((sorted(rows), torch.cat(labels).tolist()))

@@ -62,7 +62,7 @@ def test_what_carries_no_adapter_trains_and_is_averaged_with_its_statistics(make
         lambda m, r, c: sent.setdefault(c.id, {n: t.detach().clone() for n, t in upload(m, r, c).items()}),
     )
     engine.run()
-    sizes = [len(e) for e in engine.data.clients]
+    sizes = [len(e) for e in engine.site.data.clients]
     now, frozen = all_tensors(engine.model), {n for n in start if method == "fedlora" and "base_layer" in n}
     assert sent[1].keys() == start.keys() - frozen and sum(map(is_statistic, sent[1])) == 24
     for name in start:
@@ -76,10 +76,10 @@ def test_what_carries_no_adapter_trains_and_is_averaged_with_its_statistics(make
 
 def test_the_parameter_counts_are_told(make):
     engine = make("run", {"federate.total_round_num": 1})
-    assert engine.run().facts["parameters"] == engine.parameters
-    assert json.loads((engine.outdir / "summary.json").read_text())["parameters"] == engine.parameters
-    counts = {m: make(m, {"federate.method": m}).parameters["trainable"] for m in ("fedavg", "ffa_lora", "rolora")}
-    total, trains = engine.parameters["total"], engine.parameters["trainable"]
+    assert engine.run().facts["parameters"] == engine.site.parameters
+    assert json.loads((engine.keeper.outdir / "summary.json").read_text())["parameters"] == engine.site.parameters
+    counts = {m: make(m, {"federate.method": m}).site.parameters["trainable"] for m in ("fedavg", "ffa_lora", "rolora")}
+    total, trains = engine.site.parameters["total"], engine.site.parameters["trainable"]
     assert counts["fedavg"] == total > trains == counts["rolora"] > counts["ffa_lora"]
 
 
@@ -93,15 +93,15 @@ def test_resumed_bit_by_bit(make):
 
 def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypatch):
     engine, again = make("a"), make("b")
-    data, seen = type(engine.data.test), []
+    data, seen = type(engine.site.data.test), []
     batch = data.batch
     monkeypatch.setattr(
         data,
         "batch",
         lambda self, indices, augment=None: seen.append(augment is not None) or batch(self, indices, augment),
     )
-    engine._evaluate()
-    list(engine.clients[0].batches())
+    engine.evaluator.evaluate(engine.server.state)
+    list(engine.site.clients[0].batches())
     assert seen and not any(seen)
     seen.clear()
     first = engine.run()
@@ -160,7 +160,7 @@ def test_text_for_a_network_for_images_and_the_other_way_round(make, reviews_csv
     with pytest.raises(UserError, match="model.type = resnet10 takes images, but .* holds text"):
         make("run", {"data.type": str(reviews_csv), "data.transform": []})
     with pytest.raises(UserError, match="takes text, but .* holds images"):
-        make("run", {"model.type": f"{tiny_encoder}@transformers", "lowrank.width": 1.0})
+        make("run", {"model.type": f"{tiny_encoder}@transformers", "lowrank.width": 1.0, "llm.tok_len": 24})
 
 
 def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from fs_lowrank.config import load_config
-from fs_lowrank.engines.common import method_of
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
+from fs_lowrank.rounds.site import method_of
 
 SIZES = (3, 10, 27)
 AVERAGING = ("fedavg", "fedlora", "ffa_lora", "rolora")

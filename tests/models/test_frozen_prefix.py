@@ -1,5 +1,6 @@
 """The kept states are those that the frozen layers would have given."""
 
+import copy
 import logging
 
 import numpy as np
@@ -96,6 +97,17 @@ def test_a_model_that_trains_below_has_no_prefix(tiny_encoder):
     assert not FrozenPrefix(model, {"base", "head"}, 1e9)
     assert FrozenPrefix(model, {"head"}, 1e9).depth == 2, "with a head alone, all but the last block is kept"
     assert not FrozenPrefix(torch.nn.Linear(2, 2), {"base"}, 1e9)
+
+
+def test_an_embedding_that_trains_is_below_the_blocks(tiny_encoder):
+    model = AutoModelForSequenceClassification.from_pretrained(str(tiny_encoder))
+    for saved, depth in (("word_embeddings", 0), ("pooler", 2)):
+        spec = AdapterSpec(
+            r=2, lora_alpha=4, target_modules=("query",), layers=(2,), extra={"modules_to_save": [saved]}
+        )
+        prefix = FrozenPrefix(add_adapter(copy.deepcopy(model), spec, 0), {"adapter", "head"}, 1e9)
+        prefix.plan({"a": (examples(), 5)})
+        assert prefix.depth == depth, "states that an embedding enters cannot be kept while it trains"
 
 
 def test_the_budget_goes_by_order_and_use(tiny_encoder):

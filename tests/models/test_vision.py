@@ -169,18 +169,19 @@ def test_saved_and_loaded(kind, tmp_path):
     assert again.options == model.options
 
 
-def test_weights_from_a_file(tmp_path):
+def test_weights_from_a_file(tmp_path, caplog):
     source = build("resnet10", classes=5, **SMALL)
     source.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     model = build("resnet10", classes=7, **SMALL)
     head = model.fc.weight.clone()
-    load_weights(model, path)
+    assert load_weights(model, path) == ["fc.bias", "fc.weight"]
+    assert "the head for 7 classes is new (fc.bias, fc.weight): fc.bias is 5 there" in caplog.text
     assert torch.equal(model.layer3[0].conv1.weight, source.layer3[0].conv1.weight)
     assert torch.equal(model.fc.weight, head), "another number of classes: a new head"
     same = build("resnet10", classes=5, **SMALL)
     same.fc.weight.data.zero_()
-    load_weights(same, path)
+    assert load_weights(same, path) == []
     assert torch.equal(same.fc.weight, source.fc.weight)
 
 
@@ -188,6 +189,7 @@ def test_weights_from_a_file(tmp_path):
     "change, message",
     [
         (lambda t: t.pop("layer2.0.conv1.weight"), "has no tensor 'layer2.0.conv1.weight'"),
+        (lambda t: t.pop("fc.bias"), "has no tensor 'fc.bias'"),
         (
             lambda t: t.update({"layer2.0.conv9.weight": torch.zeros(1)}),
             "has a tensor 'layer2.0.conv9.weight'.*lowrank.norm",

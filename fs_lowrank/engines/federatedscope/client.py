@@ -27,7 +27,7 @@ logger = logging.getLogger("federatedscope.lowrank")
 
 def shared_tensors(session: Session, model: nn.Module | None = None) -> dict[str, Tensor]:
     """A copy of what the method shares of ``model``, or of the session's own."""
-    return {n: p.detach().clone() for n, p in named_tensors(model or session.model, session.method.shared).items()}
+    return {n: p.detach().clone() for n, p in named_tensors(model or session.site.model, session.method.shared).items()}
 
 
 class SharedCopy:
@@ -41,11 +41,10 @@ class SharedCopy:
         self._load_personal()
 
     def _load_personal(self) -> None:
-        load_tensors(self.model, self.session.personal.get(self.number, self.session.untrained_personal))
+        load_tensors(self.model, self.session.site.personal.get(self.number, self.session.site.untrained_personal))
 
     def keep_personal(self) -> None:
-        if self.session.untrained_personal:
-            self.session.personal[self.number] = self.session._personal_now(self.model)
+        self.session.site.keep_personal(self.number, self.model)
 
 
 class OwnCopy(SharedCopy):

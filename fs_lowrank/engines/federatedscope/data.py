@@ -36,7 +36,7 @@ def load(config, client_cfgs=None):
 
 def handed_out(session: Session, config):
     """What each worker of this process holds: by its number in standalone mode, its own alone otherwise."""
-    held_out = {split: examples for split, examples in session._held_out().items() if len(examples)}
+    held_out = {split: examples for split, examples in session.site.held_out().items() if len(examples)}
     split, _, metric = config.eval.best_res_update_round_wise_key.partition("_")
     if held_out and split in ("val", "test") and split not in held_out:
         # The framework ends a run whose key names a split that is not evaluated, and its default is val_loss.
@@ -51,7 +51,7 @@ def handed_out(session: Session, config):
 
     if session.role == "client":
         return of(max(session.index, 1))
-    everyone = {number: of(number) for number in range(1, len(session.clients) + 1)}
+    everyone = {number: of(number) for number in range(1, len(session.site.clients) + 1)}
     return {0: Held(config, **held_out), **everyone}
 
 

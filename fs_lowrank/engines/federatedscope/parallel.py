@@ -173,10 +173,10 @@ class ParallelRunner(StandaloneRunner):
             raise kind(f"{site}: {facts['reason']}")
         elif facts["kind"] == "client":
             number = facts["client"]
-            self.session.spent.update({int(n): spent for n, spent in facts["spent"].items()})
+            self.session.site.add_spent({int(n): spent for n, spent in facts["spent"].items()})
             if parcel.tensors:
-                device = self.session.device
-                self.session.personal[number] = {n: t.to(device) for n, t in parcel.tensors.items()}
+                device = self.session.site.device
+                self.session.site.personal[number] = {n: t.to(device) for n, t in parcel.tensors.items()}
         else:
             self.shared_comm_queue.append(_unpacked(parcel))
 
@@ -321,9 +321,9 @@ def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) 
     for client in clients.values():
         client.join_in()
     while True:
-        spent, session.spent = session.spent, {}
+        spent = session.site.take_spent()
         for number in spent:
-            send("client", session.personal.get(number), client=number, spent=spent)
+            send("client", session.site.personal.get(number), client=number, spent=spent)
         while queue:
             message = queue.popleft()
             for receiver in message.receiver:
@@ -332,10 +332,12 @@ def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) 
         parcel = Parcel.of(connection.recv_bytes())
         if parcel.facts["kind"] == "follow":
             # Applied to the model as the round before left it, not as the last client did.
-            load_tensors(session.model, standing)
+            load_tensors(session.site.model, standing)
             with torch.no_grad():
                 session.method.apply(
-                    session.model, {n: t.to(session.device) for n, t in parcel.tensors.items()}, parcel.facts["round"]
+                    session.site.model,
+                    {n: t.to(session.site.device) for n, t in parcel.tensors.items()},
+                    parcel.facts["round"],
                 )
             standing = shared_tensors(session)
         else:
@@ -355,7 +357,7 @@ def _clients(cfg, resources: dict[int, object], resume: bool):
     # What a run goes on from is the server's; whoever shares its model or keeps personal tensors needs it too.
     checkpoint = load_checkpoint(session.outdir / "checkpoint") if resume else None
     if checkpoint:
-        session._restore(checkpoint)
+        session.keeper.restore(checkpoint)
     elif cfg.federate.restore_from:
         MethodAggregator(session).load_model(cfg.federate.restore_from)
     queue: deque[Message] = deque()
@@ -367,7 +369,7 @@ def _clients(cfg, resources: dict[int, object], resume: bool):
             config=cfg,
             data=data[number],
             model=session.next_model(),
-            device=session.device,
+            device=session.site.device,
             shared_comm_queue=queue,
             resource_info=resource,
         )

@@ -50,7 +50,7 @@ def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> 
             cfg.freeze(inform=False, save=False)
             workers = {"data": data, "server_class": get_server_cls(cfg), "client_class": get_client_cls(cfg)}
             if processes > 1:
-                session.config = session.config.replace(**{"federate.process_num": processes})
+                session.say(session.config.replace(**{"federate.process_num": processes}))
                 ParallelRunner(config=cfg.clone(), processes=processes, **workers).run()
             else:
                 get_runner(config=cfg.clone(), **workers).run()

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import time
+from pickle import UnpicklingError
 
 import torch
 from federatedscope.core.aggregators import Aggregator
@@ -21,6 +22,7 @@ from ...algebra import nbytes
 from ...errors import RunFailed, UserError
 from ...methods import RefusedUpdate, Update, check_update
 from ...models.adapters import load_tensors
+from ...rounds.record import round_record
 from ..server import TooFewClients, without_head
 from . import wire
 from .session import Session, current, differing
@@ -36,7 +38,7 @@ class MethodAggregator(Aggregator):
 
     def __init__(self, session: Session):
         super().__init__()
-        self.session, self.model = session, session.model
+        self.session, self.model = session, session.site.model
 
     def aggregate(self, agg_info):
         """Finish round ``agg_info["round"]`` with what the session's server has received; the message."""
@@ -70,8 +72,8 @@ class MethodAggregator(Aggregator):
         if not os.path.exists(path):
             raise UserError(f"federate.restore_from: there is no file {path}")
         try:
-            saved = torch.load(path, map_location=session.device, weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError) as error:
+            saved = torch.load(path, map_location=session.site.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
             raise UserError(f"federate.restore_from: cannot read {path}: {error}") from error
         if not isinstance(saved, dict) or "model" not in saved:
             raise UserError(f"federate.restore_from: {path} was not saved by a run of this framework")
@@ -304,7 +306,7 @@ class LowRankServer(Server):
             selected = sorted(int(c) for c in self.sampler.sample(size=sample_client_num))
         self.selected, self.failed, self.losses, self.samples = selected, [], {}, {}
         self.uplink, self.downlink = {}, {}
-        self.before = dict(self.core.synced), dict(self.session.personal)
+        self.before = dict(self.core.synced), dict(self.session.site.personal)
         self.asked, self.heard, self.shares = set(), set(), {}
         self.running = RunningMean() if self._cfg.federate.online_aggr else None
         self.msg_buffer["train"].setdefault(self.state, {})
@@ -340,10 +342,10 @@ class LowRankServer(Server):
         if whole:
             # Its copy stands at the start, and what everyone else has got is not kept: it gets all that is.
             if self.standing[0] != round:
-                changed = set(method.changed_base(session.model))
+                changed = set(method.changed_base(session.site.model))
                 self.standing = (
                     round,
-                    {n: p.detach().clone() for n, p in session.model.named_parameters() if n in changed},
+                    {n: p.detach().clone() for n, p in session.site.model.named_parameters() if n in changed},
                 )
             changes = {**method.view(self.core.state, client), **self.standing[1]}
             self.fresh.discard(client)
@@ -451,7 +453,7 @@ class LowRankServer(Server):
             if self._cfg.quantization.method == "uniform":
                 tensors = dequantise(tensors, expected)
                 sizes = self._quantised_sizes(tensors)
-            update = Update(client, samples, {n: t.to(self.session.device) for n, t in tensors.items()})
+            update = Update(client, samples, {n: t.to(self.session.site.device) for n, t in tensors.items()})
             if self.running is None:
                 self.core.receive(update, round)
             else:
@@ -478,26 +480,19 @@ class LowRankServer(Server):
     def _perform_federated_aggregation(self):
         round, session, method = self.state + 1, self.session, self.session.method
         started = time.perf_counter()
-        session._load_global()  # what stands in the model may be the last client's
+        session.site.load_global(session.server.state)  # what stands in the model may be the last client's
         try:
             self._condense(round)
             message = self.aggregator.aggregate({"round": round})
         except TooFewClients as error:
-            self.core.synced, session.personal = self.before
-            if round > 1 and not session._checkpoint_due(round - 1):
-                session._save(round - 1)
-            kept = (
-                f"the last good round, {round - 1}, is in {session.outdir / 'checkpoint'}; continue with --resume, "
-                "and a smaller lowrank.min_clients if no more clients can be had"
-            )
-            reasons = "; ".join(f["reason"] for f in self.failed[:3])
-            raise RunFailed(
-                f"{error} ({reasons or 'nobody failed'}); {kept if round > 1 else 'no round was completed'}"
-            ) from error
+            self.core.synced, session.site.personal = self.before
+            kept = session.keeper.keep_last(round)
+            reasons = "; ".join(f["reason"] for f in self.failed[:3]) or "nobody failed"
+            raise RunFailed(f"{error} ({reasons}); {kept}") from error
         if self._cfg.quantization.method == "uniform":
             message = self._as_sent(message, round)
         with torch.no_grad():
-            method.apply(session.model, message, round)
+            method.apply(session.site.model, message, round)
         session.on_message(message, round)
         finished = time.perf_counter()
         self.pending = {
@@ -508,7 +503,7 @@ class LowRankServer(Server):
             "uplink": self.uplink,
             "downlink": self.downlink,
             "samples": self.samples,
-            "spent": session._spent(),
+            "spent": session.site.take_spent(),
             "seconds": {"training": started - self.round_started, "aggregation": finished - started},
         }
         self.evaluation_started = finished
@@ -521,7 +516,7 @@ class LowRankServer(Server):
             total["up"],
             total["down"],
         )
-        if not session._evaluates(round):
+        if not session.evaluator.due(round):
             self._close_round({})
         return len(self.losses)
 
@@ -542,7 +537,7 @@ class LowRankServer(Server):
             weight = len(self.samples) if uniform else sum(self.samples.values())
             expected = self.session.method.expected(self.core.state, round, next(iter(self.losses)))
             recovered = recover(add_shares(list(self.shares.values())), weight, expected)
-            tensors = {n: t.to(self.session.device) for n, t in recovered.items()}
+            tensors = {n: t.to(self.session.site.device) for n, t in recovered.items()}
         self.core.updates = [check_update(Update(1, sum(self.samples.values()), tensors), tensors)]
 
     def _as_sent(self, message, round: int) -> dict:
@@ -562,10 +557,10 @@ class LowRankServer(Server):
         session, pending = self.session, self.pending
         self.pending = None
         pending["seconds"]["evaluation"] = time.perf_counter() - self.evaluation_started
-        record = session._record(pending.pop("round"), metrics=metrics, **pending)
-        session.records.add(record)
-        if session._checkpoint_due(record["round"]):
-            session._save(record["round"])
+        record = round_record(
+            session.method.view(session.server.state), pending.pop("round"), metrics=metrics, **pending
+        )
+        session.keeper.add(record)
         self.stop_asked = bool(session.on_round(record)) or self.stop_asked
 
     def _start_new_training_round(self, aggregated_num=0):
@@ -585,7 +580,7 @@ class LowRankServer(Server):
     def eval(self):
         if self.is_finish:  # the framework evaluates once more after it has stopped early
             return
-        if self._cfg.federate.make_global_eval and not self.session._held_out():
+        if self._cfg.federate.make_global_eval and not self.session.site.held_out():
             return self.check_and_save()  # nothing to evaluate, which the framework would not get over
         super().eval()
 
@@ -626,9 +621,9 @@ class LowRankServer(Server):
                 for split in self._cfg.eval.split
             }
             metrics = {split: values for split, values in metrics.items() if values}
-        if self.session.role == "standalone" and self.session.untrained_personal and metrics:
+        if self.session.role == "standalone" and self.session.site.untrained_personal and metrics:
             # Between processes personal parts stay with their clients, who evaluate them without make_global_eval.
-            metrics["client_test"] = self.session._evaluate_clients()
+            metrics["client_test"] = self.session.evaluator.clients(self.session.server.state)
         is_best = self._is_best(metrics)
         self._close_round(metrics)
         if is_best and self._cfg.federate.make_global_eval and self._cfg.federate.save_to:
@@ -637,9 +632,9 @@ class LowRankServer(Server):
         super().check_and_save()
 
     def _is_best(self, metrics: dict) -> bool:
-        key = self.session._key_value
+        key = self.session.evaluator.key_value
         now = key({"metrics": metrics})
-        before = [key(r) for r in self.session.records.history if r["metrics"]]
+        before = [key(r) for r in self.session.keeper.history if r["metrics"]]
         return now is not None and all(b is None or now < b for b in before)
 
     def terminate(self, msg_type="finish"):

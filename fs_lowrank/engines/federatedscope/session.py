@@ -20,8 +20,11 @@ from ...config import Config
 from ...errors import UserError
 from ...methods import Client
 from ...models.frozen import FrozenPrefix
+from ...rounds.evaluator import Evaluator
+from ...rounds.keeper import RecordKeeper
+from ...rounds.site import Site
 from ...runs.result import RunResult
-from ..common import Run
+from ..server import Server
 from .config import from_framework
 
 logger = logging.getLogger("federatedscope.lowrank")
@@ -29,7 +32,7 @@ logger = logging.getLogger("federatedscope.lowrank")
 _current: Session | None = None
 
 
-class Session(Run):
+class Session:
     """One process's part of a run.
 
     Args:
@@ -40,103 +43,87 @@ class Session(Run):
     """
 
     def __init__(self, config: Config, outdir: Path, role: str, index: int = -1):
-        self.role, self.index, self._outdir = role, index, outdir
+        self.config, self.outdir, self.role, self.index = config, outdir, role, index
         self.shares_model = role == "standalone" and config.federate.share_local_model
         #: a client process that reads its own data takes all of it, undivided
-        divided = (
-            config
-            if role != "client" or index > 0
-            else config.replace(
-                **{
-                    "federate.client_num": 1,
-                    "federate.sample_client_num": -1,
-                    "federate.sample_client_rate": -1.0,
-                    "lowrank.min_clients": 1,
-                }
-            )
-        )
-        super().__init__(divided, keep_messages=not self.shares_model)
-        self.config = config
+        self.has_own_data = role == "client" and index < 1
+        # The server's step is the server's: a client process chooses nothing.
+        self.site = Site(config, serves=role != "client", undivided=self.has_own_data)
+        self.method = self.site.method
+        self.evaluator = Evaluator(self.site)
+        self.server = Server.of(config, self.method, self.site.initial_state, keep_messages=not self.shares_model)
+        self.keeper = RecordKeeper(self.site, self.evaluator, self.server, outdir)
         self.on_round: Callable[[dict], object] = lambda record: None
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
         #: called with the message of each round and the round, when the session's model has followed it
         self.on_message: Callable[[dict[str, Tensor], int], object] = lambda *_: None
         self.resume = False
         self.result: RunResult | None = None
-        self._handed_out = 0
+        self._models_given = 0
         #: what must agree between processes at the start: the frozen model, and every shared tensor, by name
         self.proof = (
             {}
             if role == "standalone"
             else {
-                "the base model": self.base_fingerprint,
+                "the base model": self.site.base_fingerprint,
                 **{name: _hash(t) for name, t in self.method.view(self.server.state).items()},
             }
         )
 
-    @property
-    def outdir(self) -> Path:
-        return self._outdir
-
-    def _workbench(self):
-        return None if self.role == "client" else super()._workbench()  # the server's step is the server's
-
     # -- models ------------------------------------------------------------------------------------
 
     def next_model(self) -> nn.Module:
-        """The model for the worker that is being made: the session's own for the first and for all that share it."""
-        self._handed_out += 1
-        if self.shares_model or self.role != "standalone" or self._handed_out == 1:
-            return self.model
-        return self.adapted(self.plain_model())
+        """The model for the worker that is being made: the site's own for the first and for all that share it."""
+        self._models_given += 1
+        if self.shares_model or self.role != "standalone" or self._models_given == 1:
+            return self.site.model
+        return self.site.adapted(self.site.plain_model())
 
     def client(self, number: int) -> Client:
         """The client that this worker is; its data are those of ``index`` in a process of its own."""
-        if self.role == "client" and self.index < 1:
-            return dataclasses.replace(self.clients[0], id=number)
-        return self.clients[number - 1]
+        if self.has_own_data:
+            return dataclasses.replace(self.site.clients[0], id=number)
+        return self.site.clients[number - 1]
 
     def examples(self, number: int):
         """The training examples of client ``number``."""
-        return self.data.clients[0 if self.role == "client" and self.index < 1 else number - 1]
+        return self.site.data.clients[0 if self.has_own_data else number - 1]
 
     def prefix_for(self, model: nn.Module, number: int) -> FrozenPrefix | None:
-        """What is kept of the frozen layers for client ``number``; the session's own where the model is."""
-        if model is self.model and (self.shares_model or self.role == "client"):
-            return self.prefix
-        train = self.config.train
-        if train.frozen_dropout:
-            return None
-        limit = train.cache_frozen_bytes / len(self.clients) if train.cache_frozen == "auto" else 0
-        prefix = FrozenPrefix(
-            model, {*self.method.shared, *self.method.personal}, limit=limit, folder=train.cache_frozen_dir or None
-        )
-        prefix.plan({owner: o for owner, o in self._owners().items() if owner == f"client {number}"})
-        return prefix if prefix else None
+        """What is kept of the frozen layers for client ``number``; the site's own where the model is."""
+        if model is self.site.model and (self.shares_model or self.role == "client"):
+            return self.site.prefix
+        owner = f"client {number}"
+        own = {name: o for name, o in self.site.owners().items() if name == owner}
+        return self.site.frozen_prefix(model, own, share=1 / len(self.site.clients))
 
     def held_out_for(self, number: int) -> dict[str, object]:
-        """Client ``number``'s share of the held-out data, where clients evaluate: every so-manieth sample."""
+        """Client ``number``'s share of the held-out data, where clients evaluate: every K-th sample, of K clients."""
         found = {}
-        for split, examples in self._held_out().items():
-            share = range(number - 1, len(examples), len(self.clients))
-            if self.role == "client" and self.index < 1:
+        for split, examples in self.site.held_out().items():
+            share = range(number - 1, len(examples), len(self.site.clients))
+            if self.has_own_data:
                 share = range(len(examples))
             if len(share):
                 found[split] = examples.select(share)
         return found
 
+    def say(self, config: Config) -> None:
+        """Take ``config``, which differs in what decides no result, as the one to keep and to show."""
+        self.config = self.keeper.config = config
+
     def begin(self) -> int:
         """Open the run's files, restore what ``resume`` asks for; returns the rounds that are done."""
-        if not self.resume and (self.outdir / self.config_name).exists():
-            self.config_name = "lowrank.yaml"  # the framework has written its own
-        checkpoint = self._start(self.resume)
+        if not self.resume and (self.outdir / self.keeper.config_name).exists():
+            self.keeper.config_name = "lowrank.yaml"  # the framework has written its own
+        checkpoint = self.keeper.start(self.resume)
         return checkpoint.round if checkpoint else 0
 
     def conclude(self) -> RunResult:
         """Write what a finished run leaves behind; once."""
         if self.result is None:
-            self._load_global()
-            self.result = self._finish()
+            self.site.load_global(self.server.state)
+            self.result = self.keeper.finish()
         return self.result
 
     def nothing(self) -> RunResult:
@@ -145,7 +132,7 @@ class Session(Run):
             history=[],
             final={},
             outdir=self.outdir,
-            model=self.model,
+            model=self.site.model,
             base_changed=True,
             facts={"method": self.method.name, "client": self.index},
         )
@@ -193,7 +180,7 @@ def close_session() -> None:
     """Forget the session, and with it its models; its folder is free for another run."""
     global _current
     if _current is not None:
-        _current._release()
+        _current.keeper.release()
     _current = None
 
 

@@ -40,7 +40,7 @@ class LowRank:
     def train(self, target_data_split_name="train", hooks_set=None):
         """Train as this worker's client in ``round``; (samples processed, tensors to send, metrics)."""
         session = self.session
-        update, result = session._fit(
+        update, result = session.site.fit(
             session.client(self.number), self.ctx.train_data, self.round, self.ctx.model, self.prefix
         )
         self.outcome, self.loss = update, result.loss
@@ -65,7 +65,7 @@ class LowRank:
 
     def _kept(self):
         # The session's prefix knows the whole held-out sets; a client's share of them is not among what it keeps.
-        return self.session.prefix if self.number == 0 else None
+        return self.session.site.prefix if self.number == 0 else None
 
     def update(self, model_parameters, strict=False):
         load_tensors(self.ctx.model, model_parameters)

@@ -168,16 +168,16 @@ def test_a_refused_update_leaves_the_round_to_the_others(quick, monkeypatch):
 
 
 def test_a_failing_client_is_recorded(quick, monkeypatch):
-    from fs_lowrank.engines.federatedscope.session import Session
+    from fs_lowrank.rounds.site import Site
 
-    fit = Session._fit
+    fit = Site.fit
 
     def fails(self, client, *args):
         if client.id == 3:
             raise RuntimeError("out of memory")
         return fit(self, client, *args)
 
-    monkeypatch.setattr(Session, "_fit", fails)
+    monkeypatch.setattr(Site, "fit", fails)
     result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
     assert all(r["failed"][0]["reason"] == "RuntimeError: out of memory" for r in result.history)
     with pytest.raises(UserError, match="4 usable updates.*out of memory"):
@@ -185,16 +185,16 @@ def test_a_failing_client_is_recorded(quick, monkeypatch):
 
 
 def test_a_failing_client_s_share_ends_the_run(quick, monkeypatch):
-    from fs_lowrank.engines.federatedscope.session import Session
+    from fs_lowrank.rounds.site import Site
 
-    fit = Session._fit
+    fit = Site.fit
 
     def fails(self, client, examples, round, *args):
         if (client.id, round) == (3, 2):
             raise RuntimeError("out of memory")
         return fit(self, client, examples, round, *args)
 
-    monkeypatch.setattr(Session, "_fit", fails)
+    monkeypatch.setattr(Site, "fit", fails)
     with pytest.raises(UserError, match="round 2: .*shares of every client.*out of memory.*last good round, 1"):
         fs_lowrank.run(quick("run", {"federate.method": "fedlora", "federate.use_ss": True}), "federatedscope")
 

@@ -1,0 +1,100 @@
+"""What a loader reports about a checkpoint: which weights it brought, and which of them may be new.
+
+A loader fills in what a checkpoint lacks with random numbers. That is right for the head of a new task and wrong
+for everything else, so the report of transformers (``output_loading_info``) is read here and nothing is left to its
+warnings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import UserError, say_once
+
+_SHOWN = 3
+
+
+def check_loaded(model: nn.Module, report: Mapping[str, Any], place: str, classes: int | None) -> list[str]:
+    """Whether the checkpoint at ``place`` holds ``model``; new heads and dropped tensors are said once.
+
+    A head may be new: a whole module outside the base model (``base_model_prefix``) of which the checkpoint has no
+    tensor, and the base's ``pooler``, which encoders without a classifier are saved without. Tied weights are not in
+    the report; buffers of whole numbers (``position_ids``) are made and not loaded.
+
+    Args:
+        report: what ``from_pretrained(…, output_loading_info=True, ignore_mismatched_sizes=True)`` returned: sets of
+            ``missing_keys`` and ``unexpected_keys``, and ``mismatched_keys`` of (name, its shape in the file, the
+            model's).
+        classes: of the data, for a classifier; None for a language model, which has no new parts.
+    Returns:
+        The names of the weights that are new, sorted.
+    Raises:
+        UserError: a weight is missing or has another shape.
+    """
+    counters = {n for n, b in model.named_buffers() if not b.is_floating_point()}
+    own = model.state_dict().keys() - counters
+    missing, unexpected = set(report["missing_keys"]) - counters, set(report["unexpected_keys"])
+    _check_shapes(report["mismatched_keys"], place, classes)
+    modules: dict[str, set[str]] = {}
+    for name in own if classes is not None else ():
+        modules.setdefault(_new_module(model, name), set()).add(name)
+    new = {n for module, names in modules.items() if module and names <= missing for n in names}
+    lacking = sorted(missing - new)
+    if lacking:
+        raise UserError(
+            f"model.type: {place!r} lacks {len(lacking)} of the model's {len(own)} weights ({_some(lacking)}), which "
+            f"would be random{_instead(lacking, unexpected, model.base_model_prefix)}; the checkpoint is incomplete, "
+            "or its names are not this model's: save it again with save_pretrained, or take another"
+        )
+    if unexpected:
+        say_once(
+            f"model.type: {place!r} has {len(unexpected)} tensors that the model has no place for; they are left out: "
+            f"{_some(unexpected)}"
+        )
+    if new:
+        say_once(f"model.type: {place!r} has no weights for {_some(new)}; they are new, drawn by the run's seed")
+    return sorted(new)
+
+
+def _new_module(model: nn.Module, name: str) -> str:
+    """The module of ``name`` that may be new as a whole; empty where the weight must come from the checkpoint."""
+    base = model.base_model_prefix
+    first, _, rest = name.partition(".")
+    if not base or not hasattr(model, base):
+        return ""
+    if first != base:
+        return first
+    return f"{base}.pooler" if rest.startswith("pooler.") else ""
+
+
+def _check_shapes(mismatched: Iterable[tuple], place: str, classes: int | None) -> None:
+    for name, there, here in sorted((n, tuple(a), tuple(b)) for n, a, b in mismatched):
+        if classes is not None and here[:1] == (classes,) and there[1:] == here[1:]:
+            raise UserError(
+                f"model.type: {place!r} is a classifier of {there[0]} classes ({name} is {there}), the data has "
+                f"{classes}; take data of {there[0]} classes, or a checkpoint without a head"
+            )
+        raise UserError(
+            f"model.type: {place!r}: {name} is {there} in the checkpoint, and by its config.json {here}; the two do "
+            "not belong together"
+        )
+
+
+def _instead(lacking: Collection[str], unexpected: Collection[str], base: str) -> str:
+    """What the checkpoint has in the place of the missing weights: their names under a prefix, or others."""
+    short = {n.removeprefix(f"{base}."): n for n in lacking}
+    for name in sorted(unexpected):
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            found = short.get(".".join(parts[i:]))
+            if found:
+                return f", and has {len(unexpected)} under other names: {name!r} for {found!r}"
+    return f", and has {len(unexpected)} that the model has not ({_some(unexpected)})" if unexpected else ""
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

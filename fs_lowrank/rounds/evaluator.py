@@ -1,0 +1,112 @@
+"""Evaluation of the global model and of the clients' own, and what is watched: the best round, and stopping early."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..config import Config
+from ..errors import UserError, nearest
+from ..methods import State
+from ..training import evaluate
+from ..training.schedule import evaluation_due
+from .site import Site
+
+#: where the metrics of the clients' own models stand
+CLIENTS = "client_test"
+
+
+def watched(config: Config) -> tuple[str, str]:
+    """Split and metric of ``eval.best_res_update_round_wise_key``; the framework's ``avg_loss`` is our loss."""
+    key = config.eval.best_res_update_round_wise_key.rpartition(".")[2]
+    split = CLIENTS if key.startswith(CLIENTS) else key.partition("_")[0]
+    return split, key.removeprefix(f"{split}_").removeprefix("avg_")
+
+
+class Evaluator:
+    """Evaluates on the model of ``site``."""
+
+    def __init__(self, site: Site):
+        self.site, self.config = site, site.config
+
+    def due(self, round: int) -> bool:
+        """Whether ``round`` ends with an evaluation."""
+        return evaluation_due(self.config, round)
+
+    def splits(self) -> list[str]:
+        """The names of what ``evaluate`` measures."""
+        everywhere = self.config.federate.make_global_eval
+        clients = (self.site.untrained_personal or not everywhere) and self.site.data.test is not None
+        return [*(self.site.held_out() if everywhere else ()), *([CLIENTS] if clients else ())]
+
+    def evaluate(self, state: State) -> dict[str, dict[str, float]]:
+        """Metrics of the global model by split, and of the clients' own models as ``client_test``.
+
+        The clients' own are evaluated where they differ from the global one, and where
+        ``federate.make_global_eval`` is False, which leaves the global one out.
+        """
+        held_out = self.site.held_out()
+        return {
+            split: self.clients(state) if split == CLIENTS else self.score(held_out[split], split)
+            for split in self.splits()
+        }
+
+    def score(self, examples, owner: str) -> dict[str, float]:
+        size = self.config.eval.batch_size or self.config.dataloader.batch_size
+        return evaluate(self.site.model, examples, size, owner=owner, prefix=self.site.prefix)
+
+    def clients(self, state: State) -> dict[str, float]:
+        """Every client's own model on its share of the test set (``FederatedData.client_tests``).
+
+        Returns:
+            ``acc`` and ``loss`` over all samples; over the clients ``acc_mean``, ``acc_std`` and
+            ``acc_worst_decile``, the mean of the lowest tenth (one client at least).
+        """
+        scores, sizes = [], []
+        for client, examples in zip(self.site.clients, self.site.data.client_tests):
+            if examples is None:
+                continue
+            self.site.load_client(state, client.id)
+            scores.append(self.score(examples, f"client {client.id} test"))
+            sizes.append(len(examples))
+        self.site.load_global(state)
+        accuracies = np.sort([s["acc"] for s in scores])
+        return {
+            **{m: float(np.average([s[m] for s in scores], weights=sizes)) for m in ("acc", "loss")},
+            "acc_mean": float(accuracies.mean()),
+            "acc_std": float(accuracies.std()),
+            "acc_worst_decile": float(accuracies[: max(len(accuracies) // 10, 1)].mean()),
+        }
+
+    def key_value(self, record: dict) -> float | None:
+        """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better; None if it has none."""
+        split, metric = watched(self.config)
+        value = record["metrics"].get(split, {}).get(metric)
+        return None if value is None else (value if metric == "loss" else -value)
+
+    def stalled(self, history: Iterable[dict]) -> bool:
+        """FederatedScope's early stopping: ``patience`` evaluations running, none better than the best by ``delta``."""
+        stop = self.config.early_stop
+        best, without = math.inf, 0
+        for value in (self.key_value(r) for r in history if r["metrics"]):
+            better = value is not None and value < best - stop.delta
+            best, without = (value, 0) if better else (best, without + 1)
+        return 0 < stop.patience <= without
+
+    def check_watched(self) -> None:
+        """Raise ``UserError`` if what ``eval.best_res_update_round_wise_key`` watches is not measured."""
+        key, (split, metric) = "eval.best_res_update_round_wise_key", watched(self.config)
+        value, patience = self.config.get(key), self.config.early_stop.patience
+        own = ("acc_mean", "acc_std", "acc_worst_decile") if split == CLIENTS else ()
+        if metric not in (known := ("loss", "acc", *own)):
+            raise UserError(
+                f"{key} = {value!r}: no metric {metric!r} is measured"
+                f"{nearest(metric, known)}; {split}_ may be followed by: {', '.join(known)}"
+            )
+        if patience > 0 and split not in self.splits():
+            raise UserError(
+                f"early_stop.patience = {patience}: it watches {key} = {value}, a split that is not "
+                f"evaluated; evaluated are: {', '.join(self.splits()) or 'none'}"
+            )

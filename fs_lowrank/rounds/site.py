@@ -1,0 +1,304 @@
+"""Where a process's part of a run happens: the data, the method and the model of a configuration, and local training.
+
+All randomness is derived from the seed by purpose, round and client, so that a run which was stopped and
+resumed draws what it would have drawn, on every engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..config import Config, Eval
+from ..data import build_data, load_raw
+from ..errors import UserError
+from ..methods import Client, Method, State, Update, Workbench, create_method
+from ..models.adapters import load_tensors, start_at_zero
+from ..models.build import build_model, build_tokenizer
+from ..models.frozen import FrozenPrefix
+from ..models.names import is_statistic, named_tensors, tags
+from ..runs.environment import model_fingerprint
+from ..seeds import derive
+from ..training import train_client
+from ..training.local import LocalResult
+from ..training.schedule import check_scheduler, evaluation_due, lr_at
+from .reuse import Reuse
+
+logger = logging.getLogger("fs_lowrank")
+
+#: how the names of ``eval.split`` stand in the data
+SPLITS = {"test": "test", "val": "validation"}
+
+
+def device_of(config: Config) -> torch.device:
+    """The device the configuration asks for.
+
+    Raises:
+        UserError: a GPU is asked for and there is none.
+    """
+    if config.torch_device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("use_gpu is True, but torch finds no GPU; set use_gpu False, or install a CUDA build of torch")
+    return torch.device("cuda", max(config.device, 0))
+
+
+def method_of(config: Config) -> Method:
+    """The configured method."""
+    server = config.fedopt.optimizer
+    return create_method(
+        config.federate.method,
+        adapter=config.adapter,
+        rounds=config.federate.total_round_num,
+        seed=config.seed,
+        uniform=config.federate.ignore_weight,
+        from_scratch=config.from_scratch,
+        with_adapter=bool(config.llm.adapter.use),
+        only_sums=config.federate.use_ss or config.federate.online_aggr,
+        server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
+        **config.method_params,
+    )
+
+
+class Site:
+    """One process's data, method and model, and the clients that train there.
+
+    Args:
+        config: the configuration of the run.
+        serves: the server's step is taken here, so a method that chooses by validation data is given them.
+        undivided: all the data that are read here belong to one client.
+
+    Attributes:
+        initial_state: the method's state before round 1.
+        personal: by client, the tensors that stay with it; of a client that has not trained, ``untrained_personal``.
+        parameters: how many the plain model has, and the most that any client trains in the course of the run.
+        base_fingerprint: of the plain model. new_weights: names of those that no checkpoint had, such as a new head's.
+    """
+
+    def __init__(self, config: Config, *, serves: bool = True, undivided: bool = False):
+        check_scheduler(config.train.scheduler)
+        self.config = config
+        self.device = device_of(config)
+        self.method = method_of(config)
+        self.tokenizer = build_tokenizer(config)
+        raw = load_raw(config.data)
+        check_task(config, raw)
+        self.data = build_data(_of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
+        self._check_splits()
+        model = self.plain_model()
+        self.base_fingerprint = model_fingerprint(model)
+        self.new_weights = list(model.new_weights)
+        total = sum(p.numel() for p in model.parameters())
+        self.model = self.adapted(model)
+        self.method.workbench = self._workbench() if serves and self.method.selects else None
+        self.clients = [Client(i + 1, len(e), batches=self.in_batches(e)) for i, e in enumerate(self.data.clients)]
+        self.initial_state = self.method.initial_state(self.model)
+        self.personal: dict[int, dict[str, Tensor]] = {}
+        self.untrained_personal = self.personal_now()
+        self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
+        self._spent: dict[int, dict] = {}
+        self.parameters = {"total": total, "trainable": max(self._trained_by(c.id) for c in self.clients)}
+        self.prefix = self.frozen_prefix(self.model, self.owners())
+
+    def plain_model(self) -> nn.Module:
+        """The model before the method puts anything on it; the same at every call."""
+        pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
+        return build_model(self.config, self.data.num_labels, pad, self.data.image_shape, self.data.label_names)
+
+    def adapted(self, model: nn.Module) -> nn.Module:
+        """``model`` with the method's parts on it, on the run's device."""
+        model = self.method.adapt(model)
+        if self.config.lowrank.base_init == "zero":
+            start_at_zero(model, self.config.seed)
+        return model.to(self.device)
+
+    def _trained_by(self, client: int) -> int:
+        """How many numbers ``client`` trains in some phase of some round."""
+        rounds = range(1, self.config.federate.total_round_num + 1)
+        trained = {tag for t in rounds for phase in self.method.phases(t, client) for tag in phase.train}
+        held = {**self.method.view(self.initial_state, client), **self.untrained_personal}
+        return sum(t.numel() for n, t in held.items() if tags(n) & trained and not is_statistic(n))
+
+    def in_batches(self, examples, size: int = 0):
+        """A function that draws ``examples`` once, in order, as model inputs (``Client.batches``)."""
+        size = size or self.config.dataloader.batch_size
+
+        def batches():
+            for start in range(0, len(examples), size):
+                yield examples.batch(range(start, min(start + size, len(examples))))
+
+        return batches
+
+    def _workbench(self) -> Workbench | None:
+        """What the server's step chooses by: the same held-out samples for every method.
+
+        Raises:
+            UserError: there is no validation split.
+        """
+        held_out, config = self.data.validation, self.config
+        if held_out is None:
+            raise UserError(
+                f"federate.method = {config.federate.method} chooses among models by validation data, and "
+                f"there are none; give data.splits a share for them (now {list(config.data.splits)})"
+            )
+        draw = np.random.default_rng(derive(config.seed, "validation"))
+        chosen = np.sort(draw.permutation(len(held_out))[: config.lowrank.validation_samples])
+        return Workbench(
+            self.model,
+            self.in_batches(held_out.select(chosen), config.eval.batch_size),
+            derive(config.seed, "workbench"),
+        )
+
+    def _check_splits(self) -> None:
+        if not self.config.federate.make_global_eval and self.data.test is None:
+            raise UserError(
+                "federate.make_global_eval = False evaluates every client on its share of the test set, "
+                "but there is no test set; give data.splits a share for it"
+            )
+        for split in self.config.eval.split:
+            if split == "train":
+                raise UserError(
+                    "eval.split: held-out data is evaluated, test or val; a round's record has the "
+                    "training loss already"
+                )
+            # By default whatever there is of validation data is evaluated.
+            asked = split == "test" or set(self.config.eval.split) != set(Eval().split)
+            if asked and getattr(self.data, SPLITS[split]) is None:
+                raise UserError(
+                    f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
+                    f"for it (now {list(self.config.data.splits)}) or take it out of eval.split"
+                )
+
+    def frozen_prefix(
+        self, model: nn.Module, owners: Mapping[str, tuple[object, float]], share: float = 1.0
+    ) -> FrozenPrefix | None:
+        """What is kept of ``model``'s frozen layers for ``owners``; None where nothing can be.
+
+        Args:
+            owners: as ``owners`` gives them, or some of them.
+            share: of ``train.cache_frozen_bytes``, where several models share it.
+        """
+        train = self.config.train
+        if train.frozen_dropout:
+            return None
+        prefix = FrozenPrefix(
+            model,
+            {*self.method.shared, *self.method.personal},
+            limit=train.cache_frozen_bytes * share if train.cache_frozen == "auto" else 0,
+            folder=train.cache_frozen_dir or None,
+        )
+        prefix.plan(owners)
+        return prefix if prefix else None
+
+    def owners(self) -> dict[str, tuple[object, float]]:
+        """Whose data the run goes through, and how often: for ``FrozenPrefix.plan``."""
+        config, train = self.config, self.config.train
+        rounds = range(1, config.federate.total_round_num + 1)
+        evaluated = sum(evaluation_due(config, t) for t in rounds)
+        owners = {split: (examples, evaluated) for split, examples in self.held_out().items()}
+        share = len(rounds) * config.sampled_per_round / config.federate.client_num
+        for client, examples in zip(self.clients, self.data.clients):
+            steps = train.local_update_steps * share
+            samples = self.config.dataloader.batch_size * self.config.grad.grad_accum_count
+            passes = steps if train.batch_or_epoch == "epoch" else steps * samples / len(examples)
+            owners[f"client {client.id}"] = (examples, passes)
+        return owners
+
+    def held_out(self) -> dict[str, object]:
+        """The splits to evaluate on, by the names of ``eval.split``; an empty validation set is left out."""
+        found = {split: getattr(self.data, SPLITS[split]) for split in self.config.eval.split if split in SPLITS}
+        return {split: examples for split, examples in found.items() if examples is not None}
+
+    def personal_now(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """A copy of the personal tensors in ``model``, or in the site's own."""
+        return {n: p.detach().clone() for n, p in named_tensors(model or self.model, self.method.personal).items()}
+
+    def fit(
+        self, client: Client, examples, round: int, model: nn.Module, prefix: FrozenPrefix | None
+    ) -> tuple[Update, LocalResult]:
+        """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors."""
+        config, phases = self.config, self.method.phases(round, client.id)
+        rounds, train = config.federate.total_round_num, config.train
+        options = {
+            "lr": lr_at(round, rounds, train.optimizer.lr, train.scheduler),
+            "seed": derive(config.seed, "train", round, client.id),
+        }
+        started = time.perf_counter()
+        key = self.reuse.key(config, model, examples, phases, **options) if self.reuse else None
+        kept = self.reuse.find(key) if key else None
+        if kept:
+            load_tensors(model, kept[0])
+            result, seconds = LocalResult(**kept[1]["result"]), kept[1]["seconds"]
+        else:
+            result = train_client(
+                model, examples, phases, config, owner=f"client {client.id}", prefix=prefix, **options
+            )
+            seconds = time.perf_counter() - started
+            if key:
+                self.reuse.keep(key, model, phases, {"result": dataclasses.asdict(result), "seconds": seconds})
+        trained = time.perf_counter()
+        tensors = {n: t.detach() for n, t in self.method.upload(model, round, client).items()}
+        self._spent[client.id] = {"training": seconds, "upload": time.perf_counter() - trained, "reused": bool(kept)}
+        return Update(client.id, client.num_samples, tensors), result
+
+    def take_spent(self) -> dict[int, dict]:
+        """Seconds of each client trained here since this was asked for last: ``training``, ``upload``, ``reused``."""
+        spent, self._spent = dict(sorted(self._spent.items())), {}
+        return spent
+
+    def add_spent(self, spent: Mapping[int, dict]) -> None:
+        """Count what clients have spent in another process."""
+        self._spent.update(spent)
+
+    def load_client(self, state: State, client: int) -> None:
+        """Put the model of ``client`` into the one model."""
+        load_tensors(self.model, self.method.view(state, client))
+        load_tensors(self.model, self.personal.get(client, self.untrained_personal))
+
+    def load_global(self, state: State) -> None:
+        """Make the one model a copy that stands at the last round, as every other copy would."""
+        load_tensors(self.model, {**self.method.view(state), **self.untrained_personal})
+
+    def keep_personal(self, client: int, model: nn.Module | None = None) -> None:
+        """Note the personal tensors of ``client`` as they stand in ``model``, if the method has any."""
+        if self.untrained_personal:
+            self.personal[client] = self.personal_now(model)
+
+
+def check_task(config: Config, raw) -> None:
+    """Raise ``UserError`` if the data are not of the kind that the model takes: images, labels or answers."""
+    if (raw.images is not None) != config.is_vision:
+        raise UserError(
+            f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
+            f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}"
+        )
+    model, data = config.model, config.data.type
+    labelled = model.task == "SequenceClassification"
+    if raw.images is None and (raw.task == "classification") != labelled:
+        raise UserError(
+            f"model.type = {model.type} is "
+            + (
+                f"a classifier, but data.type = {data} has instructions and answers and no labels; take "
+                "NAME@huggingface_llm, or name the columns text and label in data.args"
+                if labelled
+                else f"a language model, but data.type = {data} has labels and no answers; take NAME@transformers, "
+                "or data with instruction and output"
+            )
+        )
+
+
+def _of_one_client(config: Config) -> Config:
+    return config.replace(
+        {
+            "federate.client_num": 1,
+            "federate.sample_client_num": -1,
+            "federate.sample_client_rate": -1.0,
+            "lowrank.min_clients": 1,
+        }
+    )

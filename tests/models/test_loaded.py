@@ -1,0 +1,273 @@
+"""A checkpoint that lacks what the model needs, a tokenizer or a length that does not fit it: one line each."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import fs_lowrank
+from fs_lowrank import errors
+from fs_lowrank.config import load_config
+from fs_lowrank.errors import UserError
+from fs_lowrank.models.build import build_model, build_skeleton, build_tokenizer, positions
+
+SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+#: architecture -> its configuration, the names of its head's modules, the tokens it takes
+CLASSIFIERS = {
+    "bert": (lambda: hf.BertConfig(**SIZES, max_position_embeddings=20), {"classifier"}, 20),
+    "electra": (lambda: hf.ElectraConfig(**SIZES, embedding_size=16, max_position_embeddings=20), {"classifier"}, 20),
+    "roberta": (lambda: hf.RobertaConfig(**SIZES, max_position_embeddings=22, pad_token_id=1), {"classifier"}, 20),
+    "mpnet": (lambda: hf.MPNetConfig(**SIZES, max_position_embeddings=22), {"classifier"}, 20),
+    "deberta": (
+        lambda: hf.DebertaV2Config(**SIZES, position_biased_input=False, relative_attention=True),
+        {"classifier", "pooler"},
+        None,
+    ),
+    "distilbert": (
+        lambda: hf.DistilBertConfig(
+            vocab_size=40, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=20
+        ),
+        {"pre_classifier", "classifier"},
+        20,
+    ),
+    "gpt2": (
+        lambda: hf.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=20, pad_token_id=0),
+        {"score"},
+        20,
+    ),
+    "opt": (
+        lambda: hf.OPTConfig(
+            vocab_size=40,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            ffn_dim=24,
+            max_position_embeddings=20,
+            word_embed_proj_dim=16,
+        ),  # fmt: skip
+        {"score"},
+        20,
+    ),
+    "llama": (lambda: hf.LlamaConfig(**SIZES, max_position_embeddings=20, pad_token_id=0), {"score"}, 20),
+    "qwen2": (
+        lambda: hf.Qwen2Config(**SIZES, num_key_value_heads=2, max_position_embeddings=20, pad_token_id=0),
+        {"score"},
+        20,
+    ),
+    "bloom": (lambda: hf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2), {"score"}, None),
+}
+
+
+def saved(model, folder):
+    torch.manual_seed(1)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def a_config(folder, suffix="transformers", **keys):
+    return load_config({"federate.client_num": 2, "model.type": f"{folder}@{suffix}", **keys})
+
+
+def change(folder, to, edit):
+    """A copy of ``folder`` at ``to``, its tensors changed in place by ``edit``."""
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    errors.say_once.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, tiny_encoder):
+    """A classifier of three classes."""
+    folder = tmp_path_factory.mktemp("tuned")
+    shutil.copytree(tiny_encoder, folder, dirs_exist_ok=True)
+    return saved(AutoModelForSequenceClassification.from_pretrained(str(tiny_encoder), num_labels=3), folder)
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_only_the_head_may_be_new(kind, tmp_path, caplog):
+    make, heads, _ = CLASSIFIERS[kind]
+    base = saved(AutoModel.from_config(make()), tmp_path / "base")
+    model = build_model(a_config(base), 3)
+    assert {n.split(".")[0] for n in model.new_weights} == heads
+    assert f"{str(base)!r} has no weights for {sorted(heads)[0]}" in caplog.text
+    whole = saved(model, tmp_path / "whole")
+    caplog.clear()
+    assert build_model(a_config(whole), 3).new_weights == [] and not caplog.text
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_has_nothing_new(tmp_path, tied):
+    config = hf.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    whole = saved(AutoModelForCausalLM.from_config(config), tmp_path / "whole")
+    assert ("lm_head.weight" in load_file(whole / "model.safetensors")) is not tied
+    assert build_model(a_config(whole, "huggingface_llm"), None).new_weights == []
+    base = saved(AutoModel.from_config(config), tmp_path / "base")
+    if tied:
+        assert build_model(a_config(base, "huggingface_llm"), None).new_weights == []
+    else:
+        with pytest.raises(UserError, match=r"lacks 1 of the model's 21 weights \(lm_head.weight\)"):
+            build_model(a_config(base, "huggingface_llm"), None)
+
+
+def test_an_encoder_may_come_without_its_pooler_but_not_with_half_of_it(tiny_encoder, tmp_path):
+    def edit(tensors, names):
+        for name in names:
+            del tensors[name]
+
+    both = ["pooler.dense.bias", "pooler.dense.weight"]
+    folder = change(tiny_encoder, tmp_path / "none", lambda t: edit(t, both))
+    assert {f"bert.{n}" for n in both} < set(build_model(a_config(folder), 2).new_weights)
+    folder = change(tiny_encoder, tmp_path / "half", lambda t: edit(t, both[:1]))
+    with pytest.raises(UserError, match="lacks 1 of .*bert.pooler.dense.bias"):
+        build_model(a_config(folder), 2)
+
+
+def test_any_weight_that_lacks_is_named(tuned, tmp_path):
+    for i, name in enumerate(sorted(load_file(tuned / "model.safetensors"))):
+        folder = change(tuned, tmp_path / str(i), lambda t, name=name: t.pop(name))
+        with pytest.raises(UserError, match=rf"lacks 1 of the model's \d+ weights \({name}\), which would be random"):
+            build_model(a_config(folder), 3)
+
+
+@pytest.mark.parametrize("suffix", ["transformers", "huggingface_llm"])
+@pytest.mark.parametrize("prefix", ["module.", "encoder.model."])
+def test_names_under_a_prefix(tiny_encoder, tiny_causal, tmp_path, suffix, prefix):
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[prefix + name] = tensors.pop(name)
+
+    folder = change(tiny_encoder if suffix == "transformers" else tiny_causal, tmp_path / "named", rename)
+    with pytest.raises(UserError) as raised:
+        build_model(a_config(folder, suffix), 2)
+    message = str(raised.value)
+    assert "lacks" in message and f"under other names: '{prefix}" in message and "\n" not in message
+
+
+def test_another_number_of_classes(tuned):
+    with pytest.raises(
+        UserError, match=r"is a classifier of 3 classes \(classifier.*\), the data has 2; take data of 3"
+    ):
+        build_model(a_config(tuned), 2)
+
+
+def test_another_shape_than_the_configuration_says(tiny_encoder, tmp_path):
+    folder = tmp_path / "wide"
+    shutil.copytree(tiny_encoder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    with pytest.raises(UserError, match=r"is \(48,\) in the checkpoint, and by its config.json \(64,\)"):
+        build_model(a_config(folder), 2)
+
+
+def test_layers_that_are_left_out_are_said(tiny_encoder, tmp_path, caplog):
+    folder = tmp_path / "short"
+    shutil.copytree(tiny_encoder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    for _ in range(2):
+        build_model(a_config(folder), 2)
+    assert caplog.text.count("has 16 tensors that the model has no place for; they are left out: ") == 1
+
+
+@pytest.mark.parametrize("left", [0.0, 0.001, 0.3, 0.999])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_cut_short(tiny_encoder, tmp_path, left, name):
+    folder = tmp_path / "cut"
+    shutil.copytree(tiny_encoder, folder)
+    if name.endswith(".bin"):
+        torch.save(load_file(folder / "model.safetensors"), folder / name)
+        (folder / "model.safetensors").unlink()
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: int(left * len(content))])
+    with pytest.raises(UserError, match="cannot load the weights of") as raised:
+        build_model(a_config(folder), 2)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"model_type": "bert", "hidden_size": "wide"}', '{"model_type": 3}']
+)
+def test_a_configuration_that_is_none(tiny_encoder, tmp_path, content):
+    folder = tmp_path / "bad"
+    shutil.copytree(tiny_encoder, folder)
+    (folder / "config.json").write_text(content)
+    for build in (lambda: build_tokenizer(a_config(folder)), lambda: build_model(a_config(folder), 2)):
+        with pytest.raises(UserError, match="model.type: cannot load the") as raised:
+            build()
+        assert "\n" not in str(raised.value)
+
+
+def test_an_adapter_is_no_model(tiny_encoder, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForSequenceClassification.from_pretrained(str(tiny_encoder), num_labels=2)
+    get_peft_model(model, LoraConfig(target_modules=["query"], task_type="SEQ_CLS")).save_pretrained(str(tmp_path))
+    with pytest.raises(UserError, match="holds an adapter in PEFT's format; expected a whole model"):
+        build_model(a_config(tmp_path), 2)
+
+
+# -- lengths and vocabularies --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_positions_are_what_the_model_takes(kind, tmp_path):
+    make, _, room = CLASSIFIERS[kind]
+    folder = saved(AutoModel.from_config(make()), tmp_path)
+    assert positions(build_skeleton(a_config(folder))) == room
+    model = AutoModel.from_pretrained(str(folder)).eval()
+    run = lambda length: model(input_ids=torch.full((1, length), 5))  # noqa: E731
+    run(room or 30)
+    if kind not in ("llama", "qwen2", "deberta", "bloom"):  # rotary positions go on, untrained
+        with pytest.raises((IndexError, RuntimeError)):
+            run(room + 1)
+
+
+def test_a_length_above_the_positions(settings, tmp_path):
+    for keys in ({"llm.tok_len": 65}, {"data.args": [{"max_len": 65}]}):
+        config = load_config({**settings, **keys})
+        with pytest.raises(UserError, match=r"llm.tok_len = 65: the model at .* has 64 positions; set llm.tok_len"):
+            build_tokenizer(config)
+    assert build_tokenizer(load_config({**settings, "llm.tok_len": 64}))
+    with pytest.raises(UserError, match="llm.tok_len = 65"):
+        fs_lowrank.run(load_config({**settings, "llm.tok_len": 65}))
+    assert not (tmp_path / "run" / "rounds.jsonl").exists()
+
+
+def test_a_vocabulary_above_the_embedding(tiny_encoder, tmp_path):
+    folder = tmp_path / "more"
+    shutil.copytree(tiny_encoder, folder)
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(folder))
+    rows = len(tokenizer)
+    assert build_tokenizer(a_config(folder, **{"llm.tok_len": 24}))
+    tokenizer.add_tokens(["tapir"])
+    tokenizer.save_pretrained(str(folder))
+    with pytest.raises(UserError, match=rf"has {rows + 1} tokens, the model's embedding {rows} rows"):
+        build_tokenizer(a_config(folder, **{"llm.tok_len": 24}))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "gpt2", "qwen2"])
+def test_without_the_tokenizers_files(kind, settings, tmp_path):
+    folder = saved(AutoModel.from_config(CLASSIFIERS[kind][0]()), tmp_path / "bare")
+    with pytest.raises(UserError, match="does not know 100% of the tokens of the training text; its vocabulary has"):
+        fs_lowrank.run(load_config({**settings, "model": {"type": f"{folder}@transformers"}, "llm": {"tok_len": 16}}))
+
+
+def test_a_run_says_and_records_its_new_head(settings, tmp_path, caplog, no_curves):
+    caplog.set_level(logging.WARNING, "fs_lowrank")
+    settings["federate"]["total_round_num"] = 1
+    fs_lowrank.run(load_config(settings))
+    assert caplog.text.count("has no weights for classifier.bias, classifier.weight; they are new") == 1
+    recorded = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert recorded["new_weights"] == ["classifier.bias", "classifier.weight"]
