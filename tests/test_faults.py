@@ -20,8 +20,9 @@ import fs_lowrank.rounds.site as site
 import fs_lowrank.runs.checkpoint as checkpoint
 from fs_lowrank import cli, load_config
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.engines.server import Server
 from fs_lowrank.errors import UserError
+from fs_lowrank.rounds.ledger import Ledger
+from fs_lowrank.rounds.round import Round
 from fs_lowrank.runs import load_checkpoint
 from fs_lowrank.runs.records import Records
 from fs_lowrank.training import train_client
@@ -59,7 +60,7 @@ def make(settings, tmp_path, no_curves):
 
 def tensors_of(engine):
     return {
-        **{f"state {n}": t for n, t in engine.server.state.items()},
+        **{f"state {n}": t for n, t in engine.ledger.state.items()},
         **{f"model {n}": p.detach() for n, p in engine.model.named_parameters()},
         **{f"client {c} {n}": t for c, own in engine.site.personal.items() for n, t in own.items()},
     }
@@ -100,8 +101,8 @@ def check_equal_runs(engine, reference):
     ]
     assert drop[0] == drop[1]
     equal(saved_by(engine.keeper.outdir), saved_by(reference.keeper.outdir))
-    assert engine.server.synced == reference.server.synced
-    sizes = [{n: (came, t.shape, t.dtype) for n, (came, t) in e.server.outbox.items()} for e in (engine, reference)]
+    assert engine.ledger.synced == reference.ledger.synced
+    sizes = [{n: (came, t.shape, t.dtype) for n, (came, t) in e.ledger.outbox.items()} for e in (engine, reference)]
     assert sizes[0] == sizes[1]
 
 
@@ -110,7 +111,7 @@ def check_equal_runs(engine, reference):
 #: every step of a round that touches the disk, and the training between them
 STEPS = [
     (site, "train_client"),
-    (Server, "finish"),
+    (Round, "finish"),
     (Records, "add"),
     (checkpoint, "save_file"),
     (checkpoint, "_sync"),
@@ -477,9 +478,9 @@ ALL = {"federate.sample_client_num": -1}
 
 
 def without_client_2(monkeypatch, rounds=(2,)):
-    select = Server.select
+    select = Ledger.select
     monkeypatch.setattr(
-        Server, "select", lambda self, round: [c for c in select(self, round) if c != 2 or round not in rounds]
+        Ledger, "select", lambda self, round: [c for c in select(self, round) if c != 2 or round not in rounds]
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import Config
 from ..methods import Method, State
 from ..seeds import derive
 from .parcel import digest
@@ -69,6 +70,21 @@ class Ledger:
         #: round -> what copies that stand there have been told to remember
         self.stamps: dict[int, str] = {}
         self.synced = {}
+
+    @classmethod
+    def of(cls, config: Config, method: Method, state: State, keep_messages: bool = False) -> Ledger:
+        """The ledger that ``config`` asks for."""
+        return cls(
+            method,
+            state,
+            config.federate.client_num,
+            config.sampled_per_round,
+            config.lowrank.min_clients,
+            config.seed,
+            drop_rate=config.lowrank.drop_rate,
+            keep_messages=keep_messages,
+            identity=config.fingerprint(),
+        )
 
     # -- who takes part ----------------------------------------------------------------------------
 

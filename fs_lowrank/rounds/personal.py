@@ -25,7 +25,7 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
         return self.get(client, self.untrained)
 
     def keep(self, client: int, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """``client`` has trained in ``round``, and has ``tensors`` now."""
+        """``client`` has trained in ``round``, and has ``tensors`` now; nothing where the method has none."""
         if self.untrained:
             self.before[client] = round, self.get(client)
             self[client] = dict(tensors)
@@ -40,3 +40,7 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
             del self[client]
         else:
             self[client] = before
+
+    def settle(self) -> None:
+        """The round is over, and nothing of it will be undone."""
+        self.before.clear()

@@ -103,7 +103,8 @@ class Round:
         self.samples: dict[int, int] = {}
         self.finished: Finished | None = None
         self._waiting = set(self.selected)
-        self._trains: set[int] = set()
+        #: who was asked to train
+        self.trains: set[int] = set()
         #: client -> where the ledger had its copy, and which round it had to undo, before this round
         self._before: dict[int, tuple[int | None, int | None]] = {}
         self._base: tuple[int, Mapping[str, Tensor]] | None = None
@@ -147,7 +148,7 @@ class Round:
             if tensors and ledger.keep_messages and not self.codec.exact:
                 tensors, facts["encoded"] = self.codec.encode(tensors), True
         if purpose == "train":
-            self._trains.add(client)
+            self.trains.add(client)
         return Order(client, self.number, purpose, since, ledger.stood, Parcel(tensors, **facts), sizes)
 
     def _changed_base(self) -> Mapping[str, Tensor]:
@@ -185,7 +186,7 @@ class Round:
             refused, and an error, become a ``fail``.
         """
         facts = parcel.facts
-        if client not in self._waiting or client not in self._trains or facts.get("round") != self.number:
+        if client not in self._waiting or client not in self.trains or facts.get("round") != self.number:
             logger.info(
                 "left out what client %.60r sent for round %.60r: nobody waits for it in round %d",
                 client,
@@ -267,7 +268,7 @@ class Round:
                 message = self.codec.decode(self.codec.encode(message), message)
                 state = {**state, **{n: t for n, t in message.items() if n in state}}
         ledger.commit(self.number, state, message)
-        self.finished = Finished(message, frozenset(self._trains - self.losses.keys()))
+        self.finished = Finished(message, frozenset(self.trains - self.losses.keys()))
         ledger.undone.update(dict.fromkeys(self.finished.undone, self.number))
         return self.finished
 
