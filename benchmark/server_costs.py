@@ -25,7 +25,8 @@ import torch
 from fs_lowrank import create_method
 from fs_lowrank.algebra import nbytes
 from fs_lowrank.config import AdapterSpec
-from fs_lowrank.methods import Update, check_update
+from fs_lowrank.methods import Update
+from fs_lowrank.rounds.admission import check_update
 from fs_lowrank.runs.environment import versions
 
 from .speed.server_step import Layers

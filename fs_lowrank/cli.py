@@ -135,8 +135,9 @@ class _Live:
         )
         clients = max(len(record["clients"]), 1)
         failed = f"  [yellow]{len(record['failed'])} failed[/]" if record["failed"] else ""
+        left_out = "  [yellow]left out[/]" if record.get("skipped") else ""
         console.print(
-            f"round {record['round']:>3}/{self.rounds}  clients {len(record['clients'])}{failed}  "
+            f"round {record['round']:>3}/{self.rounds}  clients {len(record['clients'])}{failed}{left_out}  "
             f"train loss {record['loss']:.3f}  {held_out}  up {human_bytes(record['uplink_bytes'] / clients)} "
             f"down {human_bytes(record['downlink_bytes'] / max(len(record['selected']), 1))} a client  "
             f"{sum(record['seconds'].values()):.1f} s",

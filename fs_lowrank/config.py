@@ -274,6 +274,15 @@ class Lowrank:
 
     #: a round stops when fewer clients than this have sent a usable update
     min_clients: int = _key(1, min=1)
+    #: the largest training set that a client may claim; an update of one that claims more is refused
+    max_samples: int = _key(10**9, min=1)
+    #: an update whose norm, of its change against what the client was sent, is larger is refused; 0: off
+    max_update_norm: float = _key(0.0, min=0.0)
+    #: the same, as a factor over the median of the round's updates; 0: off
+    max_update_norm_factor: float = _key(0.0, min=0.0)
+    #: when the server's step fails on admitted updates, or gives what is not finite: end the run, or leave the round
+    #: out
+    on_bad_round: str = _key("stop", choices=("stop", "skip"))
     #: chance that a client drops out of a round it was chosen for, drawn from the seed: to try what a method stands
     drop_rate: float = _key(0.0, min=0.0, max=1.0)
     #: seconds that a process waits for another one: between machines, and with ``federate.process_num``

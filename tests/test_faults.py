@@ -20,7 +20,8 @@ import fs_lowrank.rounds.site as site
 import fs_lowrank.runs.checkpoint as checkpoint
 from fs_lowrank import cli, load_config
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import RunFailed, UserError
+from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.runs import load_checkpoint
@@ -631,6 +632,138 @@ def test_everyone_diverges(make):
         make("run", {**ALL, "train.optimizer": {"type": "SGD", "lr": 1e30}, "federate.method": "fedavg"}).run()
     found = load_checkpoint(make("run").outdir / "checkpoint")
     assert found is None or all(t.isfinite().all() for t in found.parts["state"].values())
+
+
+# -- a round that the server cannot finish -----------------------------------------------------------------
+
+
+def breaking(monkeypatch, engine, rounds):
+    """The server's step raises in ``rounds``, after it has used the model as methods that choose do."""
+    aggregate = engine.method.aggregate
+
+    def broken(updates, state, round):
+        if round in rounds:
+            with torch.no_grad():
+                for parameter in named_tensors(engine.model, engine.method.shared).values():
+                    parameter.fill_(3.0)
+            raise ArithmeticError("no convergence\nsecond line")
+        return aggregate(updates, state, round)
+
+    monkeypatch.setattr(engine.method, "aggregate", broken)
+
+
+PERSONAL = {"federate.method": "pfedlora", "train.optimizer.lr": 0.05}
+
+
+@pytest.mark.parametrize("freq", [1, 0])
+@pytest.mark.parametrize("run", [*RUNS, "with personal parts"])
+def test_a_bad_round_stops_the_run_and_leaves_the_last_good_one(make, monkeypatch, run, freq):
+    keys = {**RUNS.get(run, PERSONAL), "lowrank.checkpoint_freq": freq, "federate.total_round_num": 3}
+    reference = make("whole", keys)
+    reference.run()
+    engine = make("run", keys)
+    breaking(monkeypatch, engine, (2,))
+    with pytest.raises(
+        RunFailed, match="round 2: the server's step failed: ArithmeticError: no convergence .*on_bad_r"
+    ):
+        engine.run()
+    assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 1
+    assert len(records_of(engine.keeper.outdir)) == 1
+    engine = make("run", keys)
+    engine.run(resume=True)
+    equal(tensors_of(engine), tensors_of(reference))
+    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
+
+
+@pytest.mark.parametrize("run", [*RUNS, "with personal parts"])
+def test_a_bad_round_is_left_out_if_the_user_says_so(make, monkeypatch, run):
+    keys = {
+        **RUNS.get(run, PERSONAL),
+        "federate.sample_client_num": 4,
+        "federate.total_round_num": 3,
+        "lowrank.on_bad_round": "skip",
+    }
+    seen, engines = [], []
+
+    def note(record):
+        seen.append(({n: t.clone() for n, t in tensors_of(engines[-1]).items()}, dict(engines[-1].ledger.outbox)))
+
+    engines.append(make("run", keys, on_round=note))
+    breaking(monkeypatch, engines[0], (2,))
+    history = engines[0].run().history
+    equal(seen[1][0], seen[0][0])  # state, model and personal parts
+    assert seen[1][1] == seen[0][1] and engines[0].ledger.synced == dict.fromkeys((1, 2, 3, 4), 1)
+    good, bad, later = history
+    assert bad["skipped"] == "round 2: the server's step failed: ArithmeticError: no convergence"
+    assert bad["clients"] == [] and bad["selected"] == [1, 2, 3, 4] and bad["failed"] == []
+    assert bad["uplink_bytes"] == good["uplink_bytes"] > 0 and 0 < bad["loss"] < 10
+    assert "skipped" not in good and "skipped" not in later and later["clients"] == [1, 2, 3, 4]
+    if bad["metrics"] and good["metrics"]:
+        assert bad["metrics"] == good["metrics"]
+    # Whatever went down in the bad round has arrived: nothing of it travels again.
+    assert bad["downlink_bytes"] > 0 and later["downlink_bytes"] == 0
+    # Stopped in the bad round, and resumed with the word to leave it out: the same run.
+    engines.append(make("resumed", {**keys, "lowrank.on_bad_round": "stop"}))
+    breaking(monkeypatch, engines[1], (2,))
+    with pytest.raises(RunFailed):
+        engines[1].run()
+    engines.append(make("resumed", keys))
+    breaking(monkeypatch, engines[2], (2,))
+    engines[2].run(resume=True)
+    check_equal_runs(engines[2], engines[0])
+    # And resumed after it.
+    engines.append(make("after", {**keys}, on_round=lambda record: record["round"] == 2))
+    breaking(monkeypatch, engines[3], (2,))
+    engines[3].run()
+    engines.append(make("after", keys))
+    engines[4].run(resume=True)
+    check_equal_runs(engines[4], engines[0])
+
+
+def huge(engine, monkeypatch, client=2, round=2, size=1e19):
+    upload = engine.method.upload
+
+    def send(model, now, who):
+        tensors = {n: t.detach().clone() for n, t in upload(model, now, who).items()}
+        if (now, who.id) == (round, client):
+            tensors = {n: torch.full_like(t, size) for n, t in tensors.items()}
+        return tensors
+
+    monkeypatch.setattr(engine.method, "upload", send)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("bound", [{"lowrank.max_update_norm": 1e6}, {"lowrank.max_update_norm_factor": 1000}])
+def test_a_huge_update_is_refused_where_norms_are_bounded(make, monkeypatch, run, bound):
+    keys = {**RUNS[run], **ALL, "federate.total_round_num": 3, "eval.freq": -1}
+    with monkeypatch.context() as patch:
+        without_client_2(patch)
+        absent = make("absent", keys)
+        absent.run()
+    engine = make("huge", {**keys, **bound})
+    huge(engine, monkeypatch)
+    result = engine.run()
+    equal(tensors_of(engine), tensors_of(absent))
+    (failure,) = result.history[1]["failed"]
+    assert failure["client"] == 2 and failure["kind"] == "refused"
+    assert next(iter(bound)) in failure["reason"] and result.history[1]["clients"] == [1, 3, 4]
+    assert "2" not in result.history[1]["client_uplink_bytes"]
+
+
+def test_one_client_does_not_end_a_run(make, monkeypatch, capsys):
+    """FlexLoRA's decomposition of a product beyond float32; what a bound refuses, the round's failure catches."""
+    keys = {**RUNS["flexlora of three ranks"], **ALL, "federate.total_round_num": 3, "lowrank.on_bad_round": "skip"}
+    engine = make("run", keys)
+    huge(engine, monkeypatch, size=3e38)
+    result = engine.run()
+    assert [bool(r.get("skipped")) for r in result.history] == [False, True, False]
+    assert all(t.isfinite().all() for t in tensors_of(engine).values() if isinstance(t, torch.Tensor))
+
+
+def test_more_samples_than_the_bound_are_refused(make):
+    engine = make("run", {**ALL, "lowrank.max_samples": 1})
+    with pytest.raises(UserError, match="0 usable updates.*client 1: says it has .* samples, expected .* from 1 to 1"):
+        engine.run()
 
 
 def test_data_of_another_task_than_the_models(make, causal_settings, settings):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fs_lowrank.config import AdapterSpec
-from fs_lowrank.methods import Method, Update, check_update, create_method
+from fs_lowrank.methods import Method, Update, create_method
 from fs_lowrank.models.names import pairs
+from fs_lowrank.rounds.admission import check_update
 
 from . import difference, race, row, threads
 

@@ -47,7 +47,7 @@ class LocalEngine:
         self.evaluator = Evaluator(self.site)
         self.evaluator.check_watched()
         self.method, self.model = self.site.method, self.site.model
-        self.ledger = Ledger.of(config, self.method, self.site.initial_state)
+        self.ledger = Ledger.of(config, self.method, self.site.initial_state, self.site.clients)
         self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
 

@@ -1,6 +1,6 @@
 """The federated methods, one file each, and the registry that finds them."""
 
-from .base import Client, Method, Phase, RefusedUpdate, Setting, State, Tensors, Update, Workbench, check_update
+from .base import Client, Method, Phase, RefusedUpdate, Setting, State, Tensors, Update, Workbench
 from .registry import create_method, get_method_class, list_methods, register_method
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Tensors",
     "Update",
     "Workbench",
-    "check_update",
     "create_method",
     "get_method_class",
     "list_methods",

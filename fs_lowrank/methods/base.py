@@ -19,7 +19,6 @@ Rounds count from 1; round 0 is the start, which every copy draws from the seed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -27,9 +26,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..algebra import FlatTensors, weighted_mean
+from ..algebra import weighted_mean
 from ..config import AdapterSpec
-from ..errors import UserError, nearest
+from ..errors import UserError
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
@@ -308,35 +307,3 @@ def split_merges(message: Tensors) -> tuple[dict[int, dict[str, Tensor]], dict[s
     for round, name in sorted((int(n.split(":", 2)[1]), n.split(":", 2)[2]) for n in message.keys() - rest.keys()):
         merges.setdefault(round, {})[name] = message[f"merge:{round}:{name}"]
     return merges, rest
-
-
-def check_update(update: Update, expected: Tensors) -> Update:
-    """A copy of the update if it is what was asked for, in one flat buffer where its tensors share a dtype.
-
-    Raises:
-        RefusedUpdate: a missing, unknown, misshapen or wrongly typed tensor, or one that is not finite;
-            the message names client and tensor. Nothing has been touched by then.
-    """
-    who, got = f"client {update.client}", update.tensors
-    for name in sorted(got.keys() - expected.keys()):
-        raise RefusedUpdate(f"{who}: unknown tensor {name!r}{nearest(name, expected)}")
-    for name in sorted(expected.keys() - got.keys()):
-        raise RefusedUpdate(f"{who}: tensor {name!r} is missing")
-    for name, want in expected.items():
-        tensor = got[name]
-        if tensor.shape != want.shape:
-            raise RefusedUpdate(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(want.shape)}")
-        if tensor.dtype != want.dtype:
-            raise RefusedUpdate(f"{who}: {name} has dtype {tensor.dtype}, expected {want.dtype}")
-    if update.num_samples < 1:
-        raise RefusedUpdate(f"{who}: says it has {update.num_samples} samples")
-    # A copy, because what came may be a model's own parameters, which the next client overwrites.
-    one_dtype = len({t.dtype for t in got.values()}) == 1
-    copy = FlatTensors.pack(got) if one_dtype else {n: t.detach().clone() for n, t in got.items()}
-    # One NaN or Inf makes the sum one too; only then is it worth looking for.
-    if not (one_dtype and torch.isfinite(copy.flat.sum())):
-        for name, tensor in copy.items():
-            bad = int((~torch.isfinite(tensor)).sum())
-            if bad:
-                raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
-    return dataclasses.replace(update, tensors=copy)

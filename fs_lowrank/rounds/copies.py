@@ -136,14 +136,16 @@ class OwnCopy(SharedCopy):
 
         The copy then stands at round 0, and the client's personal tensors start anew.
         """
+        # What is saved from here on comes after all that lies there, whatever becomes of it.
+        self._saved = max((int(path.name.rpartition("_")[2]) for path in folder.glob("round_*")), default=0)
         try:
             found = load_checkpoint(folder)
-        except UserError as error:
-            logger.warning("client %d: %s; it starts anew", self.client, error)
+        except UserError:
+            logger.warning("client %d: what it saved in %s is damaged; it starts anew", self.client, folder)
             return False
         if found is None:
             return False
-        self._saved, meta = found.round, found.meta
+        meta = found.meta
         if (meta["client"], meta["identity"]) != (self.client, self.identity):
             logger.warning(
                 "client %d: what is saved in %s is of client %s of another run; it starts anew",

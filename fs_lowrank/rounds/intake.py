@@ -15,6 +15,8 @@ from ..methods import Update
 class TooFewClients(RuntimeError):
     """A round cannot be finished with the updates that it has: fewer than ``lowrank.min_clients``, or than all."""
 
+    remedy = "a smaller lowrank.min_clients if no more clients can be had"
+
 
 @dataclass(frozen=True)
 class Gathered:

@@ -76,16 +76,22 @@ class RecordKeeper:
         if self.checkpoint_due(record["round"]):
             self.save(record["round"])
 
-    def keep_last(self, round: int) -> str:
-        """Save what stood before ``round``, which cannot be completed; a sentence that says where, for the user."""
+    def stopped(self, round: int, error: Exception, failed: list[dict]) -> RunFailed:
+        """What to raise where ``round`` cannot be finished; the last good round is on the disk by then.
+
+        Args:
+            error: why; its ``remedy`` is what the user can do.
+            failed: the clients that failed, as in the record.
+        """
         if round > 1 and not self.checkpoint_due(round - 1):
             self.save(round - 1)
-        if round == 1:
-            return "no round was completed"
-        return (
+        kept = (
             f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, "
-            "and a smaller lowrank.min_clients if no more clients can be had"
+            f"and {error.remedy}"
+            if round > 1
+            else f"no round was completed; start again, and {error.remedy}"
         )
+        return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {kept}")
 
     def claim(self) -> None:
         """Hold the folder until ``release``, or until this process ends, however it does.
@@ -133,7 +139,7 @@ class RecordKeeper:
 
     def save(self, round: int) -> None:
         changed = set(self.method.changed_base(self.site.model))
-        parts, known = self.ledger.saved()
+        parts, known = self.ledger.saved(round)
         parts |= {
             "base": {n: p for n, p in self.site.model.named_parameters() if n in changed},
             "personal": {f"{c}/{n}": t for c, own in self.site.personal.items() for n, t in own.items()},
@@ -170,7 +176,9 @@ class RecordKeeper:
         then, now = load_config(then).decisive(), self.config.decisive()
         if not (self.method.plans_ahead or self.config.train.scheduler.type):
             then["federate.total_round_num"] = now["federate.total_round_num"]
-        free = {"lowrank.min_clients"}  # else a round that too few clients finished could never be got past
+        # Else a round that too few clients finished, or that failed at the server, could never be got past.
+        free = {"lowrank.min_clients", "lowrank.on_bad_round"}
+        free |= {"lowrank.max_update_norm", "lowrank.max_update_norm_factor"}
         differing = sorted(key for key in (then.keys() | now.keys()) - free if then.get(key) != now.get(key))
         if differing:
             raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..config import Config
-from ..methods import Method, State
+from ..methods import Client, Method, State
 from ..seeds import derive
+from .admission import Admission
 from .parcel import digest
 
 
@@ -39,6 +40,7 @@ class Ledger:
         drop_rate: chance that a client which was chosen never reports.
         keep_messages: keep the messages' values, to bring late clients up to date. An engine whose clients
             share one model needs only their sizes.
+        admission: what counts as an update; by default any that fits.
         identity: what distinguishes this run from others of the same method, in the stamps that copies keep.
     """
 
@@ -52,11 +54,13 @@ class Ledger:
         seed: int,
         drop_rate: float = 0.0,
         keep_messages: bool = False,
+        admission: Admission | None = None,
         identity: str = "",
     ):
         self.method, self.state = method, state
         self.num_clients, self.per_round, self.min_clients = num_clients, per_round, min_clients
         self.seed, self.drop_rate, self.keep_messages, self.identity = seed, drop_rate, keep_messages, identity
+        self.admission = admission or Admission(num_clients)
         #: the last round that was finished and not left out: where a copy stands that has every message
         self.stood = 0
         #: name -> (the round it came from, its value or a meta tensor of its shape)
@@ -72,17 +76,27 @@ class Ledger:
         self.synced = {}
 
     @classmethod
-    def of(cls, config: Config, method: Method, state: State, keep_messages: bool = False) -> Ledger:
-        """The ledger that ``config`` asks for."""
+    def of(
+        cls, config: Config, method: Method, state: State, clients: Sequence[Client], keep_messages: bool = False
+    ) -> Ledger:
+        """The ledger that ``config`` asks for; ``clients`` say how many samples they have."""
+        bounds = config.lowrank
         return cls(
             method,
             state,
-            config.federate.client_num,
+            len(clients),
             config.sampled_per_round,
             config.lowrank.min_clients,
             config.seed,
             drop_rate=config.lowrank.drop_rate,
             keep_messages=keep_messages,
+            admission=Admission(
+                len(clients),
+                {c.id: c.num_samples for c in clients},
+                bounds.max_samples,
+                bounds.max_update_norm,
+                bounds.max_update_norm_factor,
+            ),
             identity=config.fingerprint(),
         )
 
@@ -172,8 +186,8 @@ class Ledger:
 
     # -- on disk -----------------------------------------------------------------------------------
 
-    def saved(self) -> tuple[dict[str, dict[str, Tensor]], dict]:
-        """Tensors by part, and plain data, from which ``restore`` goes on.
+    def saved(self, round: int) -> tuple[dict[str, dict[str, Tensor]], dict]:
+        """After ``round``: tensors by part, and plain data, from which ``restore`` goes on.
 
         The messages' values are among them only where copies remember their standing: elsewhere nobody is left to
         whom a part of them would do.
@@ -188,6 +202,7 @@ class Ledger:
         }
         if self.stamps:
             parts["outbox"] = {n: t for n, (_, t) in self.outbox.items()}
+        if self.stamps or self.stood != round:
             data["standings"] = {
                 "stood": self.stood,
                 "floor": self.floor,

@@ -26,7 +26,7 @@ class Parcel:
 
     __slots__ = ("tensors", "facts")
 
-    def __init__(self, tensors: Mapping[str, Tensor], **facts):
+    def __init__(self, tensors: Mapping[str, Tensor], /, **facts):
         self.tensors, self.facts = tensors, facts
 
     @property
@@ -52,10 +52,15 @@ class Parcel:
             tensors = safetensors.torch.load(data)
             (length,) = struct.unpack("<Q", data[:8])
             facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["facts"])
-        except (SafetensorError, struct.error, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the content cannot be read: {error}") from None
+        except (  # RecursionError is a RuntimeError
+            *(SafetensorError, struct.error, RuntimeError),
+            *(AttributeError, KeyError, TypeError, ValueError),
+        ) as error:
+            raise ValueError(f"the content cannot be read: {str(error)[:300]}") from None
         if not isinstance(facts, dict):
             raise ValueError("the content cannot be read: its facts are no mapping")
+        if "self" in facts:
+            raise ValueError("the content cannot be read: no fact is called self")
         return cls(tensors, **facts)
 
 

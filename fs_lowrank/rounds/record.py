@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -23,8 +24,12 @@ def round_record(
     metrics: dict,
     seconds: Mapping[str, float],
     spent: Mapping[int, dict],
+    skipped: str = "",
 ) -> dict:
     """The line of ``rounds.jsonl``; bytes come by client, with and without the head.
+
+    ``skipped``: why the round was left out (``lowrank.on_bad_round``); no client is among its ``clients`` then, and
+    its loss is of those that had trained.
 
     ``client_seconds`` says of each client that this process trained how long training and upload took, and
     whether it was reused; the seconds are then those of the time it was trained.
@@ -35,8 +40,9 @@ def round_record(
     seconds["training"] += sum(s["training"] for s in spent.values() if s["reused"])
     return {
         "round": round,
+        **({"skipped": skipped} if skipped else {}),
         "selected": selected,
-        "clients": sorted(losses),
+        "clients": [] if skipped else sorted(losses),
         "failed": sorted(failed, key=lambda f: f["client"]),
         "loss": sum(losses[c] * samples[c] for c in losses) / sum(samples[c] for c in losses),
         "metrics": metrics,
@@ -58,4 +64,7 @@ def norms(view: Mapping[str, Tensor]) -> dict[str, float]:
     for name, tensor in view.items():
         group = next((t for t in ("lora_A", "lora_B", "adapter", "head", "base") if t in tags(name)), "other")
         groups.setdefault(group, []).append(tensor)
-    return {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in sorted(groups.items())}
+    norms = {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in sorted(groups.items())}
+    # The squares of large values leave float32; the norm itself does not leave float64.
+    wide = {g: math.hypot(*(float(t.double().norm()) for t in groups[g])) for g, n in norms.items() if n == math.inf}
+    return {**norms, **wide}

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..methods import RefusedUpdate, Update
-from .admission import Admission
+from ..errors import UserError
+from ..methods import RefusedUpdate, State, Update
+from .admission import is_whole
 from .codec import Codec, Plain, Sizes
+from .finite import NotFinite, require_finite
 from .intake import Intake, Kept, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
@@ -27,6 +29,12 @@ from .record import round_record
 logger = logging.getLogger("fs_lowrank")
 
 Purpose = Literal["train", "follow", "evaluate"]
+
+
+class BadRound(RuntimeError):
+    """The server's step failed on updates that were admitted; state and outbox are those before the round."""
+
+    remedy = "set lowrank.on_bad_round to skip, or bound lowrank.max_update_norm or lowrank.max_update_norm_factor"
 
 
 @dataclass(frozen=True)
@@ -57,11 +65,11 @@ class Finished:
     """What a round came to.
 
     Attributes:
-        message: what every copy follows, as it arrives there.
+        message: what every copy follows, as it arrives there; None for a round that was left out.
         undone: clients that trained for nothing: what they keep is put back to what it was before the round.
     """
 
-    message: Mapping[str, Tensor]
+    message: Mapping[str, Tensor] | None
     undone: frozenset[int]
 
 
@@ -74,7 +82,6 @@ class Round:
         selected: the clients that take part; None: those that the ledger draws.
         intake: where updates go; one of its own for every round. By default they are kept.
         codec: how tensors travel, both ways.
-        admission: what counts as an update.
         base: gives the base weights that the method has changed, as the server's own copy has them; asked where a
             client must be given everything.
     """
@@ -87,13 +94,12 @@ class Round:
         *,
         intake: Intake | None = None,
         codec: Codec | None = None,
-        admission: Admission | None = None,
         base: Callable[[], Mapping[str, Tensor]] = dict,
     ):
         self.number, self.ledger, self.method = number, ledger, ledger.method
         self.selected = sorted(ledger.select(number) if selected is None else selected)
         self.intake, self.codec = intake or Kept(), codec or Plain()
-        self.admission, self.base = admission or Admission(), base
+        self.admission, self.base = ledger.admission, base
         #: who could not be counted on, in the order in which it was known: ``client``, ``kind``, ``reason``
         self.failed: list[dict] = []
         #: by client: bytes with and without the head; and what the admitted updates said
@@ -101,7 +107,10 @@ class Round:
         self.downlink: dict[int, Sizes] = {}
         self.losses: dict[int, float] = {}
         self.samples: dict[int, int] = {}
-        self.finished: Finished | None = None
+        #: of the admitted updates, where the ledger's admission bounds them
+        self.norms: dict[int, float] = {}
+        #: why the round was left out; empty if it was not
+        self.skipped = ""
         self._waiting = set(self.selected)
         #: who was asked to train
         self.trains: set[int] = set()
@@ -186,7 +195,8 @@ class Round:
             refused, and an error, become a ``fail``.
         """
         facts = parcel.facts
-        if client not in self._waiting or client not in self.trains or facts.get("round") != self.number:
+        invited = is_whole(client) and client in self._waiting and client in self.trains
+        if not invited or facts.get("round") != self.number:
             logger.info(
                 "left out what client %.60r sent for round %.60r: nobody waits for it in round %d",
                 client,
@@ -205,7 +215,9 @@ class Round:
             tensors = self._on_device(self.codec.decode(parcel.tensors, expected), expected)
             reference = method.view(state, client)
             update = Update(client, facts.get("samples"), tensors)
-            update = self.admission.admit(update, expected, reference, facts.get("loss"))
+            update = self.admission.admit(update, expected, facts.get("loss"))
+            if self.admission.bounds_norms:
+                self.norms[client] = self.admission.norm(update, reference)
         except (RefusedUpdate, ValueError) as error:
             text = str(error)
             self.fail(client, "refused", text if text.startswith("client ") else f"client {client}: {text}")
@@ -220,7 +232,7 @@ class Round:
     def _on_device(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What came over a wire lies on the CPU; the state may not."""
         device = next((t.device for t in expected.values()), torch.device("cpu"))
-        if device.type in ("cpu", "meta"):
+        if device.type in ("cpu", "meta") or not isinstance(tensors, Mapping):
             return tensors
         return {n: t.to(device) if isinstance(t, Tensor) and t.device.type == "cpu" else t for n, t in tensors.items()}
 
@@ -236,41 +248,70 @@ class Round:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def finish(self) -> Finished:
+    def finish(self, model: nn.Module | None = None) -> Finished:
         """Combine what was taken; the ledger then stands at this round.
 
+        Args:
+            model: a copy of the model at the end of the round before. It is not changed; given, a message that it
+                could not follow and stay finite is a ``BadRound``.
         Raises:
             TooFewClients: state and ledger are as before the round.
+            BadRound: the step raised, or gave something that is not finite. The state is as before the round; then
+                either ``roll_back`` or ``leave_out``.
         """
         if self._waiting:
             raise RuntimeError(
                 f"round {self.number} waits for clients {sorted(self._waiting)}; take or fail them first"
             )
-        outliers = self.admission.outliers()
+        outliers = self.admission.outliers(self.norms)
         for client, reason in outliers.items():
             self._waiting.add(client)
             self.fail(client, "refused", reason)
             for said in (self.uplink, self.losses, self.samples):
                 del said[client]
-        ledger, before = self.ledger, self.ledger.state
+        ledger = self.ledger
         try:
             gathered = self.intake.close(without=outliers.keys())
             if gathered.clients < ledger.min_clients or not gathered.updates:
                 raise TooFewClients(f"{gathered.clients} usable updates, lowrank.min_clients is {ledger.min_clients}")
         except TooFewClients as error:
             self.roll_back()
-            reasons = "; ".join(f["reason"] for f in self.failed[:3]) or "nobody failed"
-            raise TooFewClients(f"round {self.number}: {error} ({reasons})") from None
-        with torch.no_grad():
-            state, message = self.method.aggregate(gathered.updates, before, self.number)
-            if not self.codec.exact:
-                # The server's own copy follows what clients will read, so that all stay one.
-                message = self.codec.decode(self.codec.encode(message), message)
-                state = {**state, **{n: t for n, t in message.items() if n in state}}
+            raise TooFewClients(f"round {self.number}: {error}") from None
+        state, message = self._step(gathered.updates, model)
         ledger.commit(self.number, state, message)
-        self.finished = Finished(message, frozenset(self.trains - self.losses.keys()))
-        ledger.undone.update(dict.fromkeys(self.finished.undone, self.number))
-        return self.finished
+        return self._ended(message, self.trains - self.losses.keys())
+
+    def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:
+        before = self.ledger.state
+        try:
+            with torch.no_grad():
+                state, message = self.method.aggregate(updates, before, self.number)
+                if not self.codec.exact:
+                    # The server's own copy follows what clients will read, so that all stay one.
+                    message = self.codec.decode(self.codec.encode(message), message)
+                    state = {**state, **{n: t for n, t in message.items() if n in state}}
+                changed = {n: v for n, v in state.items() if v is not before.get(n)}
+                require_finite(changed, message, self.method, self.number, model)
+        except (UserError, OSError):
+            raise
+        except NotFinite as error:
+            raise BadRound(f"round {self.number}: {error}") from None
+        except Exception as error:  # whatever a client's values led to, it is this round's failure alone
+            logger.debug("round %d", self.number, exc_info=True)
+            reason = (str(error).splitlines() or [""])[0]
+            raise BadRound(
+                f"round {self.number}: the server's step failed: {type(error).__name__}: {reason}"
+            ) from error
+        return state, message
+
+    def leave_out(self, reason: str) -> Finished:
+        """End the round without its updates. What was sent down has arrived all the same."""
+        self.skipped = reason
+        return self._ended(None, self.trains)
+
+    def _ended(self, message: Mapping[str, Tensor] | None, undone: Iterable[int]) -> Finished:
+        self.ledger.undone.update(dict.fromkeys(undone, self.number))
+        return Finished(message, frozenset(undone))
 
     def roll_back(self) -> None:
         """The ledger as it was before this round."""
@@ -300,4 +341,5 @@ class Round:
             metrics=metrics,
             spent=spent,
             seconds=seconds,
+            skipped=self.skipped,
         )

@@ -13,12 +13,12 @@ from fs_lowrank.methods import (
     Phase,
     RefusedUpdate,
     Update,
-    check_update,
     create_method,
     get_method_class,
     list_methods,
     register_method,
 )
+from fs_lowrank.rounds.admission import check_update
 from fs_lowrank.rounds.intake import TooFewClients
 
 SIZES = (3, 10, 27)

@@ -205,7 +205,7 @@ def test_a_ledger_goes_on_from_what_was_saved(told):
         step(one, number, (1, 2, 3))
         if told:
             one.stamp(number)
-    parts, data = one.saved()
+    parts, data = one.saved(3)
     again = ledger("fedloru", keep_messages=True)
     again.restore(3, parts, json.loads(json.dumps(data)), "cpu")
     assert again.synced == one.synced and {n: r for n, (r, _) in again.outbox.items()} == {

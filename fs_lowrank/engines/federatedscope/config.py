@@ -290,6 +290,14 @@ def _refuse(cfg, method: str) -> None:
             f"federate.use_ss and lowrank.drop_rate = {drop_rate} together: the shares of a client that "
             "drops out are missing"
         )
+    for key, blind, why in (
+        ("max_update_norm", shares, "federate.use_ss together: the server sees no client's own update"),
+        ("max_update_norm_factor", shares, "federate.use_ss together: the server sees no client's own update"),
+        ("max_update_norm_factor", online, "federate.online_aggr together: no update is kept until the others are in"),
+    ):
+        value = getattr(cfg.lowrank[key], "value", cfg.lowrank[key])  # an Argument
+        if blind and value:
+            refused.append(f"lowrank.{key} = {value} and {why}")
     if shares and cfg.federate.client_num < 2:
         refused.append("federate.use_ss needs two clients at least")
     if quantises and cfg.quantization.method != "uniform":

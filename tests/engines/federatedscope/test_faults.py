@@ -4,9 +4,11 @@ import socket
 import time
 
 import pytest
+import torch
 
 import fs_lowrank
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import RunFailed, UserError
+from fs_lowrank.methods import get_method_class
 
 pytestmark = pytest.mark.federatedscope
 KEYS = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.total_round_num": 3}
@@ -197,6 +199,138 @@ def test_a_failing_client_s_share_ends_the_run(quick, monkeypatch):
     monkeypatch.setattr(Site, "fit", fails)
     with pytest.raises(UserError, match="round 2: .*shares of every client.*out of memory.*last good round, 1"):
         fs_lowrank.run(quick("run", {"federate.method": "fedlora", "federate.use_ss": True}), "federatedscope")
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
+@pytest.mark.parametrize(
+    "method, more",
+    [("rolora", {}), ("fedloru", {"lowrank.tau": 2}), ("pfedloru", {"lowrank.tau": 2})],
+    ids=["rolora", "a_merge", "personal_parts"],
+)
+def test_a_bad_round_is_left_out_by_every_copy(quick, assert_same, monkeypatch, method, more, share):
+    """The same tensors and bytes as on the embedded engine; a copy merges nothing twice, and redraws nothing else."""
+    cls = get_method_class(method)
+    aggregate = cls.aggregate
+
+    def broken(self, updates, state, round):
+        if round == 2:
+            raise ArithmeticError("no convergence")
+        return aggregate(self, updates, state, round)
+
+    monkeypatch.setattr(cls, "aggregate", broken)
+    keys = {
+        "federate.method": method,
+        "federate.total_round_num": 5,
+        "federate.sample_client_num": 3,
+        "train.optimizer.type": "SGD",
+        "train.optimizer.lr": 0.05,
+        "lowrank.on_bad_round": "skip",
+        **more,
+    }
+    local = fs_lowrank.run(quick("local", keys))
+    keys["federate.share_local_model"] = share
+    other = fs_lowrank.run(quick("other", keys), "federatedscope")
+    assert [bool(r.get("skipped")) for r in other.history] == [False, True, False, False, False]
+    counted = ("clients", "skipped", "uplink_bytes", "downlink_bytes", "client_downlink_bytes")
+    assert [[r.get(k) for k in counted] for r in other.history] == [[r.get(k) for k in counted] for r in local.history]
+    assert_same(local, other)
+    with pytest.raises(RunFailed, match="round 2: the server's step failed.*last good round, 1,.*on_bad_round to skip"):
+        fs_lowrank.run(quick("stop", {**keys, "lowrank.on_bad_round": "stop"}), "federatedscope")
+
+
+FACTS = {
+    "many digits": {"samples": 10**400},
+    "true": {"samples": True},
+    "half": {"samples": 3.5},
+    "another count": {"samples": 10**6},
+    "no count": {"samples": None},
+    "text": {"loss": "low"},
+    "nan": {"loss": float("nan")},
+    "a long loss": {"loss": 10**400},
+    "a list": {"loss": [1.0]},
+    "fatal": {"error": "I give up", "fatal": True},
+    "an error of no text": {"error": {"a": 1}},
+    "shares": {"shares": True, "sent_bytes": "x"},
+}
+
+
+@pytest.mark.parametrize("online", [False, True], ids=["kept", "running_mean"])
+def test_a_clients_facts_end_no_run(quick, monkeypatch, online):
+    """Client 2 says something else in each round; the round goes on with the others."""
+    from fs_lowrank.engines.federatedscope.client import LowRankClient
+    from fs_lowrank.rounds.parcel import Parcel
+
+    train, said = LowRankClient._train, list(FACTS)
+
+    def lies(self, round):
+        parcel, samples = train(self, round)
+        return (
+            (Parcel(parcel.tensors, **{**parcel.facts, **FACTS[said[round - 1]]}), samples)
+            if self.ID == 2
+            else (
+                parcel,
+                samples,
+            )
+        )
+
+    monkeypatch.setattr(LowRankClient, "_train", lies)
+    keys = {"federate.total_round_num": len(FACTS), "federate.online_aggr": online, "eval.freq": -1}
+    history = fs_lowrank.run(quick("run", {"federate.method": "rolora", **keys}), "federatedscope").history
+    for record, what in zip(history, said, strict=True):
+        if what == "shares":  # a word that says nothing here
+            assert not record["failed"]
+            continue
+        (failure,) = record["failed"]
+        assert failure["client"] == 2 and failure["kind"] == ("failed" if "error" in FACTS[what] else "refused"), what
+        assert record["clients"] == [1, 3, 4, 5] and len(failure["reason"]) < 1100
+
+
+def test_what_a_client_rounds_or_leaves_out_ends_no_run(quick, monkeypatch):
+    """Rounded tensors of another kind, and tensors that are none."""
+    from fs_lowrank.engines.federatedscope.client import LowRankClient
+    from fs_lowrank.rounds.parcel import Parcel
+
+    train = LowRankClient._train
+    spoil = {
+        1: lambda t: {n: x for n, x in t.items() if not n.startswith("scale:")},
+        2: lambda t: {n: x.repeat(2) if n.startswith("scale:") else x for n, x in t.items()},
+        3: lambda t: {n: x.to(torch.complex64) if n.startswith("quantised:") else x for n, x in t.items()},
+        4: lambda t: {n: x[:0] if n.startswith("scale:") else x for n, x in t.items()},
+    }
+
+    def lies(self, round):
+        parcel, samples = train(self, round)
+        return (Parcel(spoil[round](parcel.tensors), **parcel.facts) if self.ID == 2 else parcel), samples
+
+    monkeypatch.setattr(LowRankClient, "_train", lies)
+    keys = {"federate.method": "rolora", "quantization.method": "uniform", "quantization.nbits": 8, "eval.freq": -1}
+    history = fs_lowrank.run(quick("run", {**keys, "federate.total_round_num": 4}), "federatedscope").history
+    assert [[f["client"] for f in r["failed"]] for r in history] == [[2]] * 4
+    assert all(r["failed"][0]["kind"] == "refused" for r in history)
+
+
+@pytest.mark.parametrize("bound", [{"lowrank.max_update_norm": 1e6}, {"lowrank.max_update_norm_factor": 1000}])
+def test_a_huge_update_is_refused_where_norms_are_bounded(quick, monkeypatch, bound):
+    from fs_lowrank.methods.rolora import RoLoRA
+
+    send = RoLoRA.upload
+
+    def huge(self, model, round, client):
+        tensors = send(self, model, round, client)
+        return {n: t * 0 + 1e19 for n, t in tensors.items()} if (client.id, round) == (2, 2) else tensors
+
+    monkeypatch.setattr(RoLoRA, "upload", huge)
+    result = fs_lowrank.run(quick("run", {"federate.method": "rolora", **bound}), "federatedscope")
+    (failure,) = result.history[1]["failed"]
+    assert failure["client"] == 2 and failure["kind"] == "refused" and next(iter(bound)) in failure["reason"]
+    assert "2" not in result.history[1]["client_uplink_bytes"] and result.history[2]["clients"] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("key", ["federate.use_ss", "federate.online_aggr"])
+def test_no_factor_over_a_median_that_nobody_sees(quick, key):
+    with pytest.raises(UserError, match=f"lowrank.max_update_norm_factor = 10.0 and {key} together"):
+        config = quick("run", {"federate.method": "fedlora", key: True, "lowrank.max_update_norm_factor": 10})
+        fs_lowrank.run(config, "federatedscope")
 
 
 @pytest.mark.parametrize("dying", [(2,), (1, 2)], ids=["one", "all"])

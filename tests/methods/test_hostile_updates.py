@@ -1,0 +1,456 @@
+"""Whatever a client sends: a refusal by name, a round that is kept out, or a finite model. Over every method."""
+
+import copy
+import dataclasses
+import functools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fs_lowrank.config import AdapterSpec
+from fs_lowrank.methods import (
+    Client,
+    RefusedUpdate,
+    Update,
+    Workbench,
+    create_method,
+    get_method_class,
+    list_methods,
+)
+from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.rounds.admission import Admission, change_norm, check_loss, check_update
+from fs_lowrank.rounds.ledger import Ledger
+from fs_lowrank.rounds.parcel import Parcel
+from fs_lowrank.rounds.round import BadRound, Round
+from fs_lowrank.training.local import set_trainable
+
+METHODS = list_methods()
+SIZES = {1: 7, 2: 20, 3: 12}
+LARGEST = float(torch.finfo(torch.float32).max)
+#: what makes a method's server step short
+SHORT = {"steps": 3, "epochs": 1, "generator_steps": 1, "images": 4, "channels": 2, "tau": 1}
+EACH = pytest.mark.parametrize("name", METHODS)
+
+
+def few(examples):
+    return settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+class Pictures(nn.Module):
+    """Convolutions of 3 and 5 channels, then 20-7-4, on 1 × 10 × 10; no biases: every method takes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 3, 3, bias=False), nn.Conv2d(3, 5, 2, bias=False)
+        self.fc1, self.classifier = nn.Linear(20, 7, bias=False), nn.Linear(7, 4, bias=False)
+
+    def features(self, x):
+        x = nn.functional.max_pool2d(torch.relu(self.conv1(x)), 2)
+        x = nn.functional.max_pool2d(torch.relu(self.conv2(x)), 1, stride=2)
+        return torch.relu(self.fc1(x.flatten(1)))
+
+    def forward(self, pixel_values, labels=None):
+        logits = self.classifier(self.features(pixel_values))
+        return SimpleNamespace(
+            logits=logits, loss=None if labels is None else nn.functional.cross_entropy(logits, labels)
+        )
+
+
+def data(count, seed):
+    draw = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(count, 1, 10, 10, generator=draw), torch.randint(0, 4, (count,), generator=draw)
+    return [{"pixel_values": x[i : i + 5], "labels": y[i : i + 5]} for i in range(0, count, 5)]
+
+
+@functools.cache
+def prepared(name):
+    """A method, its model and state at the start, and what three honest clients send; none of it is changed."""
+    fields = get_method_class(name).Params.__dataclass_fields__
+    torch.manual_seed(3)
+    method = create_method(
+        name,
+        adapter=AdapterSpec(r=2, lora_alpha=6, target_modules=("conv2", "fc1")),
+        rounds=4,
+        seed=5,
+        **{k: v for k, v in SHORT.items() if k in fields},
+    )
+    plain = Pictures()
+    model = method.adapt(copy.deepcopy(plain))
+    state = method.initial_state(model)
+    method.workbench = Workbench(copy.deepcopy(model), lambda: iter(data(10, 99)), 7)
+    updates = {}
+    for client, size in SIZES.items():
+        own = method.adapt(copy.deepcopy(plain))
+        load_tensors(own, method.view(state, client))
+        draw = torch.Generator().manual_seed(client)
+        for phase in method.phases(1, client):
+            for parameter in set_trainable(own, phase.train):
+                with torch.no_grad():
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+        sent = method.upload(own, 1, Client(client, size, batches=lambda c=client, n=size: iter(data(n, c))))
+        updates[client] = Update(client, size, {n: t.detach().clone() for n, t in sent.items()})
+    return SimpleNamespace(method=method, model=model, state=state, updates=updates)
+
+
+def round_of(made, number=1, clients=(1, 2, 3), **bounds):
+    """Round ``number``, whose ``clients`` have been asked."""
+    ledger = Ledger(
+        made.method, dict(made.state), 3, 3, 1, 0, keep_messages=True, admission=Admission(3, SIZES, **bounds)
+    )
+    one = Round(number, ledger, clients)
+    for client in clients:
+        one.delivered(one.ask(client))
+    return one
+
+
+def parcel_of(update, round=1):
+    return Parcel(update.tensors, round=round, samples=update.num_samples, loss=1.0)
+
+
+def take(one, update):
+    """Hand in an update; raises where it is refused."""
+    if not one.take(update.client, parcel_of(update, one.number)):
+        raise RefusedUpdate(one.failed[-1]["reason"])
+
+
+def finite(tensors):
+    return all(
+        bool(torch.isfinite(v).all()) if isinstance(v, torch.Tensor) else math.isfinite(v) for v in tensors.values()
+    )
+
+
+# -- finite, and as large as can be ----------------------------------------------------------------------
+
+
+def enlarged(tensor, scale, how, seed):
+    """Finite values of about ``scale``, up to the dtype's largest, in the place of ``tensor``'s."""
+    if not tensor.is_floating_point():
+        return tensor
+    draw = torch.Generator().manual_seed(seed)
+    values = {
+        "one value": lambda: torch.cat([torch.ones(1), torch.zeros(max(tensor.numel() - 1, 0))])[: tensor.numel()],
+        "constant": lambda: torch.ones(tensor.numel()),
+        "signs": lambda: torch.randint(0, 2, (tensor.numel(),), generator=draw) * 2.0 - 1,
+        "normal": lambda: torch.randn(tensor.numel(), generator=draw),
+        "scaled": lambda: tensor.flatten().float(),
+    }[how]()
+    top = float(torch.finfo(tensor.dtype).max)
+    return (values.double() * scale).clamp(-top, top).to(tensor.dtype).reshape(tensor.shape)
+
+
+@EACH
+@few(6)
+@given(
+    exponent=st.floats(0, 38.5) | st.sampled_from([math.log10(LARGEST), 19.0, 18.9, 38.0]),
+    clients=st.sets(st.sampled_from([1, 2, 3]), min_size=1),
+    how=st.sampled_from(["one value", "constant", "signs", "normal", "scaled"]),
+    only_one=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_finite_values_of_any_size(name, exponent, clients, how, only_one, seed):
+    made = prepared(name)
+    one, model = round_of(made), copy.deepcopy(made.model)
+    for client, update in made.updates.items():
+        tensors = dict(update.tensors)
+        if client in clients:
+            names = sorted(tensors)
+            for n in [names[seed % len(names)]] if only_one else names:
+                tensors[n] = enlarged(tensors[n], min(10.0**exponent, LARGEST), how, seed)
+        take(one, dataclasses.replace(update, tensors=tensors))
+    ledger = one.ledger
+    before, outbox, synced = dict(ledger.state), dict(ledger.outbox), dict(ledger.synced)
+    try:
+        message = one.finish(model).message
+    except BadRound as error:
+        assert "round 1: " in str(error) and clients
+        assert ledger.state.keys() == before.keys() and all(ledger.state[n] is before[n] for n in before)
+        assert (ledger.outbox, ledger.synced, ledger.stood) == (outbox, synced, 0)
+        own, start = model.state_dict(), made.model.state_dict()
+        assert own.keys() == start.keys() and all(torch.equal(own[n], start[n]) for n in own)
+        # What was left out is over: the clients can be asked again, and honest updates are taken.
+        assert one.leave_out(str(error)).undone == {1, 2, 3}
+        again = Round(2, ledger)
+        for client in again.waiting:
+            assert again.ask(client).parcel.facts["undo"] == 1
+    else:
+        with torch.no_grad():
+            made.method.apply(model, message, 1)
+        assert finite(ledger.state) and finite(message) and finite(model.state_dict())
+
+
+@EACH
+def test_honest_updates_give_a_finite_model(name):
+    """What the test above starts from: nothing is kept out of a round of honest clients."""
+    made = prepared(name)
+    one, model = round_of(made), copy.deepcopy(made.model)
+    for update in made.updates.values():
+        take(one, update)
+    with torch.no_grad():
+        made.method.apply(model, one.finish(model).message, 1)
+    assert finite(one.ledger.state) and finite(model.state_dict())
+
+
+def test_a_merge_beyond_float32_is_found_before_the_model_is_touched():
+    """B and A are finite, the product that FLoRA adds to the weights is not."""
+    made = prepared("flora")
+    one, model = round_of(made), copy.deepcopy(made.model)
+    tensors = {n: torch.full_like(t, 1e25) if "lora_" in n else t for n, t in made.updates[1].tensors.items()}
+    for client in (2, 3):
+        one.fail(client, "failed", "left out")
+    take(one, dataclasses.replace(made.updates[1], tensors=tensors))
+    with pytest.raises(BadRound, match="round 1: with the message, .*weight of the model would not be finite"):
+        one.finish(model)
+    assert all(torch.equal(t, made.model.state_dict()[n]) for n, t in model.state_dict().items())
+
+
+# -- what is no tensor -----------------------------------------------------------------------------------
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def without_values(t):
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+JUNK = {
+    "list": lambda t: t.tolist(),
+    "nested": lambda t: {"a": {"b": t}},
+    "numpy": lambda t: t.numpy(),
+    "none": lambda t: None,
+    "text": lambda t: "1.0",
+    "number": lambda t: 1.0,
+    "type": lambda t: torch.Tensor,
+    "sparse": lambda t: t.to_sparse(),
+    "csr": lambda t: t.flatten(1).to_sparse_csr() if t.ndim > 1 else t.to_sparse(),
+    "meta": lambda t: t.to("meta"),
+    "subclass": lambda t: t.as_subclass(Sub),
+    "quantised": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+    "double": lambda t: t.double() if t.dtype != torch.float64 else t.float(),
+    "half": lambda t: t.half(),
+    "complex": lambda t: t.to(torch.complex64),
+    "integers": lambda t: t.to(torch.int64),
+    "no values": without_values,
+    "another shape": lambda t: t[None],
+    "empty": lambda t: t[:0],
+    "nan": lambda t: torch.full_like(t, float("nan")),
+    "minus inf": lambda t: torch.full_like(t, -float("inf")),
+    "module": lambda t: nn.Linear(2, 3),
+}
+NAMES = st.one_of(
+    st.none(),
+    st.integers(),
+    st.booleans(),
+    st.binary(max_size=3),
+    st.tuples(st.text(max_size=2)),
+    st.text(max_size=4),
+    st.just("\ud800"),
+    st.just("x" * 100_000),
+)
+
+
+@EACH
+@few(12)
+@given(kind=st.sampled_from(sorted(JUNK)), which=st.integers(0, 99), client=st.sampled_from([1, 2, 3]))
+def test_what_is_no_plain_tensor_is_refused_by_name(name, kind, which, client):
+    made = prepared(name)
+    one, update = round_of(made), made.updates[client]
+    floats = sorted(n for n, t in update.tensors.items() if t.is_floating_point())
+    tensor = floats[which % len(floats)]
+    spoilt = {**update.tensors, tensor: JUNK[kind](update.tensors[tensor])}
+    with pytest.raises(RefusedUpdate, match=f"^client {client}: ") as refusal:
+        take(one, dataclasses.replace(update, tensors=spoilt))
+    assert tensor in str(refusal.value) and not one.samples
+    assert not one.take(client, parcel_of(update)), "it has had its turn"
+
+
+@few(60)
+@given(name=NAMES, content=st.sampled_from(["more", "instead"]))
+def test_names_that_are_none_are_refused(name, content):
+    made = prepared("fedlora")
+    update = made.updates[1]
+    tensors = {**(update.tensors if content == "more" else {}), name: torch.ones(2)}
+    with pytest.raises(RefusedUpdate, match="^client 1: ") as refusal:
+        take(round_of(made), dataclasses.replace(update, tensors=tensors))
+    assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize("tensors", [None, [], [1, 2], "text", 3, torch.ones(2), {1, 2}], ids=str)
+def test_what_is_no_mapping_is_refused(tensors):
+    with pytest.raises(RefusedUpdate, match="client 1: sent .*, expected named tensors"):
+        check_update(Update(1, 7, tensors), prepared("fedlora").state)
+
+
+@EACH
+@few(4)
+@given(how=st.sampled_from(["gradient", "parameter", "strided", "transposed", "expanded", "view"]))
+def test_how_a_dense_tensor_lies_in_memory_does_not_matter(name, how):
+    made = prepared(name)
+    plain = {
+        n: t * 0 + t.flatten()[0] if how == "expanded" and t.numel() else t for n, t in made.updates[1].tensors.items()
+    }
+
+    def laid(t):
+        if how in ("gradient", "parameter"):
+            if not t.is_floating_point():
+                return t
+            return t.clone().requires_grad_() if how == "gradient" else nn.Parameter(t.clone())
+        if how == "strided":
+            return torch.stack([t, t], dim=-1)[..., 0]
+        if how == "transposed":
+            return t.T.contiguous().T if t.ndim == 2 else t
+        if how == "expanded":
+            return t.flatten()[:1].expand(t.shape) if t.ndim == 1 else t.flatten()[0].expand(t.shape)
+        return torch.cat([torch.zeros(5, dtype=t.dtype), t.flatten(), torch.zeros(9, dtype=t.dtype)])[5:-9].view(
+            t.shape
+        )
+
+    if how == "expanded" and any(not t.numel() for t in plain.values()):
+        return
+    update = Update(1, SIZES[1], {n: laid(t) for n, t in plain.items()})
+    one = round_of(made)
+    take(one, update)
+    (checked,) = one.intake.updates
+    for n, tensor in checked.tensors.items():
+        assert torch.equal(tensor, plain[n]) and not tensor.requires_grad and tensor.is_contiguous()
+
+
+# -- who, and how many -----------------------------------------------------------------------------------
+
+COUNTS = st.one_of(
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=3),
+    st.none(),
+    st.integers().filter(lambda n: n != SIZES[2]),
+    st.sampled_from([3.5, 1e18, 20.0, 10**400, -(10**400), float("nan"), float("inf"), [20], "20", 10**18, 2**63]),
+)
+
+
+@EACH
+@few(10)
+@given(count=COUNTS)
+def test_a_count_is_whole_and_the_one_that_was_declared(name, count):
+    made = prepared(name)
+    with pytest.raises(RefusedUpdate, match="^client 2: says it has .* samples") as refusal:
+        take(round_of(made), dataclasses.replace(made.updates[2], num_samples=count))
+    assert len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize("count, good", [(50, True), (51, False), (1, True), (0, False), (True, False)])
+def test_without_a_declaration_the_bound_counts(count, good):
+    made = prepared("fedlora")
+    one = round_of(made)
+    one.admission = Admission(3, max_samples=50)
+    update = dataclasses.replace(made.updates[1], num_samples=count)
+    if good:
+        take(one, update)
+        assert one.samples == {1: count}
+    else:
+        with pytest.raises(RefusedUpdate, match="expected a whole number from 1 to 50"):
+            take(one, update)
+
+
+@EACH
+def test_a_client_is_a_number_that_was_asked(name):
+    made = prepared(name)
+    one = round_of(made)
+    for client in (True, False, 1.0, "1", None, [1], {}, float("nan"), 0, 4, -1, 10**400, b"1"):
+        assert not one.take(client, parcel_of(made.updates[1]))
+    assert not one.samples and not one.failed and one.waiting == {1, 2, 3}
+
+
+def test_only_who_was_asked_in_this_round():
+    made = prepared("fedlora")
+    one = round_of(made, clients=(1, 3))
+    assert not one.take(2, parcel_of(made.updates[2])), "not asked"
+    assert one.take(1, parcel_of(made.updates[1])) and not one.take(1, parcel_of(made.updates[1])), "heard already"
+    one.fail(3, "failed", "no answer")
+    one.finish()
+    assert not one.take(3, parcel_of(made.updates[3])), "the round is over"
+    after = Round(2, one.ledger, (3,))
+    assert not after.take(3, parcel_of(made.updates[3], round=2)), "not asked yet"
+    after.ask(3)
+    assert not after.take(3, parcel_of(made.updates[3], round=1)), "of the round before"
+    assert after.take(3, parcel_of(made.updates[3], round=2))
+
+
+@few(60)
+@given(
+    loss=st.one_of(
+        st.booleans(), st.none(), st.text(max_size=3), st.lists(st.integers(), max_size=2), st.complex_numbers()
+    )
+)
+def test_a_loss_is_a_number(loss):
+    with pytest.raises(RefusedUpdate, match="client 4: its loss is .*, expected a number"):
+        check_loss(4, loss)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf"), 1e39, 10**400, -(10**400)])
+def test_a_loss_is_finite(loss):
+    with pytest.raises(RefusedUpdate, match="client 4: its loss is .*, expected a finite number"):
+        check_loss(4, loss)
+    assert check_loss(4, 3) == 3.0 and check_loss(4, -1e38) == -1e38
+
+
+# -- norms -----------------------------------------------------------------------------------------------
+
+
+def norm_of(made, client, tensors):
+    """In float64, from the definition: the change against what the client was sent; what is no weight as it is."""
+    sent, total = made.method.view(made.state, client), 0.0
+    for n, t in tensors.items():
+        if t.is_floating_point():
+            start = sent[n].numpy().astype(np.float64) if n in sent and sent[n].shape == t.shape else 0.0
+            total += float(((t.numpy().astype(np.float64) - start) ** 2).sum())
+    return total**0.5
+
+
+@EACH
+def test_a_bound_on_the_norm(name):
+    made = prepared(name)
+    norms = {c: norm_of(made, c, u.tensors) for c, u in made.updates.items()}
+    smallest, middle, largest = sorted(norms, key=norms.get)
+    one = round_of(made, max_norm=(norms[middle] + norms[largest]) / 2)
+    for client, update in made.updates.items():
+        if client == largest:
+            with pytest.raises(RefusedUpdate, match=f"client {client}: the norm of its update is .*max_update_norm is"):
+                take(one, update)
+        else:
+            take(one, update)
+    for client, norm in norms.items():
+        reference = made.method.view(made.state, client)
+        assert change_norm(made.updates[client].tensors, reference) == pytest.approx(norm, rel=1e-9)
+
+
+@EACH
+@few(2)
+@given(exponent=st.floats(4, 38))
+def test_a_factor_over_the_rounds_median(name, exponent):
+    made = prepared(name)
+    one = round_of(made, norm_factor=1000.0)
+    for client, update in made.updates.items():
+        tensors = {n: enlarged(t, 10.0**exponent, "signs", 1) for n, t in update.tensors.items()}
+        take(one, dataclasses.replace(update, tensors=tensors) if client == 2 else update)
+    if max(norm_of(made, c, made.updates[c].tensors) for c in (1, 3)) * 1000 < 10.0**exponent:
+        refused = one.admission.outliers(one.norms)
+        assert list(refused) == [2] and "lowrank.max_update_norm_factor is 1000" in refused[2]
+        assert [u.client for u in one.intake.close(without=refused).updates] == [1, 3]
+
+
+def test_of_two_the_smaller_is_the_median_and_zero_is_none():
+    admission = Admission(3, norm_factor=10.0)
+    assert list(admission.outliers({1: 1.0, 2: 10.5})) == [2]
+    assert not admission.outliers({1: 1.0, 2: 10.0})
+    assert not admission.outliers({1: 0.0, 2: 0.0, 3: 5.0})
