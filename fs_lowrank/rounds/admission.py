@@ -97,9 +97,9 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             raise RefusedUpdate(f"{who}: {name} has dtype {tensor.dtype}, expected {want.dtype}")
     said = update.num_samples
     if not is_whole(said) or not 1 <= said <= max_samples:
-        raise RefusedUpdate(
-            f"{who}: says it has {_count(said)} samples, expected a whole number from 1 to {max_samples}"
-        )
+        # A number of 400 digits is not written out.
+        shown = f"2^{said.bit_length() - 1} or more" if is_whole(said) and abs(said) > 2**63 else repr(said)[:_SHOWN]
+        raise RefusedUpdate(f"{who}: says it has {shown} samples, expected a whole number from 1 to {max_samples}")
     # A copy, because what came may be a model's own parameters, which the next client overwrites.
     one_dtype = len({t.dtype for t in got.values()}) == 1
     copy = FlatTensors.pack(got) if one_dtype else {n: t.detach().clone() for n, t in got.items()}
@@ -110,13 +110,6 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             if bad:
                 raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
     return dataclasses.replace(update, tensors=copy)
-
-
-def _count(said: object) -> str:
-    """What was said, as text; a number of 400 digits is not written out, which Python refuses beyond 4,300."""
-    if is_whole(said) and abs(said) > 2**63:
-        return f"{'-' * (said < 0)}2^{said.bit_length() - 1} or more"
-    return repr(said)[:_SHOWN]
 
 
 def _not_plain(tensor: object, device: torch.device | None) -> str:
@@ -172,13 +165,14 @@ class Admission:
             RefusedUpdate: it cannot be used; the message names the client.
         """
         client = update.client
-        check_loss(client, loss)
-        declared, said = self.samples.get(client), update.num_samples
-        if declared is not None and is_whole(said) and said != declared:
+        update = check_update(update, expected, self.max_samples)
+        declared = self.samples.get(client, update.num_samples)
+        if update.num_samples != declared:
             raise RefusedUpdate(
-                f"client {client}: says it has {_count(said)} samples, it declared {declared} at the start"
+                f"client {client}: says it has {update.num_samples} samples, it declared {declared} at the start"
             )
-        return check_update(update, expected, self.max_samples)
+        check_loss(client, loss)
+        return update
 
     def norm(self, update: Update, reference: Mapping[str, Tensor]) -> float:
         """``change_norm`` of an admitted update.
