@@ -135,7 +135,7 @@ def _tune(args: argparse.Namespace) -> int:
     import dataclasses
 
     from fs_lowrank import load_config
-    from fs_lowrank.config import parse_overrides
+    from fs_lowrank.settings import parse_overrides
 
     from .best import summary
     from .settings import parse_objectives

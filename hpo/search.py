@@ -23,6 +23,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from fs_lowrank import UserError
+from fs_lowrank.methods import revisions
 
 from .settings import META, OBJECTIVES, Settings, make_sampler, settings_of
 from .space import encode
@@ -32,6 +33,8 @@ from .storage import CONFIRM
 BEAT, STALE = 30.0, 600.0
 #: how often a trial is begun again that its worker did not survive
 RETRIES = 2
+#: where a study keeps ``revisions`` of its config
+REVISIONS = "fs_lowrank_revisions"
 BUDGET = ("rounds", "client_steps", "uplink_bytes", "downlink_bytes", "seconds")
 
 
@@ -48,6 +51,8 @@ def create(storage, name: str, settings: Settings) -> optuna.Study:
     if name not in optuna.get_all_study_names(storage):
         try:
             study = optuna.create_study(study_name=name, storage=storage, directions=directions)
+            if found := revisions(settings.base):
+                study.set_user_attr(REVISIONS, found)
             study.set_user_attr(META, settings.to_dict())
             optuna.create_study(study_name=name + CONFIRM, storage=storage, directions=directions[:1])
             with warnings.catch_warnings():
@@ -76,6 +81,8 @@ def create(storage, name: str, settings: Settings) -> optuna.Study:
         for f in dataclasses.fields(Settings)
         if f.name not in ("config", "space") and getattr(then, f.name) != getattr(settings, f.name)
     ]
+    if study.user_attrs.get(REVISIONS, {}) != revisions(settings.base):
+        keys.append("revision of its method, which computed something else (see CHANGELOG.md)")
     if keys:
         raise UserError(f"the study {name} was started with another {', '.join(keys)}; name another with --study")
     return study

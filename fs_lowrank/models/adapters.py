@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..config import AdapterSpec
 from ..errors import UserError, nearest
 from ..seeds import derive
+from ..settings import AdapterSpec
 from .chain import resize
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, zero_at_start
 

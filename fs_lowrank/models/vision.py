@@ -35,8 +35,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from ..config import VISION_MODELS
 from ..errors import UserError, nearest, say_once
+from ..settings import VISION_MODELS
 from .chain import resize
 
 __all__ = ["VisionModel", "VisionOptions", "build_vision", "load_vision", "load_weights"]

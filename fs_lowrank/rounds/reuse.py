@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..config import Config
 from ..errors import RunFailed, UserError
 from ..methods import Phase
 from ..models.names import all_tensors, is_statistic, select
 from ..runs.environment import versions
+from ..settings import Settings
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -57,7 +57,9 @@ class Reuse:
             raise UserError(f"lowrank.reuse_clients = {folder}: cannot be used as a folder: {error}") from error
 
     @staticmethod
-    def key(config: Config, model: nn.Module, examples, phases: Iterable[Phase], *, lr: float, seed: int) -> str | None:
+    def key(
+        config: Settings, model: nn.Module, examples, phases: Iterable[Phase], *, lr: float, seed: int
+    ) -> str | None:
         """The entry of a training that is about to start; None for one that no hash can tell (a penalty is code).
 
         Args:
