@@ -25,9 +25,13 @@ setup(
         "numpy>=2.0",
         "pandas>=2.2",
         "filelock>=3.16",
+        "pypi-simple>=1.6",
+        "requests>=2.32",
+        "tqdm>=4.66",
         "pillow>=10",
         "pyyaml>=6.0",
         "rich>=13",
+        "markdown-it-py>=3",
         "matplotlib>=3.8",
     ],
     extras_require={

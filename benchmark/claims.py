@@ -6,14 +6,14 @@ and no other refutes it, or where one seed leaves the spread unknown that a diff
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fs_lowrank import UserError
-from fs_lowrank.errors import nearest
+from fs_lowrank.settings import Key, Origin, check_keys, check_value
 
 HOLDS, FAILS, UNTESTED = "holds", "does not hold", "not tested at this size"
 
@@ -36,6 +36,15 @@ RULES = {
         "not tested, for nothing was learned that could be lost",
     ),
     "value": (("methods",), "the mean is at least `at_least`, at most `at_most`"),
+}
+_NAME, _NUMBER, _NAMES = Key(str), Key(float), Key(list)
+_KEYS = {
+    **dict.fromkeys(("is", "along", "better", "of", "metric"), _NAME),
+    **dict.fromkeys(("methods", "than"), _NAMES),
+    **dict.fromkeys(("by", "within", "about", "at_least", "at_most"), _NUMBER),
+    **dict.fromkeys(("from", "to"), Key(Any)),
+    "where": Key(dict),
+    **dict.fromkeys(("lower_is_better", "spread"), Key(bool)),
 }
 _OPTIONAL = ("metric", "where", "at_least", "at_most", "lower_is_better", "spread")
 
@@ -92,26 +101,18 @@ def paired_noise(first: Spread, second: Spread) -> float:
 Lookup = Callable[[str, Mapping[str, str], str], Spread | None]
 
 
-def check_rule(condition: Any, where: str) -> None:
-    """Refuse a condition of the wrong form.
+def check_rule(condition: Any, origin: Origin, at: str) -> dict:
+    """The condition at ``at`` in a suite's file, its values checked.
 
     Raises:
-        UserError: it names what is wrong.
+        UserError: no such condition, an unknown or a missing key, a value of the wrong type.
     """
-    if not isinstance(condition, Mapping) or condition.get("is") not in RULES:
-        is_ = condition.get("is") if isinstance(condition, Mapping) else condition
-        raise UserError(f"{where}: rule: no condition {is_!r}{nearest(str(is_), RULES)}; there are: {', '.join(RULES)}")
-    needs = RULES[condition["is"]][0]
-    known = ("is", *needs, *_OPTIONAL)
-    for key in condition:
-        if key not in known:
-            raise UserError(
-                f"{where}: rule: {condition['is']}: unknown key {key!r}{nearest(key, known)}; "
-                f"there are: {', '.join(known)}"
-            )
-    for key in needs:
-        if key not in condition:
-            raise UserError(f"{where}: rule: {condition['is']}: {key!r} is missing")
+    if not isinstance(condition, Mapping):
+        origin.wrong(at, condition, "a mapping, such as {is: drops, …}")
+    kind = check_value(f"{at}.is", condition.get("is"), str, {"choices": tuple(RULES)}, origin)
+    needs = RULES[kind][0]
+    keys = {key: dataclasses.replace(_KEYS[key], required=key in needs) for key in ("is", *needs, *_OPTIONAL)}
+    return check_keys(condition, keys, origin, at)
 
 
 def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:

@@ -9,18 +9,7 @@ from pathlib import Path
 
 from .results import Found, scale_of, title_of
 
-_COLOURS = (
-    "#1f77b4",
-    "#d62728",
-    "#2ca02c",
-    "#9467bd",
-    "#ff7f0e",
-    "#17becf",
-    "#8c564b",
-    "#e377c2",
-    "#7f7f7f",
-    "#bcbd22",
-)
+_COLOURS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #7f7f7f #bcbd22".split()
 _MARKERS = "osD^vP*X<>"
 #: panels side by side
 _COLUMNS = 4
@@ -105,24 +94,25 @@ def curve_metric(found: Found) -> str | None:
     """What the learning curves show: held-out accuracy where there is one, else loss."""
     points = [p for rs in found.records.values() for r in rs for p in r.get("history", {}).get("evaluated", ())]
     there = {name for p in points for name in p}
-    causal = _majority(found) is None and not any(n in there for n in ("client_test_acc",))
-    names = (
-        ("val_loss", "test_loss")
-        if causal and "val_loss" in there
-        else ("val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss")
-    )
-    return next((n for n in names if n in there), None)
+    if _majority(found) is None and "client_test_acc" not in there and "val_loss" in there:
+        return "val_loss"  # of a causal language model
+    return next((n for n in ("val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss") if n in there), None)
 
 
-def _grid(found: Found, title: str):
-    count = len(found.columns)
-    rows = -(-count // _COLUMNS)
-    figure = _figure(min(count, _COLUMNS) * 3.7 + 0.4, rows * 3.2 + 0.5)
-    panels = figure.subplots(rows, min(count, _COLUMNS), squeeze=False, sharey=True)
+def _grid(found: Found, title: str, count: int):
+    """A figure of ``count`` panels that share their y axis."""
+    rows, across = -(-count // _COLUMNS), min(count, _COLUMNS)
+    figure = _figure(across * 3.7 + 0.4, rows * 3.2 + 0.5)
+    panels = figure.subplots(rows, across, squeeze=False, sharey=True)
     for axes in panels.flat[count:]:
         axes.set_visible(False)
     figure.suptitle(textwrap.fill(f"{found.experiment.title}: {title}", int(13 * figure.get_figwidth())), fontsize=11)
     return figure, panels.flat[:count]
+
+
+def _common_legend(figure, panels) -> None:
+    handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6), fontsize=8)
 
 
 def _axis_title(found: Found, column: str) -> str:
@@ -136,7 +126,7 @@ def _lines(found: Found, title: str, x_label: str, x_of, log: bool = False):
     if metric is None or not found.columns:
         return None
     scale = scale_of(metric)[0]
-    figure, panels = _grid(found, title)
+    figure, panels = _grid(found, title, len(found.columns))
     for index, (axes, column) in enumerate(zip(panels, found.columns)):
         for method in found.methods:
             runs = [
@@ -165,10 +155,7 @@ def _lines(found: Found, title: str, x_label: str, x_of, log: bool = False):
         if index % _COLUMNS == 0:
             axes.set_ylabel(title_of(metric))
         axes.grid(alpha=0.3)
-    handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels())}
-    panels[0].figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6), fontsize=8
-    )
+    _common_legend(figure, panels)
     return figure
 
 
@@ -190,33 +177,30 @@ def _traffic(found: Found):
 
 def _bytes(found: Found):
     """Bytes of a client and round, in the first setting that has all methods."""
-    columns = [c for c in found.columns if all((m, c) in found.records for m in found.methods)] or found.columns
-    names = [m for m in found.methods if columns and found.figure(m, columns[0], "uplink")]
+    column = found.fullest
+    names = [m for m in found.methods if column is not None and found.figure(m, column, "uplink")]
     if len(names) < 2:
         return None
     figure = _figure(7, 0.42 * len(names) + 1.7)
     axes, left = figure.subplots(), [0.0] * len(names)
-    parts = {
-        "up, without head": [found.figure(m, columns[0], "uplink_without_head").mean for m in names],
-        "up, head": [_head(found, m, columns[0], "uplink") for m in names],
-        "down, without head": [found.figure(m, columns[0], "downlink_without_head").mean for m in names],
-        "down, head": [_head(found, m, columns[0], "downlink") for m in names],
-    }
+    parts: dict[str, list[float]] = {}
+    for direction in ("up", "down"):
+        whole, bare = f"{direction}link", f"{direction}link_without_head"
+        parts[f"{direction}, without head"] = [found.figure(m, column, bare).mean for m in names]
+        parts[f"{direction}, head"] = [
+            found.figure(m, column, whole).mean - found.figure(m, column, bare).mean for m in names
+        ]
     for (label, sizes), colour in zip(parts.items(), ("#1f77b4", "#aec7e8", "#2ca02c", "#98df8a")):
         axes.barh(names, [s / 1e3 for s in sizes], left=[x / 1e3 for x in left], color=colour, label=label)
         left = [a + b for a, b in zip(left, sizes)]
     for index, total in enumerate(left):
         axes.annotate(f" {total / 1e3:.4g}", (total / 1e3, index), va="center", fontsize=8)
     axes.invert_yaxis()
-    at = _axis_title(found, columns[0])
+    at = _axis_title(found, column)
     axes.set(xlabel="kB per client and round", title=f"{found.experiment.title}{': ' + at if at else ''}")
     axes.margins(x=0.12)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
     return figure
-
-
-def _head(found: Found, method: str, column: str, direction: str) -> float:
-    return found.figure(method, column, direction).mean - found.figure(method, column, f"{direction}_without_head").mean
 
 
 def _rates(found: Found):
@@ -228,13 +212,8 @@ def _rates(found: Found):
             by_setting.setdefault(", ".join(f"{k} {v}" for k, v in search["setting"].items()), []).append(search)
     if not by_setting:
         return None
-    count = len(by_setting)
-    figure = _figure(min(count, _COLUMNS) * 3.7 + 0.4, -(-count // _COLUMNS) * 3.2 + 0.5)
-    panels = figure.subplots(-(-count // _COLUMNS), min(count, _COLUMNS), squeeze=False, sharey=True)
-    for axes in panels.flat[count:]:
-        axes.set_visible(False)
-    handles: dict = {}
-    for axes, (setting, searches) in zip(panels.flat, by_setting.items()):
+    figure, panels = _grid(found, "rates tried", len(by_setting))
+    for axes, (setting, searches) in zip(panels, by_setting.items()):
         for search in searches:
             points = sorted((p[key], p["value"]) for p in search["tried"])
             style = _style(found, search["method"]) if search["method"] in found.methods else {"marker": "."}
@@ -245,8 +224,6 @@ def _rates(found: Found):
         axes.set_xticks([], minor=True)
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3)
-        handles.update({label: h for h, label in zip(*axes.get_legend_handles_labels())})
-    panels[0][0].set_ylabel(f"{found.searches[0]['objective']} at the end")
-    figure.suptitle(f"{found.experiment.title}: rates tried", fontsize=11)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6), fontsize=8)
+    panels[0].set_ylabel(f"{found.searches[0]['objective']} at the end")
+    _common_legend(figure, panels)
     return figure

@@ -12,6 +12,7 @@ from typing import Any
 from fs_lowrank import Config, UserError, list_methods, load_config
 from fs_lowrank.data import own_files
 from fs_lowrank.errors import nearest
+from fs_lowrank.methods import revisions
 
 from .store import Store, digest
 from .suite import Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
@@ -51,11 +52,29 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """One piece of work. ``key`` is the hash of all that decides its result."""
+    """One piece of work. ``key`` is the hash of all that decides its result, which ``content`` holds."""
 
     suite: Suite
     experiment: Experiment
     options: Options
+
+    @property
+    def revisions(self) -> dict[str, int]:
+        """Of what it uses, where they are not 1: a result of another revision is none of this job's."""
+        return {}
+
+    @cached_property
+    def key(self) -> str:
+        return digest({**self.content(), **({"revisions": self.revisions} if self.revisions else {})})
+
+    def stale(self, store: Store) -> dict | None:
+        """The result that an earlier revision of its method left, which is not this job's any more."""
+        for earlier in itertools.product(*(range(1, n + 1) for n in self.revisions.values())):
+            then = {name: n for name, n in zip(self.revisions, earlier) if n != 1}
+            if then != self.revisions:
+                if record := store.read(self.kind, digest({**self.content(), **({"revisions": then} if then else {})})):
+                    return record
+        return None
 
     @property
     def where(self) -> str:
@@ -89,8 +108,16 @@ class Job:
         }
 
 
+class Trained(Job):
+    """A job with a configuration."""
+
+    @property
+    def revisions(self) -> dict[str, int]:
+        return revisions(self.config)
+
+
 @dataclass(frozen=True)
-class Search(Job):
+class Search(Trained):
     """A search of the learning rate for one method in one setting, by validation."""
 
     kind = "searches"
@@ -107,14 +134,13 @@ class Search(Job):
     def spec(self) -> dict:
         return self.experiment.rates["search"]
 
-    @cached_property
-    def key(self) -> str:
+    def content(self) -> dict:
         spec = {k: self.spec.get(k) for k in ("space", "seeds", "objective")}
-        return digest({"search": _own(self.config), "spec": spec, **_content(self), **_engine(self.options)})
+        return {"search": _own(self.config), "spec": spec, **_content(self), **_engine(self.options)}
 
 
 @dataclass(frozen=True)
-class Cell(Job):
+class Cell(Trained):
     """A method in a setting at a seed. With a search, ``config`` has no rate of its own yet."""
 
     kind = "cells"
@@ -158,8 +184,7 @@ class Cell(Job):
     def config(self) -> Config:
         return self.unrated
 
-    @cached_property
-    def key(self) -> str:
+    def content(self) -> dict:
         """Before the search is done, of the search and the rest."""
         evaluation = [{k: v for k, v in e.items() if k not in _PERMISSIONS} for e in self.experiment.evaluation]
         content = {
@@ -169,7 +194,7 @@ class Cell(Job):
             **_content(self),
             **_engine(self.options),
         }
-        return digest(content if self.search is None else {**content, "waits_for": self.search.key})
+        return content if self.search is None else {**content, "waits_for": self.search.key}
 
 
 @dataclass(frozen=True)
@@ -182,15 +207,9 @@ class Script(Job):
     def label(self) -> str:
         return f"python -m {self.experiment.script} {' '.join(self.experiment.args)}".strip()
 
-    @cached_property
-    def key(self) -> str:
-        return digest(
-            {
-                "script": self.experiment.script,
-                "args": list(self.experiment.args),
-                "values": dict(self.experiment.values),
-            }
-        )
+    def content(self) -> dict:
+        values = dict(self.experiment.values)
+        return {"script": self.experiment.script, "args": list(self.experiment.args), "values": values}
 
 
 def _content(job: Search | Cell) -> dict:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import html
-import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from fs_lowrank import UserError
 
@@ -18,26 +20,19 @@ from .store import write_text
 from .suite import SIZES, Suite, load_suite, shipped
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A piece of the report: a ``heading``, ``text``, ``table`` (the first row is its head) or ``image`` (its file)."""
-
-    kind: str
-    text: str = ""
-    level: int = 2
-    rows: tuple[tuple[str, ...], ...] = ()
+def heading(content: str, level: int) -> str:
+    return f"{'#' * level} {content}"
 
 
-def heading(text: str, level: int) -> Block:
-    return Block("heading", text, level)
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """The first row is the head."""
+    escaped = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    head, *rest = (f"| {' | '.join(row)} |" for row in escaped)
+    return "\n".join([head, "|" + " --- |" * len(rows[0]), *rest])
 
 
-def text(content: str) -> Block:
-    return Block("text", content)
-
-
-def table(rows: Sequence[Sequence[str]]) -> Block:
-    return Block("table", rows=tuple(tuple(map(str, row)) for row in rows))
+def image(title: str, path: str | Path) -> str:
+    return f"![{title}]({path})"
 
 
 def write_report(options: Options) -> list[Path]:
@@ -51,7 +46,7 @@ def write_report(options: Options) -> list[Path]:
     sizes = [options.size] if options.size in SIZES else list(SIZES)
     names = options.suites or shipped()
     claims: list[tuple[str, Suite, str, list]] = []
-    body: list[Block] = []
+    body: list[str] = []
     used: set[str] = set()
     for name in names:
         for size in sizes:
@@ -61,7 +56,8 @@ def write_report(options: Options) -> list[Path]:
                 continue
             found = {e.name: find(suite, e, sized, store) for e in chosen(suite, options.only, extra=True)}
             used |= {r["hash"] for f in found.values() for rs in f.records.values() for r in rs}
-            if not any(f.cells or f.failed or f.searches for f in found.values()):
+            used |= {record["hash"] for f in found.values() for record in f.stale}
+            if not any(f.cells or f.failed or f.searches or f.stale for f in found.values()):
                 continue
             judged = judged_claims(suite, found)
             claims += [(claim, suite, *judged[claim]) for claim in judged]
@@ -70,24 +66,23 @@ def write_report(options: Options) -> list[Path]:
         raise UserError(
             f"{root} holds no result of {', '.join(names)}; run a suite first: python -m benchmark run {names[0]}"
         )
-    blocks = [heading("Benchmark report", 1), *_preface(options), *_summary(claims), *body, *_damaged(store, used)]
-    write_text(root / "report.md", markdown(blocks))
-    write_text(root / "report.html", page(blocks))
+    blocks = [heading("Benchmark report", 1), _preface(options), *_summary(claims), *body, *_damaged(store, used)]
+    markdown = "\n\n".join(block for block in blocks if block) + "\n"
+    write_text(root / "report.md", markdown)
+    write_text(root / "report.html", page(markdown))
     return [root / "report.md", root / "report.html"]
 
 
-def _preface(options: Options) -> list[Block]:
+def _preface(options: Options) -> str:
     engine = "" if options.engine == "local" else f" --engine {options.engine}"
-    return [
-        text(
-            f"Written by `python -m benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
-            "`failed/`. Figures are mean ± standard deviation over seeds; **bold** is ahead of every other method "
-            "by more than the standard deviation of their differences by seed. Rates are chosen on validation "
-            "data; the test set is scored after the last round, unless it says otherwise. The papers' figures "
-            "stand beside ours with their setting: where ours is smaller, the order and the gap compare, the "
-            "figure does not."
-        )
-    ]
+    return (
+        f"Written by `python -m benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
+        "`failed/`. Figures are mean ± standard deviation over seeds; **bold** is ahead of every other method "
+        "by more than the standard deviation of their differences by seed. Rates are chosen on validation "
+        "data; the test set is scored after the last round, unless it says otherwise. The papers' figures "
+        "stand beside ours with their setting: where ours is smaller, the order and the gap compare, the "
+        "figure does not."
+    )
 
 
 # -- claims --------------------------------------------------------------------------------------------
@@ -110,7 +105,7 @@ def judged_claims(suite: Suite, found: dict[str, Found]) -> dict[str, tuple[str,
     return judged
 
 
-def _summary(claims: list) -> list[Block]:
+def _summary(claims: list) -> list[str]:
     if not claims:
         return []
     rows = [("claim", "suite", "size", "verdict")]
@@ -120,25 +115,25 @@ def _summary(claims: list) -> list[Block]:
     ]
     return [
         heading("The papers' claims", 2),
-        text("Every verdict comes from the rule in the suite; the figures behind it stand under the suite."),
+        ("Every verdict comes from the rule in the suite; the figures behind it stand under the suite."),
         table(rows),
     ]
 
 
-def _claims(suite: Suite, judged: dict) -> list[Block]:
-    blocks: list[Block] = []
+def _claims(suite: Suite, judged: dict) -> list[str]:
+    blocks: list[str] = []
     for name, (overall, by_experiment) in judged.items():
         claim = suite.claims[name]
         blocks.append(heading(f"Claim: {claim['says']} — {overall}", 3))
         rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in claim["rule"])
-        blocks.append(text(f"{claim.get('source', '')} Rule: {rules}.".strip()))
+        blocks.append(f"{claim.get('source', '')} Rule: {rules}.".strip())
         for experiment, conditions in by_experiment:
             lines = [f"- {experiment}: **{verdict(conditions)}**"]
             lines += [f"  - {c.text}: {c.verdict}" for c in conditions]
-            blocks.append(text("\n".join(lines)))
+            blocks.append("\n".join(lines))
         absent = [e for e in claim["experiments"] if e not in dict(by_experiment)]
         if absent:
-            blocks.append(text(f"Not in this size: {', '.join(absent)}."))
+            blocks.append(f"Not in this size: {', '.join(absent)}.")
     return blocks
 
 
@@ -151,30 +146,26 @@ def _plain(value) -> str:
 # -- suites --------------------------------------------------------------------------------------------
 
 
-def _suite(suite: Suite, found: dict[str, Found], judged: dict, root: Path) -> list[Block]:
+def _suite(suite: Suite, found: dict[str, Found], judged: dict, root: Path) -> list[str]:
     blocks = [heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
-    blocks += [text(t) for t in (suite.source, suite.note) if t]
+    blocks += [t for t in (suite.source, suite.note) if t]
     blocks += _claims(suite, judged)
     for one in found.values():
-        if one.cells or one.failed or one.searches:
+        if one.cells or one.failed or one.searches or one.stale:
             blocks += _experiment(one, root)
     return blocks
 
 
-def _experiment(found: Found, root: Path) -> list[Block]:
+def _experiment(found: Found, root: Path) -> list[str]:
     experiment = found.experiment
     blocks = [heading(experiment.title, 3)]
     if experiment.note and experiment.note != found.suite.note:
-        blocks.append(text(experiment.note))
-    blocks.append(text(_setting(found)))
+        blocks.append(experiment.note)
+    blocks.append(_setting(found))
     if found.cells < found.wanted:
-        blocks.append(
-            text(
-                f"**{found.cells} of {found.wanted} cells are there"
-                + (f", {len(found.failed)} failed" if found.failed else "")
-                + ".**"
-            )
-        )
+        failed = f", {len(found.failed)} failed" if found.failed else ""
+        blocks.append(f"**{found.cells} of {found.wanted} cells are there{failed}.**")
+    blocks += _stale(found)
     if experiment.script:
         return blocks + _script(found) + _failures(found)
     if not found.cells:
@@ -183,8 +174,21 @@ def _experiment(found: Found, root: Path) -> list[Block]:
     blocks += _rates_table(found) + _bytes_table(found)
     if experiment.plots:
         for title, path in draw_all(found, root / "report").items():
-            blocks.append(Block("image", title, rows=((str(path.relative_to(root)),),)))
+            blocks.append(image(title, path.relative_to(root)))
     return blocks + _failures(found)
+
+
+def _stale(found: Found) -> list[str]:
+    """Which results an earlier revision of a method left, in words."""
+    if not found.stale:
+        return []
+    by_method = Counter(record["method"] for record in found.stale)
+    return [
+        f"**Stale results: {sum(by_method.values())}**, left out. Their methods have come to compute "
+        "something else from the same configuration (CHANGELOG.md says what), and they have not been run again: "
+        + ", ".join(f"{method} ({n})" for method, n in sorted(by_method.items()))
+        + "."
+    ]
 
 
 def _setting(found: Found) -> str:
@@ -242,9 +246,9 @@ def _range(values: Sequence) -> str:
     return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
 
 
-def _tables(found: Found) -> list[Block]:
+def _tables(found: Found) -> list[str]:
     """A table for each metric with settings as columns; for each scorer and setting one with its tasks as columns."""
-    blocks: list[Block] = []
+    blocks: list[str] = []
     plain = [m for m in found.experiment.metrics if m.count(":") < 2 or m.startswith(("bytes_to", "rounds_to"))]
     for index, metric in enumerate(plain):
         columns = {c: (c or title_of(metric), metric, c) for c in found.columns}
@@ -277,7 +281,7 @@ def _scorer_in_words(found: Found, scorer: str) -> str:
     return ", ".join(f"{k} {v}" for k, v in spec.items() if k not in ("scorer", "tasks")) or "all samples"
 
 
-def _table(found: Found, title: str, columns: list[tuple[str, str, str]], keys: list[str], paper: bool) -> list[Block]:
+def _table(found: Found, title: str, columns: list[tuple[str, str, str]], keys: list[str], paper: bool) -> list[str]:
     """Columns are (head, metric, setting); the paper's figures follow under their ``keys``."""
     reference = found.experiment.reference if paper else None
     values = (reference or {}).get("values", {})
@@ -297,9 +301,9 @@ def _table(found: Found, title: str, columns: list[tuple[str, str, str]], keys: 
     axes = " / ".join(found.experiment.axes)
     seeds = {len(rs) for rs in found.records.values()}
     n = "one seed" if seeds == {1} else f"{_range(sorted(seeds))} seeds"
-    blocks = [text(f"**{title}**{f', by {axes}' if axes else ''} ({n}):"), table(rows)]
+    blocks = [(f"**{title}**{f', by {axes}' if axes else ''} ({n}):"), table(rows)]
     if reference and beside:
-        blocks.append(text(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}."))
+        blocks.append(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}.")
     elif reference and values:
         blocks += _reference_alone(reference)
     return blocks
@@ -312,15 +316,15 @@ def _paper(values: dict, method: str, key: str) -> str:
     return " ± ".join(map(str, found)) if isinstance(found, list) else str(found)
 
 
-def _reference_alone(reference: dict) -> list[Block]:
+def _reference_alone(reference: dict) -> list[str]:
     """The paper's figures as a table of their own, where no column of ours is one of theirs."""
     keys = list(dict.fromkeys(str(k) for row in reference["values"].values() for k in row))
     rows = [("the paper", *keys)]
     rows += [(m, *(_paper(reference["values"], m, k) or "–" for k in keys)) for m in reference["values"]]
-    return [text(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}:"), table(rows)]
+    return [(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}:"), table(rows)]
 
 
-def _rates_table(found: Found) -> list[Block]:
+def _rates_table(found: Found) -> list[str]:
     from hpo.best import budget_text
 
     rates: dict[tuple[str, str], dict] = {}
@@ -338,15 +342,13 @@ def _rates_table(found: Found) -> list[Block]:
         merged.setdefault((method, point, rate["from"], values, cost), []).append(column)
     for (method, point, origin, values, cost), columns in merged.items():
         rows.append((method, ", ".join(c for c in columns if c), point, origin, values, cost))
-    blocks = [text("**Learning rates:**"), table(rows)]
+    blocks = ["**Learning rates:**", table(rows)]
     at_the_end = [s for s in found.searches if _at_the_end(s)]
     if at_the_end:
         names = ", ".join(s["label"].removeprefix("learning rate of ") for s in at_the_end)
         blocks.append(
-            text(
-                f"{len(at_the_end)} of {len(found.searches)} searches won at an end of their grid, so a "
-                f"better rate may lie beyond: {names}."
-            )
+            f"{len(at_the_end)} of {len(found.searches)} searches won at an end of their grid, so a "
+            f"better rate may lie beyond: {names}."
         )
     return blocks
 
@@ -360,100 +362,52 @@ def _at_the_end(search: dict) -> bool:
     return False
 
 
-def _bytes_table(found: Found) -> list[Block]:
-    metrics = (
-        "uplink_without_head",
-        "downlink_without_head",
-        "uplink",
-        "downlink",
-        "traffic",
-        "formula",
-        "aggregation",
-        "memory",
-    )
-    column = next(
-        (c for c in found.columns if all((m, c) in found.records for m in found.methods)),
-        found.columns[0] if found.columns else None,
-    )
+def _bytes_table(found: Found) -> list[str]:
+    without_head = ("uplink_without_head", "downlink_without_head")
+    metrics = (*without_head, "uplink", "downlink", "traffic", "formula", "aggregation", "memory")
+    column = found.fullest
     if column is None or not any(found.figure(m, column, "uplink") for m in found.methods):
         return []
     rows = [("method", *(title_of(m) for m in metrics))]
     rows += [(m, *(found.cell(m, column, k) for k in metrics)) for m in found.methods]
-    return [
-        text(
-            "**Bytes, server and memory"
-            + (f", {' / '.join(found.experiment.axes)} = {column}" if column else "")
-            + ":**"
-        ),
-        table(rows),
-    ]
+    at = f", {' / '.join(found.experiment.axes)} = {column}" if column else ""
+    return [f"**Bytes, server and memory{at}:**", table(rows)]
 
 
-def _script(found: Found) -> list[Block]:
-    blocks: list[Block] = []
+def _script(found: Found) -> list[str]:
+    blocks: list[str] = []
     for records in found.records.values():
         for record in records:
             if record["metrics"]:
                 blocks.append(table([("figure", "value"), *((k, f"{v:.5g}") for k, v in record["metrics"].items())]))
-            blocks += [
-                Block("image", found.experiment.title, rows=((name,),))
-                for name in record["files"]
-                if name.endswith(".png")
-            ]
-            blocks.append(text("Files: " + ", ".join(f"`{name}`" for name in record["files"]) + "."))
+            blocks += [image(found.experiment.title, name) for name in record["files"] if name.endswith(".png")]
+            blocks.append("Files: " + ", ".join(f"`{name}`" for name in record["files"]) + ".")
     if found.experiment.reference and found.experiment.reference.get("values"):
         blocks += _reference_alone(found.experiment.reference)
     return blocks
 
 
-def _failures(found: Found) -> list[Block]:
-    return (
-        [text("**Failed:**\n" + "\n".join(f"- {f['label']}: {f['error']}" for f in found.failed))]
-        if found.failed
-        else []
-    )
+def _failures(found: Found) -> list[str]:
+    lines = [f"- {failed['label']}: {failed['error']}" for failed in found.failed]
+    return ["\n".join(["**Failed:**", *lines])] if lines else []
 
 
-def _damaged(store, used: set[str]) -> list[Block]:
-    blocks = []
+def _damaged(store, used: set[str]) -> list[str]:
     others = {p.stem for p in (store.results / "cells").glob("*.json")} - used
     for key in sorted(others):
         store.read("cells", key)
     others -= {Path(p).stem for p in store.damaged}
-    if store.damaged:
-        blocks += [
-            heading("Damaged files", 2),
-            text(
-                "\n".join(
-                    f"- `{Path(path).relative_to(store.results)}`: {why}; taken as missing"
-                    for path, why in sorted(store.damaged.items())
-                )
-            ),
-        ]
+    lines = [
+        f"- `{Path(path).relative_to(store.results)}`: {why}; taken as missing"
+        for path, why in sorted(store.damaged.items())
+    ]
+    blocks = [heading("Damaged files", 2), "\n".join(lines)] if lines else []
     if others:
-        blocks.append(
-            text(f"{len(others)} more results in `cells/` belong to no cell of these suites, sizes and engine.")
-        )
+        blocks.append(f"{len(others)} more results in `cells/` belong to no cell of these suites, sizes and engine.")
     return blocks
 
 
-# -- Markdown and HTML ---------------------------------------------------------------------------------
-
-
-def markdown(blocks: Sequence[Block]) -> str:
-    parts = []
-    for block in blocks:
-        if block.kind == "heading":
-            parts.append(f"{'#' * block.level} {block.text}")
-        elif block.kind == "table":
-            escape = lambda cell: cell.replace("|", "\\|")  # noqa: E731
-            lines = ["| " + " | ".join(map(escape, row)) + " |" for row in block.rows]
-            parts.append("\n".join([lines[0], "|" + " --- |" * len(block.rows[0]), *lines[1:]]))
-        elif block.kind == "image":
-            parts.append(f"![{block.text}]({block.rows[0][0]})")
-        else:
-            parts.append(block.text)
-    return "\n\n".join(p for p in parts if p) + "\n"
+# -- HTML ----------------------------------------------------------------------------------------------
 
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em;color:#222}
@@ -464,50 +418,16 @@ h2{border-bottom:2px solid #ddd;margin-top:2em}h3{margin-top:1.6em}
 figure{margin:0}figcaption{color:#666;font-size:13px}"""
 
 
-def page(blocks: Sequence[Block]) -> str:
-    """The same as one HTML page."""
-    parts = []
-    for block in blocks:
-        if block.kind == "heading":
-            parts.append(f"<h{block.level}>{_inline(block.text)}</h{block.level}>")
-        elif block.kind == "table":
-            head, *rows = block.rows
-            cells = lambda row, tag: "".join(f"<{tag}>{_inline(c)}</{tag}>" for c in row)  # noqa: E731
-            parts.append(
-                f"<table><tr>{cells(head, 'th')}</tr>"
-                + "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-                + "</table>"
-            )
-        elif block.kind == "image":
-            parts.append(
-                f'<figure><img src="{html.escape(block.rows[0][0])}" alt="{html.escape(block.text)}">'
-                f"<figcaption>{_inline(block.text)}</figcaption></figure>"
-            )
-        elif block.text:
-            parts.append(_paragraph(block.text))
+def page(markdown: str) -> str:
+    """The Markdown as one HTML page; every image stands alone in its paragraph and gets its title as a caption."""
+    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = reader.parse(markdown)
+    for opening, inline, closing in zip(tokens, tokens[1:], tokens[2:]):
+        if inline.type == "inline" and [child.type for child in inline.children] == ["image"]:
+            opening.tag = closing.tag = "figure"
+            title = inline.children[0].children
+            inline.children += [Token("caption", "figcaption", 1), *title, Token("caption", "figcaption", -1)]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Benchmark report</title>'
-        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+        f"<style>{_STYLE}</style></head><body>\n{reader.renderer.render(tokens, reader.options, {})}</body></html>\n"
     )
-
-
-def _paragraph(content: str) -> str:
-    """Text, with lists of two levels."""
-    parts, depth = [], 0
-    for line in content.splitlines():
-        stripped = line.lstrip()
-        level = 1 + (len(line) > len(stripped)) if stripped.startswith("- ") else 0
-        while depth < level:
-            parts.append("<ul>")
-            depth += 1
-        while depth > level:
-            parts.append("</ul>")
-            depth -= 1
-        parts.append(f"<li>{_inline(stripped[2:])}</li>" if level else f"<p>{_inline(line)}</p>")
-    return "".join([*parts, "</ul>" * depth])
-
-
-def _inline(content: str) -> str:
-    escaped = html.escape(content, quote=False)
-    escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)
-    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escaped)

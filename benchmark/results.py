@@ -24,7 +24,8 @@ class Found:
 
     Attributes:
         records: (method, column) -> results, a seed each. columns: the settings that have any, in order.
-        searches: their results. failed: what went wrong. wanted: cells that the grid has.
+        searches: their results. failed: what went wrong. wanted: cells that the grid has. stale: results of searches
+            and cells that an earlier revision of the method left; they are not among ``records`` and ``searches``.
     """
 
     suite: Suite
@@ -32,6 +33,7 @@ class Found:
     records: dict[tuple[str, str], list[dict]] = field(default_factory=dict)
     searches: list[dict] = field(default_factory=list)
     failed: list[dict] = field(default_factory=list)
+    stale: list[dict] = field(default_factory=list)
     wanted: int = 0
 
     @property
@@ -43,6 +45,12 @@ class Found:
         order = [" / ".join(s.values()) for s in settings(self.experiment)]
         there = {column for _, column in self.records}
         return [c for c in order if c in there]
+
+    @property
+    def fullest(self) -> str | None:
+        """The first setting that has all methods, else the first; None without any."""
+        whole = (c for c in self.columns if all((m, c) in self.records for m in self.methods))
+        return next(whole, self.columns[0] if self.columns else None)
 
     @property
     def cells(self) -> int:
@@ -93,6 +101,8 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
                 searches[job.key] = record
             elif failed := store.read("failed", job.key):
                 found.failed.append(failed)
+            elif stale := job.stale(store):
+                found.stale.append(stale)
             continue
         now = (job.rated(store) if isinstance(job, Cell) else job) or job
         record = now.result(store)
@@ -104,6 +114,8 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             )
         elif failed := store.read("failed", now.key):
             found.failed.append(failed)
+        elif stale := now.stale(store):
+            found.stale.append(stale)
         found.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
     found.searches = list(searches.values())
     return found

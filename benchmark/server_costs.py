@@ -12,23 +12,20 @@ float32 are 589.8 kB a direction; what the paper counted besides is not said.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 
 from fs_lowrank import create_method
 from fs_lowrank.algebra import nbytes
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.methods import Update
 from fs_lowrank.rounds.admission import check_update
-from fs_lowrank.runs.environment import versions
+from fs_lowrank.settings import AdapterSpec
 
+from .script import script
 from .speed.server_step import Layers
 
 METHODS = ("fedlora", "ffa_lora", "flexlora", "flora", "rolora")
@@ -70,34 +67,28 @@ def measure(
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.server_costs", description=__doc__.split("\n")[0])
-    parser.add_argument("--clients", type=int, default=50)
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=Path("results/scripts"))
-    args = parser.parse_args(argv)
-    found = {name: measure(name, args.clients, args.rank, args.repeats) for name in METHODS}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "server_costs.json").write_text(
-        json.dumps(
-            {
-                "command": f"python -m benchmark.server_costs --clients {args.clients} --rank {args.rank} --repeats "
-                f"{args.repeats}",
-                "methods": found,
-                "versions": versions(),
-                "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads()},
-            },
-            indent=1,
-        )
-        + "\n"
-    )
-    for name, row in found.items():
-        print(
+def study(clients: int, rank: int, repeats: int) -> dict:
+    """Everything that the command writes."""
+    return {
+        "methods": {name: measure(name, clients, rank, repeats) for name in METHODS},
+        "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads()},
+    }
+
+
+def lines(result: dict) -> Iterator[str]:
+    for name, row in result["methods"].items():
+        yield (
             f"{name:10} up {row['up_kB']:8.1f} kB  down {row['down_kB']:9.1f} kB  server {row['server_seconds']:.4f} s"
         )
-    return 0
+
+
+OPTIONS = {
+    "--clients": dict(type=int, default=50),
+    "--rank": dict(type=int, default=4),
+    "--repeats": dict(type=int, default=30),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, lines=lines, out="results/scripts")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

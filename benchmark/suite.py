@@ -11,49 +11,87 @@ share the rest; a config is laid over the one around it, any other key replaces 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import nearest
+from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml
+
+from .claims import check_rule
+from .scorers import check_options
 
 SIZES = ("small", "paper")
 SHIPPED = Path(__file__).parent / "suites"
-EXPERIMENT = (
-    "title",
-    "note",
-    "config",
-    "methods",
-    "grid",
-    "seeds",
-    "learning_rates",
-    "evaluation",
-    "metrics",
-    "reference",
-    "samples",
-    "evaluations",
-    "test",
-    "script",
-    "args",
-    "values",
-    "plots",
-    "training_file",
-    "extra",
-)
-SIZE = (*EXPERIMENT, "experiments")
-SUITE = (*SIZE, "source", "imports", "figures", "claims", *SIZES)
-METHOD = ("name", "method", "config", "where", "extra")
-RATES = ("table", "budget", "found_by", "search")
-SEARCH = ("space", "each", "at", "config", "seed", "seeds", "objective", "samples")
-TRAINING_FILE = ("tasks", "per_task", "seed")
-REFERENCE = ("from", "setting", "unit", "scale", "scorer", "values")
-CLAIM = ("says", "source", "experiments", "rule")
+
+_MAPPING, _SWITCH = Key(dict | None), Key(bool)
+_COUNT = Key(int | None, {"min": 1})
+EXPERIMENT = {
+    "title": Key(str | None),
+    "note": Key(str | None),
+    "config": _MAPPING,
+    "methods": Key(list | str, {"words": "a list of methods, or all"}),
+    "grid": _MAPPING,
+    "seeds": Key(list[int], {"filled": True}),
+    "learning_rates": _MAPPING,
+    "evaluation": Key(list | dict | None, {"words": "a list of mappings, each with a scorer"}),
+    "metrics": Key(list[str]),
+    "reference": Key(dict | str | None, {"words": "the name of figures, or a mapping"}),
+    "samples": _COUNT,
+    "evaluations": _COUNT,
+    "test": Key(str, {"choices": ("once", "rounds", "none")}),
+    "script": Key(str | None),
+    "args": Key(list),
+    "values": Key(dict),
+    "plots": _SWITCH,
+    "training_file": _MAPPING,
+    "extra": _SWITCH,
+}
+SIZE = {**EXPERIMENT, "experiments": _MAPPING}
+SUITE = {
+    **SIZE,
+    "source": Key(str),
+    "imports": Key(list[str]),
+    "figures": Key(dict),
+    "claims": Key(dict),
+    **dict.fromkeys(SIZES, _MAPPING),
+}
+METHOD = {
+    "name": Key(str),
+    "method": Key(str, required=True),
+    "config": _MAPPING,
+    "where": _MAPPING,
+    "extra": _SWITCH,
+}
+RATES = {"table": Key(dict), "budget": Key(str), "found_by": Key(str), "search": Key(dict)}
+SEARCH = {
+    "space": Key(dict, {"words": "a mapping such as {train.optimizer.lr: {grid: [1e-3, 1e-2]}}"}, required=True),
+    "each": Key(list),
+    "at": Key(dict),
+    "config": Key(dict),
+    "seed": Key(int, {"min": 0}),
+    "seeds": Key(int, {"min": 1}),
+    "objective": Key(str),
+    "samples": _COUNT,
+}
+TRAINING_FILE = {"tasks": Key(list[str]), "per_task": _COUNT, "seed": Key(int, {"min": 0})}
+REFERENCE = {
+    "from": Key(str),
+    "setting": Key(str),
+    "unit": Key(str),
+    "scale": Key(float),
+    "scorer": Key(str),
+    "values": Key(dict),
+}
+CLAIM = {
+    "says": Key(str, required=True),
+    "source": Key(str),
+    "experiments": Key(list, required=True),
+    "rule": Key(list, required=True),
+}
 
 
 @dataclass(frozen=True)
@@ -131,23 +169,6 @@ class Suite:
     sized: bool = True
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads ``5e-3`` as a number, and refuses a key that is there twice."""
-
-    def construct_mapping(self, node, deep=False):
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.tag != "tag:yaml.org,2002:merge" and key_node.value in seen:
-                raise UserError(f"line {key_node.start_mark.line + 1}: the key {key_node.value!r} is there twice")
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9.]*[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def shipped() -> list[str]:
     """Names of the suites in this package."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
@@ -160,57 +181,56 @@ def load_suite(name: str, size: str) -> Suite:
         UserError: no such suite, bad YAML, an unknown key (names the nearest), a value of the wrong form.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / f"{name}.yaml"
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
+    if not path.exists():
         raise UserError(
             f"no suite {name!r}{nearest(name, shipped())}; there are: {', '.join(shipped())}, or the path "
             "of a .yaml file"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path.name}: not valid YAML: {error}") from None
-    except UserError as error:
-        raise UserError(f"{path.name}, {error}") from None
-    where = path.name
-    _keys(tree, SUITE, where)
-    sized = _mapping(tree.get(size) or {}, f"{where}: {size}")
-    _keys(sized, SIZE, f"{where}: {size}")
+        )
+    origin, tree = read_yaml(path)
+    tree = check_keys(tree, SUITE, origin)
     if size not in tree and any(s in tree for s in SIZES):
-        raise UserError(f"{where} has no size {size!r}; there is: {', '.join(s for s in SIZES if s in tree)}")
+        raise UserError(f"{path} has no size {size!r}; there is: {', '.join(s for s in SIZES if s in tree)}")
+    sized = check_keys(tree.get(size) or {}, SIZE, origin, size)
     outer = _over({k: v for k, v in tree.items() if k in EXPERIMENT}, sized)
-    named = sized.get("experiments", tree.get("experiments", {"main": {"title": tree.get("title")}}))
-    experiments = {}
-    for key, given in _mapping(named, f"{where}: experiments").items():
-        at = f"{where}: {size}: experiments: {key}" if size in tree else f"{where}: {key}"
-        given = _mapping(given or {}, at)
-        _keys(given, EXPERIMENT, at)
-        whole = _over(outer, given)
-        if isinstance(whole.get("reference"), str):
-            whole["reference"] = _figure(tree.get("figures", {}), whole["reference"], at)
-        experiments[str(key)] = _experiment(str(key), whole, at, given.get("title"))
+    experiments, figures = {}, tree.get("figures", {})
+    if "experiments" not in {**tree, **sized}:
+        experiments["main"] = _experiment(
+            "main", outer, figures, origin, size if size in tree else "", tree.get("title")
+        )
+    else:
+        named = f"{size}.experiments" if "experiments" in sized else "experiments"
+        for key, given in (sized.get("experiments", tree.get("experiments")) or {}).items():
+            at = f"{named}.{key}"
+            given = check_keys(given or {}, EXPERIMENT, origin, at)
+            experiments[str(key)] = _experiment(str(key), _over(outer, given), figures, origin, at, given.get("title"))
     return Suite(
         path.stem,
         path,
         size,
-        str(tree.get("title", path.stem)),
-        str(outer.get("note", "")),
-        str(tree.get("source", "")),
-        tuple(_listed(tree.get("imports", []), f"{where}: imports")),
+        str(tree.get("title") or path.stem),
+        str(outer.get("note") or ""),
+        tree.get("source", ""),
+        tuple(tree.get("imports", [])),
         experiments,
-        _claims(tree.get("claims", {}), _names(tree), experiments, where),
+        _claims(tree.get("claims", {}), _names(tree), experiments, origin),
         any(s in tree for s in SIZES),
     )
 
 
-def _figure(figures: Any, name: str, where: str) -> dict:
-    _mapping(figures, f"{where}: figures")
-    if name not in figures:
-        raise UserError(
-            f"{where}: reference: no figures {name!r}{nearest(name, figures)}; there are: {', '.join(figures)}"
-        )
-    return figures[name]
+def _below(at: str, key: object) -> str:
+    return f"{at}.{key}" if at else str(key)
+
+
+def _reference(given: dict | str | None, figures: Mapping[str, Any], origin: Origin, at: str) -> dict | None:
+    """The papers' figures, by their name among ``figures``, or as they stand there."""
+    if isinstance(given, str):
+        if given not in figures:
+            there = f"{nearest(given, figures)}; there are: {', '.join(figures)}"
+            origin.fail(_below(at, "reference"), f"= {given!r}: there are no such figures{there}")
+        given, at = figures[given], f"figures.{given}"
+    else:
+        at = _below(at, "reference")
+    return None if given is None else check_keys(given, REFERENCE, origin, at)
 
 
 def _names(tree: Mapping) -> set[str]:
@@ -219,56 +239,47 @@ def _names(tree: Mapping) -> set[str]:
     return {str(name) for given in named if isinstance(given, Mapping) for name in given} or {"main"}
 
 
-def _claims(given: Any, names: set[str], experiments: Mapping, where: str) -> dict[str, dict]:
+def _claims(given: Mapping, names: set[str], experiments: Mapping, origin: Origin) -> dict[str, dict]:
     """The claims, their rules checked; also against the axes and methods of the experiments at this size."""
-    from .claims import check_rule
-
-    claims = _mapping(given, f"{where}: claims")
-    for name, claim in claims.items():
-        _keys(_mapping(claim, f"{where}: claims: {name}"), CLAIM, f"{where}: claims: {name}")
-        for key in ("says", "experiments", "rule"):
-            if key not in claim:
-                raise UserError(f"{where}: claims: {name}: {key!r} is missing")
-        for condition in _listed(claim["rule"], f"{where}: claims: {name}: rule"):
-            check_rule(condition, f"{where}: claims: {name}")
-        for key in _listed(claim["experiments"], f"{where}: claims: {name}: experiments"):
+    claims = {}
+    for name, claim in given.items():
+        at = f"claims.{name}"
+        claim = claims[name] = check_keys(claim, CLAIM, origin, at)
+        claim["rule"] = [check_rule(c, origin, f"{at}.rule.{i}") for i, c in enumerate(claim["rule"])]
+        for key in claim["experiments"]:
             if key not in names:
-                raise UserError(
-                    f"{where}: claims: {name}: no experiment {key!r}{nearest(key, names)}; there are: "
-                    f"{', '.join(sorted(names))}"
-                )
-            for condition in claim["rule"] if key in experiments else ():
-                _check_axes(condition, experiments[key], f"{where}: claims: {name}: {key}")
-        _check_methods(
-            claim, [experiments[e] for e in claim["experiments"] if e in experiments], f"{where}: claims: {name}"
-        )
-    return dict(claims)
+                there = f"{nearest(str(key), names)}; there are: {', '.join(sorted(names))}"
+                origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{there}")
+            for i, condition in enumerate(claim["rule"] if key in experiments else ()):
+                _check_axes(condition, experiments[key], origin, f"{at}.rule.{i}")
+        _check_methods(claim["rule"], [experiments[e] for e in claim["experiments"] if e in experiments], origin, at)
+    return claims
 
 
-def _check_axes(condition: Mapping, experiment: Experiment, where: str) -> None:
+def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: str) -> None:
     for axis in [*condition.get("where", {}), *([condition["along"]] if "along" in condition else [])]:
         if axis not in experiment.axes:
-            raise UserError(
-                f"{where}: rule: no axis {axis!r}{nearest(str(axis), experiment.axes)}; there are: "
-                f"{', '.join(experiment.axes) or 'none'}"
-            )
+            there = f"{nearest(str(axis), experiment.axes)}; there are: {', '.join(experiment.axes) or 'none'}"
+            origin.fail(at, f"names {axis!r}: {experiment.name} has no such axis{there}")
     asked = [
         *condition.get("where", {}).items(),
         *((condition["along"], condition[end]) for end in ("from", "to") if "along" in condition),
     ]
     for axis, label in asked:
         if str(label) not in experiment.axes[axis]:
-            raise UserError(
-                f"{where}: rule: {axis} has no {str(label)!r}; there are: {', '.join(experiment.axes[axis])}"
+            origin.fail(
+                at,
+                f"names {axis} {str(label)!r}: {experiment.name} has no such label; there are: "
+                f"{', '.join(experiment.axes[axis])}",
             )
 
 
-def _check_methods(claim: Mapping, experiments: list[Experiment], where: str) -> None:
+def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Origin, at: str) -> None:
     """That every method of a rule is in one of the claim's experiments, or one that ``--methods`` can add."""
     if not experiments or any(e.methods == "all" or e.script for e in experiments):
         return
     known = {*list_methods(), *(entry.label for e in experiments for entry in e.methods)}
-    for condition in claim["rule"]:
+    for i, condition in enumerate(rule):
         named = [
             condition[k]
             for k in ("better", "to", "of")
@@ -276,117 +287,98 @@ def _check_methods(claim: Mapping, experiments: list[Experiment], where: str) ->
         ]
         for name in [*named, *condition.get("methods", ()), *condition.get("than", ())]:
             if str(name) not in known:
-                raise UserError(
-                    f"{where}: rule: no method {name!r}{nearest(str(name), known)}; there are: "
-                    f"{', '.join(sorted(known))}"
-                )
+                there = f"{nearest(str(name), known)}; there are: {', '.join(sorted(known))}"
+                origin.fail(f"{at}.rule.{i}", f"names {name!r}: there is no such method{there}")
 
 
-def _experiment(name: str, given: Mapping, where: str, title: str | None) -> Experiment:
-    script = str(given.get("script") or "")
-    if not script:
-        for key in ("config", "methods"):
-            if not given.get(key):
-                raise UserError(f"{where}: {key!r} is missing")
-    test = given.get("test", "once")
-    if test not in ("once", "rounds", "none"):
-        raise UserError(
-            f"{where}: test = {test!r}: expected once (after the last round), rounds (each evaluation) or none"
-        )
+def _experiment(name: str, given: Mapping, figures: Mapping, origin: Origin, at: str, title: str | None) -> Experiment:
+    """An experiment from its keys, each checked, laid over those of the suite."""
+    script = given.get("script") or ""
+    for key in () if script else ("config", "methods"):
+        if not given.get(key):
+            origin.fail(_below(at, key), "is missing")
     made = given.get("training_file")
-    if made is not None:
-        _keys(made, TRAINING_FILE, f"{where}: training_file")
-    numbers = {}
-    for key in ("samples", "evaluations"):
-        numbers[key] = given.get(key)
-        if numbers[key] is not None and (not isinstance(numbers[key], int) or numbers[key] < 1):
-            raise UserError(f"{where}: {key} = {numbers[key]!r}: expected a whole number, 1 or more")
-    seeds = tuple(_listed(given.get("seeds", [0]), f"{where}: seeds"))
-    if not seeds or not all(isinstance(s, int) and not isinstance(s, bool) for s in seeds):
-        raise UserError(f"{where}: seeds = {list(seeds)}: expected a list of whole numbers")
-    reference = given.get("reference")
-    if reference is not None:
-        _keys(_mapping(reference, f"{where}: reference"), REFERENCE, f"{where}: reference")
-    methods, axes = _methods(given.get("methods", []), where), _axes(given.get("grid") or {}, where)
-    for entry in methods if methods != "all" else ():
+    methods = _methods(given.get("methods", []), origin, _below(at, "methods"))
+    axes = _axes(given.get("grid") or {}, origin, _below(at, "grid"))
+    for i, entry in enumerate(methods if methods != "all" else ()):
         for axis, labels in entry.where.items():
             for label in labels if axis in axes else [None]:
                 if label not in axes.get(axis, {}):
-                    raise UserError(
-                        f"{where}: methods: {entry.label}: where: the grid has no "
-                        + (f"{axis} {label!r}" if axis in axes else f"axis {axis!r}")
-                    )
+                    lacks = f"{axis} {label!r}" if axis in axes else f"axis {axis!r}"
+                    origin.fail(_below(at, f"methods.{i}.where"), f"of {entry.label}: the grid has no {lacks}")
     return Experiment(
         name,
-        str(title or name.replace("_", " ")),
-        str(given.get("note", "")),
+        title or name.replace("_", " "),
+        given.get("note") or "",
         flatten(given.get("config") or {}),
         methods,
         axes,
-        seeds,
-        _rates(given.get("learning_rates"), where),
-        tuple(_evaluation(given.get("evaluation") or [], where)),
-        tuple(_listed(given.get("metrics", ["test_acc"]), f"{where}: metrics")),
-        reference,
-        **numbers,
-        test=test,
+        tuple(given.get("seeds", [0])),
+        _rates(given.get("learning_rates"), origin, _below(at, "learning_rates")),
+        tuple(_evaluation(given.get("evaluation") or [], origin, _below(at, "evaluation"))),
+        tuple(given.get("metrics", ["test_acc"])),
+        _reference(given.get("reference"), figures, origin, at),
+        given.get("samples"),
+        given.get("evaluations"),
+        test=given.get("test", "once"),
         script=script,
-        args=tuple(str(a) for a in _listed(given.get("args", []), f"{where}: args")),
-        values=_mapping(given.get("values", {}), f"{where}: values"),
-        plots=bool(given.get("plots", True)),
-        training_file=made,
-        extra=_switch(given, where),
+        args=tuple(str(a) for a in given.get("args", [])),
+        values=given.get("values", {}),
+        plots=given.get("plots", True),
+        training_file=None if made is None else check_keys(made, TRAINING_FILE, origin, _below(at, "training_file")),
+        extra=given.get("extra", False),
     )
 
 
-def _methods(given: Any, where: str) -> tuple[MethodEntry, ...] | str:
+def _methods(given: list | str, origin: Origin, at: str) -> tuple[MethodEntry, ...] | str:
     if given == "all":
         return "all"
+    if isinstance(given, str):
+        origin.wrong(at, given, EXPERIMENT["methods"].meta["words"])
     entries = []
-    for entry in _listed(given, f"{where}: methods"):
+    for i, entry in enumerate(given):
         if isinstance(entry, str):
             entries.append(MethodEntry(entry, entry, {}))
             continue
-        entry = _mapping(entry, f"{where}: methods")
-        _keys(entry, METHOD, f"{where}: methods")
-        if "method" not in entry:
-            raise UserError(f"{where}: methods: {entry}: 'method' is missing, the name of a method")
+        entry = check_keys(entry, METHOD, origin, f"{at}.{i}")
         entries.append(
             MethodEntry(
-                str(entry.get("name", entry["method"])),
-                str(entry["method"]),
+                entry.get("name", entry["method"]),
+                entry["method"],
                 flatten(entry.get("config") or {}),
-                _axes(entry.get("where") or {}, where),
-                _switch(entry, f"{where}: methods"),
+                _axes(entry.get("where") or {}, origin, f"{at}.{i}.where"),
+                entry.get("extra", False),
             )
         )
     labels = [e.label for e in entries]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice:
-        raise UserError(f"{where}: methods: {twice!r} is there twice; give one of them another 'name'")
+        origin.fail(at, f"has {twice!r} twice; give one of them another 'name'")
     return tuple(entries)
 
 
-def _axes(given: Any, where: str) -> dict[str, dict[str, dict]]:
+def _axes(given: Mapping, origin: Origin, at: str) -> dict[str, dict[str, dict]]:
     """An axis is a config key with a list of values, or a name with labels and the keys each stands for."""
     axes = {}
-    for name, values in _mapping(given, f"{where}: grid").items():
+    for name, values in given.items():
         shown = short(name) if isinstance(values, list) else str(name)
         if shown in axes:
-            raise UserError(
-                f"{where}: grid: two axes would be called {shown!r}; give one a name, with labels and the "
-                "keys that each sets"
+            origin.fail(
+                f"{at}.{name}",
+                f"would be a second axis called {shown!r}; give one a name, with labels and the keys that each sets",
             )
         if isinstance(values, list) and values:
             axes[shown] = {str(v): {name: v} for v in values}
         elif isinstance(values, Mapping) and values:
             axes[shown] = {
-                str(label): flatten(_mapping(keys, f"{where}: grid: {name}: {label}")) for label, keys in values.items()
+                str(label): flatten(check_value(f"{at}.{name}.{label}", keys, dict, {}, origin))
+                for label, keys in values.items()
             }
         else:
-            raise UserError(
-                f"{where}: grid: {name}: expected a list of values for a config key, or labels with the "
-                f"keys that each stands for, got {values!r}"
+            origin.wrong(
+                f"{at}.{name}",
+                values,
+                "a list of values for a config key, or labels with the keys that each stands for",
             )
     return axes
 
@@ -396,39 +388,27 @@ def short(key: str) -> str:
     return {"federate.client_num": "clients", "llm.adapter.args.0.r": "rank"}.get(key, key.rpartition(".")[2])
 
 
-def _rates(given: Any, where: str) -> dict | None:
+def _rates(given: Mapping | None, origin: Origin, at: str) -> dict | None:
     if given is None:
         return None
-    rates = _mapping(given, f"{where}: learning_rates")
-    _keys(rates, RATES, f"{where}: learning_rates")
+    rates = check_keys(given, RATES, origin, at)
     if ("table" in rates) == ("search" in rates):
-        raise UserError(f"{where}: learning_rates: expected either table (method: rate) or search")
-    if "table" in rates:
-        _mapping(rates["table"], f"{where}: learning_rates: table")
-        if "budget" not in rates:
-            raise UserError(f"{where}: learning_rates: a table says what the search that found it cost; give 'budget'")
-        return dict(rates)
-    search = _mapping(rates["search"], f"{where}: learning_rates: search")
-    _keys(search, SEARCH, f"{where}: learning_rates: search")
-    if "space" not in search:
-        raise UserError(
-            f"{where}: learning_rates: search: 'space' is missing, such as "
-            "{train.optimizer.lr: {grid: [1e-3, 1e-2]}}"
-        )
-    return dict(rates)
+        origin.fail(at, "has both table and search, or none: expected either table (method: rate) or search")
+    if "search" in rates:
+        rates["search"] = check_keys(rates["search"], SEARCH, origin, f"{at}.search")
+    elif "budget" not in rates:
+        origin.fail(f"{at}.budget", "is missing: a table says what the search that found it cost")
+    return rates
 
 
-def _evaluation(given: Any, where: str) -> list[dict]:
-    entries = [given] if isinstance(given, Mapping) else _listed(given, f"{where}: evaluation")
-    for entry in entries:
-        if "scorer" not in _mapping(entry, f"{where}: evaluation"):
-            raise UserError(f"{where}: evaluation: {entry}: 'scorer' is missing")
+def _evaluation(given: list | Mapping, origin: Origin, at: str) -> list[dict]:
+    entries = [given] if isinstance(given, Mapping) else given
+    for i, entry in enumerate(entries):
+        check_options(entry, origin, at if isinstance(given, Mapping) else f"{at}.{i}")
     tasks = [(entry["scorer"], task) for entry in entries for task in entry.get("tasks", [""])]
     twice = next((t for t in tasks if tasks.count(t) > 1), None)
     if twice:
-        raise UserError(
-            f"{where}: evaluation: {twice[0]}: {twice[1]} is there twice; one of the two results would be lost"
-        )
+        origin.fail(at, f"has {twice[0]}: {twice[1]} twice; one of the two results would be lost")
     return [dict(entry) for entry in entries]
 
 
@@ -457,33 +437,8 @@ def lay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 def _over(outer: Mapping, inner: Mapping) -> dict:
     merged = {**outer, **{k: v for k, v in inner.items() if k in EXPERIMENT}}
-    merged["config"] = lay(*(flatten(_mapping(part.get("config") or {}, "config")) for part in (outer, inner)))
+    merged["config"] = lay(*(flatten(part.get("config") or {}) for part in (outer, inner)))
     return merged
-
-
-def _switch(given: Mapping, where: str) -> bool:
-    value = given.get("extra", False)
-    if not isinstance(value, bool):
-        raise UserError(f"{where}: extra = {value!r}: expected true or false")
-    return value
-
-
-def _keys(given: Any, known: tuple[str, ...], where: str) -> None:
-    for key in _mapping(given, where):
-        if key not in known:
-            raise UserError(f"{where}: unknown key {key!r}{nearest(str(key), known)}; there are: {', '.join(known)}")
-
-
-def _mapping(given: Any, where: str) -> Mapping:
-    if not isinstance(given, Mapping):
-        raise UserError(f"{where}: expected a mapping, got {given!r}")
-    return given
-
-
-def _listed(given: Any, where: str) -> list:
-    if not isinstance(given, (list, tuple)):
-        raise UserError(f"{where}: expected a list, got {given!r}")
-    return list(given)
 
 
 @cache

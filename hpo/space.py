@@ -15,19 +15,31 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fs_lowrank import Config, UserError
 from fs_lowrank.errors import nearest
+from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml
 
-KINDS = ("grid", "choice", "loguniform", "uniform", "int")
-_OPTIONS = {"loguniform": {"when"}, "uniform": {"step", "when"}, "int": {"step", "log", "when"}}
+_VALUES = Key(list, {"filled": True, "words": "a list of values"})
+_WHEN = Key(dict | None, {"words": "keys and their values, such as {federate.method: [fedloru]}"})
+_RANGE, _STEP = Key(tuple[float, float], {"words": "[low, high]"}), {"above": 0}
+#: kind -> its own key and its options
+KINDS = {
+    "grid": {"grid": _VALUES, "when": _WHEN},
+    "choice": {"choice": _VALUES, "when": _WHEN},
+    "loguniform": {"loguniform": _RANGE, "when": _WHEN},
+    "uniform": {"uniform": _RANGE, "step": Key(float | None, _STEP), "when": _WHEN},
+    "int": {
+        "int": Key(tuple[int, int], {"words": "[low, high], two whole numbers"}),
+        "step": Key(int | None, _STEP),
+        "log": Key(bool),
+        "when": _WHEN,
+    },
+}
 #: keys that are not the search's to change, and what to use in their place
 _NOT_SEARCHED = {
     "seed": "average over seeds with --seeds",
@@ -198,71 +210,45 @@ def _number(parameter: Parameter, value: float) -> float | int:
     return int(value) if parameter.kind == "int" else value
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads ``5e-4`` as a number, as configs do, and refuses a key given twice."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"line {node.start_mark.line + 1}: {key} is given twice")
-    return {key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value)}
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-
-
 def load_space(path: str | Path) -> Space:
     """Read a space; the name of one that ships (``rolora_lr``) will do for its path.
 
     Raises:
-        UserError: no such file, bad YAML, an unknown kind, a range the wrong way round.
+        UserError: no such file, bad YAML, an unknown kind, a range the wrong way round; names file and line.
     """
     shipped = {p.stem: p for p in sorted((Path(__file__).parent / "spaces").glob("*.yaml"))}
     name = str(path)
-    file = Path(path).expanduser() if Path(path).expanduser().exists() else shipped.get(name, Path(path))
-    try:
-        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        raise UserError(
-            f"{name}: no such file{nearest(name, shipped)}; spaces that ship: {', '.join(shipped)}"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{name}{at}: invalid YAML: {getattr(error, 'problem', None) or error}") from None
-    except UserError as error:
-        raise UserError(f"{name}, {error}") from None
-    return space_from(content, name)
+    file = Path(path).expanduser() if Path(path).expanduser().exists() else shipped.get(name)
+    if file is None:
+        raise UserError(f"{name}: no such file{nearest(name, shipped)}; spaces that ship: {', '.join(shipped)}")
+    origin, content = read_yaml(file)
+    return space_from(content, replace(origin, file=name))
 
 
-def space_from(content: Any, source: str = "space") -> Space:
-    """A space from what its YAML holds."""
+def space_from(content: Any, source: str | Origin = "space") -> Space:
+    """A space from what its YAML holds.
+
+    Args:
+        source: where it came from, for messages.
+    """
+    origin = source if isinstance(source, Origin) else Origin(source)
     if not isinstance(content, Mapping) or not content:
-        raise UserError(f"{source}: expected config keys, such as `train.optimizer.lr: {{loguniform: [5e-4, 1e-1]}}`")
-    content = dict(content)
-    studies = content.pop("studies", None) or {}
-    if not isinstance(studies, Mapping) or not all(isinstance(v, list) and v for v in studies.values()):
         raise UserError(
-            f"{source}: studies: expected a list of values for each key, "
-            "such as {federate.method: [rolora, ffa_lora]}"
+            f"{origin.file}: expected config keys, such as `train.optimizer.lr: {{loguniform: [5e-4, 1e-1]}}`"
         )
-    found = {p.key: p for p in _parameters(content, "", source)}
+    content = dict(content)
+    studies = check_value("studies", content.pop("studies", None) or {}, dict, {}, origin)
+    for key, values in studies.items():
+        words = "a list of values, such as {federate.method: [rolora, ffa_lora]}"
+        check_value(f"studies.{key}", values, list, {"filled": True, "words": words}, origin)
+    found = {p.key: p for p in _parameters(content, "", origin)}
     for key in studies:
         if key in found:
-            raise UserError(f"{source}: {key} is searched and also given a study for each value; keep one")
-    return Space(_ordered(found, source), {k: tuple(v) for k, v in studies.items()}, source)
+            origin.fail(key, "is searched and also given a study for each value; keep one")
+    return Space(_ordered(found, origin), {k: tuple(v) for k, v in studies.items()}, origin.file)
 
 
-def _parameters(content: Mapping, prefix: str, source: str) -> Iterator[Parameter]:
+def _parameters(content: Mapping, prefix: str, origin: Origin) -> Iterator[Parameter]:
     for key, entry in content.items():
         name = f"{prefix}{key}"
         if (
@@ -271,66 +257,44 @@ def _parameters(content: Mapping, prefix: str, source: str) -> Iterator[Paramete
             and not set(entry) & set(KINDS)
             and all(isinstance(v, Mapping) for v in entry.values())
         ):
-            yield from _parameters(entry, name + ".", source)
+            yield from _parameters(entry, name + ".", origin)
         else:
-            yield _parameter(name, entry, source)
+            yield _parameter(name, entry, origin)
 
 
-def _parameter(key: str, entry: Any, source: str) -> Parameter:
-    def fail(message: str):
-        raise UserError(f"{source}: {key}: {message}")
-
+def _parameter(key: str, entry: Any, origin: Origin) -> Parameter:
     first = key.split(".")[0]
     if first in _NOT_SEARCHED:
-        fail(f"is not searched; {_NOT_SEARCHED[first]}")
+        origin.fail(key, f"is not searched; {_NOT_SEARCHED[first]}")
+    one_of = f"one of {', '.join(KINDS)}, such as {{grid: [1, 2]}}"
     if not isinstance(entry, Mapping):
-        fail(f"= {entry!r}: expected one of {', '.join(KINDS)}, such as {{grid: [1, 2]}}")
+        origin.wrong(key, entry, one_of)
     kinds = [k for k in entry if k in KINDS]
     if len(kinds) != 1:
         hint = nearest(str(next(iter(entry), "")), KINDS) if not kinds else ""
-        given = ", ".join(map(str, kinds or entry)) or "nothing"
-        fail(f"has {given}: expected exactly one of {', '.join(KINDS)}{hint}")
-    kind, options = kinds[0], set(entry) - set(kinds)
-    unknown = options - _OPTIONS.get(kind, {"when"})
-    if unknown:
-        name = sorted(map(str, unknown))[0]
-        fail(f"{kind} has no option {name!r}{nearest(name, _OPTIONS.get(kind, {'when'}))}")
-    when = entry.get("when") or {}
-    if not isinstance(when, Mapping):
-        fail("when: expected keys and their values, such as {federate.method: [fedloru]}")
-    when = tuple((k, tuple(v) if isinstance(v, list) else (v,)) for k, v in when.items())
-    values = entry[kind]
+        origin.wrong(key, dict(entry), f"exactly {one_of}{hint}")
+    kind = kinds[0]
+    at = f"{key}.{kind}"
+    checked = check_keys(entry, KINDS[kind], origin, key)
+    when = tuple((k, tuple(v) if isinstance(v, list) else (v,)) for k, v in (checked.get("when") or {}).items())
     if kind in ("grid", "choice"):
-        if not isinstance(values, list) or not values:
-            fail(f"{kind} = {values!r}: expected a list of values")
-        for a, b in itertools.combinations(values, 2):
+        for a, b in itertools.combinations(checked[kind], 2):
             if a == b:
-                fail(f"{kind} has {b!r} twice")
-        return Parameter(key, kind, values=tuple(values), when=when)
-    number = (
-        isinstance(values, list)
-        and len(values) == 2
-        and all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values)
-    )
-    if not number:
-        fail(f"{kind} = {values!r}: expected [low, high]")
-    low, high = values
+                origin.fail(at, f"has {b!r} twice")
+        return Parameter(key, kind, values=tuple(checked[kind]), when=when)
+    low, high = checked[kind]
+    log, step = kind == "loguniform" or checked.get("log", False), checked.get("step")
     if low >= high:
-        fail(
-            f"{kind} = {values!r}: the range is {'empty' if low == high else 'the wrong way round'}; "
-            "expected [low, high]"
-        )
-    log, step = kind == "loguniform" or bool(entry.get("log", False)), entry.get("step")
+        wrong = "empty" if low == high else "the wrong way round"
+        origin.wrong(at, entry[kind], f"[low, high]; the range is {wrong}")
     if log and low <= 0:
-        fail(f"{kind} = {values!r}: a logarithmic range starts above 0")
-    if kind == "int" and any(v != int(v) for v in (low, high, step or 1)):
-        fail(f"int = {values!r}: expected whole numbers")
-    if step is not None and (isinstance(step, bool) or not isinstance(step, (int, float)) or step <= 0 or log):
-        fail(f"step = {step!r}: expected a number above 0, and no logarithmic range")
+        origin.wrong(at, entry[kind], "a low end above 0: a logarithmic range starts above 0")
+    if log and step is not None:
+        origin.fail(f"{key}.step", "does not go with a logarithmic range; take one of them out")
     return Parameter(key, kind, low=low, high=high, step=step, log=log, when=when)
 
 
-def _ordered(found: dict[str, Parameter], source: str) -> tuple[Parameter, ...]:
+def _ordered(found: dict[str, Parameter], origin: Origin) -> tuple[Parameter, ...]:
     ordered: dict[str, Parameter] = {}
     while len(ordered) < len(found):
         ready = [
@@ -338,6 +302,6 @@ def _ordered(found: dict[str, Parameter], source: str) -> tuple[Parameter, ...]:
         ]
         if not ready:
             left = ", ".join(k for k in found if k not in ordered)
-            raise UserError(f"{source}: {left} depend on each other through `when`")
+            raise UserError(f"{origin.file}: {left} depend on each other through `when`")
         ordered[ready[0].key] = ready[0]
     return tuple(ordered.values())

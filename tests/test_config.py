@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import pytest
 import yaml
 
-import fs_lowrank.training.local  # noqa: F401  (what tries an optimizer, with the real methods)
-from fs_lowrank.config import AdapterSpec, Config, check_local, known_keys, load_config, parse_overrides
+import fs_lowrank.training.optimizer  # noqa: F401  (what tries an optimizer, with the real methods)
+from fs_lowrank.config import Config, check_local, known_keys, load_config, parse_overrides
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.settings import AdapterSpec
 
 
 class FedAvg:

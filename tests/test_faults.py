@@ -26,6 +26,7 @@ from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.runs import load_checkpoint
 from fs_lowrank.runs.records import Records
+from fs_lowrank.settings import Settings
 from fs_lowrank.training import train_client
 
 RUNS = {
@@ -359,6 +360,40 @@ def test_a_record_cut_short(make):
         make("cut").run(resume=True)
 
 
+def test_a_run_of_another_revision_of_its_method_is_not_continued(make, monkeypatch):
+    """The configuration is the same, and what it computes is not."""
+    keys = {"federate.method": "rolora", "federate.total_round_num": 3}
+    make("earlier", {**keys, "federate.total_round_num": 2}).run()
+    make("both", {**keys, "federate.total_round_num": 2}).run()
+    make("both", keys).run(resume=True)
+    engine = make("earlier", keys)
+    monkeypatch.setattr(type(engine.method), "revision", 2)
+    before = tensors_of(engine)
+    with pytest.raises(UserError, match="revision 1 of rolora.*has revision 2.*another outdir"):
+        engine.run(resume=True)
+    equal(tensors_of(engine), before)
+    assert len(records_of(engine.outdir)) == 2
+    make("later", {**keys, "federate.total_round_num": 2}).run()
+    make("later", keys).run(resume=True)
+    monkeypatch.setattr(type(engine.method), "revision", 1)
+    with pytest.raises(UserError, match="revision 2 of rolora"):
+        make("later", keys).run(resume=True)
+
+
+def test_the_papers_formula_counts_what_each_round_sends(make):
+    """RoLoRA sends B and A in turn, whose sizes differ in layers that are not square."""
+    engine = make("formula", {"federate.method": "rolora", "federate.total_round_num": 3})
+    result = engine.run()
+    halves = {half: 0 for half in ("lora_A", "lora_B", "classifier")}
+    for name, parameter in engine.model.named_parameters():
+        if "original_module" not in name:
+            for half in halves:
+                halves[half] += 4 * parameter.numel() * (half in name)
+    assert halves["lora_A"] != halves["lora_B"]
+    sent = 2 * halves["lora_B"] + halves["lora_A"] + 3 * halves["classifier"]
+    assert result.facts["formula_bytes"] == 2 * 2 * sent == 2 * result.bytes["uplink_bytes"]
+
+
 # -- no room -------------------------------------------------------------------------------------------
 
 
@@ -366,7 +401,7 @@ def test_a_record_cut_short(make):
 def test_no_room_while_writing(make, monkeypatch, call):
     reference = make("whole")
     reference.run()
-    owner = {"save_file": checkpoint, "add": Records, "dump": site.Config}[call]
+    owner = {"save_file": checkpoint, "add": Records, "dump": Settings}[call]
     original, calls = getattr(owner, call), []
 
     def full(*args, **options):
@@ -696,7 +731,7 @@ def test_a_bad_round_is_left_out_if_the_user_says_so(make, monkeypatch, run):
     good, bad, later = history
     assert bad["skipped"] == "round 2: the server's step failed: ArithmeticError: no convergence"
     assert bad["clients"] == [] and bad["selected"] == [1, 2, 3, 4] and bad["failed"] == []
-    assert bad["uplink_bytes"] == good["uplink_bytes"] > 0 and 0 < bad["loss"] < 10
+    assert bad["uplink_bytes"] == sum(bad["client_uplink_bytes"].values()) > 0 and 0 < bad["loss"] < 10
     assert "skipped" not in good and "skipped" not in later and later["clients"] == [1, 2, 3, 4]
     if bad["metrics"] and good["metrics"]:
         assert bad["metrics"] == good["metrics"]

@@ -39,9 +39,9 @@ def _command(package, *args):
 @pytest.fixture
 def installed(package, monkeypatch):
     """The package on this process's path; what it registers is gone with the test."""
-    from fs_lowrank.methods import registry
+    from fs_lowrank.methods import list_methods, registry
 
-    registry.list_methods()  # the built-in ones are registered once, not into the copy
+    list_methods()  # the built-in ones are registered once, not into the copy
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     monkeypatch.delitem(sys.modules, "my_methods", raising=False)

@@ -20,13 +20,10 @@ class Seen(NamedTuple):
     scale: float
 
 
-def short(value, digits: int = 6):
-    """Floats to ``digits`` significant digits, all the way down lists and dictionaries."""
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
-    if isinstance(value, dict):
-        return {k: short(v, digits) for k, v in value.items()}
-    return [short(v, digits) for v in value] if isinstance(value, (list, tuple)) else value
+def band(axes, x, curves: Tensor, color, label: str, **style) -> None:
+    """The mean of ``curves`` (seeds, points) as a line, and from the smallest to the largest as a band."""
+    axes.plot(x, curves.mean(0), lw=2, color=color, label=label, **style)
+    axes.fill_between(x, curves.amin(0), curves.amax(0), color=color, alpha=0.15)
 
 
 def watch(method: str, look: Callable[[Seen], None]) -> str:

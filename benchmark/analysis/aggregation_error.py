@@ -16,22 +16,18 @@ size of the suite ``glue``; ``key value`` at the end sets any other config.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import statistics
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
 
 import fs_lowrank
 from fs_lowrank import Config
 from fs_lowrank.models.names import pairs
 
-from . import Seen, short, watch
+from ..script import script
+from . import Seen, watch
 
 #: what is fetched before
 NEEDS = ("minilm", "sentiment")
@@ -77,6 +73,27 @@ def relative_error(seen: Seen) -> float:
 
 
 def study(
+    rounds: int,
+    seeds: int,
+    overrides: Sequence[str] = (),
+    base: Mapping = BASE,
+    varied: Mapping[str, Mapping[str, Mapping]] = VARIED,
+) -> dict:
+    """Everything that the command writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = runs(fs_lowrank.load_config(base, overrides), varied, rounds, seeds, Path(folder))
+    return {
+        "base": base,
+        "overrides": overrides,
+        "varied": varied,
+        "rounds": rounds,
+        "seeds": seeds,
+        "means": means(found),
+        "runs": found,
+    }
+
+
+def runs(
     base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int, seeds: int, folder: Path
 ) -> list[dict]:
     """One run of LoRA per different setting and seed, with ``e`` of every round and the final test accuracy."""
@@ -121,21 +138,12 @@ def means(runs: list[dict]) -> dict[str, dict[str, dict]]:
     return found
 
 
-def plot(result: dict, path: Path) -> None:
-    import matplotlib
+def plot(result: dict):
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        1,
-        len(result["means"]),
-        figsize=(3 * len(result["means"]), 3.6),
-        sharey=True,
-        layout="constrained",
-        squeeze=False,
-    )
-    for axis, (name, labels) in zip(axes[0], result["means"].items()):
+    figure = Figure(figsize=(3 * len(result["means"]), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(result["means"]), sharey=True, squeeze=False)[0]
+    for axis, (name, labels) in zip(axes, result["means"].items()):
         axis.bar(list(labels), [v["error"] for v in labels.values()], color="C0")
         for at, label in enumerate(labels):
             axis.plot(
@@ -147,48 +155,17 @@ def plot(result: dict, path: Path) -> None:
         axis.set_title(name)
         axis.grid(axis="y", alpha=0.3)
         axis.tick_params("x", labelrotation=20 if max(map(len, labels)) > 5 else 0)
-    axes[0][0].set_ylabel("error of averaging A and B apart\n÷ change of the product in a round")
+    axes[0].set_ylabel("error of averaging A and B apart\n÷ change of the product in a round")
     figure.suptitle(f"LoRA, mean over {result['rounds']} rounds (dots: seeds)")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
-def main(argv: list[str] | None = None, base: Mapping = BASE, varied: Mapping = VARIED) -> dict:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.analysis.aggregation_error", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=2, help="number of seeds, 0 to seeds - 1")
-    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
-    parser.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="any other config, for all runs")
-    args = parser.parse_args(argv)
-    began = time.perf_counter()
-    args.out.mkdir(parents=True, exist_ok=True)
-    config = fs_lowrank.load_config(base, args.overrides)
-    with tempfile.TemporaryDirectory() as folder:
-        runs = study(config, varied, args.rounds, args.seeds, Path(folder))
-    result = {
-        "command": " ".join(
-            [
-                "python -m benchmark.analysis.aggregation_error",
-                f"--rounds {args.rounds}",
-                f"--seeds {args.seeds}",
-                *args.overrides,
-            ]
-        ),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "base": base,
-        "overrides": args.overrides,
-        "varied": varied,
-        "rounds": args.rounds,
-        "seeds": args.seeds,
-        "seconds": round(time.perf_counter() - began, 1),
-        "means": short(means(runs)),
-        "runs": short(runs, 5),
-    }
-    (args.out / "aggregation_error.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, args.out / "aggregation_error.png")
-    return result
+OPTIONS = {
+    "--rounds": dict(type=int, default=8),
+    "--seeds": dict(type=int, default=2, help="number of seeds, 0 to seeds - 1"),
+    "overrides": dict(nargs="*", metavar="KEY VALUE", help="any other config, for all runs"),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,10 @@ Differs from the paper: LeNet on 6,000 images of MNIST (``fs-lowrank fetch mnist
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import statistics
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +28,8 @@ from torch import Tensor
 
 import fs_lowrank
 
-from . import short, watch
+from ..script import script
+from . import band, watch
 
 #: what is fetched before
 NEEDS = ("mnist",)
@@ -94,9 +91,9 @@ def watched(method: str, rounds: list[dict]) -> str:
     )
 
 
-def study(
+def runs(
     base: Mapping,
-    methods: tuple[str, ...],
+    methods: Sequence[str],
     rounds: int,
     seeds: int,
     outdir: Path,
@@ -132,30 +129,42 @@ def mean_curve(entry: dict) -> list[float]:
     return [sum(r["cosines"]) / len(r["cosines"]) for r in entry["rounds"]]
 
 
-def plot(result: dict, path: Path) -> None:
-    import matplotlib
+def study(methods: Sequence[str], rounds: int, seeds: int, tau: int, base: Mapping = BASE) -> dict:
+    """Everything that the command writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = runs(base, methods, rounds, seeds, Path(folder), tau=tau)
+    return {
+        "settings": {"base": base, "methods": list(methods), "rounds": rounds, "seeds": seeds, "tau": tau},
+        "mean_cosine": {
+            method: statistics.fmean(c for e in found if e["method"] == method for c in mean_curve(e))
+            for method in methods
+        },
+        "runs": found,
+    }
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def lines(result: dict) -> Iterator[str]:
+    for entry in result["runs"]:
+        curve = mean_curve(entry)
+        yield (
+            f"{entry['method']:<8} seed {entry['seed']}: cosine {curve[0]:.3f} in round 1, {curve[-1]:.3f} in round "
+            f"{len(curve)}; test accuracy {entry['test_acc']:.3f}"
+        )
+
+
+def plot(result: dict):
+    from matplotlib.figure import Figure
 
     settings = result["settings"]
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axis = figure.subplots()
     for k, method in enumerate(settings["methods"]):
         runs = [e for e in result["runs"] if e["method"] == method]
         curves = torch.tensor([mean_curve(e) for e in runs])
         rounds = [r["round"] for r in runs[0]["rounds"]]
         accuracy = sum(e["test_acc"] for e in runs) / len(runs)
-        axis.plot(
-            rounds,
-            curves.mean(0),
-            color=f"C{k}",
-            lw=2,
-            marker="o",
-            ms=4,
-            label=f"{LABELS.get(method, method)}, lr {runs[0]['lr']:g}; test accuracy {accuracy:.3f}",
-        )
-        if len(runs) > 1:
-            axis.fill_between(rounds, curves.amin(0), curves.amax(0), color=f"C{k}", alpha=0.15)
+        label = f"{LABELS.get(method, method)}, lr {runs[0]['lr']:g}; test accuracy {accuracy:.3f}"
+        band(axis, rounds, curves, f"C{k}", label, marker="o", ms=4)
     clients = settings["base"]["federate"]
     taking = clients.get("sample_client_num", clients["client_num"])
     orthogonal = 1 / math.sqrt(taking)
@@ -170,51 +179,16 @@ def plot(result: dict, path: Path) -> None:
         + "s (mean; band: smallest to largest)"
         * (settings["seeds"] > 1)
     )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
-def main(argv: list[str] | None = None, base: Mapping = BASE) -> dict:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.analysis.client_alignment", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seeds", type=int, default=2, help="number of seeds, 0 to seeds - 1")
-    parser.add_argument("--tau", type=int, default=10, help="rounds between FedLoRU's accumulations")
-    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
-    args = parser.parse_args(argv)
-    began = time.perf_counter()
-    args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        runs = study(base, tuple(args.methods), args.rounds, args.seeds, Path(folder), tau=args.tau)
-    result = {
-        "command": f"python -m benchmark.analysis.client_alignment --methods {' '.join(args.methods)} "
-        f"--rounds {args.rounds} --seeds {args.seeds} --tau {args.tau}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "settings": {
-            "base": base,
-            "methods": args.methods,
-            "rounds": args.rounds,
-            "seeds": args.seeds,
-            "tau": args.tau,
-        },
-        "seconds": round(time.perf_counter() - began, 1),
-        "mean_cosine": {
-            method: statistics.fmean(c for e in runs if e["method"] == method for c in mean_curve(e))
-            for method in args.methods
-        },
-        "runs": short(runs, 5),
-    }
-    (args.out / "client_alignment.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, args.out / "client_alignment.png")
-    for entry in runs:
-        curve = mean_curve(entry)
-        print(
-            f"{entry['method']:<8} seed {entry['seed']}: cosine {curve[0]:.3f} in round 1, {curve[-1]:.3f} in round "
-            f"{len(curve)}; test accuracy {entry['test_acc']:.3f}"
-        )
-    return result
+OPTIONS = {
+    "--methods": dict(nargs="+", default=list(METHODS), choices=METHODS),
+    "--rounds": dict(type=int, default=30),
+    "--seeds": dict(type=int, default=2, help="number of seeds, 0 to seeds - 1"),
+    "--tau": dict(type=int, default=10, help="rounds between FedLoRU's accumulations"),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ had exactly from the eigenvalues of ΣF_i.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
-import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from ..script import script
 
 CLIENTS, SAMPLES, RATE, SERVER_RATE = 2, 100, 0.1, 0.001
 #: of the server; the claims are checked for the first
@@ -125,9 +123,9 @@ def sweep(settings: list[tuple[int, int]], seeds: int) -> list[dict]:
     return entries
 
 
-def study(width_seeds: int, step_seeds: int, widths=WIDTHS, steps=STEPS) -> dict:
+def study(seeds: int, step_seeds: int, widths=WIDTHS, steps=STEPS) -> dict:
     """Both panels of the figure, and whether their claims hold for the means."""
-    by_width = sweep([(width, AT_STEPS) for width in widths], width_seeds)
+    by_width = sweep([(width, AT_STEPS) for width in widths], seeds)
     by_steps = sweep([(AT_WIDTH, step) for step in steps], step_seeds)
     falls, bends = ([e[f"fedfisher {SERVER_STEPS[0]}"]["mean"] for e in entries] for entries in (by_width, by_steps))
     lowest = bends.index(min(bends))
@@ -138,7 +136,7 @@ def study(width_seeds: int, step_seeds: int, widths=WIDTHS, steps=STEPS) -> dict
             "rate": RATE,
             "server_rate": SERVER_RATE,
             "server_steps": SERVER_STEPS,
-            "width_seeds": width_seeds,
+            "width_seeds": seeds,
             "step_seeds": step_seeds,
             "steps_of_width_panel": AT_STEPS,
             "width_of_steps_panel": AT_WIDTH,
@@ -155,11 +153,15 @@ def study(width_seeds: int, step_seeds: int, widths=WIDTHS, steps=STEPS) -> dict
     }
 
 
-def plot(result: dict, path: Path) -> None:
-    """Both panels, on logarithmic axes."""
-    import matplotlib
+def lines(result: dict) -> Iterator[str]:
+    for entry in (*result["by_width"], *result["by_steps"]):
+        losses = (f"{name} {loss['mean']:.3g}" for name, loss in entry.items() if isinstance(loss, dict))
+        yield f"width {entry['width']:<5} steps {entry['steps']:<6} " + "  ".join(losses)
+    yield str(result["claims"])
 
-    matplotlib.use("Agg", force=False)
+
+def plot(result: dict):
+    """Both panels, on logarithmic axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.2), layout="constrained")
@@ -195,35 +197,14 @@ def plot(result: dict, path: Path) -> None:
         )
         axes.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
-def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.analysis.fedfisher_synthetic", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--seeds", type=int, default=50, help="seeds of the panel by width, 0 to seeds - 1")
-    parser.add_argument("--step-seeds", type=int, default=10, help="seeds of the panel by local steps")
-    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
-    args = parser.parse_args(argv)
-    began = time.perf_counter()
-    result = {
-        "command": f"python -m benchmark.analysis.fedfisher_synthetic --seeds {args.seeds} --step-seeds "
-        f"{args.step_seeds}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        **study(args.seeds, args.step_seeds),
-    }
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "fedfisher_synthetic.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, args.out / "fedfisher_synthetic.png")
-    for entry in (*result["by_width"], *result["by_steps"]):
-        print(
-            f"width {entry['width']:<5} steps {entry['steps']:<6} "
-            + "  ".join(f"{n} {entry[n]['mean']:.3g}" for n in entry if isinstance(entry[n], dict))
-        )
-    print(result["claims"])
-    return result
+OPTIONS = {
+    "--seeds": dict(type=int, default=50, help="seeds of the panel by width, 0 to seeds - 1"),
+    "--step-seeds": dict(type=int, default=10, help="seeds of the panel by local steps"),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
 
 
 if __name__ == "__main__":

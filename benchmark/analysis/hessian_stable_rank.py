@@ -23,18 +23,18 @@ with ``attn_implementation="eager"``: fused attention has no second derivative o
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
-import platform
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from . import short
+from fs_lowrank import UserError
+
+from ..script import script
+from ..speed import threads
+from . import band
 from .rolora_two_layer import DATA, Data, load
 
 #: Lanczos steps, leading Ritz vectors that are taken exactly, random probes for the rest
@@ -129,7 +129,7 @@ def measure(model: nn.Module, x: torch.Tensor, y: torch.Tensor, seed: int) -> di
     return stable_rank(*hessian(model, nn.CrossEntropyLoss(), x, y), seed)
 
 
-def study(
+def curves(
     data: Data,
     *,
     sizes: tuple[int, ...],
@@ -179,19 +179,65 @@ def by_size(result: dict, steps: int) -> torch.Tensor:
     return torch.tensor([[found[seed, size] for size in sizes] for seed in seeds])
 
 
-def plot(result: dict, path: Path) -> None:
-    import matplotlib
+def study(data: str, root: Path | None, **settings) -> dict:
+    """Everything that the command writes."""
+    try:
+        version = importlib.metadata.version("curvlinops-for-pytorch")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError("this needs curvlinops: pip install curvlinops-for-pytorch") from None
+    loaded = load(data, root)
+    if max(max(settings["sizes"]) + settings["trained_on"], *settings["compared"]) > len(loaded.y):
+        raise UserError(
+            f"--sizes, --trained-on and --compared ask for more than the {len(loaded.y)} training samples of {data}"
+        )
+    model = network(loaded.x.shape[1], settings["hidden"], 10, 0)
+    with threads(1):
+        result = {
+            "settings": {
+                "data": data,
+                **settings,
+                "lanczos_steps": STEPS,
+                "leading": LEADING,
+                "probes": PROBES,
+                "lr": LR,
+                "momentum": MOMENTUM,
+                "batch": BATCH,
+                "points": list(POINTS),
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "curvlinops": version,
+            },
+            **curves(loaded, **settings),
+        }
+    result["mean_by_size"] = {
+        name: dict(zip(map(str, settings["sizes"]), by_size(result, steps).mean(0).tolist()))
+        for name, steps in (("untrained", 0), ("trained", settings["steps"]))
+    }
+    return result
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def stable_ranks(result: dict, size: int) -> torch.Tensor:
+    """The second study's on ``size`` samples (seeds, points)."""
+    runs = [e["curve"] for e in result["own_training"] if e["samples"] == size]
+    return torch.tensor([[point["stable_rank"] for point in curve] for curve in runs])
+
+
+def lines(result: dict) -> Iterator[str]:
+    for name, means in result["mean_by_size"].items():
+        yield f"same weights, {name}: " + ", ".join(f"N = {n}: {m:.2f}" for n, m in means.items())
+    for size in result["settings"]["compared"]:
+        means = stable_ranks(result, size).mean(0).tolist()
+        yield f"own training, N = {size}: " + ", ".join(f"step {p}: {m:.2f}" for p, m in zip(POINTS, means))
+
+
+def plot(result: dict):
+    from matplotlib.figure import Figure
 
     settings = result["settings"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for k, steps in enumerate((0, settings["steps"])):
-        found = by_size(result, steps)
         label = "at the start" if not steps else f"after {steps} steps on {settings['trained_on']} other samples"
-        left.plot(settings["sizes"], found.mean(0), "o-", lw=2, color=f"C{k + 2}", label=label)
-        left.fill_between(settings["sizes"], found.amin(0), found.amax(0), alpha=0.2, color=f"C{k + 2}")
+        band(left, settings["sizes"], by_size(result, steps), f"C{k + 2}", label, marker="o")
     left.set(
         xscale="log",
         yscale="log",
@@ -200,10 +246,7 @@ def plot(result: dict, path: Path) -> None:
         title="Same weights, Hessian on N fresh samples",
     )
     for k, size in enumerate(settings["compared"]):
-        runs = [e["curve"] for e in result["own_training"] if e["samples"] == size]
-        curves = torch.tensor([[point["stable_rank"] for point in curve] for curve in runs])
-        right.plot(POINTS, curves.mean(0), "o-", color=f"C{k}", lw=2, label=f"N = {size}")
-        right.fill_between(POINTS, curves.amin(0), curves.amax(0), color=f"C{k}", alpha=0.2)
+        band(right, POINTS, stable_ranks(result, size), f"C{k}", f"N = {size}", marker="o")
     right.set_xscale("symlog", linthresh=POINTS[1])
     right.set(
         yscale="log",
@@ -219,88 +262,25 @@ def plot(result: dict, path: Path) -> None:
         axis.set(ylim=(1, top), yticks=[t for t in (1, 2, 5, 10, 20, 50, 100, 200, 500) if t < top])
         axis.yaxis.set_major_formatter("{x:g}")
         axis.legend()
-    for axis in (left, right):
         axis.grid(alpha=0.3)
     figure.suptitle(
         f"Stable rank of the loss Hessian: {DATA[settings['data']]}, {settings['parameters']:,} "
         f"parameters, {settings['seeds']} seeds (mean; band: smallest to largest)"
     )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
-def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.analysis.hessian_stable_rank", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--data", choices=tuple(DATA), default="digits")
-    parser.add_argument("--root", type=Path, help="folder of IDX files, instead of the fetched ones")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[25, 50, 100, 200, 500, 1000])
-    parser.add_argument("--compared", type=int, nargs=2, default=[50, 500], help="sizes of the second study")
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, 0 to seeds - 1")
-    parser.add_argument("--trained-on", type=int, default=400, help="samples of the first study's training")
-    parser.add_argument("--steps", type=int, default=320, help="steps of it")
-    parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
-    args = parser.parse_args(argv)
-
-    try:
-        version = importlib.metadata.version("curvlinops-for-pytorch")
-    except importlib.metadata.PackageNotFoundError:
-        raise SystemExit("this needs curvlinops: pip install curvlinops-for-pytorch") from None
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    data = load(args.data, args.root)
-    settings = {
-        "sizes": args.sizes,
-        "compared": args.compared,
-        "seeds": args.seeds,
-        "trained_on": args.trained_on,
-        "steps": args.steps,
-        "hidden": args.hidden,
-    }
-    if max(max(args.sizes) + args.trained_on, *args.compared) > len(data.y):
-        raise SystemExit(
-            f"--sizes, --trained-on and --compared ask for more than the {len(data.y)} training samples of {args.data}"
-        )
-    flags = " ".join(
-        f"--{key.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for key, value in settings.items()
-    )
-    result = {
-        "command": f"python -m benchmark.analysis.hessian_stable_rank --data {args.data} {flags}"
-        + (" --root DIR" if args.root else ""),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "curvlinops": version},
-        "settings": {
-            "data": args.data,
-            **settings,
-            "lanczos_steps": STEPS,
-            "leading": LEADING,
-            "probes": PROBES,
-            "lr": LR,
-            "momentum": MOMENTUM,
-            "batch": BATCH,
-            "points": list(POINTS),
-            "parameters": sum(p.numel() for p in network(data.x.shape[1], args.hidden, 10, 0).parameters()),
-        },
-        **study(data, **settings),
-    }
-    result["mean_by_size"] = {
-        name: dict(zip(map(str, args.sizes), by_size(result, steps).mean(0).tolist()))
-        for name, steps in (("untrained", 0), ("trained", args.steps))
-    }
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"hessian_stable_rank_{args.data}"
-    stem.with_suffix(".json").write_text(json.dumps(short(result, 5), indent=1) + "\n")
-    plot(result, stem.with_suffix(".png"))
-    for name, means in result["mean_by_size"].items():
-        print(f"same weights, {name}: " + ", ".join(f"N = {n}: {m:.2f}" for n, m in means.items()))
-    for size in args.compared:
-        runs = [e["curve"] for e in result["own_training"] if e["samples"] == size]
-        means = torch.tensor([[point["stable_rank"] for point in curve] for curve in runs]).mean(0).tolist()
-        print(f"own training, N = {size}: " + ", ".join(f"step {p}: {m:.2f}" for p, m in zip(POINTS, means)))
-    return result
+OPTIONS = {
+    "--data": dict(choices=tuple(DATA), default="digits"),
+    "--root": dict(type=Path, help="folder of IDX files, instead of the fetched ones"),
+    "--sizes": dict(type=int, nargs="+", default=[25, 50, 100, 200, 500, 1000]),
+    "--compared": dict(type=int, nargs=2, default=[50, 500], help="sizes of the second study"),
+    "--seeds": dict(type=int, default=5, help="number of seeds, 0 to seeds - 1"),
+    "--trained-on": dict(type=int, default=400, help="samples of the first study's training"),
+    "--steps": dict(type=int, default=320, help="steps of it"),
+    "--hidden": dict(type=int, default=32),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
 
 
 if __name__ == "__main__":

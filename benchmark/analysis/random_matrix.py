@@ -25,16 +25,12 @@ beta along the bulk) is taken as given, not tested.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
-import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 
-from . import short
+from ..script import script
 
 THETA = (5.0, 4.0, 3.0, -2.5, 2.0)
 SIGMA = 1.0
@@ -184,14 +180,23 @@ def study(
     }
 
 
-def plot(result: dict, path: Path) -> None:
-    import matplotlib
+def lines(result: dict) -> Iterator[str]:
+    for entry in result["theorem_3_2"]["by_size"]:
+        mean = sum(entry["stable_rank"]) / len(entry["stable_rank"])
+        yield (
+            f"N = {entry['samples']:<5} s = {entry['s']:.3f}  stable rank {mean:7.3f}, "
+            f"expected {entry['expected_stable_rank']:7.3f}"
+        )
+    for gap in result["theorem_3_2"]["gaps"]:
+        yield f"N = {gap['few']} against {gap['many']}: gap {gap['measured']:.3f}, bound of eq. 4 {gap['bound']:.3f}"
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def plot(result: dict):
+    from matplotlib.figure import Figure
 
     settings, by_size = result["settings"], result["theorem_3_2"]["by_size"]
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
     sizes = [e["samples"] for e in by_size]
 
     found = torch.tensor([e["stable_rank"] for e in by_size], dtype=torch.float64)
@@ -251,37 +256,14 @@ def plot(result: dict, path: Path) -> None:
         f"$H_N = H_{{true}} + s(N)\\,X$, R = {settings['dim']}, s(N) = 7/√N, σ = {settings['sigma']:g}, "
         f"θ = {', '.join(f'{t:g}' for t in settings['theta'])}"
     )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
-def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.analysis.random_matrix", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--dim", type=int, default=800, help="R, the size of the matrices")
-    parser.add_argument("--seeds", type=int, default=5, help="draws of each matrix")
-    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
-    args = parser.parse_args(argv)
-    began = time.perf_counter()
-    result = {
-        "command": f"python -m benchmark.analysis.random_matrix --dim {args.dim} --seeds {args.seeds}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        **study(args.dim, args.seeds),
-    }
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "random_matrix.json").write_text(json.dumps(short(result), indent=1) + "\n")
-    plot(result, args.out / "random_matrix.png")
-    for entry in result["theorem_3_2"]["by_size"]:
-        mean = sum(entry["stable_rank"]) / args.seeds
-        print(
-            f"N = {entry['samples']:<5} s = {entry['s']:.3f}  stable rank {mean:7.3f}, "
-            f"expected {entry['expected_stable_rank']:7.3f}"
-        )
-    for gap in result["theorem_3_2"]["gaps"]:
-        print(f"N = {gap['few']} against {gap['many']}: gap {gap['measured']:.3f}, bound of eq. 4 {gap['bound']:.3f}")
-    return result
+OPTIONS = {
+    "--dim": dict(type=int, default=800, help="R, the size of the matrices"),
+    "--seeds": dict(type=int, default=5, help="draws of each matrix"),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
 
 
 if __name__ == "__main__":

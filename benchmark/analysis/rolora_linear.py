@@ -20,17 +20,13 @@ Two remarks on the paper.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
-import platform
-import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 
-from . import short
+from ..script import script
 
 METHODS = ("rolora", "ffa_lora")
 
@@ -260,16 +256,31 @@ def study(
     }
 
 
-def plot(result: dict, path: Path) -> None:
-    import matplotlib
+def lines(result: dict) -> Iterator[str]:
+    for entry in result["rolora"]:
+        final = entry["final_sin_angle"]
+        yield (
+            f"eta L^2 = {entry['eta_times_L_squared']:<5g} within Lemma 4.3: "
+            f"{entry['seeds_within_lemma']}/{len(entry['runs'])}   final angle {final['min']:.1e} to {final['max']:.1e}"
+        )
+    ffa = result["ffa_lora"]
+    yield f"FFA-LoRA loss {ffa['mean_final_loss']:.4f} ± {ffa['std_final_loss']:.4f}, Prop. 4.6: {ffa['floor']:.4f}"
+    for e in result["c_tilde"]:
+        yield (
+            f"N = {e['num_clients']:<3} m = {e['samples']:<4} c~ {e['measured']:+.6f} ± {e['standard_error']:.6f}, "
+            f"formula {e['formula']:+.6f}"
+        )
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def plot(result: dict):
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     settings = result["settings"]
     delta0, rounds = settings["delta0"], range(settings["rounds"] + 1)
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 6.2), layout="constrained")
-    colours = plt.get_cmap("viridis")([0.0, 0.2, 0.4, 0.6]).tolist() + ["tab:orange", "tab:red"]
+    figure = Figure(figsize=(15, 6.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    colours = colormaps["viridis"]([0.0, 0.2, 0.4, 0.6]).tolist() + ["tab:orange", "tab:red"]
 
     for colour, entry in zip(colours, result["rolora"]):
         step = entry["eta_times_L_squared"]
@@ -336,44 +347,15 @@ def plot(result: dict, path: Path) -> None:
         f"d = {settings['dim']}, $\\delta_0$ = {delta0:g}, {len(settings['seeds'])} seeds (geometric mean; "
         "band: smallest to largest)"
     )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
-def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.analysis.rolora_linear", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--seeds", type=int, default=10, help="number of seeds, 0 to seeds - 1")
-    parser.add_argument("--rounds", type=int, default=80)
-    parser.add_argument("--draws", type=int, default=2000, help="draws for the constant of Proposition 4.6")
-    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
-    args = parser.parse_args(argv)
-    began = time.perf_counter()
-    result = {
-        "command": f"python -m benchmark.analysis.rolora_linear --seeds {args.seeds} --rounds {args.rounds} "
-        f"--draws {args.draws}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        **study(args.seeds, rounds=args.rounds, draws=args.draws),
-    }
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "rolora_linear.json").write_text(json.dumps(short(result, 7), indent=1) + "\n")
-    plot(result, args.out / "rolora_linear.png")
-    for entry in result["rolora"]:
-        final = entry["final_sin_angle"]
-        print(
-            f"eta L^2 = {entry['eta_times_L_squared']:<5g} within Lemma 4.3: "
-            f"{entry['seeds_within_lemma']}/{args.seeds}   final angle {final['min']:.1e} to {final['max']:.1e}"
-        )
-    ffa = result["ffa_lora"]
-    print(f"FFA-LoRA loss {ffa['mean_final_loss']:.4f} ± {ffa['std_final_loss']:.4f}, Prop. 4.6: {ffa['floor']:.4f}")
-    for e in result["c_tilde"]:
-        print(
-            f"N = {e['num_clients']:<3} m = {e['samples']:<4} c~ {e['measured']:+.6f} ± {e['standard_error']:.6f}, "
-            f"formula {e['formula']:+.6f}"
-        )
-    return result
+OPTIONS = {
+    "--seeds": dict(type=int, default=10, help="number of seeds, 0 to seeds - 1"),
+    "--rounds": dict(type=int, default=80),
+    "--draws": dict(type=int, default=2000, help="draws for the constant of Proposition 4.6"),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
 
 
 if __name__ == "__main__":

@@ -24,18 +24,18 @@ All clients advance together in batched products; one that has run out of sample
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
-import platform
 import statistics
-import time
 from pathlib import Path
 
 import torch
 
-from . import short
+from fs_lowrank import UserError
+
+from ..script import script
+from ..speed import threads as on_threads
+from . import band
 
 METHODS = ("lora", "ffa_lora", "rolora")
 LABELS = {"lora": "LoRA (FedAvg of both)", "ffa_lora": "FFA-LoRA (A frozen)", "rolora": "RoLoRA (alternates)"}
@@ -75,7 +75,7 @@ class Model:
 def load(name: str, root: Path | None = None) -> Data:
     """Read data set `name`; `root` is a folder of the four IDX files, plain or gzipped.
 
-    Raises ValueError for an unknown name and FileNotFoundError, with the way out, where files are missing.
+    Raises ValueError for an unknown name and UserError, with the way out, where files are missing.
     """
     if name not in DATA:
         raise ValueError(f"unknown data {name!r}, expected one of {', '.join(DATA)}")
@@ -91,20 +91,18 @@ def load(name: str, root: Path | None = None) -> Data:
     from fs_lowrank.data.fetch import resolve
     from fs_lowrank.data.idx import read_idx
 
-    root = root or resolve(name)
+    fetched = {"fashion": "fashion_mnist"}.get(name, name)
+    root = root or resolve(fetched)
     if root is None:
-        way = (
-            "fetch it with fs_lowrank.data.fetch.fetch('mnist')"
-            if name == "mnist"
-            else "install the Debian package dataset-fashion-mnist"
+        raise UserError(
+            f"no files for {name!r}: run `fs-lowrank fetch {fetched}`, or name a folder of IDX files with --root"
         )
-        raise FileNotFoundError(f"no files for {name!r}: {way}, or name a folder of IDX files with --root")
 
     def read(stem: str) -> torch.Tensor:
         for candidate in (Path(root) / stem, Path(root) / f"{stem}.gz"):
             if candidate.exists():
                 return torch.as_tensor(read_idx(candidate))
-        raise FileNotFoundError(f"{root} has neither {stem} nor {stem}.gz")
+        raise UserError(f"{root} has neither {stem} nor {stem}.gz")
 
     x, y, x_test, y_test = map(read, IDX_FILES)
     return Data(x.flatten(1).float() / 255, y.long(), x_test.flatten(1).float() / 255, y_test.long())
@@ -273,7 +271,7 @@ def choose_rate(
     return float(max(scores, key=scores.get)), scores
 
 
-def study(
+def compare(
     data: Data,
     *,
     clients: tuple[int, ...],
@@ -321,27 +319,44 @@ def study(
     return entries
 
 
-def plot(result: dict, path: Path) -> None:
-    import matplotlib
+def study(data: str, root: Path | None, samples: int, seeds: int, lr: float | None, clients, threads: int, **options):
+    """Everything that the command writes."""
+    loaded = load(data, root)
+    with on_threads(threads):
+        runs = compare(loaded, clients=tuple(clients), seeds=seeds, samples=samples or None, lr=lr, **options)
+    return {
+        "settings": {
+            "data": data,
+            "train_samples": min(samples or len(loaded.y), len(loaded.y)),
+            "test_samples": len(loaded.y_test),
+            "dim": loaded.x.shape[1],
+            **options,
+            "seeds": list(range(seeds)),
+            "lr_grid": list(GRID) if lr is None else None,
+        },
+        "paper": {"figure": 2, "ffa_lora_accuracy": 0.55},
+        "accuracy": {
+            str(n): {r["method"]: r["accuracy_last_quarter"]["mean"] for r in runs if r["num_clients"] == n}
+            for n in clients
+        },
+        "runs": runs,
+    }
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def plot(result: dict):
+    from matplotlib.figure import Figure
 
     settings = result["settings"]
     sizes = sorted({e["num_clients"] for e in result["runs"]})
     labels = {1: "one label", 2: "two labels", 5: "five labels"}
-    figure, axes = plt.subplots(
-        1, len(sizes), figsize=(6.5 * len(sizes), 5.2), layout="constrained", sharey=True, squeeze=False
-    )
+    figure = Figure(figsize=(6.5 * len(sizes), 5.2), layout="constrained")
+    axes = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     colours = {"lora": "tab:blue", "ffa_lora": "tab:red", "rolora": "tab:green"}
-    for axis, size in zip(axes[0], sizes):
+    for axis, size in zip(axes, sizes):
         for entry in (e for e in result["runs"] if e["num_clients"] == size):
             curves = 100 * torch.tensor(entry["curves"])
             method, rounds = entry["method"], range(curves.shape[1])
-            axis.plot(
-                rounds, curves.mean(0), color=colours[method], lw=2, label=f"{LABELS[method]}, lr {entry['lr']:g}"
-            )
-            axis.fill_between(rounds, curves.amin(0), curves.amax(0), color=colours[method], alpha=0.15)
+            band(axis, rounds, curves, colours[method], f"{LABELS[method]}, lr {entry['lr']:g}")
         if settings["data"] == "mnist" and size > 1:
             axis.axhline(55, color="grey", ls=":", label="FFA-LoRA in the paper, about 55 %")
         title = "one client, all labels" if size == 1 else f"{size} clients, {labels[10 // size]} each"
@@ -349,73 +364,28 @@ def plot(result: dict, path: Path) -> None:
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend(loc="lower right", fontsize=9)
-    axes[0][0].set_ylabel("test accuracy, %")
+    axes[0].set_ylabel("test accuracy, %")
     figure.suptitle(
         f"{DATA[settings['data']]}, {settings['train_samples']} training samples, "
         f"rank {settings['rank']},\n{len(settings['seeds'])} seeds (mean; band: smallest to largest)"
     )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
-def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.analysis.rolora_two_layer", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--data", choices=tuple(DATA), default="mnist")
-    parser.add_argument("--root", type=Path, help="folder of IDX files, instead of the fetched ones")
-    parser.add_argument("--samples", type=int, default=5000, help="training samples in all; 0 for every one")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, 0 to seeds - 1")
-    parser.add_argument("--lr", type=float, help="one rate for every method, instead of the grid")
-    parser.add_argument("--clients", type=int, nargs="+", default=[5, 10])
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1, help="the tensors are small: more threads seldom help")
-    parser.add_argument("--out", type=Path, default=Path("results/analysis"))
-    args = parser.parse_args(argv)
-
-    torch.set_num_threads(args.threads)
-    began = time.perf_counter()
-    data = load(args.data, args.root)
-    samples = args.samples or None
-    options = dict(rounds=args.rounds, rank=args.rank, epochs=args.epochs, batch=args.batch)
-    runs = study(data, clients=tuple(args.clients), seeds=args.seeds, samples=samples, lr=args.lr, **options)
-    command = (
-        f"python -m benchmark.analysis.rolora_two_layer --data {args.data}"
-        + (" --root DIR" if args.root else "")
-        + f" --samples {args.samples} --rounds {args.rounds} --seeds {args.seeds}"
-        + (f" --lr {args.lr:g}" if args.lr is not None else "")
-        + f" --clients {' '.join(map(str, args.clients))} --rank {args.rank} --epochs {args.epochs}"
-        f" --batch {args.batch}"
-    )
-    result = {
-        "command": command,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "settings": {
-            "data": args.data,
-            "train_samples": min(samples or len(data.y), len(data.y)),
-            "test_samples": len(data.y_test),
-            "dim": data.x.shape[1],
-            **options,
-            "seeds": list(range(args.seeds)),
-            "lr_grid": list(GRID) if args.lr is None else None,
-        },
-        "paper": {"figure": 2, "ffa_lora_accuracy": 0.55},
-        "seconds": round(time.perf_counter() - began, 1),
-        "accuracy": {
-            str(clients): {r["method"]: r["accuracy_last_quarter"]["mean"] for r in runs if r["num_clients"] == clients}
-            for clients in args.clients
-        },
-        "runs": short(runs, 5),
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"rolora_two_layer_{args.data}"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, stem.with_suffix(".png"))
-    print(f"{result['seconds']} s")
-    return result
+OPTIONS = {
+    "--data": dict(choices=tuple(DATA), default="mnist"),
+    "--root": dict(type=Path, help="folder of IDX files, instead of the fetched ones"),
+    "--samples": dict(type=int, default=5000, help="training samples in all; 0 for every one"),
+    "--rounds": dict(type=int, default=40),
+    "--seeds": dict(type=int, default=3, help="number of seeds, 0 to seeds - 1"),
+    "--lr": dict(type=float, help="one rate for every method, instead of the grid"),
+    "--clients": dict(type=int, nargs="+", default=[5, 10]),
+    "--rank": dict(type=int, default=16),
+    "--epochs": dict(type=int, default=5),
+    "--batch": dict(type=int, default=64),
+    "--threads": dict(type=int, default=1, help="the tensors are small: more threads seldom help"),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)
 
 
 if __name__ == "__main__":

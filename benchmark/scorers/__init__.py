@@ -11,11 +11,12 @@ An entry of a suite's ``evaluation:`` names a scorer and its options:
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import UserError
+from fs_lowrank.settings import Key, Origin, check_keys, check_value, keys_of
 
 #: scorer -> its module, with a dataclass ``Options`` and functions ``check(options, root)`` and
 #: ``score(model, tokenizer, options, root)``
@@ -61,34 +62,28 @@ def _parse(spec: dict):
     """The scorer's module, and its options as the dataclass it asks for."""
     if not isinstance(spec, dict) or "scorer" not in spec:
         raise UserError(f"an evaluation is a mapping with the key 'scorer' ({', '.join(SCORERS)}), got {spec!r}")
-    name = spec["scorer"]
-    if name not in SCORERS:
-        raise UserError(f"evaluation: no scorer {name!r}{nearest(str(name), SCORERS)}; there are: {', '.join(SCORERS)}")
-    module = import_module(SCORERS[name])
-    fields = {f.name: f for f in dataclasses.fields(module.Options)}
+    module = scorer(spec["scorer"])
     given = {key: value for key, value in spec.items() if key != "scorer"}
-    for key, value in given.items():
-        if key not in fields:
-            raise UserError(
-                f"evaluation: scorer {name!r} has no key {key!r}{nearest(key, fields)}; there are: {', '.join(fields)}"
-            )
-        _check_value(f"evaluation: {key} of scorer {name!r}", value, fields[key])
-    return module, module.Options(**given)
+    return module, module.Options(**check_keys(given, keys_of(module.Options), Origin(), "evaluation"))
 
 
-def _check_value(where: str, value, field: dataclasses.Field) -> None:
-    """Type, and lower bound or choices in the field's metadata."""
-    kind, least, choices = field.type, field.metadata.get("min"), field.metadata.get("choices")
-    if kind == "list[str]":
-        if not (isinstance(value, list) and value and all(isinstance(v, str) for v in value)):
-            raise UserError(f"{where} must be a list of names, got {value!r}")
-    elif kind == "bool":
-        if not isinstance(value, bool):
-            raise UserError(f"{where} must be true or false, got {value!r}")
-    elif choices:
-        if value not in choices:
-            raise UserError(f"{where} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
-    elif not (value is None and "None" in kind):
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or (least is not None and value < least):
-            raise UserError(f"{where} must be an integer of at least {least}, got {value!r}")
+def scorer(name: str, origin: Origin | None = None, at: str = "evaluation"):
+    """The module of a scorer.
+
+    Raises:
+        UserError: no such scorer; names the nearest.
+    """
+    check_value(f"{at}.scorer", name, str, {"choices": tuple(SCORERS)}, origin or Origin())
+    return import_module(SCORERS[name])
+
+
+def check_options(spec: Mapping, origin: Origin, at: str) -> None:
+    """Check the keys of an entry of a suite's ``evaluation``, which stands at ``at`` in the suite's file.
+
+    Raises:
+        UserError: an unknown scorer or key, a value of the wrong type or out of range.
+    """
+    if "scorer" not in spec:
+        origin.fail(f"{at}.scorer", f"is missing, one of {', '.join(SCORERS)}")
+    keys = {"scorer": Key(str), **keys_of(scorer(spec["scorer"], origin, at).Options)}
+    check_keys(spec, keys, origin, at)

@@ -30,7 +30,7 @@ ALIASES = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge", "social_iqa
 class Options:
     """``limit``: the first so many samples of each task; none for all. ``template``: as in ``data.args``."""
 
-    tasks: list[str]
+    tasks: list[str] = field(metadata={"filled": True})
     limit: int | None = field(default=None, metadata={"min": 2})
     batch_size: int = field(default=16, metadata={"min": 1})
     max_new_tokens: int = field(default=32, metadata={"min": 1})

@@ -36,7 +36,7 @@ class Options:
     """``limit``: the first so many samples of each task; none for all. ``num_fewshot``: none for the task's own.
     ``max_length``: in tokens; none for the model's. ``chat``: put the prompt into the tokenizer's chat template."""
 
-    tasks: list[str]
+    tasks: list[str] = field(metadata={"filled": True})
     limit: int | None = field(default=None, metadata={"min": 2})
     num_fewshot: int | None = field(default=None, metadata={"min": 0})
     batch_size: int = field(default=16, metadata={"min": 1})

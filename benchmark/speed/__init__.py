@@ -57,23 +57,40 @@ def difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tens
 
 
 def row(
-    case: str, figure: str, value: float, target: str, holds: bool, note: str = "", agreement: float | None = None
+    case: str,
+    figure: str,
+    value: float,
+    note: str = "",
+    agreement: float | None = None,
+    *,
+    least: float | None = None,
+    most: float | None = None,
 ) -> dict:
     """One line of the table.
 
     Args:
-        case: what was measured. figure: what ``value`` is. target: what it should be, in words.
-        note: the times behind it. agreement: relative difference between fast and slow results.
+        case: what was measured. figure: what ``value`` is. note: the times behind it.
+        agreement: relative difference between fast and slow results.
+        least, most: the bounds that ``value`` should keep; without one there is no target.
     """
-    return {
-        "case": case,
-        "figure": figure,
-        "value": value,
-        "target": target,
-        "holds": bool(holds),
-        "note": note,
-        "agreement": agreement,
-    }
+    target = f"≥ {least:g}" if least is not None else f"≤ {most:g}" if most is not None else "–"
+    holds = (least is None or value >= least) and (most is None or value <= most)
+    found = {"case": case, "figure": figure, "value": value, "target": target, "holds": bool(holds)}
+    return {**found, "note": note, "agreement": agreement}
+
+
+def memory_row(case: str, found: Mapping, allowed: float) -> dict:
+    """The peak of a run against its base, its clients' adapters and ``allowed`` bytes; ``found`` by ``clients``."""
+    limit = found["base_bytes"] + found["clients"] * found["adapter_bytes"] + allowed
+    return row(
+        case,
+        f"peak memory ÷ (base + all adapters + {allowed / 1e9:g} GB)",
+        found["peak_bytes"] / limit,
+        f"{found['peak_bytes'] / 1e6:.0f} MB of {limit / 1e6:.0f} MB; base {found['base_bytes'] / 1e6:.0f} MB, "
+        f"adapter {found['adapter_bytes'] / 1e3:.0f} kB, libraries alone "
+        f"{found['imported_peak_bytes'] / 1e6:.0f} MB",
+        most=1,
+    )
 
 
 def machine() -> dict:

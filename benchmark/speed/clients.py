@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from . import row
+from . import memory_row, row
 
 SETTINGS = {
     "federate": {"method": "fedlora", "client_num": 1000, "total_round_num": 1},
@@ -102,25 +102,12 @@ def run(settings: dict = SETTINGS, few: int = 10, turns: int = 3) -> dict:
             f"{many:,} clients, MiniLM, rank 4",
             "set-up, milliseconds a client",
             milliseconds,
-            "milliseconds",
-            milliseconds < 10,
             f"{least[many]:.2f} s with {many:,}, {least[few]:.2f} s with {few}",
-        )
+            most=10,
+        ),
+        memory_row(f"a round of all {many:,}", everyone, ALLOWED),
+        memory_row(f"two rounds of {many // 10} of them", some, ALLOWED),
     ]
-    for case, found in ((f"a round of all {many:,}", everyone), (f"two rounds of {many // 10} of them", some)):
-        limit = found["base_bytes"] + many * found["adapter_bytes"] + ALLOWED
-        rows.append(
-            row(
-                case,
-                "peak memory ÷ (base + all adapters + 1.5 GB)",
-                found["peak_bytes"] / limit,
-                "≤ 1",
-                found["peak_bytes"] <= limit,
-                f"{found['peak_bytes'] / 1e6:.0f} MB of {limit / 1e6:.0f} MB; base "
-                f"{found['base_bytes'] / 1e6:.0f} MB, adapter {found['adapter_bytes'] / 1e3:.0f} kB, "
-                f"libraries alone {found['imported_peak_bytes'] / 1e6:.0f} MB",
-            )
-        )
     return {"threads": 1, "rows": rows, "results": {"setup_seconds": setups, "everyone": everyone, "some": some}}
 
 

@@ -11,7 +11,6 @@ would not fit into the machine's memory is not started, and the table says so.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -24,6 +23,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+
+from ..script import script
 
 WORDS = "good great fine happy bad poor awful sad the a film book day it was is very quite and story".split()
 #: (label, engine, further keys)
@@ -202,14 +203,15 @@ def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir
     }
 
 
-def table(cells: list[dict], about: dict) -> str:
+def table(result: dict) -> str:
     """Markdown: an engine a row, a number of clients a column."""
+    cells = result["cells"]
     sizes = sorted({cell["clients"] for cell in cells})
     lines = [
         "# Engines side by side",
         "",
-        f"`{about['command']}`; {about['cpus']} processors, one thread a process, "
-        f"torch {about['versions']['torch']}. {about['job']}",
+        f"`{result['command']}`; {result['cpus']} processors, one thread a process, "
+        f"torch {result['versions']['torch']}. {result['job']}",
         "",
         "| engine | " + " | ".join(f"{n} clients: rounds/s | processor s a round | memory" for n in sizes) + " |",
         "| --- |" + " ---: | ---: | ---: |" * len(sizes),
@@ -231,20 +233,11 @@ def table(cells: list[dict], about: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clients", default="10,50,200", help="numbers of clients, separated by commas")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=Path("results/engines"))
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from fs_lowrank.errors import UserError
-    from fs_lowrank.runs.environment import versions
+def study(clients: str, rounds: int) -> dict:
+    """Everything that the command writes."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that are started
+    import fs_lowrank.engines.federatedscope  # noqa: F401 - says what is missing before anything runs
 
-    try:
-        import fs_lowrank.engines.federatedscope  # noqa: F401
-    except UserError as error:
-        parser.exit(2, f"error: {error}\n")
     context = multiprocessing.get_context("forkserver")
     # Imported once and forked: 200 client processes fit into a small machine.
     context.set_forkserver_preload(
@@ -256,31 +249,34 @@ def main() -> None:
             "peft.tuners.lora",
         ]
     )
-    sizes = [int(n) for n in args.clients.split(",")]
+    sizes = [int(n) for n in clients.split(",")]
     cells, a_client = [], 0.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_job(folder, rows=max(sizes) * 16)
-        for clients in sizes:
-            config = settings(folder, clients, args.rounds)
+        for size in sizes:
+            config = settings(folder, size, rounds)
             for label, engine, keys in ENGINES:
-                cell = measure(context, config, clients, engine, keys, str(folder / f"{label}_{clients}"), a_client)
+                cell = measure(context, config, size, engine, keys, str(folder / f"{label}_{size}"), a_client)
                 if label == "distributed" and cell["status"] == "ok":
-                    a_client = cell["peak_bytes"] / (clients + 1)
-                cells.append({"engine": label, "clients": clients, **cell})
+                    a_client = cell["peak_bytes"] / (size + 1)
+                cells.append({"engine": label, "clients": size, **cell})
                 print(json.dumps(cells[-1]), flush=True)
-    about = {
-        "command": f"python -m benchmark.speed.engines --clients {args.clients} --rounds {args.rounds}",
+    return {
         "cpus": os.cpu_count(),
-        "versions": versions(),
         "job": "RoLoRA on an encoder of 4 layers and width 128, r 4 in the query and value of the last two; 2 "
         "steps of 8 samples a client and round, every client in every round; memory is the proportional "
         "set size of all processes, with what they import in common counted once. Rounds per second are "
         "by the clock and suffer from other load; processor seconds, summed over all processes, hardly do.",
+        "cells": cells,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "engines.json").write_text(json.dumps({**about, "cells": cells}, indent=1) + "\n")
-    (args.out / "README.md").write_text(table(cells, about))
+
+
+OPTIONS = {
+    "--clients": dict(default="10,50,200", help="numbers of clients, separated by commas"),
+    "--rounds": dict(type=int, default=6),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, readme=table, out="results/engines")
 
 
 if __name__ == "__main__":

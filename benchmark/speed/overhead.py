@@ -143,9 +143,8 @@ def run(rounds: int = 4) -> dict:
                 f"the demo, MiniLM, {config.sampled_per_round} of {config.federate.client_num} clients a round",
                 "share of a round that is the engine's own",
                 share,
-                "≤ 0.05",
-                share <= 0.05,
                 note,
+                most=0.05,
             )
         ],
     }

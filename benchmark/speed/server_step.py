@@ -8,10 +8,10 @@ import os
 import torch
 from torch import Tensor, nn
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.methods import Method, Update, create_method
 from fs_lowrank.models.names import pairs
 from fs_lowrank.rounds.admission import check_update
+from fs_lowrank.settings import AdapterSpec
 
 from . import difference, race, row, threads
 
@@ -189,54 +189,20 @@ def run() -> dict:
             gc.collect()
     ms = {name: {k: f"{1e3 * v:.4g} ms" for k, v in r["seconds"].items()} for name, r in results.items()}
 
-    def add(name, case, figure, value, target, holds, note):
-        rows.append(row(case, figure, value, target, holds, note, results[name]["difference"]))
-
-    taken = results["averaging"]["seconds"]
-    size = "50 clients × 48 modules × rank 4 × 1024"
-    add(
-        "averaging",
-        f"averaging, {size}",
-        "loop over tensors and clients ÷ ours",
-        taken["loop"] / taken["ours"],
-        "≥ 5",
-        taken["loop"] >= 5 * taken["ours"],
-        f"{ms['averaging']['loop']} ÷ {ms['averaging']['ours']}",
-    )
-    add(
-        "averaging",
-        "the same",
-        "ours ÷ reading the bytes once",
-        taken["ours"] / taken["read"],
-        "≤ 3",
-        taken["ours"] <= 3 * taken["read"],
-        f"{ms['averaging']['ours']} ÷ {ms['averaging']['read']}",
-    )
-    for name, case, factor, slow in (
-        ("flexlora 1024", f"flexlora, {size}", 10, "dense"),
-        ("flexlora 4096", "flexlora, one layer of 4096 × 4096, Σr = 80", 100, "dense"),
-        ("flora", f"flora, stacks and merge, {size}", 10, "product per client"),
-    ):
+    def add(name, case, figure, over, under, more="", **target):
+        """The time of ``over`` by that of ``under``."""
         taken = results[name]["seconds"]
-        what = "dense sum and full SVD ÷ ours" if slow == "dense" else "one product per client ÷ ours"
-        add(
-            name,
-            case,
-            what,
-            taken[slow] / taken["ours"],
-            f"≥ {factor}",
-            taken[slow] >= factor * taken["ours"],
-            f"{ms[name][slow]} ÷ {ms[name]['ours']}"
-            + (f", of which bare products of the stacks {ms[name]['the products alone']}" if name == "flora" else ""),
-        )
-    taken, slow = results["flora"]["seconds"], "product per client, in place"
-    add(
-        "flora",
-        "the same",
-        "the best such loop, all in place ÷ ours",
-        taken[slow] / taken["ours"],
-        "–",
-        True,
-        f"{ms['flora'][slow]} ÷ {ms['flora']['ours']}",
-    )
+        note = f"{ms[name][over]} ÷ {ms[name][under]}{more}"
+        rows.append(row(case, figure, taken[over] / taken[under], note, results[name]["difference"], **target))
+
+    size = "50 clients × 48 modules × rank 4 × 1024"
+    dense, per_client = "dense sum and full SVD ÷ ours", "one product per client ÷ ours"
+    bare = f", of which bare products of the stacks {ms['flora']['the products alone']}"
+    add("averaging", f"averaging, {size}", "loop over tensors and clients ÷ ours", "loop", "ours", least=5)
+    add("averaging", "the same", "ours ÷ reading the bytes once", "ours", "read", most=3)
+    add("flexlora 1024", f"flexlora, {size}", dense, "dense", "ours", least=10)
+    add("flexlora 4096", "flexlora, one layer of 4096 × 4096, Σr = 80", dense, "dense", "ours", least=100)
+    add("flora", f"flora, stacks and merge, {size}", per_client, "product per client", "ours", bare, least=10)
+    best = "product per client, in place"
+    add("flora", "the same", "the best such loop, all in place ÷ ours", best, "ours")
     return {"threads": os.cpu_count(), "rows": rows, "results": results}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -35,6 +34,7 @@ from fs_lowrank.data.sources import (
 )
 from fs_lowrank.data.tokenize import check_vocabulary, tokenize_causal, tokenize_classification
 from fs_lowrank.errors import UserError
+from fs_lowrank.settings import Origin, one_mapping
 
 __all__ = [
     "CAUSAL_LM",
@@ -152,17 +152,18 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         UserError: see ``load_raw`` and ``partition``; splits that leave nothing to train on; a tokenizer that does
             not know the training text; a transform that is wrong or does not fit the images.
     """
+    origin = getattr(cfg, "source", None) or Origin()
     if raw is None:
-        raw = load_raw(cfg.data)
+        raw = load_raw(cfg.data, origin=origin)
     seed = int(cfg.seed)
-    args = data_args(cfg.data)
+    args = data_args(cfg.data, origin)
     test_seed = getattr(getattr(cfg, "lowrank", None), "test_seed", -1)
     train, validation, test = _split(raw, getattr(cfg.data, "splits", None), seed, seed if test_seed < 0 else test_seed)
     train = _subsample(train, getattr(cfg.data, "subsample", 1.0), seed)
     skipped = dict(raw.skipped)
     max_len = args.get("max_len", None) or cfg.llm.tok_len
 
-    pipelines = _pipelines(cfg.data, raw) if raw.images is not None else {}
+    pipelines = _pipelines(cfg.data, raw, origin) if raw.images is not None else {}
     if raw.images is None:
         check_vocabulary(train, tokenizer)
 
@@ -188,7 +189,8 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     fields = {name: train[name].to_numpy() for name in raw.fields if name in train}
     rows = Rows(len(train_examples), train_examples.labels, fields)
     name = getattr(cfg.data, "splitter", None) or "iid"
-    parts = partition(name, rows, cfg.federate.client_num, _rng(seed, "partition"), _splitter_args(cfg.data))
+    splitter_args = one_mapping("data.splitter_args", getattr(cfg.data, "splitter_args", None), origin)
+    parts = partition(name, rows, cfg.federate.client_num, _rng(seed, "partition"), splitter_args, origin)
     parts.label_names = raw.label_names or None
     shares: list[np.ndarray] = []
     if test_examples is not None:
@@ -228,14 +230,14 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     )
 
 
-def _pipelines(data_cfg: Any, raw: RawData) -> dict[str, Pipeline]:
+def _pipelines(data_cfg: Any, raw: RawData, origin: Origin) -> dict[str, Pipeline]:
     """What makes batches of images, for ``train``, ``val`` and ``test``."""
     usual = [["Normalize", {"mean": list(raw.mean), "std": list(raw.std)}]]
     train = list(getattr(data_cfg, "transform", None) or usual)
-    found = {"train": Pipeline(train, "data.transform")}
+    found = {"train": Pipeline(train, "data.transform", origin)}
     for split in ("val", "test"):
         own = getattr(data_cfg, f"{split}_transform", None)
-        found[split] = Pipeline(own, f"data.{split}_transform") if own else found["train"]
+        found[split] = Pipeline(own, f"data.{split}_transform", origin) if own else found["train"]
     return found
 
 
@@ -253,21 +255,10 @@ def _rng(seed: int, purpose: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])
 
 
-def _splitter_args(data_cfg: Any) -> dict[str, Any]:
-    given = getattr(data_cfg, "splitter_args", None) or []
-    entries = [given] if isinstance(given, Mapping) else list(given)
-    if len(entries) > 1 or not all(isinstance(entry, Mapping) for entry in entries):
-        raise UserError(f"data.splitter_args must be a list of at most one mapping, got {given!r}")
-    return dict(entries[0]) if entries else {}
-
-
 def _split(
     raw: RawData, splits: Any, seed: int, test_seed: int
 ) -> tuple[pd.DataFrame, pd.DataFrame | None, pd.DataFrame | None]:
     shares = [0.8, 0.1, 0.1] if splits is None else list(splits)
-    numbers = len(shares) == 3 and all(isinstance(s, (int, float)) and 0 <= s <= 1 for s in shares)
-    if not numbers or abs(sum(shares) - 1) > 1e-6:
-        raise UserError(f"data.splits must be three shares [train, validation, test] that add up to 1, got {splits!r}")
     train, validation, test = raw.train, raw.validation, raw.test
     validation_share = shares[1]
     if test is None:
@@ -301,9 +292,7 @@ def _stratified(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> 
     return chosen
 
 
-def _subsample(train: pd.DataFrame, share: Any, seed: int) -> pd.DataFrame:
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise UserError(f"data.subsample must be a number above 0 and at most 1, got {share!r}")
+def _subsample(train: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
     if share == 1:
         return train
     chosen = _stratified(train, float(share), _rng(seed, "subsample"))

@@ -306,9 +306,8 @@ def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None =
         UserError: no class folders, a class that training has not, images of different sizes, or one that cannot be
             read; names the file.
     """
-    size, channels = _size(args.get("size")), args.get("channels")
-    if channels not in (None, 1, 3):
-        raise UserError(f"data.args: channels = {channels!r}: expected 1 or 3")
+    size, channels = args.get("size"), args.get("channels")
+    size = (size, size) if isinstance(size, int) else size
     listed, skipped = _listing(folder)
     names = sorted(listed[TRAIN])
     if len(names) < 2:
@@ -341,15 +340,6 @@ def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None =
         {},
         skipped,
     )
-
-
-def _size(size: Any) -> tuple[int, int] | None:
-    pair = [size, size] if isinstance(size, int) and not isinstance(size, bool) else size
-    if size is None:
-        return None
-    if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(s, int) and s > 0 for s in pair):
-        raise UserError(f"data.args: size = {size!r}: expected pixels, or [height, width]")
-    return tuple(pair)
 
 
 def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, int]]:

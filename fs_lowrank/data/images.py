@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import UserError
+from fs_lowrank.settings import Origin, check_keys, check_value, keys_of
 
 __all__ = ["STEPS", "ImageExamples", "Pipeline"]
 
@@ -23,18 +23,18 @@ _CHUNK = 4096
 # is left out where there is none. Arguments and defaults are torchvision's, so that a configuration means the same.
 
 
-def _pair(name: str, value: Any) -> tuple[int, int]:
-    sizes = [value, value] if isinstance(value, int) and not isinstance(value, bool) else value
-    whole = isinstance(sizes, (list, tuple)) and all(isinstance(s, int) and not isinstance(s, bool) for s in sizes)
-    if not whole or len(sizes) != 2 or min(sizes) < 1:
-        raise ValueError(f"{name} = {value!r}: expected a size in pixels, or [height, width]")
-    return tuple(sizes)
+Size = Annotated[int | tuple[int, int], {"min": 1, "words": "a size in pixels, or [height, width]"}]
+Chance = Annotated[float, {"min": 0.0, "max": 1.0}]
+Padding = Annotated[int, {"min": 0, "words": "a number of pixels for all four sides"}]
+PaddingMode = Annotated[str, {"choices": ("constant", "reflect")}]
+Channels = Annotated[int, {"choices": (1, 3)}]
+_BY_CHANNEL = {"words": "a number for each channel"}
+Numbers = Annotated[float | list[float], _BY_CHANNEL]
+Deviations = Annotated[float | list[float], {**_BY_CHANNEL, "above": 0.0}]
 
 
-def _share(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"{name} = {value!r}: expected a number from 0 to 1")
-    return float(value)
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
 
 
 def _to_tensor() -> Callable:
@@ -45,16 +45,11 @@ def _floats(x: Tensor) -> Tensor:
     return x if x.is_floating_point() else x.float() / 255
 
 
-def _normalize(mean: Any, std: Any) -> Callable:
-    values = {}
-    for name, value in (("mean", mean), ("std", std)):
-        value = [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-        numbers = isinstance(value, (list, tuple)) and all(isinstance(v, (int, float)) for v in value)
-        if not numbers or not value or name == "std" and min(value) <= 0:
-            raise ValueError(
-                f"{name} = {value!r}: expected a number for each channel" + (", above 0" if name == "std" else "")
-            )
-        values[name] = torch.tensor(value, dtype=torch.float32)[:, None, None]
+def _normalize(mean: Numbers, std: Deviations) -> Callable:
+    values = {
+        name: torch.tensor(value if isinstance(value, list) else [value], dtype=torch.float32)[:, None, None]
+        for name, value in (("mean", mean), ("std", std))
+    }
 
     def apply(x: Tensor, rng) -> Tensor:
         for name, value in values.items():
@@ -65,11 +60,9 @@ def _normalize(mean: Any, std: Any) -> Callable:
     return apply
 
 
-def _flip(axis: int, p: Any) -> Callable:
-    chance = _share("p", p)
-
+def _flip(axis: int, p: float) -> Callable:
     def apply(x: Tensor, rng: np.random.Generator) -> Tensor:
-        chosen = torch.from_numpy(rng.random(len(x)) < chance)
+        chosen = torch.from_numpy(rng.random(len(x)) < p)
         return torch.where(chosen[:, None, None, None], x.flip(axis), x)
 
     return apply
@@ -83,20 +76,11 @@ def _padded(x: Tensor, padding: int, mode: str) -> Tensor:
     return torch.nn.functional.pad(x.float(), [padding] * 4, mode=mode).to(x.dtype)
 
 
-def _padding(padding: Any, padding_mode: Any) -> tuple[int, str]:
-    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
-        raise ValueError(f"padding = {padding!r}: expected a number of pixels for all four sides")
-    if padding_mode not in ("constant", "reflect"):
-        raise ValueError(f"padding_mode = {padding_mode!r}: expected constant or reflect")
-    return padding, padding_mode
-
-
-def _random_crop(size: Any, padding: Any = 0, padding_mode: Any = "constant") -> Callable:
-    height, width = _pair("size", size)
-    padding, mode = _padding(padding, padding_mode)
+def _random_crop(size: Size, padding: Padding = 0, padding_mode: PaddingMode = "constant") -> Callable:
+    height, width = _pair(size)
 
     def apply(x: Tensor, rng: np.random.Generator) -> Tensor:
-        x = _padded(x, padding, mode)
+        x = _padded(x, padding, padding_mode)
         free = x.shape[2] - height + 1, x.shape[3] - width + 1
         if min(free) < 1:
             raise ValueError(f"cannot cut {height} × {width} out of {x.shape[2]} × {x.shape[3]}")
@@ -107,8 +91,8 @@ def _random_crop(size: Any, padding: Any = 0, padding_mode: Any = "constant") ->
     return apply
 
 
-def _center_crop(size: Any) -> Callable:
-    height, width = _pair("size", size)
+def _center_crop(size: Size) -> Callable:
+    height, width = _pair(size)
 
     def apply(x: Tensor, rng) -> Tensor:
         top, left = round((x.shape[2] - height) / 2), round((x.shape[3] - width) / 2)
@@ -119,14 +103,11 @@ def _center_crop(size: Any) -> Callable:
     return apply
 
 
-def _pad(padding: Any, padding_mode: Any = "constant") -> Callable:
-    padding, mode = _padding(padding, padding_mode)
-    return lambda x, rng: _padded(x, padding, mode)
+def _pad(padding: Padding, padding_mode: PaddingMode = "constant") -> Callable:
+    return lambda x, rng: _padded(x, padding, padding_mode)
 
 
-def _resize(size: Any) -> Callable:
-    _pair("size", size)
-
+def _resize(size: Size) -> Callable:
     def apply(x: Tensor, rng) -> Tensor:
         if isinstance(size, int):  # the shorter side
             scale = size / min(x.shape[2:])
@@ -139,10 +120,7 @@ def _resize(size: Any) -> Callable:
     return apply
 
 
-def _grayscale(num_output_channels: Any = 1) -> Callable:
-    if num_output_channels not in (1, 3):
-        raise ValueError(f"num_output_channels = {num_output_channels!r}: expected 1 or 3")
-
+def _grayscale(num_output_channels: Channels = 1) -> Callable:
     def apply(x: Tensor, rng) -> Tensor:
         gray = (
             x
@@ -155,11 +133,11 @@ def _grayscale(num_output_channels: Any = 1) -> Callable:
     return apply
 
 
-def _random_horizontal_flip(p: Any = 0.5) -> Callable:
+def _random_horizontal_flip(p: Chance = 0.5) -> Callable:
     return _flip(3, p)
 
 
-def _random_vertical_flip(p: Any = 0.5) -> Callable:
+def _random_vertical_flip(p: Chance = 0.5) -> Callable:
     return _flip(2, p)
 
 
@@ -181,38 +159,24 @@ class Pipeline:
 
     Args:
         steps: ``[name]`` or ``[name, arguments]`` each, as FederatedScope writes torchvision's.
-        key: where they stand, for messages.
+        key, origin: where they stand, and where that came from, for messages.
 
     Raises:
         UserError: no such step or argument (with the nearest), or a value out of its range.
     """
 
-    def __init__(self, steps: Sequence[Any], key: str = "data.transform"):
+    def __init__(self, steps: Sequence[Any], key: str = "data.transform", origin: Origin | None = None):
         self.key = key
+        origin = origin or Origin()
         self.steps: list[tuple[str, Callable]] = []
-        for step in steps:
-            parts = [step] if isinstance(step, str) else step
-            shaped = isinstance(parts, (list, tuple)) and 1 <= len(parts) <= 2 and isinstance(parts[0], str)
-            args = parts[1] if shaped and len(parts) == 2 else {}
-            if not shaped or not isinstance(args, Mapping):
-                raise UserError(f"{key}: {step!r} is no step; write [NAME] or [NAME, {{ARGUMENT: VALUE}}]")
-            self.steps.append((parts[0], self._make(parts[0], dict(args))))
-
-    def _make(self, name: str, args: dict[str, Any]) -> Callable:
-        if name not in STEPS:
-            raise UserError(f"{self.key}: no step {name!r}{nearest(name, STEPS)}; there are: {', '.join(STEPS)}")
-        known = inspect.signature(STEPS[name]).parameters
-        for arg in args:
-            if arg not in known:
-                takes = f"it takes: {', '.join(known)}" if known else "it takes none"
-                raise UserError(f"{self.key}: {name} has no argument {arg!r}{nearest(arg, known)}; {takes}")
-        missing = [n for n, p in known.items() if p.default is p.empty and n not in args]
-        if missing:
-            raise UserError(f"{self.key}: {name} needs the argument {missing[0]!r}")
-        try:
-            return STEPS[name](**args)
-        except ValueError as error:
-            raise UserError(f"{self.key}: {name}: {error}") from None
+        for i, step in enumerate(steps):
+            parts, at = [step] if isinstance(step, str) else step, f"{key}.{i}"
+            if not isinstance(parts, (list, tuple)) or not 1 <= len(parts) <= 2:
+                origin.wrong(at, step, "[NAME] or [NAME, {ARGUMENT: VALUE}]")
+            name = check_value(f"{at}.0", parts[0], str, {"choices": tuple(STEPS)}, origin)
+            make = STEPS[name]
+            args = check_keys(parts[1] if len(parts) == 2 else {}, keys_of(make), origin, f"{at}.1")
+            self.steps.append((name, make(**args)))
 
     @property
     def is_random(self) -> bool:

@@ -1,25 +1,29 @@
 """Divides training rows among clients. Every row goes to exactly one client, and no client is left empty.
 
 A partitioner is a function ``(rows, num_clients, rng, **args) -> list of index arrays``; its keyword arguments are
-what ``data.splitter_args`` may set.
+what ``data.splitter_args`` may set, checked by their annotations (``settings.key`` has what may be noted).
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.settings import Origin, check_keys, keys_of
 
 __all__ = ["PARTITIONERS", "Partition", "Rows", "matching_shares", "partition", "register_partitioner"]
 
 DRAWS = 50  # of the Dirichlet distribution, before samples are moved to reach the floor
+
+Positive = Annotated[float, {"above": 0.0}]
+Count = Annotated[int, {"min": 1}]
+Column = Annotated[str | None, {"words": "the name of a column"}]
 
 
 @dataclass
@@ -91,25 +95,28 @@ def register_partitioner(*names: str) -> Callable[[Partitioner], Partitioner]:
 
 
 def partition(
-    name: str, rows: Rows, num_clients: int, rng: np.random.Generator, args: Mapping[str, Any] | None = None
+    name: str,
+    rows: Rows,
+    num_clients: int,
+    rng: np.random.Generator,
+    args: Mapping[str, Any] | None = None,
+    origin: Origin | None = None,
 ) -> Partition:
     """Divide ``rows`` among ``num_clients`` by partitioner ``name``; ``rng`` alone decides the outcome.
+
+    Args:
+        args: as ``data.splitter_args`` has them. origin: where they came from, for messages.
 
     Raises:
         UserError: unknown name or argument, no client, more clients than rows, or a value out of its range.
     """
-    args = dict(args or {})
+    origin = origin or Origin()
     if name not in PARTITIONERS:
-        raise UserError(
-            f"unknown data.splitter {name!r}{nearest(name, PARTITIONERS)}; there are: {', '.join(sorted(PARTITIONERS))}"
-        )
+        there = f"{nearest(name, PARTITIONERS)}; there are: {', '.join(sorted(PARTITIONERS))}"
+        origin.fail("data.splitter", f"= {name!r}: there is no such splitter{there}")
     function = PARTITIONERS[name]
-    known = list(inspect.signature(function).parameters)[3:]
-    for key in args:
-        if key not in known:
-            takes = f"it takes: {', '.join(known)}" if known else "it takes none"
-            raise UserError(f"splitter {name!r} has no argument {key!r}{nearest(key, known)}; {takes}")
-    if isinstance(num_clients, bool) or not isinstance(num_clients, (int, np.integer)) or num_clients < 1:
+    args = check_keys(args or {}, keys_of(function, 3), origin, "data.splitter_args.0")
+    if num_clients < 1:
         raise UserError(f"the number of clients (federate.client_num) must be a positive integer, got {num_clients!r}")
     if num_clients > rows.size:
         raise UserError(
@@ -182,16 +189,15 @@ def lda(
     rows: Rows,
     num_clients: int,
     rng: np.random.Generator,
-    alpha: float = 0.5,
-    min_size: int = 1,
-    field: str | None = None,
+    alpha: Positive = 0.5,
+    min_size: Count = 1,
+    field: Column = None,
 ) -> list[np.ndarray]:
     """Each class is divided by shares drawn from Dirichlet(alpha) (Yurochkin et al., 2019); smaller is more skewed.
 
     ``field`` names the column to use in place of the class; without classes the default is ``category``. No client
     gets fewer than ``min_size`` rows: the draw is repeated, and if that does not help, rows move from the largest.
     """
-    alpha = _positive("alpha", alpha)
     floor = _floor(min_size, num_clients, rows.size)
     groups = _groups(rows, field)
     best: list[np.ndarray] = []
@@ -209,10 +215,10 @@ def mixture(
     rows: Rows,
     num_clients: int,
     rng: np.random.Generator,
-    alpha: float = 0.5,
-    min_size: int = 1,
-    field: str | None = None,
-    mixture_seed: int | None = None,
+    alpha: Positive = 0.5,
+    min_size: Count = 1,
+    field: Column = None,
+    mixture_seed: Annotated[int | None, {"min": 0, "max": 2**32 - 1}] = None,
 ) -> list[np.ndarray]:
     """Each client draws its mixture of classes from Dirichlet(alpha) (Hsu et al., 2019), and takes its part of each.
 
@@ -220,12 +226,7 @@ def mixture(
     in who holds which row but not in how skewed the clients are; the code of Jhunjhunwala et al. (2024) has 3.
     ``field`` is as for ``lda``; where a client has fewer than ``min_size`` rows, some move from the largest.
     """
-    alpha = _positive("alpha", alpha)
     floor = _floor(min_size, num_clients, rows.size)
-    if mixture_seed is not None and (
-        isinstance(mixture_seed, bool) or not isinstance(mixture_seed, int) or not 0 <= mixture_seed < 2**32
-    ):
-        raise UserError(f"mixture_seed must be an integer from 0 to 2^32 - 1, got {mixture_seed!r}")
     groups = _groups(rows, field)
     draw = rng if mixture_seed is None else np.random.RandomState(mixture_seed)
     mixtures = np.stack([_dirichlet(draw, alpha, len(groups)) for _ in range(num_clients)])
@@ -241,12 +242,10 @@ def shards(
     rows: Rows,
     num_clients: int,
     rng: np.random.Generator,
-    shards_per_client: int = 2,
-    field: str | None = None,
+    shards_per_client: Count = 2,
+    field: Column = None,
 ) -> list[np.ndarray]:
     """Rows sorted by class are cut into equal shards, and each client gets some of them (McMahan et al., 2017)."""
-    if isinstance(shards_per_client, bool) or not isinstance(shards_per_client, int) or shards_per_client < 1:
-        raise UserError(f"shards_per_client must be a positive integer, got {shards_per_client!r}")
     count = num_clients * shards_per_client
     if count > rows.size:
         raise UserError(
@@ -263,9 +262,9 @@ def by_field(
     rows: Rows,
     num_clients: int,
     rng: np.random.Generator,
-    field: str | None = None,
-    size_alpha: float | None = None,
-    min_size: int = 1,
+    field: Column = None,
+    size_alpha: Annotated[float | None, {"above": 0.0}] = None,
+    min_size: Count = 1,
 ) -> list[np.ndarray]:
     """Each client holds one value of column ``field``; values get clients in proportion to their rows.
 
@@ -273,8 +272,6 @@ def by_field(
     shares are drawn from Dirichlet(size_alpha); without it they are equal. ``field`` may be left out where there is
     only one column to choose, or one named ``category``.
     """
-    if size_alpha is not None:
-        size_alpha = _positive("size_alpha", size_alpha)
     floor = _floor(min_size, num_clients, rows.size)
     if field is None:
         names = list(rows.fields)
@@ -311,23 +308,14 @@ def by_field(
 
 @register_partitioner("quantity")
 def quantity(
-    rows: Rows, num_clients: int, rng: np.random.Generator, alpha: float = 0.5, min_size: int = 1
+    rows: Rows, num_clients: int, rng: np.random.Generator, alpha: Positive = 0.5, min_size: Count = 1
 ) -> list[np.ndarray]:
     """Clients of unequal size, shares drawn from Dirichlet(alpha), floor ``min_size``; which rows is left to chance."""
-    alpha = _positive("alpha", alpha)
     sizes = _sizes(rows.size, num_clients, alpha, _floor(min_size, num_clients, rows.size), rng)
     return np.split(rng.permutation(rows.size), np.cumsum(sizes)[:-1])
 
 
-def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise UserError(f"{name} must be a number above 0, got {value!r}")
-    return float(value)
-
-
-def _floor(min_size: Any, num_clients: int, size: int) -> int:
-    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
-        raise UserError(f"min_size must be a positive integer, got {min_size!r}")
+def _floor(min_size: int, num_clients: int, size: int) -> int:
     if min_size * num_clients > size:
         raise UserError(
             f"min_size {min_size} for each of {num_clients} clients needs {min_size * num_clients} rows; "
@@ -338,8 +326,6 @@ def _floor(min_size: Any, num_clients: int, size: int) -> int:
 
 def _groups(rows: Rows, field: str | None) -> dict[Any, np.ndarray]:
     """Row indices by class, or by the value of column ``field``, in sorted order of the values."""
-    if field is not None and not isinstance(field, str):
-        raise UserError(f"data.splitter_args: field = {field!r}: expected the name of a column")
     if field is None and rows.labels is not None:
         values = np.asarray(rows.labels)
     else:

@@ -17,10 +17,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,103 +28,93 @@ import pandas as pd
 from fs_lowrank.data.fetch import resolve
 from fs_lowrank.data.files import SUFFIXES, read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
+from fs_lowrank.data.tables import (
+    CAUSAL_LM,
+    CLASSIFICATION,
+    IMAGE_CLASSIFICATION,
+    RawData,
+    classified,
+    count_skipped,
+    drop_empty,
+    instructions,
+    require_columns,
+    several_classes,
+    text_columns,
+)
+from fs_lowrank.data.tokenize import LOSSES, TEMPLATES
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.settings import Origin, check_keys, key, keys_of, one_mapping
 
 __all__ = ["CAUSAL_LM", "CLASSIFICATION", "IMAGE_CLASSIFICATION", "RawData", "data_args", "load_raw", "own_files"]
 
-CLASSIFICATION = "classification"
-CAUSAL_LM = "causal_lm"
-IMAGE_CLASSIFICATION = "image_classification"
+_COLUMN, _FILE = "the name of a column", "the name of a file"
+
+
+@dataclass(frozen=True)
+class DataArgs:
+    """Every key that ``data.args`` may have; a data set takes some of them."""
+
+    #: tokens; None: ``llm.tok_len``
+    max_len: int | None = key(None, min=1)
+    template: str = key("auto", choices=TEMPLATES)
+    loss_on: str = key("answer", choices=LOSSES)
+    text: str = key("text", words=_COLUMN)
+    text_pair: str | None = key(None, words=_COLUMN)
+    label: str = key("label", words=_COLUMN)
+    instruction: str | None = key(None, words=_COLUMN)
+    input: str | None = key(None, words=_COLUMN)
+    output: str | None = key(None, words=_COLUMN)
+    category: str | None = key(None, words=_COLUMN)
+    #: whether a double quote encloses a field of a table
+    quoting: bool | None = key(None)
+    validation: str | None = key(None, words=_FILE)
+    test: str | None = key(None, words=_FILE)
+    #: of a data set on the Hugging Face hub
+    config: str | None = key(None)
+    #: pixels that images are made to, for both sides or as ``[height, width]``
+    size: int | tuple[int, int] | None = key(None, min=1, words="pixels, or [height, width]")
+    channels: int | None = key(None, choices=(1, 3))
+
 
 # What tokenization takes from data.args, whatever the data set.
 COMMON_ARGS = ("max_len",)
 LANGUAGE_ARGS = (*COMMON_ARGS, "template", "loss_on")
 
 
-@dataclass
-class RawData:
-    """A data set as text or images.
+def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] | None = None) -> dict[str, Any]:
+    """The mapping in ``data.args``, its values checked; ``{}`` if there is none.
 
-    Attributes:
-        task: ``"classification"``, ``"causal_lm"`` or ``"image_classification"``.
-        train, validation, test: for classification the columns ``text``, perhaps ``text_pair``, and ``label`` (int64,
-            an index into ``label_names``); for a causal language model ``instruction``, ``input``, ``output``, or
-            ``messages``; for images ``image`` (int64, a row of ``images``) and ``label``; and those in ``fields``.
-            ``validation`` and ``test`` are None without an official split. The index of a frame is the row in the file
-            or table it came from, from 0, before any was left out; a header and empty lines do not count.
-        label_names: empty for a causal language model.
-        fields: further columns that a partitioner may divide by, such as ``domain``.
-        source: where the data truly come from, in words.
-        skipped: rows left out, by reason.
-        images: uint8 ``(n, channels, height, width)``; None for text.
-        mean, std: of the images' channels, for values from 0 to 1.
-    """
-
-    task: str
-    train: pd.DataFrame
-    validation: pd.DataFrame | None
-    test: pd.DataFrame | None
-    label_names: list[str]
-    fields: list[str]
-    source: str
-    skipped: dict[str, int] = field(default_factory=dict)
-    fingerprint: str = ""
-    images: np.ndarray | None = field(default=None, repr=False)
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.fingerprint = self.fingerprint or _fingerprint(self)
-
-    @property
-    def num_labels(self) -> int:
-        """Number of classes; 0 for a causal language model."""
-        return len(self.label_names)
-
-
-def data_args(data_cfg: Any) -> dict[str, Any]:
-    """The mapping in ``data.args``, ``{}`` if there is none.
+    Args:
+        only: the keys that the data set takes; None: all there are.
 
     Raises:
-        UserError: ``data.args`` is not a list of at most one mapping, or a value in it of the wrong kind.
+        UserError: ``data.args`` is not a list of at most one mapping; an unknown key, or one that the data set does
+            not take; a value of the wrong type or out of range.
     """
-    given = getattr(data_cfg, "args", None) or []
-    if isinstance(given, Mapping):
-        given = [given]
-    if not isinstance(given, Iterable) or isinstance(given, str):
-        raise UserError(f"data.args must be a list of one mapping, got {given!r}")
-    given = list(given)
-    if len(given) > 1 or not all(isinstance(entry, Mapping) for entry in given):
-        raise UserError(f"data.args must be a list of at most one mapping, got {given!r}")
-    args = dict(given[0]) if given else {}
-    for key, value in args.items():
-        kind, expected = KINDS.get(key, (object, ""))
-        if not isinstance(value, kind) and (value is not None or key in ("text", "label")):
-            raise UserError(f"data.args: {key} = {value!r}: expected {expected}; or leave the key out")
-    return args
+    given, origin = one_mapping("data.args", getattr(data_cfg, "args", None), origin or Origin()), origin or Origin()
+    return check_keys(given, keys_of(DataArgs), origin, "data.args.0", only)
 
 
-KINDS = {
-    **dict.fromkeys(
-        ("text", "text_pair", "label", "instruction", "input", "output", "category"), (str, "the name of a column")
-    ),
-    **dict.fromkeys(("test", "validation"), (str, "the name of a file")),
-    "quoting": (bool, "True or False"),
-}
+#: the checked ``data.args``, of which the data set takes the keys that it is called with
+Args = Callable[..., dict[str, Any]]
 
 
-def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
+def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | None = None) -> RawData:
     """The data set that ``data_cfg.type`` names.
 
     Args:
         data_cfg: has ``type``, ``root`` and ``args``.
         home: folder of fetched data; see ``fs_lowrank.data.fetch.home``.
+        origin: where ``data_cfg`` came from, for messages.
 
     Raises:
         UserError: unknown name, missing or malformed file, missing column or label, or a single class.
     """
     name = str(data_cfg.type or "").strip()
-    args = data_args(data_cfg)
+
+    def args(*only: str) -> dict[str, Any]:
+        return data_args(data_cfg, origin, only)
+
     root = Path(str(getattr(data_cfg, "root", "") or "")).expanduser()
     stem, provider = _named(name, root)
     if provider == "glue":
@@ -134,7 +122,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
     if provider == "huggingface_datasets":
         return _hub(stem, args)
     if provider == "llm":
-        return _own_file(_language_file(stem, root), args, language=True)
+        return _own_file(_language_file(stem, root), data_args(data_cfg, origin), args, language=True)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's way of writing them; what is read are the standard files.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
@@ -144,15 +132,14 @@ def load_raw(data_cfg: Any, home: str | Path | None = None) -> RawData:
             f"there are: {', '.join(PROVIDERS)}"
         )
     if stem.lower().endswith(SUFFIXES):
-        return _own_file(_under(root, stem), args, language=None)
+        return _own_file(_under(root, stem), data_args(data_cfg, origin), args, language=None)
     if stem in FETCHED:
         return FETCHED[stem](args, home)
     if stem.lower() in IMAGE_SETS:
-        _known(args, (), stem)
+        args()
         return _images(read_image_set(stem.lower(), root, home))
     if stem and _under(root, stem).is_dir():
-        _known(args, FOLDER_ARGS, stem)
-        return _images(read_folder(_under(root, stem), args, home))
+        return _images(read_folder(_under(root, stem), args(*FOLDER_ARGS), home))
     known = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
     raise UserError(
         f"unknown data.type {name!r}{nearest(name, known)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
@@ -177,12 +164,10 @@ def _images(found: ImageSet) -> RawData:
         where = np.arange(rows.start, rows.stop)
         columns = {"image": where, "label": found.labels[where]}
         frames[split] = pd.DataFrame({**columns, **{name: values[where] for name, values in found.fields.items()}})
-    _several_classes(frames["train"]["label"], found.source)
-    return RawData(
+    several_classes(frames["train"]["label"], found.source)
+    return RawData.of(
         IMAGE_CLASSIFICATION,
-        frames["train"],
-        frames.get("validation"),
-        frames.get("test"),
+        frames,
         found.label_names,
         list(found.fields),
         found.source,
@@ -203,8 +188,8 @@ def _fetched(name: str, home: str | Path | None) -> Path:
     return folder
 
 
-def _sentiment(args: Mapping[str, Any], home: str | Path | None) -> RawData:
-    _known(args, COMMON_ARGS, "sentiment")
+def _sentiment(args: Args, home: str | Path | None) -> RawData:
+    args(*COMMON_ARGS)
     frame = read_table(_fetched("sentiment", home) / "sentiment.csv")
     rating = frame["rating"].astype(float).to_numpy()
     frame = frame.assign(label=(rating > 0).astype(np.int64))
@@ -220,10 +205,10 @@ def _sentiment(args: Mapping[str, Any], home: str | Path | None) -> RawData:
     return RawData(CLASSIFICATION, kept, None, None, ["negative", "positive"], ["domain"], source, skipped)
 
 
-def _alpaca_demo(args: Mapping[str, Any], home: str | Path | None) -> RawData:
-    _known(args, LANGUAGE_ARGS, "alpaca_demo")
+def _alpaca_demo(args: Args, home: str | Path | None) -> RawData:
+    args(*LANGUAGE_ARGS)
     path = _fetched("alpaca_demo", home) / "alpaca_en_demo.json"
-    frame, fields, skipped = _instructions(read_table(path), path, {})
+    frame, fields, skipped = instructions(read_table(path), path, {})
     source = "LLaMA-Factory 0.9.5, alpaca_en_demo.json: 999 instructions with answers; no official split"
     return RawData(CAUSAL_LM, frame, None, None, [], fields, source, skipped)
 
@@ -304,17 +289,17 @@ def _glue_task(name: str) -> _Glue:
     return GLUE[name]
 
 
-def _glue(name: str, root: Path, args: Mapping[str, Any]) -> RawData:
+def _glue(name: str, root: Path, args: Args) -> RawData:
     task = _glue_task(name)
-    _known(args, COMMON_ARGS, f"{name}@glue")
+    args(*COMMON_ARGS)
     skipped: dict[str, int] = {}
     frames = []
     for file in ("train.tsv", task.dev):
         path = root / task.folder / file
         table, short = read_tsv(path, list(task.header) if task.header else None)
-        _count(skipped, "too few columns", short)
+        count_skipped(skipped, "too few columns", short)
         wanted = [column for column in (task.text, task.text_pair, task.label) if column]
-        _columns(path, table, wanted)
+        require_columns(path, table, wanted)
         written = task.raw or task.names
         label = table[task.label].map({value: i for i, value in enumerate(written)})
         odd = table[task.label][label.isna()]
@@ -331,28 +316,28 @@ def _glue(name: str, root: Path, args: Mapping[str, Any]) -> RawData:
         for column in task.fields:
             if column in table:
                 frame[column] = table[column]
-        _count(skipped, "no agreed label", len(odd))
+        count_skipped(skipped, "no agreed label", len(odd))
         frame = frame[label.notna()]
-        frame = _drop_empty(frame, ("text", "text_pair"), skipped)
+        frame = drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frame):
             raise UserError(f"{path}: every row has an empty text or no label")
         frames.append(frame.astype({"label": np.int64}))
     train, dev = frames
     fields = [column for column in task.fields if column in train and column in dev]
     source = f"GLUE {task.folder}, official files; its {task.dev} is the test set, since GLUE's test labels are hidden"
-    _several_classes(train["label"], str(root / task.folder / "train.tsv"))
+    several_classes(train["label"], str(root / task.folder / "train.tsv"))
     return RawData(CLASSIFICATION, train, None, dev, list(task.names), fields, source, skipped)
 
 
 # Hugging Face hub
 
 
-def _hub(name: str, args: Mapping[str, Any]) -> RawData:
+def _hub(name: str, args: Args) -> RawData:
     plain = name.lower().removeprefix("glue/")
     is_glue = plain in GLUE or plain.replace("-", "").replace("_", "") == "stsb"
     if is_glue:
         task = _glue_task(plain)
-        _known(args, COMMON_ARGS, f"{name}@huggingface_datasets")
+        args(*COMMON_ARGS)
         splits = _load_dataset(name, "nyu-mll/glue", plain)
         pair = task.hub[1] if len(task.hub) > 1 else None
         columns = {"text": task.hub[0], "text_pair": pair, "label": "label"}
@@ -360,13 +345,9 @@ def _hub(name: str, args: Mapping[str, Any]) -> RawData:
         chosen = {"train": "train", "test": task.dev_hub}
         source = f"GLUE {task.folder} from the Hugging Face hub; its {task.dev_hub} split is the test set"
     else:
-        _known(args, (*COMMON_ARGS, "text", "text_pair", "label", "config"), f"{name}@huggingface_datasets")
-        splits = _load_dataset(name, name, args.get("config"))
-        columns = {
-            "text": args.get("text", "text"),
-            "text_pair": args.get("text_pair"),
-            "label": args.get("label", "label"),
-        }
+        given = args(*COMMON_ARGS, "text", "text_pair", "label", "config")
+        splits = _load_dataset(name, name, given.get("config"))
+        columns = text_columns(given)
         chosen = {"train": "train", "validation": "validation", "test": "test"}
         source = f"{name} from the Hugging Face hub, its own splits"
     if "train" not in splits:
@@ -375,11 +356,11 @@ def _hub(name: str, args: Mapping[str, Any]) -> RawData:
     for role, split in chosen.items():
         if split in splits:
             table = splits[split].to_pandas()
-            _columns(f"{name}, split {split}", table, [c for c in columns.values() if c])
+            require_columns(f"{name}, split {split}", table, [c for c in columns.values() if c])
             if role == "train" or not (table[columns["label"]] == -1).all():
                 tables[role] = (f"{name}, split {split}", table)
     names = getattr(splits["train"].features[columns["label"]], "names", None)
-    return _classified(tables, columns, source, list(names) if names else None)
+    return classified(tables, columns, source, list(names) if names else None)
 
 
 def _load_dataset(name: str, path: str, config: str | None):
@@ -442,7 +423,7 @@ OWN_ARGS = (*COMMON_ARGS, "text", "text_pair", "label", "quoting", "test", "vali
 OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category", "quoting", "test", "validation")
 
 
-def _own_file(path: Path, args: Mapping[str, Any], language: bool | None) -> RawData:
+def _own_file(path: Path, args: Mapping[str, Any], takes: Args, language: bool | None) -> RawData:
     quoting = args.get("quoting")
     tables = {
         role: (str(file), read_table(file, quoting, *(() if role == "train" else (f"data.args: {role}",))))
@@ -455,205 +436,19 @@ def _own_file(path: Path, args: Mapping[str, Any], language: bool | None) -> Raw
             "messages" in present or {"instruction"} < present and not {"text", "label"} <= present
         )
     if not language:
-        _known(args, OWN_ARGS, path.name)
-        columns = {
-            "text": args.get("text", "text"),
-            "text_pair": args.get("text_pair"),
-            "label": args.get("label", "label"),
-        }
+        takes(*OWN_ARGS)
+        columns = text_columns(args)
         if columns["text_pair"] is None and "text_pair" in tables["train"][1]:
             columns["text_pair"] = "text_pair"
-        return _classified(tables, columns, f"the user's file {path.name}", None)
-    _known(args, OWN_LANGUAGE_ARGS, path.name)
+        return classified(tables, columns, f"the user's file {path.name}", None)
+    takes(*OWN_LANGUAGE_ARGS)
     frames: dict[str, pd.DataFrame] = {}
     fields: list[str] = []
     skipped: dict[str, int] = {}
     for role, (where, table) in tables.items():
-        frames[role], found, left_out = _instructions(table, where, args)
+        frames[role], found, left_out = instructions(table, where, args)
         fields = found if role == "train" else fields
         for reason, count in left_out.items():
-            _count(skipped, reason, count)
+            count_skipped(skipped, reason, count)
     source = f"the user's file {path.name}"
-    return RawData(
-        CAUSAL_LM, frames["train"], frames.get("validation"), frames.get("test"), [], fields, source, skipped
-    )
-
-
-def _classified(
-    tables: Mapping[str, tuple[str, pd.DataFrame]],
-    columns: Mapping[str, str | None],
-    source: str,
-    names: list[str] | None,
-) -> RawData:
-    """Tables with named columns, as classification data; classes are sorted unless ``names`` gives their order."""
-    skipped: dict[str, int] = {}
-    frames: dict[str, pd.DataFrame] = {}
-    used = [column for column in columns.values() if column]
-    for role, (where, table) in tables.items():
-        _columns(where, table, used)
-        # pandas may write "nan" where there is none
-        missing = table[columns["label"]].map(lambda value: value is None or str(value).strip().lower() in ("", "nan"))
-        if missing.any():
-            raise UserError(
-                f"{where}, row {int(np.argmax(missing.to_numpy())) + 1}: no label in column {columns['label']!r} "
-                f"({int(missing.sum())} rows have none)"
-            )
-        frame = pd.DataFrame({"text": table[columns["text"]]})
-        if columns.get("text_pair"):
-            frame["text_pair"] = table[columns["text_pair"]]
-        frame["label"] = table[columns["label"]]
-        for column in table:
-            if column not in used and column not in frame and _is_field(table[column]):
-                frame[column] = table[column]
-        frames[role] = _drop_empty(frame, ("text", "text_pair"), skipped)
-        if not len(frames[role]):
-            raise UserError(f"{where}: every row has an empty text")
-    train_where = tables["train"][0]
-    if names is None:
-        kinds = _kinds(frames["train"]["label"])
-        names = [str(kind) for kind in kinds]
-        index = {str(kind): i for i, kind in enumerate(kinds)}
-    else:
-        index = {str(i): i for i in range(len(names))}
-    for role, frame in frames.items():
-        label = frame["label"].map(lambda value: index.get(_plain(value)))
-        if label.isna().any():
-            odd = frame["label"][label.isna()].iloc[0]
-            raise UserError(
-                f"{tables[role][0]}: label {odd!r} does not occur in training{nearest(str(odd), names)}; "
-                f"its labels are {', '.join(names[:10])}"
-            )
-        frames[role] = frame.assign(label=label.astype(np.int64))
-    _several_classes(frames["train"]["label"], train_where)
-    fixed = {"text", "text_pair", "label"}
-    fields = [c for c in frames["train"] if c not in fixed and all(c in frame for frame in frames.values())]
-    return RawData(
-        CLASSIFICATION, frames["train"], frames.get("validation"), frames.get("test"), names, fields, source, skipped
-    )
-
-
-def _plain(value: Any) -> str:
-    """A label as text: 1, "1", 1.0 and "1.0" are one label, since pandas and JSON turn one into the other."""
-    if isinstance(value, (float, np.floating)) and float(value).is_integer():
-        value = int(value)
-    text = str(value).strip()
-    return text.split(".")[0] if re.fullmatch(r"-?[0-9]+\.0+", text) else text
-
-
-def _kinds(labels: pd.Series) -> list[Any]:
-    kinds = sorted({_plain(value) for value in labels})
-    try:
-        return sorted(kinds, key=int)
-    except ValueError:
-        return kinds
-
-
-def _is_field(column: pd.Series) -> bool:
-    return all(value is None or isinstance(value, (str, int, float, bool, np.generic)) for value in column)
-
-
-SYNONYMS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response")}
-
-
-def _instructions(
-    table: pd.DataFrame, where: str | Path, args: Mapping[str, Any]
-) -> tuple[pd.DataFrame, list[str], dict[str, int]]:
-    """``(frame, fields, skipped)`` of instruction data, or of conversations in a column ``messages``."""
-    skipped: dict[str, int] = {}
-    if "messages" in table and "instruction" not in args:
-        frame = pd.DataFrame({"messages": table["messages"]})
-        for row, messages in enumerate(frame["messages"], start=1):
-            _conversation(f"{where}, row {row}", messages)
-        used = {"messages"}
-    else:
-        chosen = {}
-        for role, names in SYNONYMS.items():
-            wanted = args.get(role)
-            found = wanted if wanted else next((name for name in names if name in table), None)
-            if wanted or found is None and role != "input":
-                _columns(where, table, [wanted or names[0]])
-            chosen[role] = found
-        frame = pd.DataFrame(
-            {role: "" if name is None else table[name].map(_text) for role, name in chosen.items()}, index=table.index
-        )
-        frame = _drop_empty(frame, ("instruction", "output"), skipped)
-        used = set(chosen.values())
-        if not len(frame):
-            raise UserError(f"{where}: every row has an empty instruction or answer")
-    category = args.get("category")
-    if category:
-        _columns(where, table, [category])
-        frame["category"] = table[category].reindex(frame.index)
-        used.add(category)
-    for column in table:
-        if column not in used and column not in frame and _is_field(table[column]):
-            frame[column] = table[column].reindex(frame.index)
-    roles = {"instruction", "input", "output", "messages"}
-    return frame, [c for c in frame if c not in roles], skipped
-
-
-def _conversation(where: str, messages: Any) -> None:
-    turns = messages if isinstance(messages, list) else []
-    good = [isinstance(t, dict) and isinstance(t.get("role"), str) and isinstance(t.get("content"), str) for t in turns]
-    if len(turns) < 2 or not all(good) or turns[-1]["role"] != "assistant":
-        raise UserError(
-            f"{where}: 'messages' must be a list of objects with role and content that ends with 'assistant'"
-        )
-
-
-# Shared
-
-
-def _text(value: Any) -> str:
-    return "" if value is None or value != value else str(value)
-
-
-def _drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str, int]) -> pd.DataFrame:
-    """``frame`` without the rows that have nothing in one of ``columns``; they are counted. Keeps the index."""
-    frame = frame.copy()
-    keep = np.ones(len(frame), dtype=bool)
-    for column in columns:
-        if column in frame:
-            frame[column] = pd.Series([_text(value) for value in frame[column]], index=frame.index, dtype=object)
-            keep &= np.array([bool(value.strip()) for value in frame[column]], dtype=bool)
-    _count(skipped, f"empty {' or '.join(c for c in columns if c in frame)}", int((~keep).sum()))
-    return frame[keep]
-
-
-def _count(skipped: dict[str, int], reason: str, count: int) -> None:
-    if count:
-        skipped[reason] = skipped.get(reason, 0) + count
-
-
-def _known(args: Mapping[str, Any], known: Iterable[str], name: str) -> None:
-    known = list(known)
-    for key in args:
-        if key not in known:
-            raise UserError(
-                f"data.args of {name!r} has no key {key!r}{nearest(key, known)}; it takes: {', '.join(known)}"
-            )
-
-
-def _columns(where: str | Path, table: pd.DataFrame, wanted: list[str]) -> None:
-    for column in wanted:
-        if column not in table:
-            present = [str(name) for name in table]
-            raise UserError(f"{where}: no column {column!r}{nearest(column, present)}; there are: {', '.join(present)}")
-
-
-def _several_classes(labels: pd.Series, where: str) -> None:
-    if labels.nunique() < 2:
-        raise UserError(f"{where}: all {len(labels)} rows have one class; a classifier needs at least two")
-
-
-def _fingerprint(raw: RawData) -> str:
-    digest = hashlib.sha256(json.dumps([raw.task, raw.label_names]).encode())
-    for part in (raw.train, raw.validation, raw.test):
-        if part is None:
-            digest.update(b"none")
-            continue
-        for column in part:
-            digest.update(json.dumps([str(column), part[column].tolist()], default=str).encode())
-    if raw.images is not None:
-        digest.update(f"images {raw.images.shape}".encode() + raw.images.tobytes())
-    return digest.hexdigest()
+    return RawData.of(CAUSAL_LM, frames, [], fields, source, skipped)

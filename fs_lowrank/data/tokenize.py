@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
-from fs_lowrank.errors import UserError, nearest, say_once
+from fs_lowrank.errors import UserError, say_once
 
 __all__ = ["ALPACA", "ALPACA_NO_INPUT", "check_vocabulary", "tokenize_causal", "tokenize_classification"]
 
@@ -115,12 +115,9 @@ def tokenize_causal(
         the row is left out.
 
     Raises:
-        UserError: unknown template or loss, no chat template, or no row left.
+        UserError: no chat template, or no row left.
     """
     max_len = _limit(tokenizer, max_len)
-    for key, value, choices in (("template", template, TEMPLATES), ("loss_on", loss_on, LOSSES)):
-        if value not in choices:
-            raise UserError(f"data.args: {key} {value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}")
     has_chat = bool(getattr(tokenizer, "chat_template", None))
     if template == "chat" and not has_chat:
         raise UserError("data.args: template 'chat' needs a tokenizer with a chat template; this one has none")

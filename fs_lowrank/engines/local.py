@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from safetensors import SafetensorError
 
-from ..config import Config, check_local
+from ..config import check_local
 from ..errors import RunFailed, UserError
 from ..rounds.ending import end_round
 from ..rounds.evaluator import Evaluator
@@ -22,6 +22,7 @@ from ..rounds.parcel import Parcel
 from ..rounds.round import Round
 from ..rounds.site import Site
 from ..runs.result import RunResult
+from ..settings import Settings
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -37,7 +38,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         on_round: Callable[[dict], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
     ):
@@ -113,7 +114,7 @@ class LocalEngine:
         return self.keeper.finish()
 
 
-def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -> RunResult:
     """See ``fs_lowrank.run``."""
     check_outdir(config, resume)
     return LocalEngine(config, on_round, on_client).run(resume)

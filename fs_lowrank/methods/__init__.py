@@ -1,7 +1,8 @@
 """The federated methods, one file each, and the registry that finds them."""
 
 from .base import Client, Method, Phase, RefusedUpdate, Setting, State, Tensors, Update, Workbench
-from .registry import create_method, get_method_class, list_methods, register_method
+from .catalogue import create_method, get_method_class, list_methods, revisions
+from .registry import register_method
 
 __all__ = [
     "Client",
@@ -17,4 +18,5 @@ __all__ = [
     "get_method_class",
     "list_methods",
     "register_method",
+    "revisions",
 ]

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import weighted_mean
-from ..config import AdapterSpec
 from ..errors import UserError
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
+from ..settings import AdapterSpec
 
 Tensors = Mapping[str, Tensor]
 State = dict[str, "Tensor | float | int"]
@@ -94,6 +94,8 @@ class Setting:
     with_adapter: bool = False
     #: the server will see no more than the weighted sum of what clients send
     only_sums: bool = False
+    #: ``train.local_update_steps``, for methods that compute with the length of a phase; its default is that key's
+    local_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,9 @@ class Method:
     source: ClassVar[str] = ""
     #: what a client sends each round, one line
     sends: ClassVar[str] = "everything it trains"
+    #: raised when the same hyperparameters come to compute something else, by a changed default or formula. Where it
+    #: is not 1 it is part of a result's identity, and a run that was begun with another one is not resumed
+    revision: ClassVar[int] = 1
     #: True if the server's step is a weighted mean of what clients hold: server optimizers then apply
     averages: ClassVar[bool] = True
     #: True if the server needs no more than the weighted sum of what clients send: secret sharing then applies.
@@ -150,6 +155,11 @@ class Method:
     def needs_only_sums(cls) -> bool:
         """Whether the weighted sum of what clients send is all that the server needs."""
         return cls.averages if cls.additive is None else cls.additive
+
+    @classmethod
+    def revision_of(cls, params: object) -> int:
+        """The revision of what the hyperparameters ``params`` compute; for changes that do not concern all of them."""
+        return cls.revision
 
     def __init__(self, params: object, setting: Setting):
         if self.lora_only and setting.adapter.method != "lora":

@@ -5,7 +5,7 @@ Klabjan compare with it: "Communication-Efficient Federated Low-Rank Update Algo
 Implicit Regularization", appendix "pFedLoRA", Algorithm 4. Client k's model is ``W + s_per U_k L_k``.
 
     variant 1:  E_per of (L, U) with W fixed,  then E_global of W with (L, U) fixed
-    variant 2:  E_per + E_global of both together
+    variant 2:  E_per + E_global of both together, one optimizer for the whole length (equation 86)
     sent:       W, averaged as FedAvg does
 """
 
@@ -21,6 +21,8 @@ class PFedLoRA(Method):
     sends = "all weights; a pair of its own stays with the client"
     shared = ("base", "head")
     personal = ("adapter",)
+    #: 2: variant 2 was two phases, and its optimizer began anew between them
+    revision = 2
 
     @dataclass(frozen=True)
     class Params:
@@ -31,9 +33,12 @@ class PFedLoRA(Method):
         )
         global_steps: int = field(default=0, metadata={"min": 0, "help": "E_global; 0: as train.local_update_steps"})
 
+    @classmethod
+    def revision_of(cls, params) -> int:
+        return cls.revision if params.variant == 2 else 1
+
     def phases(self, round: int, client: int | None = None) -> list[Phase]:
-        own, everyone = self.params.personal_steps or None, self.params.global_steps or None
+        own, everyone, default = self.params.personal_steps, self.params.global_steps, self.setting.local_steps
         if self.params.variant == 1:
-            return [Phase(train=self.personal, steps=own), Phase(train=self.shared, steps=everyone)]
-        both = (*self.personal, *self.shared)
-        return [Phase(train=both, steps=own), Phase(train=both, steps=everyone)]
+            return [Phase(train=self.personal, steps=own or None), Phase(train=self.shared, steps=everyone or None)]
+        return [Phase(train=(*self.personal, *self.shared), steps=(own or default) + (everyone or default))]

@@ -3,9 +3,9 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from ..config import AdapterSpec
 from ..errors import UserError
 from ..models.names import tags
+from ..settings import AdapterSpec
 from .base import Method, Tensors
 
 

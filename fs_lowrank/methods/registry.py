@@ -1,39 +1,14 @@
-"""The methods by name. Nothing else in the package asks for a method by name."""
+"""The methods that have registered. What imports the built-in ones is ``catalogue``."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping
 
-from ..config import AdapterSpec, Lowrank, check_method_params
-from ..errors import UserError, nearest
-from .base import Method, Setting
+from ..errors import UserError
+from ..settings import Lowrank
+from .base import Method
 
-ENTRY_POINTS = "fs_lowrank.methods"
-_BUILT_IN = (
-    "fedavg",
-    "fedlora",
-    "ffa_lora",
-    "rolora",
-    "flexlora",
-    "flora",
-    "fedloru",
-    "mfedloru",
-    "pfedloru",
-    "pfedlora",
-    "fedhm",
-    "one_shot.fedfisher",
-    "one_shot.fisher_merge",
-    "one_shot.regmean",
-    "one_shot.otfusion",
-    "one_shot.pfnm",
-    "one_shot.dense",
-)
-_ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
 _METHODS: dict[str, type[Method]] = {}
 
 
@@ -63,83 +38,6 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     return register
 
 
-@cache
-def _load(path: tuple[str, ...]) -> None:
-    """Import what registers methods, once for each ``sys.path``: looking for packages takes time."""
-    for module in _BUILT_IN:
-        import_module(f"{__package__}.{module}")
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            point.load()
-        except Exception as error:
-            raise UserError(
-                f"the package that adds method {point.name!r} ({point.value}) failed to import: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-
-def list_methods() -> list[str]:
-    """Names of all methods, built in and registered by other packages, sorted."""
-    _load(tuple(sys.path))
-    return sorted(_METHODS)
-
-
-def get_method_class(name: str) -> type[Method]:
-    """The method's class; names are case-insensitive, ``fedit`` and ``lora`` mean ``fedlora``.
-
-    Raises:
-        UserError: no such method; names the nearest.
-    """
-    _load(tuple(sys.path))
-    key = str(name).lower()
-    key = _ALIASES.get(key, key)
-    if key not in _METHODS:
-        raise UserError(
-            f"federate.method: no method {name!r}{nearest(key, _METHODS)}; there are: {', '.join(sorted(_METHODS))}"
-        )
-    return _METHODS[key]
-
-
-def create_method(
-    name: str,
-    *,
-    adapter: AdapterSpec | None = None,
-    rounds: int | None = None,
-    seed: int = 0,
-    uniform: bool = False,
-    from_scratch: bool = False,
-    with_adapter: bool = False,
-    only_sums: bool = False,
-    server_optimizer: dict | None = None,
-    **params: object,
-) -> Method:
-    """A method ready to be asked.
-
-    Args:
-        adapter: the adapter to put on the model; PEFT's defaults if None.
-        rounds: rounds of the whole run, for methods whose plan depends on it.
-        seed: the run's seed; fresh draws come from it.
-        uniform: weigh clients equally instead of by samples.
-        from_scratch: the model was not pre-trained, so what carries no adapter trains whole.
-        with_adapter: for methods that take either, the adapter rather than all weights.
-        only_sums: the server will see no more than the weighted sum of what clients send.
-        server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
-        params: the method's hyperparameters.
-    Raises:
-        UserError: unknown method or hyperparameter, a value out of range, or a server optimizer on a
-            method whose server step is not a mean.
-    """
-    cls = get_method_class(name)
-    setting = Setting(adapter or AdapterSpec(), rounds, seed, uniform, from_scratch, with_adapter, only_sums)
-    method = cls(cls.Params(**check_method_params(cls, params)), setting)
-    if server_optimizer is not None:
-        from .server_optimizer import ServerOptimizer
-
-        if not cls.averages:
-            averaging = ", ".join(n for n in list_methods() if _METHODS[n].averages)
-            raise UserError(
-                f"fedopt.use: {cls.name}'s server step is not a weighted mean, so a server optimizer "
-                f"has no pseudo-gradient to work on; it applies to: {averaging}"
-            )
-        method.combine = ServerOptimizer.from_config(server_optimizer)
-    return method
+def registered() -> Mapping[str, type[Method]]:
+    """The classes by name, of the modules that have been imported so far."""
+    return _METHODS

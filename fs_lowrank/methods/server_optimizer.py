@@ -9,7 +9,8 @@ Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2; Hsu et 
     x ← x + η m / (√v + τ)
 
 ``SGD`` is FedAvg (lr 1, momentum 0) and FedAvgM: ``m ← β m + Δ``, ``x ← x + η m``. As in the paper there is
-no bias correction, and ``v`` starts at τ². What is remembered lies in the method's state, so it is saved
+no bias correction, and ``v`` starts at τ². β₁ is 0.9, and 0 for FedAdagrad, as in the paper's experiments, since
+Adagrad has no momentum; β₂ is 0.99. What is remembered lies in the method's state, so it is saved
 and resumed with it; a tensor that was not sent in a round keeps its memory untouched.
 """
 
@@ -17,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..config import server_lr
-from ..errors import UserError, nearest
 from ..models.names import is_statistic
+from ..settings import Origin, check_keys, key, keys_of, server_lr
 
 _PREFIX = "server_optimizer:"
 _V_RULES = {
@@ -31,57 +32,60 @@ _V_RULES = {
     "adam": lambda v, d, beta: beta * v + (1 - beta) * d * d,
     "yogi": lambda v, d, beta: v - (1 - beta) * d * d * torch.sign(v - d * d),
 }
+#: β₁ and β₂ unless given
+_BETAS = {"adagrad": (0.0, 0.99)}
+_OTHER_BETAS = (0.9, 0.99)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+#: the names of the algorithms, for ``type``
+_ALGORITHMS = {"fedavg": "sgd", "avg": "sgd", "fedavgm": "sgd", "avgm": "sgd", "fedsgd": "sgd"}
+_ALGORITHMS.update({f"fed{kind}": kind for kind in _V_RULES})
 
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """One step of a server optimizer over named tensors; callable as ``Method.combine``."""
+    """One step of a server optimizer over named tensors; callable as ``Method.combine``.
 
-    type: str = "sgd"
-    lr: float = 1.0
-    momentum: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    tau: float = 1e-3
+    ``betas`` None stands for those of the type.
+    """
+
+    #: by type, as ``Method.revision``. 2: FedAdagrad's β₁ was 0.9 unless given
+    revisions: ClassVar[Mapping[str, int]] = {"adagrad": 2}
+
+    type: str = key("sgd", choices=("sgd", *_V_RULES), also=_ALGORITHMS, fold=True)
+    lr: float = key(1.0, above=0.0)
+    momentum: float = key(0.0, min=0.0, below=1.0)
+    betas: tuple[float, float] | None = key(None, min=0.0, below=1.0)
+    tau: float = key(1e-3, above=0.0)
+
+    def __post_init__(self):
+        if self.betas is None:
+            object.__setattr__(self, "betas", _BETAS.get(self.type, _OTHER_BETAS))
+
+    @staticmethod
+    def kind(values: Mapping[str, object]) -> str:
+        """``type`` of ``values`` as ``ServerOptimizer.type`` has it."""
+        kind = str(values.get("type", "sgd")).lower().removeprefix("fed")
+        return "sgd" if kind in ("avg", "avgm") else kind
 
     @classmethod
-    def from_config(cls, values: Mapping[str, object]) -> ServerOptimizer:
+    def revision_of(cls, values: Mapping[str, object]) -> int:
+        """The revision of what ``fedopt.optimizer`` asks for; given ``betas`` mean what they always did."""
+        return 1 if "betas" in values else cls.revisions.get(cls.kind(values), 1)
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, object], origin: Origin | None = None) -> ServerOptimizer:
         """From ``fedopt.optimizer``: ``type`` SGD | Adam | Adagrad | Yogi, ``lr``, ``momentum``, ``betas``, ``tau``.
 
-        Without ``lr``, or with None, it is ``server_lr`` of the type: 1 for SGD, 0.01 for the others.
+        Without ``lr``, or with None, it is ``server_lr`` of the type: 1 for SGD, 0.01 for the others. Without
+        ``betas`` they are (0.9, 0.99), and (0, 0.99) for Adagrad.
 
         Raises:
-            UserError: an unknown key or type (with the nearest), a value that is no number or out of range.
+            UserError: an unknown key or type (with the nearest), a value of the wrong type or out of range.
         """
-        known = {f: None for f in cls.__dataclass_fields__}
-        for key in values:
-            if key not in known:
-                raise UserError(f"fedopt.optimizer.{key}: no such key{nearest(key, known)}; known: {', '.join(known)}")
-        kind = str(values.get("type", "sgd")).lower().removeprefix("fed")
-        kind = "sgd" if kind in ("avg", "avgm") else kind
-        if kind not in ("sgd", *_V_RULES):
-            raise UserError(
-                f"fedopt.optimizer.type = {values['type']!r}: expected SGD, Adam, Adagrad or Yogi"
-                f"{nearest(kind, _V_RULES)}"
-            )
-        if values.get("lr") is None:
-            values = {**values, "lr": server_lr(kind)}
-        for key in ("lr", "momentum", "tau"):
-            if key in values and not _is_number(values[key]):
-                raise UserError(f"fedopt.optimizer.{key} = {values[key]!r}: expected a number")
-        betas = values.get("betas", cls.betas)
-        if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not all(map(_is_number, betas)):
-            raise UserError(f"fedopt.optimizer.betas = {betas!r}: expected two numbers, such as {list(cls.betas)}")
-        made = cls(**{**values, "type": kind, "betas": tuple(betas)})
-        if not made.lr > 0 or not made.tau > 0 or not all(0 <= b < 1 for b in (*made.betas, made.momentum)):
-            raise UserError(
-                "fedopt.optimizer: lr and tau must be positive, momentum and betas in [0, 1); "
-                f"got lr {made.lr}, tau {made.tau}, momentum {made.momentum}, betas {made.betas}"
-            )
-        return made
+        given = {name: value for name, value in values.items() if name != "lr" or value is not None}
+        checked = check_keys(given, keys_of(cls), origin or Origin(), "fedopt.optimizer")
+        return cls(**{"lr": server_lr(checked.get("type", cls.type)), **checked})
 
     def __call__(self, mean: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[dict, dict]:
         """The new tensors and the memory to keep, both by name; ``state`` is not changed."""

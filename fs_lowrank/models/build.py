@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..config import VISION_MODELS
 from ..data.fetch import FETCHABLE, resolve
 from ..data.sources import data_args
 from ..errors import UserError, nearest
 from ..seeds import derive
+from ..settings import VISION_MODELS, Settings
 from .loaded import check_loaded
 
 
@@ -62,7 +62,7 @@ def _complaints(what: str, place: str) -> Iterator[None]:
         raise UserError(f"model.type: cannot load the {what} of {place!r}{hint} ({first})") from error
 
 
-def _check_type(config) -> None:
+def _check_type(config: Settings) -> None:
     """Raise ``UserError`` for a bare name that is none of our networks: all other models have a suffix."""
     name = config.model.type
     if "@" not in name and name not in VISION_MODELS:
@@ -73,7 +73,7 @@ def _check_type(config) -> None:
         )
 
 
-def build_tokenizer(config):
+def build_tokenizer(config: Settings):
     """The model's tokenizer, with a padding token (the end-of-text token where it has none); None for images.
 
     Raises:
@@ -126,7 +126,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def build_model(
-    config,
+    config: Settings,
     num_labels: int | None,
     pad_token_id: int | None = None,
     image_shape: tuple[int, int, int] | None = None,
@@ -163,7 +163,7 @@ def build_model(
     else:
         loader = transformers.AutoModelForCausalLM
     torch.manual_seed(derive(config.seed, "model"))
-    verbosity = transformers.logging.get_verbosity()
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     # Of what the loader reports, check_loaded says what matters.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -172,6 +172,8 @@ def build_model(
             model, report = loader.from_pretrained(place, **options)
     finally:
         transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
     model.new_weights = check_loaded(model, report, place, num_labels if classifies else None)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
@@ -181,7 +183,7 @@ def build_model(
     return model.eval()
 
 
-def build_skeleton(config, image_shape: tuple[int, int, int] = (3, 32, 32)) -> nn.Module:
+def build_skeleton(config: Settings, image_shape: tuple[int, int, int] = (3, 32, 32)) -> nn.Module:
     """The model without its weights, on torch's ``meta`` device: in milliseconds, to see what fits onto it.
 
     Args:
@@ -202,7 +204,7 @@ def build_skeleton(config, image_shape: tuple[int, int, int] = (3, 32, 32)) -> n
             return loader.from_config(transformers.AutoConfig.from_pretrained(place))
 
 
-def _vision_net(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+def _vision_net(config: Settings, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     from .vision import VisionOptions, build_vision
 
     return build_vision(
@@ -217,7 +219,7 @@ def _vision_net(config, num_classes: int, image_shape: tuple[int, int, int]) -> 
     )
 
 
-def _build_vision(config, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+def _build_vision(config: Settings, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     from .vision import load_weights
 
     torch.manual_seed(derive(config.seed, "model"))

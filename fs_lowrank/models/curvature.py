@@ -20,6 +20,8 @@ Batches = Iterable[Mapping[str, Tensor]]
 
 #: a full Fisher of more parameters than this would not fit into memory (a square matrix of 8-byte numbers)
 LARGEST_FULL = 4096
+#: classes up to which the expectation over labels is taken exactly unless asked otherwise: one backward pass a class
+LARGEST_EXACT = 100
 
 
 def require_curvlinops() -> None:
@@ -77,6 +79,13 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
             "it applies to classifiers"
         )
     return logits
+
+
+@torch.no_grad()
+def count_classes(model: nn.Module, batches: Batches) -> int:
+    """Classes that ``model`` tells apart, by its answer to the first batch."""
+    with _only(model, ()):
+        return _logits(model, next(_on(model, batches))).shape[1]
 
 
 def _log_likelihoods(logits: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import peft
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from ..algebra import nbytes
 from ..config import Config, load_config
 from ..errors import RunFailed, UserError
+from ..jobs.files import write_text
+from ..jobs.locks import take
+from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
 from ..models.names import tags
 from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -99,14 +102,9 @@ class RecordKeeper:
         Raises:
             RunFailed: another run writes into it.
         """
-        self.outdir.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.outdir / ".lock", timeout=0)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise RunFailed(
-                f"another run is writing into {self.outdir}; wait for it, or choose another outdir"
-            ) from None
+        self._lock = take(self.outdir / ".lock")
+        if self._lock is None:
+            raise RunFailed(f"another run is writing into {self.outdir}; wait for it, or choose another outdir")
 
     def release(self) -> None:
         if self._lock is not None:
@@ -129,8 +127,8 @@ class RecordKeeper:
         self._records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
         about = {**environment(), "new_weights": self.site.new_weights}
-        (self.outdir / "environment.json").write_text(json.dumps(about, indent=1))
-        (self.outdir / "data.json").write_text(json.dumps(self.site.data.record(), separators=(",", ":")))
+        write_text(self.outdir / "environment.json", json.dumps(about, indent=1))
+        write_text(self.outdir / "data.json", json.dumps(self.site.data.record(), separators=(",", ":")))
         return checkpoint
 
     def checkpoint_due(self, round: int) -> bool:
@@ -151,6 +149,7 @@ class RecordKeeper:
             {
                 **known,
                 "config": self.config.to_dict(),
+                "revisions": revisions(self.config),
                 "data": self.site.data.fingerprint,
                 "model": self.site.base_fingerprint,
             },
@@ -164,6 +163,7 @@ class RecordKeeper:
                     f"the {what} is not what the run in {self.outdir} started with; it cannot be continued with another"
                 )
         self._check_same_run(checkpoint.meta["config"])
+        self._check_revisions(checkpoint.meta.get("revisions", {}))
         to = lambda tensors: {n: t.to(self.site.device) for n, t in tensors.items()}  # noqa: E731
         self.ledger.restore(checkpoint.round, checkpoint.parts, checkpoint.meta, self.site.device)
         for key, tensor in to(checkpoint.parts.get("personal", {})).items():
@@ -186,13 +186,26 @@ class RecordKeeper:
                 "continue it with its own config.yaml, or choose another outdir"
             )
 
+    def _check_revisions(self, then: dict[str, int]) -> None:
+        now = revisions(self.config)
+        for name in sorted(then.keys() | now.keys()):
+            if then.get(name, 1) != now.get(name, 1):
+                raise UserError(
+                    f"the run in {self.outdir} was begun with revision {then.get(name, 1)} of {name}, and this version "
+                    f"of fs-lowrank has revision {now.get(name, 1)}, which computes something else from the same "
+                    "configuration (see CHANGELOG.md); start again in another outdir, or continue it with the "
+                    "version that began it"
+                )
+
     def _formula_bytes(self) -> int:
         """The papers' estimate of all traffic, ``2 · K · C · P · bytes · rounds``: what a client sends, both ways.
 
-        It leaves out that round 1 sends nothing down, what a late client needs more, and ranks that differ.
+        ``P`` is of each round, since what is sent may alternate. It leaves out that round 1 sends nothing down, what a
+        late client needs more, and ranks that differ.
         """
-        sent = self.method.expected(self.ledger.state, 1, 1)
-        return 2 * self.config.sampled_per_round * nbytes(sent) * len(self.history)
+        state = self.ledger.state
+        sent = sum(nbytes(self.method.expected(state, record["round"], 1)) for record in self.history)
+        return 2 * self.config.sampled_per_round * sent
 
     def _save_personal(self) -> Path:
         """Every client's own adapter, in PEFT's format, in a folder of its number."""
@@ -260,5 +273,5 @@ class RecordKeeper:
             "versions": environment()["versions"],
             "seed": self.config.seed,
         }
-        (self.outdir / "summary.json").write_text(json.dumps(summary, indent=1))
+        write_text(self.outdir / "summary.json", json.dumps(summary, indent=1))
         return result

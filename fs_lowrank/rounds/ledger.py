@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import Config
 from ..methods import Client, Method, State
 from ..seeds import derive
+from ..settings import Settings
 from .admission import Admission
 from .parcel import digest
 
@@ -77,7 +77,7 @@ class Ledger:
 
     @classmethod
     def of(
-        cls, config: Config, method: Method, state: State, clients: Sequence[Client], keep_messages: bool = False
+        cls, config: Settings, method: Method, state: State, clients: Sequence[Client], keep_messages: bool = False
     ) -> Ledger:
         """The ledger that ``config`` asks for; ``clients`` say how many samples they have."""
         bounds = config.lowrank

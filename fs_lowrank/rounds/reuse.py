@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,11 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..config import Config
 from ..errors import RunFailed, UserError
+from ..jobs.files import replacing
 from ..methods import Phase
 from ..models.names import all_tensors, is_statistic, select
 from ..runs.environment import versions
+from ..settings import Settings
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -57,7 +57,9 @@ class Reuse:
             raise UserError(f"lowrank.reuse_clients = {folder}: cannot be used as a folder: {error}") from error
 
     @staticmethod
-    def key(config: Config, model: nn.Module, examples, phases: Iterable[Phase], *, lr: float, seed: int) -> str | None:
+    def key(
+        config: Settings, model: nn.Module, examples, phases: Iterable[Phase], *, lr: float, seed: int
+    ) -> str | None:
         """The entry of a training that is about to start; None for one that no hash can tell (a penalty is code).
 
         Args:
@@ -110,12 +112,10 @@ class Reuse:
         names = {*select(own, {tag for phase in phases for tag in phase.train}), *filter(is_statistic, own)}
         tensors = {n: own[n].detach().cpu().contiguous().clone() for n in sorted(names)}
         path = self.folder / f"{key}.safetensors"
-        aside = path.with_suffix(f".writing_{os.getpid()}")
         try:
-            save_file(tensors, aside, {"facts": json.dumps({**facts, "digest": digest_of(tensors)})})
-            os.replace(aside, path)
+            with replacing(path, durable=False) as aside:
+                save_file(tensors, aside, {"facts": json.dumps({**facts, "digest": digest_of(tensors)})})
         except (OSError, SafetensorError) as error:
-            aside.unlink(missing_ok=True)
             raise RunFailed(
                 f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "
                 "make room, or leave the key out"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import Config, Eval
+from ..config import Config
 from ..data import build_data, load_raw
 from ..errors import UserError
 from ..methods import Client, Method, State, Update, Workbench, create_method
@@ -25,9 +25,10 @@ from ..models.frozen import FrozenPrefix
 from ..models.names import is_statistic, named_tensors, tags
 from ..runs.environment import model_fingerprint
 from ..seeds import derive
+from ..settings import Eval
 from ..training import train_client
 from ..training.local import LocalResult
-from ..training.schedule import check_scheduler, evaluation_due, lr_at
+from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .personal import PersonalParts
 from .reuse import Reuse
 
@@ -62,6 +63,7 @@ def method_of(config: Config) -> Method:
         from_scratch=config.from_scratch,
         with_adapter=bool(config.llm.adapter.use),
         only_sums=config.federate.use_ss or config.federate.online_aggr,
+        local_steps=config.train.local_update_steps,
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,
     )
@@ -83,12 +85,12 @@ class Site:
     """
 
     def __init__(self, config: Config, *, serves: bool = True, undivided: bool = False):
-        check_scheduler(config.train.scheduler)
         self.config = config
+        self.schedule = schedule_of(config.train.scheduler, config.source)
         self.device = device_of(config)
         self.method = method_of(config)
         self.tokenizer = build_tokenizer(config)
-        raw = load_raw(config.data)
+        raw = load_raw(config.data, origin=config.source)
         check_task(config, raw)
         self.data = build_data(_of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
         self._check_splits()
@@ -226,7 +228,7 @@ class Site:
         config, phases = self.config, self.method.phases(round, client.id)
         rounds, train = config.federate.total_round_num, config.train
         options = {
-            "lr": lr_at(round, rounds, train.optimizer.lr, train.scheduler),
+            "lr": lr_at(round, rounds, train.optimizer.lr, self.schedule),
             "seed": derive(config.seed, "train", round, client.id),
         }
         started = time.perf_counter()

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..config import Optimizer as OptimizerConfig
-from ..errors import UserError, nearest
 from ..methods import Phase
 from ..models.frozen import FrozenPrefix
 from ..models.names import tags
 from ..seeds import derive
+from ..settings import Settings
+from .optimizer import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -24,38 +24,6 @@ class LocalResult:
     loss: float
     steps: int
     samples: int
-
-
-def make_optimizer(parameters: list[nn.Parameter], kind: str, lr: float, extra: dict) -> torch.optim.Optimizer:
-    """``torch.optim``'s optimizer of that name.
-
-    Raises:
-        UserError: no such optimizer, or a keyword it does not take.
-    """
-    known = {
-        n.lower(): c
-        for n, c in vars(torch.optim).items()
-        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
-    }
-    if str(kind).lower() not in known:
-        raise UserError(f"train.optimizer.type = {kind!r}: torch.optim has none{nearest(kind, known)}")
-    try:
-        return known[str(kind).lower()](parameters, lr=lr, **extra)
-    except (TypeError, ValueError, IndexError) as error:
-        raise UserError(f"train.optimizer: {kind} does not take {extra}: {error}") from error
-
-
-def check_optimizer(wanted: OptimizerConfig) -> None:
-    """Raise ``UserError`` if ``train.optimizer`` cannot be made or cannot take a step: some values show only there."""
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.ones(1)
-    # What depends on the device says nothing here.
-    extra = {key: value for key, value in wanted.extra.items() if key not in ("capturable", "fused")}
-    optimizer = make_optimizer([parameter], wanted.type, wanted.lr, extra)
-    try:
-        optimizer.step()
-    except Exception as error:  # whatever torch stumbles over, it is these values
-        raise UserError(f"train.optimizer: {wanted.type} does not take {extra}: {error}") from error
 
 
 def batch_indices(
@@ -69,7 +37,7 @@ def batch_indices(
             yield batch
 
 
-def _batches(size: int, config, steps: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
+def _batches(size: int, config: Settings, steps: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
     """Index batches of a phase: ``steps`` epochs, or ``steps`` optimizer steps, going round the data."""
     limit = None if config.train.batch_or_epoch == "epoch" else steps * config.grad.grad_accum_count
     epoch, given = 0, 0
@@ -128,7 +96,7 @@ def train_client(
     model: nn.Module,
     examples,
     phases: Sequence[Phase],
-    config,
+    config: Settings,
     *,
     lr: float,
     seed: int,
@@ -183,7 +151,7 @@ def train_client(
     return LocalResult(loss=float(total) / max(steps, 1), steps=steps, samples=samples)
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], config) -> None:
+def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], config: Settings) -> None:
     if config.grad.grad_clip > 0:
         torch.nn.utils.clip_grad_norm_(parameters, config.grad.grad_clip)
     optimizer.step()

@@ -3,59 +3,53 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass
 
-from ..config import Scheduler
-from ..errors import UserError, nearest
-
-_TYPES = ("", "constant", "linear", "cosine")
+from ..settings import Origin, Scheduler, Settings, check_keys, key, keys_of
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
-    """Raise ``UserError`` if ``train.scheduler`` holds an unknown type or key, or a value that is no number."""
-    kind = scheduler.type.lower()
-    if kind not in _TYPES:
-        raise UserError(
-            f"train.scheduler.type = {scheduler.type!r}: expected one of constant, linear, cosine"
-            f"{nearest(kind, _TYPES[1:])}"
-        )
-    known = ("type", "warmup_ratio", "min_lr", "cycle")
-    for key in scheduler.extra:
-        if key not in known:
-            raise UserError(f"train.scheduler.{key}: no such key{nearest(key, known)}; known: {', '.join(known)}")
-    floor, cycle = scheduler.extra.get("min_lr", 0.0), scheduler.extra.get("cycle", 0)
-    if not 0 <= _number(floor) < math.inf:
-        raise UserError(f"train.scheduler.min_lr = {floor!r}: expected a learning rate, 0 or more")
-    if not (_number(cycle) >= 0 and _number(cycle).is_integer()):
-        raise UserError(f"train.scheduler.cycle = {cycle!r}: expected a whole number of rounds; or 0 for the whole run")
+@dataclass(frozen=True)
+class Schedule:
+    """``train.scheduler`` as this package follows it; FederatedScope's own trainers know other types."""
+
+    type: str = key("", choices=("", "constant", "linear", "cosine"), fold=True)
+    #: share of the rounds in which the rate rises linearly
+    warmup_ratio: float = key(0.0, min=0.0, max=1.0)
+    #: what ``linear`` and ``cosine`` fall to
+    min_lr: float = key(0.0, min=0.0, words="a learning rate")
+    #: rounds after which they start again; 0: they fall once, over the whole run
+    cycle: int = key(0, min=0, words="a whole number of rounds, 0 for the whole run")
 
 
-def _number(value: object) -> float:
-    """``value`` as a number, also where it is written as text; NaN for anything else."""
-    try:
-        return math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
+def schedule_of(scheduler: Scheduler, origin: Origin | None = None) -> Schedule:
+    """The schedule that ``train.scheduler`` asks for.
+
+    Raises:
+        UserError: an unknown type or key, with the nearest; a value of the wrong type or out of range.
+    """
+    given = asdict(scheduler)
+    values = {**given.pop("extra"), **given}
+    return Schedule(**check_keys(values, keys_of(Schedule), origin or Origin(), "train.scheduler"))
 
 
-def lr_at(round: int, rounds: int, lr: float, scheduler: Scheduler) -> float:
-    """The learning rate of ``round`` (from 1): ``train.optimizer.lr`` under ``train.scheduler``.
+def lr_at(round: int, rounds: int, lr: float, schedule: Schedule) -> float:
+    """The learning rate of ``round`` (from 1): ``train.optimizer.lr`` under ``schedule``.
 
     ``linear`` and ``cosine`` fall from ``lr`` to ``min_lr`` over the run, or over every ``cycle`` rounds;
     the first ``warmup_ratio`` of the rounds rise linearly. A server that schedules sends a number a round.
     """
-    kind, floor = scheduler.type.lower(), float(scheduler.extra.get("min_lr", 0.0))
-    warmup = math.ceil(scheduler.warmup_ratio * rounds)
+    warmup = math.ceil(schedule.warmup_ratio * rounds)
     if round <= warmup:
         return lr * round / warmup
-    if kind in ("", "constant"):
+    if schedule.type in ("", "constant"):
         return lr
-    length = int(float(scheduler.extra.get("cycle", 0))) or rounds - warmup
+    length = schedule.cycle or rounds - warmup
     done = ((round - warmup - 1) % length) / max(length - 1, 1)
-    fall = (1 - done) if kind == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return floor + (lr - floor) * fall
+    fall = (1 - done) if schedule.type == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return schedule.min_lr + (lr - schedule.min_lr) * fall
 
 
-def evaluation_due(config, round: int) -> bool:
+def evaluation_due(config: Settings, round: int) -> bool:
     """Whether ``round`` ends with an evaluation: every ``eval.freq`` rounds, and always the last."""
     freq = config.eval.freq
     return (freq > 0 and round % freq == 0) or round == config.federate.total_round_num

@@ -7,6 +7,7 @@ import pytest
 from benchmark.claims import FAILS, HOLDS, UNTESTED, check_rule, judge, noise, paired_noise, spread, verdict
 from benchmark.results import Found, best_of, scale_of, shown, value
 from fs_lowrank import UserError
+from fs_lowrank.settings import Origin
 
 FIGURES = {
     ("lora", "3"): [0.80, 0.82],
@@ -82,17 +83,19 @@ def test_close_ratio_value():
 @pytest.mark.parametrize(
     "condition, words",
     [
-        ({"is": "above", "better": "a", "than": ["b"]}, "'by' is missing"),
+        ({"is": "above", "better": "a", "than": ["b"]}, "claims.a.rule.0.by is missing"),
         (
             {"is": "above", "better": "a", "than": ["b"], "by": 0, "were": {}},
-            "unknown key 'were'; did you mean 'where'",
+            "unknown key 'claims.a.rule.0.were'; did you mean 'where'",
         ),
-        ("drops", "no condition 'drops'"),
+        ("drops", "claims.a.rule.0 = 'drops': expected a mapping, such as {is: drops"),
+        ({"is": "dropps"}, "claims.a.rule.0.is = 'dropps': expected one of drops, .*did you mean 'drops'"),
+        ({"is": "learns", "methods": ["a"], "by": "much"}, "by = 'much': expected a number"),
     ],
 )
 def test_wrong_rules(condition, words):
     with pytest.raises(UserError, match=words):
-        check_rule(condition, "here")
+        check_rule(condition, Origin(), "claims.a.rule.0")
 
 
 def test_methods_are_compared_seed_by_seed():

@@ -42,7 +42,7 @@ def test_cosines_by_hand():
 @pytest.mark.parametrize("method", ca.METHODS)
 def test_one_client_agrees_with_the_global_update(settings, tmp_path, method):
     settings["federate"] = {"client_num": 3, "sample_client_num": 1}
-    [entry] = ca.study(settings, (method,), 3, 1, tmp_path / "runs", tau=2)
+    [entry] = ca.runs(settings, (method,), 3, 1, tmp_path / "runs", tau=2)
     assert [r["round"] for r in entry["rounds"]] == [1, 2, 3]
     assert ca.mean_curve(entry) == pytest.approx([1.0] * 3, abs=1e-4)
 

@@ -58,5 +58,5 @@ def test_the_claims_on_few_seeds(tmp_path, monkeypatch):
     first, last = (e["fedfisher 10000"]["mean"] for e in (result["by_width"][0], result["by_width"][-1]))
     assert last < first and result["claims"]["first_falls"]
     assert all(e["fedfisher 10000"]["mean"] < e["mean"]["mean"] for e in result["by_width"])
-    synthetic.plot(result, tmp_path / "figure.png")
+    synthetic.plot(result).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 5000

@@ -374,11 +374,15 @@ def test_a_group_is_whole_or_an_error(tiny, root, no_hub, tmp_path, manager):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ({"scorer": "lm_evl"}, "no scorer 'lm_evl'; did you mean 'lm_eval'"),
+        ({"scorer": "lm_evl"}, "evaluation.scorer = 'lm_evl': expected one of lm_eval.*did you mean 'lm_eval'"),
         ({"tasks": ["piqa"]}, "with the key 'scorer'"),
-        ({"scorer": "generate", "task": ["piqa"]}, "has no key 'task'; did you mean 'tasks'"),
-        ({"scorer": "generate", "tasks": "piqa"}, "must be a list of names"),
-        ({"scorer": "generate", "tasks": ["piqa"], "limit": 1}, "limit .* must be an integer of at least 2, got 1"),
+        ({"scorer": "generate", "task": ["piqa"]}, "unknown key 'evaluation.task'; did you mean 'tasks'"),
+        ({"scorer": "generate", "tasks": "piqa"}, "evaluation.tasks = 'piqa': expected a list of texts"),
+        ({"scorer": "generate", "tasks": []}, "evaluation.tasks = .*expected a list of texts that is not empty"),
+        (
+            {"scorer": "generate", "tasks": ["piqa"], "limit": 1},
+            "limit = 1: expected a whole number or nothing, at least 2",
+        ),
         ({"scorer": "generate", "tasks": ["piqa"], "template": "alpacca"}, "did you mean 'alpaca'"),
         ({"scorer": "generate", "tasks": ["arc_eazy"]}, "no task 'arc_eazy'; did you mean 'arc_easy'"),
         ({"scorer": "generate", "tasks": ["arc_easy", "ARC-Easy"]}, "scored twice"),
@@ -387,7 +391,7 @@ def test_a_group_is_whole_or_an_error(tiny, root, no_hub, tmp_path, manager):
         ({"scorer": "lm_eval", "tasks": ["humaneval"]}, "runs generated code within this process"),
         ({"scorer": "lm_eval", "tasks": ["rte"]}, r"there is no .*glue/RTE/dev.tsv, and no hub"),
         ({"scorer": "humaneval"}, "set run_unsafe_code: true"),
-        ({"scorer": "humaneval", "run_unsafe_code": "yes"}, "must be true or false"),
+        ({"scorer": "humaneval", "run_unsafe_code": "yes"}, "run_unsafe_code = 'yes': expected True or False"),
         ({"scorer": "humaneval", "run_unsafe_code": True}, "there is no .*HumanEval.jsonl.gz"),
     ],
 )

@@ -7,8 +7,12 @@ import pytest
 
 from benchmark.cli import main
 from benchmark.plan import Cell, Options, Search, jobs_of, plan
+from benchmark.report import write_report
+from benchmark.results import find
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
-from fs_lowrank import UserError
+from fs_lowrank import UserError, load_config
+from fs_lowrank.methods import get_method_class, revisions
+from fs_lowrank.methods.server_optimizer import ServerOptimizer
 
 FIVE_LINES = """
     config: {model: {type: MODEL@transformers}, data: {type: DATA, splits: [0.7, 0.1, 0.2]}}
@@ -93,7 +97,7 @@ def test_table_of_rates(write):
     assert rates == {"rolora": (0.01, "8 trials each"), "fedlora": (0.02, "8 trials each")}
     with pytest.raises(UserError, match="table has no rate for fedlora; there are: rolora"):
         plan(options(write(text.replace(", fedlora: 0.02", ""))))
-    with pytest.raises(UserError, match="give 'budget'"):
+    with pytest.raises(UserError, match="learning_rates.budget is missing"):
         plan(options(write(text.replace(", budget: 8 trials each", ""))))
 
 
@@ -192,49 +196,76 @@ def test_a_method_may_have_a_config_of_its_own_at_a_place_of_the_grid(write):
         ),
         ("methds: [rolora]\nconfig: {a: 1}", "unknown key 'methds'; did you mean 'methods'"),
         ("config: {data: {typ: x}, federate: {client_num: 2}}\nmethods: [rolora]", "unknown key 'data.typ'"),
-        ("config: {a: 1}", "'methods' is missing"),
-        ("config: {a: 1}\nmethods: [rolora, rolora]", "'rolora' is there twice"),
-        ("config: {a: 1}\nmethods: [rolora]\nmethods: [x]", "line 3: the key 'methods' is there twice"),
-        ("config: {a: 1}\nmethods: [rolora]\nseeds: 3", "seeds: expected a list"),
-        ("config: {a: 1}\nmethods: [rolora]\ngrid: {x: 3}", "grid: x: expected a list of values"),
-        ("config: {a: 1}\nmethods: [rolora]\ntest: twice", "test = 'twice'"),
-        ("config: {a: 1}\nmethods: [rolora]\nreference: nothing", "no figures 'nothing'"),
-        ("config: [", "not valid YAML"),
+        ("config: {a: 1}", "mine.yaml: methods is missing"),
+        ("config: {a: 1}\nmethods: [rolora, rolora]", "mine.yaml, line 2: methods has 'rolora' twice"),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nmethods: [x]",
+            "mine.yaml, line 3: methods is given twice; first in line 2",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nseeds: 3",
+            "mine.yaml, line 3: seeds = 3: expected a list of whole numbers",
+        ),
+        ("config: {a: 1}\nmethods: [rolora]\ngrid: {x: 3}", "mine.yaml, line 3: grid.x = 3: expected a list of values"),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nevaluation:\n  scorer: generate\n  task: [boolq]",
+            "mine.yaml, line 5: unknown key 'evaluation.task'; did you mean 'tasks'",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nlearning_rates: {search: {space: {a: {grid: [1]}}, seeds: 0}}",
+            "mine.yaml, line 3: learning_rates.search.seeds = 0: expected a whole number, at least 1",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nsmall:\n  experiments:\n    one: {sampels: 5}",
+            "mine.yaml, line 5: unknown key 'small.experiments.one.sampels'; did you mean 'samples'",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\ntest: twice",
+            "mine.yaml, line 3: test = 'twice': expected one of once, rounds, none",
+        ),
+        (
+            "config: {a: 1}\nmethods: [rolora]\nreference: nothing",
+            "mine.yaml, line 3: reference = 'nothing': there are no such figures",
+        ),
+        ("config: [", "mine.yaml, line 1, column 10: invalid YAML"),
         (
             "config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [main], rule: [{is: dropps}]}}",
-            "no condition 'dropps'; did you mean 'drops'",
+            "line 3: claims.c.rule.0.is = 'dropps': expected one of drops, .*; did you mean 'drops'",
         ),
         (
             "config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, experiments: [man], rule: []}}",
-            "no experiment 'man'; did you mean 'main'",
+            "claims.c.experiments = 'man': there is no such experiment; did you mean 'main'",
         ),
         (
             "config: {a: 1}\nmethods: [rolora]\ngrid: {federate.client_num: [1]}\nclaims: {c: {says: x, "
             "experiments: [main], rule: [{is: close, methods: [a], to: b, within: 1, where: {client: 1}}]}}",
-            "no axis 'client'",
+            "claims.c.rule.0 names 'client': main has no such axis; did you mean 'clients'",
         ),
         (
             "config: {a: 1}\nmethods: [rolora]\ngrid: {federate.client_num: [1]}\nclaims: {c: {says: x, "
             "experiments: [main], rule: [{is: close, methods: [rolora], to: fedlora, within: 1, "
             "where: {clients: 2}}]}}",
-            "clients has no '2'",
+            "claims.c.rule.0 names clients '2': main has no such label; there are: 1",
         ),
         (
             "config: {a: 1}\nmethods: [rolora]\nclaims: {c: {says: x, "
             "experiments: [main], rule: [{is: close, methods: [rolorra], to: fedlora, within: 1}]}}",
-            "no method 'rolorra'; did you mean 'rolora'",
+            "claims.c.rule.0 names 'rolorra': there is no such method; did you mean 'rolora'",
         ),
         (
             "config: {a: 1}\nmethods: [rolora]\ngrid: {model.type: [a], data.type: [b]}",
-            "two axes would be called 'type'",
+            "grid.data.type would be a second axis called 'type'",
         ),
-        ("config: {a: 1}\nmethods: [rolora]\nextra: 'false'", "extra = 'false': expected true or false"),
-        ("config: [1]\nmethods: [rolora]", "config: expected a mapping"),
-        ("config: {a: 1}\nmethods: rolora", "methods: expected a list"),
+        ("config: {a: 1}\nmethods: [rolora]\nextra: 'false'", "extra = 'false': expected True or False"),
+        ("config: [1]\nmethods: [rolora]", "mine.yaml, line 1: config = [1]: expected a mapping or nothing"),
+        (
+            "config: {a: 1}\nmethods: rolora",
+            "mine.yaml, line 2: methods = 'rolora': expected a list of methods, or all",
+        ),
         (
             "config: {a: 1}\nmethods: [rolora]\nevaluation: [{scorer: lm_eval, tasks: [boolq]}, {scorer: lm_eval, "
             "tasks: [boolq], num_fewshot: 1}]",
-            "lm_eval: boolq is there twice",
+            "evaluation has lm_eval: boolq twice",
         ),
     ],
 )
@@ -246,6 +277,65 @@ def test_wrong_suites(write, text, words):
 def test_unknown_suite():
     with pytest.raises(UserError, match="no suite 'gleu'; did you mean 'glue'"):
         load_suite("gleu", "small")
+
+
+def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
+    def jobs(text=FIVE_LINES, **changes):
+        return plan(options(write(text), results=str(tmp_path / "results"), **changes))
+
+    first, other = jobs()[0], jobs(methods=("fedlora",))[0]
+    store = first.options.store
+    store.write("cells", {**first.identity(), "method": "rolora", "status": "complete", "finished": 1.0})
+    assert first.result(store) and first.stale(store) is None
+    monkeypatch.setattr(get_method_class("rolora"), "revision", 3)
+    again = jobs()[0]
+    assert again.config == first.config and again.key != first.key and not again.done(store)
+    assert again.stale(store)["hash"] == first.key and jobs(methods=("fedlora",))[0].key == other.key
+    found = find(again.suite, again.experiment, again.options, store)
+    assert not found.records and [r["hash"] for r in found.stale] == [first.key]
+    write_report(again.options)
+    said = (tmp_path / "results" / "report.md").read_text()
+    assert "**Stale results: 1**" in said and "rolora (1)" in said
+    monkeypatch.setattr(get_method_class("rolora"), "revision", 1)
+    assert jobs()[0].key == first.key
+
+    adagrad = FIVE_LINES.replace("data:", "fedopt: {use: True, optimizer: {type: Adagrad, lr: 0.1}}, data:")
+    now = jobs(adagrad)[0]
+    assert now.revisions == {"server Adagrad": 2}
+    monkeypatch.setattr(ServerOptimizer, "revisions", {})
+    before = jobs(adagrad)[0]
+    store.write("cells", {**before.identity(), "method": "rolora", "status": "complete", "finished": 1.0})
+    monkeypatch.undo()
+    assert before.key != now.key and jobs(adagrad)[0].stale(store)["hash"] == before.key
+
+
+@pytest.mark.parametrize(
+    "keys, wanted",
+    [
+        ({"federate.method": "fedlora"}, {}),
+        ({"federate.method": "fedhm"}, {}),
+        ({"federate.method": "fedhm", "lowrank.rank_factors": [2, 1]}, {"fedhm": 2}),
+        ({"federate.method": "pfedlora"}, {}),
+        ({"federate.method": "pfedlora", "lowrank.variant": 2}, {"pfedlora": 2}),
+        ({"federate.method": "fedfisher"}, {"fedfisher": 2}),
+        ({"federate.method": "fisher_merge"}, {"fisher_merge": 2}),
+        ({"federate.method": "regmean"}, {"regmean": 2}),
+        ({"federate.method": "fedavg", "fedopt.use": True, "fedopt.optimizer.type": "Adam"}, {}),
+        ({"federate.method": "fedavg", "fedopt.optimizer.type": "adagrad"}, {}),
+        ({"federate.method": "fedavg", "fedopt.use": True, "fedopt.optimizer.type": "adagrad"}, {"server Adagrad": 2}),
+        (
+            {
+                "federate.method": "fedavg",
+                "fedopt.use": True,
+                "fedopt.optimizer": {"type": "Adagrad", "betas": [0.9, 0.99]},
+            },
+            {},
+        ),
+    ],
+)
+def test_revisions(keys, wanted):
+    """What is said of a configuration names what changed, and nothing that did not."""
+    assert revisions(load_config({"federate.client_num": 2, **keys})) == wanted
 
 
 def test_flat_keys():

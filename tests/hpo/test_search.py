@@ -18,6 +18,7 @@ from optuna.trial import TrialState
 
 import fs_lowrank.cli
 from fs_lowrank import UserError, load_config
+from fs_lowrank.methods import get_method_class
 from hpo import best, cli, plots, read_header
 from hpo import search as core
 from hpo.search import kind
@@ -365,7 +366,7 @@ def test_client_steps_of_epochs(search, config):
 # -- wrong input ------------------------------------------------------------------------------------------
 
 
-def test_two_spaces_configs_or_settings_in_one_study(search, config):
+def test_two_spaces_configs_or_settings_in_one_study(search, config, monkeypatch):
     search(timeout=1e-6)
     for change, message in (
         ({"space": {"train.optimizer.lr": {"grid": [1e-3]}}}, "one study has one space"),
@@ -375,6 +376,11 @@ def test_two_spaces_configs_or_settings_in_one_study(search, config):
     ):
         with pytest.raises(UserError, match=message):
             search(**{"timeout": 1e-6, **change})
+    monkeypatch.setattr(get_method_class("fedlora"), "revision", 2)
+    with pytest.raises(UserError, match="another revision of its method"):
+        search(timeout=1e-6)
+    search(timeout=1e-6, name="anew")
+    search(timeout=1e-6, name="anew")
 
 
 def test_options_that_do_not_fit(search, config):

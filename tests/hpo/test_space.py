@@ -66,14 +66,23 @@ WRONG = [
     ({"train.optimizer.lr": {"loguniform": [0.1, 0.01]}}, "the wrong way round"),
     ({"train.optimizer.lr": {"uniform": [0.1, 0.1]}}, "the range is empty"),
     ({"train.optimizer.lr": {"loguniform": [0, 0.01]}}, "starts above 0"),
-    ({"train.optimizer.lr": {"logunifrom": [1e-3, 1e-2]}}, "did you mean 'loguniform'"),
-    ({"train.optimizer.lr": {"grid": [1, 2], "choice": [1, 2]}}, "exactly one"),
+    (
+        {"train.optimizer.lr": {"logunifrom": [1e-3, 1e-2]}},
+        "lr = {'logunifrom'.*: expected exactly one of .*did you mean 'loguniform'",
+    ),
+    ({"train.optimizer.lr": {"grid": [1, 2], "choice": [1, 2]}}, "= {'grid': .*: expected exactly one of grid, choice"),
     ({"train.optimizer.lr": {"grid": [0.01, 0.01]}}, "0.01 twice"),
-    ({"train.optimizer.lr": {"grid": []}}, "expected a list of values"),
+    ({"train.optimizer.lr": {"grid": []}}, "train.optimizer.lr.grid = ..: expected a list of values that is not empty"),
     ({"train.optimizer.lr": {"grid": [0.1, -1.0]}}, "train.optimizer.lr = -1.0"),
     ({"train.optimizer.lr": [0.1, 0.2]}, "expected one of grid"),
-    ({"train.optimizer.lr": {"uniform": [1e-3, 1e-2], "stepp": 1}}, "did you mean 'step'"),
-    ({"train.local_update_steps": {"int": [1.5, 4]}}, "whole numbers"),
+    (
+        {"train.optimizer.lr": {"uniform": [1e-3, 1e-2], "stepp": 1}},
+        "unknown key 'train.optimizer.lr.stepp'; did you mean 'step'",
+    ),
+    (
+        {"train.local_update_steps": {"int": [1.5, 4]}},
+        "train.local_update_steps.int = .1.5, 4.: expected .low, high., two whole numbers",
+    ),
     ({"seed": {"int": [0, 4]}}, "--seeds"),
     ({"eval.freq": {"int": [1, 4]}}, "is not searched"),
     ({"train.cache_frozen": {"choice": ["auto", "off"]}}, "does not decide the result"),
@@ -81,7 +90,10 @@ WRONG = [
     ({"train.optimizer.lr": {**RATES, "when": {"federate.method": "rolora"}}}, "no key .* applies to fedlora"),
     ({"a": {"grid": [1, 2], "when": {"b": 1}}, "b": {"grid": [1, 2], "when": {"a": 1}}}, "depend on each other"),
     ({}, "expected config keys"),
-    ({"studies": {"federate.method": "rolora"}, "train.optimizer.lr": {"grid": [1, 2]}}, "studies: expected"),
+    (
+        {"studies": {"federate.method": "rolora"}, "train.optimizer.lr": {"grid": [1, 2]}},
+        "studies.federate.method = 'rolora': expected a list of values",
+    ),
 ]
 
 
@@ -93,8 +105,9 @@ def test_wrong_spaces_are_named(config, content, message):
 
 def test_wrong_files(tmp_path):
     for text, message in (
-        ("a: {grid: [1]}\na: {grid: [2]}", "a is given twice"),
-        ("a: [", "line 1: invalid YAML"),
+        ("a: {grid: [1]}\na: {grid: [2]}", "s.yaml, line 2: a is given twice; first in line 1"),
+        ("a:\n  b: {grid: []}", "s.yaml, line 2: a.b.grid = .*expected a list of values"),
+        ("a: [", "line 1, column 5: invalid YAML"),
         ("", "expected config keys"),
     ):
         (tmp_path / "s.yaml").write_text(text)

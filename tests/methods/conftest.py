@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.methods import Client, Method, RefusedUpdate, Update, create_method
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
+from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
 LAYERS = ("up", "conv", "down")

@@ -9,12 +9,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from fs_lowrank.algebra import factorise, multiply, product_norm_squared
 from fs_lowrank.algebra.factorise import to_matrix
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 from fs_lowrank.models.adapters import load_tensors, one_adapter, save_adapter
 from fs_lowrank.models.factorised import Factorised, factorise_layers, frobenius
 from fs_lowrank.models.names import named_tensors, tags
+from fs_lowrank.settings import AdapterSpec
 
 SIZES = (3, 10, 27)
 LOW_RANK = ("fedloru", "mfedloru", "pfedloru", "pmfedloru")
@@ -222,12 +222,72 @@ def test_a_personal_pair_adds_its_product(toy, federation):
         (
             "pfedlora",
             {"variant": 2, "personal_steps": 2, "global_steps": 3},
-            [(("adapter", "base", "head"), 2), (("adapter", "base", "head"), 3)],
+            [(("adapter", "base", "head"), 5)],
         ),
+        ("pfedlora", {"variant": 2, "local_steps": 4}, [(("adapter", "base", "head"), 8)]),
+        ("pfedlora", {"variant": 2, "local_steps": 4, "global_steps": 3}, [(("adapter", "base", "head"), 7)]),
     ],
 )
 def test_phases(toy, name, options, wanted):
     assert [(p.train, p.steps) for p in toy.method(name, **options).phases(1, 1)] == wanted
+
+
+def test_both_parts_of_pfedlora_keep_one_momentum_for_the_whole_length(toy):
+    """Variant 2 against gradient descent with momentum, written out in float64 (equation 86)."""
+    from types import SimpleNamespace
+
+    from fs_lowrank.config import load_config
+    from fs_lowrank.training import train_client
+
+    x, y = toy.inputs(), torch.arange(16) % 3
+
+    class Answers(torch.nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net, self.config = net, None
+
+        def forward(self, x, labels):
+            return SimpleNamespace(loss=torch.nn.functional.cross_entropy(self.net.get_base_model()(x), labels))
+
+    class Sixteen:
+        def __len__(self):
+            return len(x)
+
+        def batch(self, indices, augment=None):
+            return {"x": x[indices], "labels": y[indices]}
+
+    method = toy.method("pfedlora", variant=2, personal_steps=2, global_steps=3)
+    model = Answers(method.adapt(toy.net()))
+    reference = Answers(method.adapt(toy.net())).double()
+    trained = {n: p for n, p in reference.named_parameters() if p.is_floating_point()}
+    kept = {n: torch.zeros_like(p) for n, p in trained.items()}
+    for p in trained.values():
+        p.requires_grad_(True)
+    for _ in range(5):
+        loss = reference(x.double(), y).loss
+        for (name, p), g in zip(
+            trained.items(), torch.autograd.grad(loss, list(trained.values()), allow_unused=True), strict=True
+        ):
+            if g is not None:
+                kept[name] = 0.9 * kept[name] + g
+                p.data -= 0.05 * kept[name]
+    config = load_config(
+        {
+            "federate.client_num": 1,
+            "dataloader.batch_size": 16,
+            "train.optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9},
+        }
+    )
+    result = train_client(model, Sixteen(), method.phases(1, 1), config, lr=0.05, seed=0)
+    assert result.steps == 5
+    moved = 0
+    for name, p in model.named_parameters():
+        if tags(name.removeprefix("net.")) & {"adapter", "base", "head"}:
+            close(p.detach().double(), trained[name].detach(), 1e-5)
+            moved += bool(
+                (trained[name].detach() != dict(Answers(method.adapt(toy.net())).named_parameters())[name]).any()
+            )
+    assert moved > 6
 
 
 # -- mFedLoRU ------------------------------------------------------------------------------------------
@@ -383,6 +443,64 @@ def test_fedhm_averages_the_products(toy, federation, average_by):
     now = fed.everything(2)
     got = now["down.factor_U"].double().numpy() @ now["down.factor_V"].double().numpy()
     close(got, (u[:, :2] * s[:2]) @ vh[:2], 1e-5)
+
+
+FULL = (".base_layer.weight", ".factor_U", ".factor_V")
+
+
+@pytest.mark.parametrize("average_by", ["uniform", "samples"])
+@pytest.mark.parametrize("factors", [(1, 3, 2), (1,)])
+def test_fedhm_of_rank_factor_one_is_the_full_layer(toy, federation, factors, average_by):
+    fed = federation(toy.method("fedhm", rank_factors=factors, average_by=average_by, decay=0.1), SIZES)
+    whole = [k for k in (1, 2, 3) if factors[(k - 1) % len(factors)] == 1]
+    p = toy.weights(SIZES) if average_by == "samples" else np.full(3, 1 / 3)
+    for k in whole:
+        assert torch.equal(toy.outputs(fed.copies[k]), toy.outputs(toy.net())), (
+            "nothing is cut, in the convolution either"
+        )
+        assert all(phase.penalty is None for phase in fed.method.phases(1, k)), (
+            "what has no factors has no decay of them"
+        )
+    assert len(whole) == 3 or fed.method.phases(1, 2)[0].penalty is not None
+    size = sum(t.numel() for t in toy.net().parameters())
+    for round in (1, 2):
+        message = fed.round(round)
+        for layer in toy.layers:
+            total = 0
+            for w, update in zip(p, fed.received):
+                t = {n.removeprefix(layer): v.double() for n, v in update.tensors.items() if n.startswith(layer)}
+                full = update.client in whole
+                assert full == (FULL[0] in t) and full != (FULL[1] in t) and full != (FULL[2] in t)
+                total = total + w * (t[FULL[0]] if full else multiply(t[FULL[1]], t[FULL[2]]))
+            close(fed.ledger.state[layer + FULL[0]].double(), total, 1e-5)
+        for name in ("classifier.weight", "up.base_layer.bias"):
+            close(fed.ledger.state[name].double(), sum(w * u.tensors[name].double() for w, u in zip(p, fed.received)))
+        assert any(n.startswith("svd:") for n in message) == (len(whole) < 3)
+    for k in whole:
+        received = fed.catch_up(k, 3)
+        assert sum(t.numel() for t in received.values()) == size, (
+            "down it gets the full weights and nothing beside them"
+        )
+        assert sum(t.numel() for t in fed.received[k - 1].tensors.values()) == size
+        for layer in toy.layers:
+            assert torch.equal(fed.everything(k)[layer + FULL[0]], fed.ledger.state[layer + FULL[0]])
+
+
+def test_fedhm_s_master_is_one_more_client_where_nobody_has_the_smallest_factor(toy, federation):
+    for master, clients, joins in ((True, (2, 3), True), (True, (1, 2), False), (False, (2, 3), False)):
+        fed = federation(toy.method("fedhm", rank_factors=(1, 3, 2), master=master), SIZES)
+        fed.round(1)
+        before = {n: t.double() for n, t in fed.ledger.state.items()}
+        fed.round(2, clients=clients)
+        for layer in toy.layers:
+            name, held = layer + FULL[0], []
+            for update in fed.received:
+                t = {n.removeprefix(layer): v.double() for n, v in update.tensors.items() if n.startswith(layer)}
+                held.append(t[FULL[0]] if FULL[0] in t else multiply(t[FULL[1]], t[FULL[2]]))
+            held += [before[name]] * joins
+            close(fed.ledger.state[name].double(), sum(held) / len(held), 1e-5)
+        heads = [u.tensors["classifier.weight"].double() for u in fed.received] + [before["classifier.weight"]] * joins
+        close(fed.ledger.state["classifier.weight"].double(), sum(heads) / len(heads))
 
 
 def round_half_even(x):

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.methods import (
     Client,
     RefusedUpdate,
@@ -28,6 +27,7 @@ from fs_lowrank.rounds.admission import Admission, change_norm, check_loss, chec
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import BadRound, Round
+from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
 METHODS = list_methods()

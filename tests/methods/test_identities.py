@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import Update, create_method, list_methods
+from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
 SIZES = (3, 10, 27)

@@ -39,13 +39,14 @@ OPTIMIZERS = {
     "FedAvgM": {"type": "SGD", "lr": 0.7, "momentum": 0.9},
     "FedAdam": {"type": "Adam", "lr": 0.05},
     "FedAdam with its own constants": {"type": "Adam", "lr": 0.1, "betas": (0.5, 0.9), "tau": 0.01},
-    "FedAdagrad": {"type": "Adagrad", "lr": 0.1, "betas": (0.0, 0.5)},
+    "FedAdagrad": {"type": "Adagrad", "lr": 0.1},
+    "FedAdagrad with momentum": {"type": "Adagrad", "lr": 0.1, "betas": (0.9, 0.5)},
     "FedYogi": {"type": "Yogi", "lr": 0.05, "tau": 0.02},
 }
 
 
 def reference(options):
-    betas = options.get("betas", (0.9, 0.99))
+    betas = options.get("betas", (0.0 if options["type"] == "Adagrad" else 0.9, 0.99))
     return Reference(options["type"], options["lr"], *betas, options.get("tau", 1e-3), options.get("momentum", 0.0))
 
 
@@ -131,13 +132,16 @@ def test_refused_where_the_server_step_is_no_mean(name):
     [
         ({"type": "Adamm"}, "did you mean 'adam'"),
         ({"type": "Adam", "lr": 0.1, "beta": 0.9}, "did you mean 'betas'"),
-        ({"type": "Adam", "lr": 0.0}, "lr and tau must be positive"),
-        ({"type": "Adam", "lr": 0.1, "tau": 0.0}, "lr and tau must be positive"),
-        ({"type": "SGD", "lr": 0.1, "momentum": 1.0}, "momentum and betas"),
-        ({"type": "Yogi", "lr": 0.1, "betas": (0.9, 1.5)}, "momentum and betas"),
-        ({"type": "Adam", "lr": 0.1, "betas": 5}, "betas = 5: expected two numbers"),
-        ({"type": "Adam", "lr": 0.1, "betas": [0.9]}, r"betas = \[0.9\]: expected two numbers"),
-        ({"type": "Adam", "lr": 0.1, "betas": ["a", "b"]}, "expected two numbers"),
+        ({"type": "Adam", "lr": 0.0}, "lr = 0.0: expected a number, above 0"),
+        ({"type": "Adam", "lr": 0.1, "tau": 0.0}, "tau = 0.0: expected a number, above 0"),
+        ({"type": "SGD", "lr": 0.1, "momentum": 1.0}, "momentum = 1.0: expected a number, at least 0 and below 1"),
+        (
+            {"type": "Yogi", "lr": 0.1, "betas": (0.9, 1.5)},
+            "expected a list of 2 numbers or nothing, at least 0 and below 1",
+        ),
+        ({"type": "Adam", "lr": 0.1, "betas": 5}, "betas = 5: expected a list of 2 numbers"),
+        ({"type": "Adam", "lr": 0.1, "betas": [0.9]}, r"betas = \[0.9\]: expected a list of 2 numbers"),
+        ({"type": "Adam", "lr": 0.1, "betas": ["a", "b"]}, "expected a list of 2 numbers"),
         ({"type": "Adam", "lr": 0.1, "tau": "abc"}, "tau = 'abc': expected a number"),
         ({"type": "SGD", "lr": 1, "momentum": "abc"}, "momentum = 'abc': expected a number"),
         ({"type": "SGD", "lr": True}, "lr = True: expected a number"),
@@ -146,6 +150,15 @@ def test_refused_where_the_server_step_is_no_mean(name):
 def test_wrong_values_are_named(options, message):
     with pytest.raises(UserError, match=message):
         create_method("fedlora", server_optimizer=options)
+
+
+def test_a_wrong_value_in_a_file_is_named_with_its_line(tmp_path):
+    text = "federate: {client_num: 2, method: fedlora}\nfedopt:\n  use: %s\n  optimizer: {type: Adam, tau: -1}\n"
+    (tmp_path / "a.yaml").write_text(text % True)
+    with pytest.raises(UserError, match="a.yaml, line 4: fedopt.optimizer.tau = -1: expected a number, above 0"):
+        load_config(tmp_path / "a.yaml")
+    (tmp_path / "a.yaml").write_text(text % False)
+    assert load_config(tmp_path / "a.yaml").fedopt.optimizer.extra == {"tau": -1}
 
 
 def test_the_usual_names_are_understood():

@@ -6,10 +6,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.adapters import add_adapter, base_weight_name, layer_stack, load_tensors, merge_pair
 from fs_lowrank.models.names import named_tensors, pairs, select, tags
+from fs_lowrank.settings import AdapterSpec
 
 SPEC = AdapterSpec(r=3, lora_alpha=5, target_modules=("query", "intermediate.dense"), layers=(1, 2))
 

@@ -7,11 +7,11 @@ import torch
 from peft.tuners.lora.layer import Conv2d
 from torch import nn
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.models import convolution
 from fs_lowrank.models.adapters import add_adapter, add_beside, load_tensors
 from fs_lowrank.models.convolution import ComposedLoRA
 from fs_lowrank.models.names import named_tensors
+from fs_lowrank.settings import AdapterSpec
 
 
 class Net(nn.Module):

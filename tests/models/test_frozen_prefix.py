@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.models.frozen import FrozenPrefix
+from fs_lowrank.settings import AdapterSpec
 
 
 def examples(count=9, causal=False, seed=0):

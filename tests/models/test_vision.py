@@ -6,12 +6,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fs_lowrank.config import VISION_MODELS, AdapterSpec, load_config
+from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.adapters import add_adapter, start_at_zero
 from fs_lowrank.models.build import build_model
 from fs_lowrank.models.names import all_tensors, named_tensors, tags
 from fs_lowrank.models.vision import VisionOptions, build_vision, load_vision, load_weights
+from fs_lowrank.settings import VISION_MODELS, AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
 SMALL = {"width": 1 / 16}

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.methods import Client, Update, create_method
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds.codec import Plain, Uniform
@@ -15,6 +14,7 @@ from fs_lowrank.rounds.ledger import Ledger, Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.personal import PersonalParts
 from fs_lowrank.rounds.round import Round
+from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
 METHODS = {

@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 import torch
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.methods import create_method
 from fs_lowrank.rounds.codec import Plain, without_head
 from fs_lowrank.rounds.ledger import Ledger, Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
+from fs_lowrank.settings import AdapterSpec
 
 A, B, HEAD = "m.lora_A.default.weight", "m.lora_B.default.weight", "classifier.weight"
 

@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from fs_lowrank.config import AdapterSpec
 from fs_lowrank.methods import create_method
 from fs_lowrank.rounds.codec import Uniform
 from fs_lowrank.rounds.intake import RunningMean, TooFewClients
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
+from fs_lowrank.settings import AdapterSpec
 
 A, B, HEAD = "m.lora_A.default.weight", "m.lora_B.default.weight", "classifier.weight"
 

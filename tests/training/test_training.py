@@ -7,15 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from fs_lowrank.config import _OPTIMIZERS, AdapterSpec, Optimizer, Scheduler, load_config
+from fs_lowrank.config import load_config
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import Phase
 from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.seeds import derive
+from fs_lowrank.settings import OPTIMIZERS as CONFIGURABLE
+from fs_lowrank.settings import AdapterSpec, Optimizer, Scheduler
 from fs_lowrank.training import evaluate, train_client
-from fs_lowrank.training.local import batch_indices, check_optimizer, make_optimizer, set_trainable
-from fs_lowrank.training.schedule import check_scheduler, lr_at
+from fs_lowrank.training.local import batch_indices, set_trainable
+from fs_lowrank.training.optimizer import check_optimizer, make_optimizer
+from fs_lowrank.training.schedule import lr_at, schedule_of
 
 
 def config(**keys):
@@ -222,7 +225,7 @@ def test_optimizers_by_name():
         make_optimizer(parameters, "SGD", 0.1, {"beta": 1})
 
 
-@pytest.mark.parametrize("kind", _OPTIMIZERS)
+@pytest.mark.parametrize("kind", CONFIGURABLE)
 def test_every_optimizer_takes_the_step_that_checks_it(kind):
     check_optimizer(Optimizer(type=kind, lr=0.1, extra={} if kind == "Rprop" else {"weight_decay": 0.1}))
     with pytest.raises(UserError, match=f"{kind} does not take"):
@@ -291,9 +294,8 @@ def test_evaluation_moves_nothing(model):
 def test_learning_rates_by_round():
     def rates(kind, rounds=5, **extra):
         warmup = extra.pop("warmup_ratio", 0.0)
-        return [
-            lr_at(r, rounds, 1.0, Scheduler(type=kind, warmup_ratio=warmup, extra=extra)) for r in range(1, rounds + 1)
-        ]
+        schedule = schedule_of(Scheduler(type=kind, warmup_ratio=warmup, extra=extra))
+        return [lr_at(r, rounds, 1.0, schedule) for r in range(1, rounds + 1)]
 
     assert rates("") == rates("constant") == [1.0] * 5
     assert rates("linear") == pytest.approx([1, 0.75, 0.5, 0.25, 0])
@@ -309,8 +311,8 @@ def test_learning_rates_by_round():
     [
         (Scheduler(type="cosin"), "did you mean 'cosine'"),
         (Scheduler(type="linear", extra={"min_rl": 0.1}), "did you mean 'min_lr'"),
-        (Scheduler(type="cosine", extra={"min_lr": "abc"}), "min_lr = 'abc': expected a learning rate, 0 or more"),
-        (Scheduler(type="cosine", extra={"min_lr": -0.1}), "min_lr = -0.1: expected"),
+        (Scheduler(type="cosine", extra={"min_lr": "abc"}), "min_lr = 'abc': expected a learning rate"),
+        (Scheduler(type="cosine", extra={"min_lr": -0.1}), "min_lr = -0.1: expected a learning rate, at least 0"),
         (Scheduler(type="cosine", extra={"min_lr": None}), "min_lr = None: expected"),
         (Scheduler(type="cosine", extra={"cycle": "abc"}), "cycle = 'abc': expected a whole number of rounds"),
         (Scheduler(type="cosine", extra={"cycle": -3}), "cycle = -3: expected"),
@@ -319,7 +321,7 @@ def test_learning_rates_by_round():
 )
 def test_wrong_schedules_are_named(scheduler, message):
     with pytest.raises(UserError, match=message):
-        check_scheduler(scheduler)
+        schedule_of(scheduler)
 
 
 def test_seeds_are_apart():

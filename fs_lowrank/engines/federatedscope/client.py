@@ -15,9 +15,9 @@ from ...rounds.codec import Codec, Plain, Uniform
 from ...rounds.copies import LostCopy, OwnCopy, SharedCopy, answer, apology
 from ...rounds.parcel import Parcel
 from . import wire
+from .config import for_frameworks_workers
 from .session import current
 from .sums import add_shares, split_secret
-from .worker import stock
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -53,7 +53,17 @@ class LowRankClient(Client):
         if self.distributed:
             wire.require_free(kwargs["host"], kwargs["port"])
         super().__init__(
-            ID, server_id, state, stock(config), data, model, device, strategy, is_unseen_client, *args, **kwargs
+            ID,
+            server_id,
+            state,
+            for_frameworks_workers(config),
+            data,
+            model,
+            device,
+            strategy,
+            is_unseen_client,
+            *args,
+            **kwargs,
         )
         self._cfg, self.ready, self.codec = config, True, codec_of(config)
         if self.distributed and self.session.index > 0:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from ... import _federatedscope_keys as framework_keys
-from ... import config as ours
-from ...config import Config, check_method_params, load_config
+from ...config import Config, load_config
 from ...errors import UserError, nearest
 from ...methods import get_method_class, list_methods
+from ...settings import Lowrank, Settings, check_method_params, flat_keys, framework, infer_task, known_keys
 
 #: in front of one of our methods' names where the framework has a method of the same name
 PREFIX = "lowrank_"
@@ -150,7 +149,7 @@ def extend(cfg) -> None:
     for key, (hint, text) in _parameters().items():
         if key not in cfg.lowrank:
             cfg.lowrank[key] = Argument(None, description=text, required_type=_framework_type(hint))
-    for name, default, _ in ours._flat(Config()):
+    for name, default, _ in flat_keys(Settings()):
         node, key = _node(cfg, name, create=CN)
         if key not in node:
             node[key] = "" if default is None else default
@@ -182,7 +181,7 @@ def check(cfg) -> None:
     cls = get_method_class(method)
     check_method_params(cls, _given_parameters(cfg, cls))
     if cfg.model.type and cfg.trainer.type.lower() in (*_REPLACED, *TRAINERS.values()):
-        cfg.trainer.type = TRAINERS.get(ours._infer_task(cfg.model.type), TRAINERS["ImageClassification"])
+        cfg.trainer.type = TRAINERS.get(infer_task(cfg.model.type), TRAINERS["ImageClassification"])
     if cfg.eval.freq < 1 <= cfg.federate.total_round_num:
         cfg.eval.freq = cfg.federate.total_round_num  # after the last round only; it divides by it
     if not cfg.eval.metrics:
@@ -190,7 +189,7 @@ def check(cfg) -> None:
 
 
 def _given_parameters(cfg, cls) -> dict[str, Any]:
-    general = {f.name for f in dataclasses.fields(ours.Lowrank)}
+    general = {f.name for f in dataclasses.fields(Lowrank)}
     hints = typing.get_type_hints(cls.Params)
     given = {}
     for key, value in cfg.lowrank.items():
@@ -226,12 +225,12 @@ def from_framework(cfg) -> Config:
     """
     method = our_method(cfg.federate.method)
     cls = get_method_class(method)
-    known, tree = set(ours.known_keys()), {}
+    known, tree = set(known_keys()), {}
     for name, value in _walk(cfg):
         if name.startswith("lowrank."):
             if name in known:
                 tree[name] = value
-        elif name in known or framework_keys.within(name, framework_keys.OPEN) or _extra(name):
+        elif name in known or framework.within(name, framework.OPEN) or _extra(name):
             tree[name] = value
     tree.update({f"lowrank.{key}": value for key, value in _given_parameters(cfg, cls).items()})
     tree["federate.method"] = method
@@ -324,12 +323,12 @@ def _additive() -> str:
     return ", ".join(n for n in list_methods() if get_method_class(n).needs_only_sums())
 
 
-def to_framework(config: Config):
+def to_framework(config: Settings):
     """The framework's configuration, from ours; not frozen."""
     from federatedscope.core.configs.config import CN, global_cfg
 
     cfg = global_cfg.clone()
-    flat = {name: value for name, value, _ in ours._flat(config)}
+    flat = {name: value for name, value, _ in flat_keys(config)}
     flat.update(config.framework)
     flat["federate.method"] = frameworks_name(config.federate.method)
     flat["device"] = config.device if isinstance(config.device, int) else -1
@@ -343,3 +342,19 @@ def to_framework(config: Config):
         node[key] = list(value) if isinstance(value, tuple) else value
     cfg.assert_cfg()
     return cfg
+
+
+def for_frameworks_workers(cfg):
+    """The configuration as the framework's own workers are made with: without what ours do in their place.
+
+    With the method's name it would warn that it has no such aggregator; with the rest it would prepare its own.
+    """
+    plain = cfg.clone()
+    plain.defrost()
+    plain.federate.method, plain.federate.restore_from = "fedavg", ""
+    plain.federate.online_aggr = plain.federate.use_ss = False
+    plain.train.is_enable_half = False  # it would turn the adapters too into 16 bits
+    plain.fedopt.use = False
+    plain.quantization.method = "none"
+    plain._immutable(True)
+    return plain

@@ -10,16 +10,16 @@ from federatedscope.core.auxiliaries.runner_builder import get_runner
 from federatedscope.core.auxiliaries.utils import setup_seed
 from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
-from ...config import Config
 from ...errors import RunFailed, UserError
 from ...runs.result import RunResult
+from ...settings import Settings
 from . import session as sessions
 from .config import to_framework
 from .logs import LogTo
 from .parallel import ParallelRunner
 
 
-def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -> RunResult:
     """See ``fs_lowrank.run``. In a client process of a distributed run the result has no history.
 
     Raises:

@@ -27,9 +27,9 @@ from ...rounds.parcel import Parcel
 from ...rounds.round import Order, Round
 from . import wire
 from .client import codec_of
+from .config import for_frameworks_workers
 from .session import Session, current, differing
 from .sums import Shares
-from .worker import stock
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -134,7 +134,7 @@ class LowRankServer(Server):
             super().__init__(
                 ID,
                 state,
-                stock(config),
+                for_frameworks_workers(config),
                 data,
                 model,
                 client_num,

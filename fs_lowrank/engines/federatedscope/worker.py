@@ -13,19 +13,3 @@ def choose(method: str):
     from .server import LowRankServer
 
     return {"client": LowRankClient, "server": LowRankServer}
-
-
-def stock(cfg):
-    """The configuration as the framework's own workers are made with: without what ours do in their place.
-
-    With the method's name it would warn that it has no such aggregator; with the rest it would prepare its own.
-    """
-    plain = cfg.clone()
-    plain.defrost()
-    plain.federate.method, plain.federate.restore_from = "fedavg", ""
-    plain.federate.online_aggr = plain.federate.use_ss = False
-    plain.train.is_enable_half = False  # it would turn the adapters too into 16 bits
-    plain.fedopt.use = False
-    plain.quantization.method = "none"
-    plain._immutable(True)
-    return plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -10,11 +11,19 @@ from torch.func import functional_call
 
 from ...algebra import weighted_mean
 from ...errors import UserError
-from ...models.curvature import diagonal_fisher
+from ...models.curvature import LARGEST_EXACT, count_classes, diagonal_fisher
 from ...models.names import select
 from ...seeds import derive
 from ..base import Client, Method, State, Tensors, Update, Workbench
 
+logger = logging.getLogger("fs_lowrank")
+
+#: metadata of the hyperparameter ``draws``
+DRAWS = {
+    "min": 0,
+    "help": "labels drawn from the model for each sample, for the expectation in the Fisher; 0 takes it exactly, and "
+    f"so does None up to {LARGEST_EXACT} classes (one drawn label beyond)",
+}
 #: what the Fisher is multiplied by where only sums arrive: they may be fixed-point numbers, and it is small
 SUM_SCALE = 2.0**8
 #: a Fisher that such numbers could not tell from their rounding; it then counts as none
@@ -27,6 +36,8 @@ class OneShot(Method):
     averages = averages_head = False
     either = True
     shared = ("base", "head")
+    #: whether it has been said that labels are drawn because there are many classes
+    _said_draws = False
 
     def __init__(self, params, setting):
         if setting.with_adapter and self.either:
@@ -44,11 +55,27 @@ class OneShot(Method):
         """For labels drawn from the model of ``client``."""
         return derive(self.setting.seed, "fisher", round, client.id)
 
-    def diagonal(self, model: nn.Module, round: int, client: Client, draws: int) -> dict[str, Tensor]:
+    def draws(self, model: nn.Module, client: Client) -> int:
+        """``params.draws``; where it is None, 0 for a model of up to ``LARGEST_EXACT`` classes and 1 beyond."""
+        if self.params.draws is not None:
+            return self.params.draws
+        classes = count_classes(model, client.batches())
+        if classes > LARGEST_EXACT and not self._said_draws:
+            logger.warning(
+                "%s: with %d classes the Fisher's expectation over labels is estimated by one drawn label a sample, "
+                "since the exact one takes a backward pass a class; set lowrank.draws 0 to take it all the same "
+                "(without the key it is exact up to %d classes)",
+                self.name,
+                classes,
+                LARGEST_EXACT,
+            )
+            self._said_draws = True
+        return int(classes > LARGEST_EXACT)
+
+    def diagonal(self, model: nn.Module, round: int, client: Client) -> dict[str, Tensor]:
         """The Fisher's diagonal at ``model`` over the client's data, in float32, by parameter."""
-        return diagonal_fisher(
-            model, client.batches(), self.trained(model), draws=draws, seed=self.draw_seed(round, client)
-        )
+        draws, seed = self.draws(model, client), self.draw_seed(round, client)
+        return diagonal_fisher(model, client.batches(), self.trained(model), draws=draws, seed=seed)
 
     def means(self, updates: list[Update], state: State) -> dict[str, Tensor]:
         """``Σ p_k W_k`` of the model's own tensors."""

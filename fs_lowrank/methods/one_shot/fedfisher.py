@@ -3,11 +3,13 @@
 Jhunjhunwala, Wang and Joshi, "FedFisher: Leveraging Fisher Information for One-Shot Federated Learning", AISTATS 2024,
 Algorithm 1.
 
-    client k sends    W_k, and F_k = (1/n_k) Σ_x E_y [∇log p(y|x) ∇log p(y|x)ᵀ] at W_k, y drawn from the model
+    client k sends    W_k, and F_k = (1/n_k) Σ_x E_y [∇log p(y|x) ∇log p(y|x)ᵀ] at W_k, y ~ the model's p(y|x)
     the server takes  W = argmin Σ_k p_k (W − W_k)ᵀ F_k (W − W_k), of its minimisers the one nearest to Σ_k p_k W_k
 
-``fisher`` is the form of ``F_k``: its diagonal; one Kronecker product ``A ⊗ G`` a layer (what is neither a linear nor a
-convolutional layer is then averaged); or all of it, for tiny nets. ``solver`` is how the minimiser is found:
+The expectation over ``y`` is exact for models of up to 100 classes, as in the paper (equation 3) and the authors' code;
+``draws`` asks for labels drawn from the model instead. ``fisher`` is the form of ``F_k``: its diagonal; one Kronecker
+product ``A ⊗ G`` a layer (what is neither a linear nor a convolutional layer is then averaged); or all of it, for tiny
+nets. ``solver`` is how the minimiser is found:
 
 - ``closed``: for diag ``(Σ p_k F_k W_k) / (Σ p_k F_k)``, and the mean where the sum is zero; for full a pseudo-inverse;
 - ``cg``: conjugate gradients from the mean, whose limit is the nearest minimiser (Lemma 1), until the residual has
@@ -39,7 +41,7 @@ from ...errors import UserError
 from ...models.curvature import check_full_size, full_fisher, kronecker_fisher, matrix_layers, require_curvlinops
 from ..base import Client, State, Tensors
 from ..registry import register_method
-from .base import OneShot, best, diagonal_sums, entries, with_products
+from .base import DRAWS, OneShot, best, diagonal_sums, entries, with_products
 from .compress import VECTOR_BITS, compress, expand, shapes, vectors_kept
 
 #: steps between two iterates that are scored
@@ -65,6 +67,8 @@ class FedFisher(OneShot):
     sends = "all weights, and their Fisher information (diagonal, Kronecker factors or full)"
     additive = True
     tasks = ("SequenceClassification", "ImageClassification")
+    #: 2: one label was drawn for each sample where the expectation is now exact
+    revision = 2
 
     @dataclass(frozen=True)
     class Params:
@@ -78,10 +82,7 @@ class FedFisher(OneShot):
                 "help": "how the minimiser is found; auto is closed for diag, cg otherwise",
             },
         )
-        draws: int = field(
-            default=1,
-            metadata={"min": 0, "help": "labels drawn from the model for each sample; 0 takes the exact expectation"},
-        )
+        draws: int | None = field(default=None, metadata=DRAWS)
         steps: int = field(default=2000, metadata={"min": 1, "help": "of adam and reference; most that cg takes"})
         lr: float = field(default=0.01, metadata={"above": 0.0, "help": "of adam and reference"})
         tolerance: float = field(
@@ -139,15 +140,16 @@ class FedFisher(OneShot):
 
     def upload(self, model: nn.Module, round: int, client: Client) -> dict[str, Tensor]:
         own = super().upload(model, round, client)
-        seed, draws = self.draw_seed(round, client), self.params.draws
         if self.params.fisher == "diag":
-            diagonal = self.diagonal(model, round, client, draws)
+            diagonal = self.diagonal(model, round, client)
             fisher = with_products(diagonal, own) if self.setting.only_sums else entries("fisher", diagonal)
-        elif self.params.fisher == "kfac":
-            factors = kronecker_fisher(model, client.batches(), self.layers, draws=draws, seed=seed)
-            fisher = {f"{kind}:{n}": m for n, pair in factors.items() for kind, m in zip(("inputs", "outputs"), pair)}
         else:
-            fisher = {"fisher:": full_fisher(model, client.batches(), self.parameters, draws=draws, seed=seed)}
+            of_labels = {"draws": self.draws(model, client), "seed": self.draw_seed(round, client)}
+            if self.params.fisher == "kfac":
+                factors = kronecker_fisher(model, client.batches(), self.layers, **of_labels)
+                fisher = {f"{k}:{n}": m for n, pair in factors.items() for k, m in zip(("inputs", "outputs"), pair)}
+            else:
+                fisher = {"fisher:": full_fisher(model, client.batches(), self.parameters, **of_labels)}
         return self._within_budget(own, fisher) if self.params.compress else {**own, **fisher}
 
     def _within_budget(self, own: Tensors, fisher: Tensors) -> dict[str, Tensor]:

@@ -2,11 +2,21 @@
 
 Matena and Raffel, "Merging Models with Fisher-Weighted Averaging", NeurIPS 2022, equation 4.
 
-    W = (Σ_k p_k F_k W_k) / (Σ_k p_k F_k)        F_k: the Fisher's diagonal, sample by sample, y drawn from the model
+    W = (Σ_k p_k F_k W_k) / (Σ_k p_k F_k)        F_k: the Fisher's diagonal, sample by sample, y ~ the model's p(y|x)
 
-Two rules exist for parameters that no client knows anything of: ``rule: mean`` takes the plain mean where
-``Σ_k p_k F_k < floor``, as the code of Jhunjhunwala et al. 2024 does; ``rule: floor`` raises each ``F_k`` to ``floor``,
-as the authors' does.
+The expectation over ``y`` is exact, as in the authors' code, for models of up to 100 classes (``draws``).
+
+Three rules exist for parameters that no client knows anything of:
+
+- ``floor`` raises every ``F_k`` to ``floor``: the authors' code with ``favor_target_model=False``, which treats the
+  models alike; the default here, since no client of a federation is the target of the others;
+- ``target`` raises that of the round's first client alone, whose weight such a parameter then takes: the authors'
+  default, whose first model is the target and whose others are donors;
+- ``mean`` takes the plain mean where ``Σ_k p_k F_k < floor``: the code of Jhunjhunwala et al. 2024.
+
+``normalize: True`` divides ``p_k`` by the norm of ``F_k`` over all parameters before it was raised, as the authors'
+code does by default and equation 4 does not: a client whose Fisher is larger throughout then counts no more than
+another. With ``mean`` the threshold is then of the divided ones.
 """
 
 from __future__ import annotations
@@ -14,10 +24,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ...algebra import weighted_mean
+from ...errors import UserError
+from ..base import Tensors
 from ..registry import register_method
-from .base import OneShot, diagonal_sums, entries, with_products
+from .base import DRAWS, OneShot, diagonal_sums, entries, with_products
 
 
 @register_method("fisher_merge")
@@ -26,21 +39,31 @@ class FisherMerge(OneShot):
     sends = "all weights, and the diagonal of their Fisher information"
     additive = True
     tasks = ("SequenceClassification", "ImageClassification")
+    #: 2: one label was drawn for each sample where the expectation is now exact
+    revision = 2
 
     @dataclass(frozen=True)
     class Params:
         rule: str = field(
             default="floor",
             metadata={
-                "choices": ("floor", "mean"),
+                "choices": ("floor", "target", "mean"),
                 "help": "what becomes of parameters with next to no Fisher information",
             },
         )
         floor: float = field(default=1e-6, metadata={"min": 0.0, "help": "of the Fisher information"})
-        draws: int = field(
-            default=1,
-            metadata={"min": 0, "help": "labels drawn from the model for each sample; 0 takes the exact expectation"},
+        normalize: bool = field(
+            default=False, metadata={"help": "divide each client's Fisher information by its norm over all parameters"}
         )
+        draws: int | None = field(default=None, metadata=DRAWS)
+
+    def __init__(self, params, setting):
+        super().__init__(params, setting)
+        if setting.only_sums and params.rule == "target":
+            raise UserError(
+                "lowrank.rule = target raises the Fisher information of one client on the server, which a server that "
+                "sees only the sum of the updates cannot do; choose floor or mean"
+            )
 
     def adapt(self, model):
         model = super().adapt(model)
@@ -49,10 +72,16 @@ class FisherMerge(OneShot):
 
     def upload(self, model, round, client):
         own = super().upload(model, round, client)
-        fisher = self.diagonal(model, round, client, self.params.draws)
-        if self.params.rule == "floor":
-            fisher = {n: f.clamp_min(self.params.floor) for n, f in fisher.items()}
+        fisher = self.diagonal(model, round, client)
+        if self.params.rule != "target":
+            fisher = self.scaled(fisher, raised=self.params.rule == "floor")
         return {**own, **(with_products(fisher, own) if self.setting.only_sums else entries("fisher", fisher))}
+
+    def scaled(self, fisher: Tensors, raised: bool) -> dict[str, Tensor]:
+        """One client's Fisher information, raised to the floor and divided by the norm it had before."""
+        norm = torch.stack([f.double().norm() for f in fisher.values()]).norm() if self.params.normalize else None
+        floored = {n: f.clamp_min(self.params.floor) if raised else f for n, f in fisher.items()}
+        return {n: (f / norm).float() for n, f in floored.items()} if norm else floored
 
     def expected(self, state, round, client):
         own = super().expected(state, round, client)
@@ -68,10 +97,14 @@ class FisherMerge(OneShot):
 
     def aggregate(self, updates, state, round):
         weights, parts = self.weights(updates), [dict(u.tensors) for u in updates]
+        if self.params.rule == "target":
+            for k, part in enumerate(parts):
+                own = {n: part[f"fisher:{n}"] for n in self.parameters}
+                part |= entries("fisher", self.scaled(own, raised=k == 0))
         message = weighted_mean([{n: part[n] for n in self.view(state)} for part in parts], weights)
         for name in self.parameters:
             fisher, products = diagonal_sums(parts, weights, name, self.setting.only_sums)
-            known = fisher > 0 if self.params.rule == "floor" else fisher >= max(self.params.floor, 1e-300)
+            known = fisher >= max(self.params.floor, 1e-300) if self.params.rule == "mean" else fisher > 0
             merged = torch.where(known, products / torch.where(known, fisher, 1.0), message[name].double())
             message[name] = merged.to(message[name].dtype)
         return {**state, **message}, message

@@ -5,8 +5,10 @@ Jin et al., "Dataless Knowledge Fusion by Merging Weights of Language Models", I
     client k sends    W_k, and G_k = (1/m_k) Σ x xᵀ over the inputs of every linear layer
     the server takes  W = (Σ_k p_k W_k G̃_k)(Σ_k p_k G̃_k)⁻¹, with the off-diagonals of G̃_k scaled by ``scale``
 
-Everything else is averaged. Of the scales given, validation data decide (0.1 or 0.9 in Jhunjhunwala et al. 2024). Where
-the sum is singular the solution nearest to the mean is taken, which the authors' pseudo-inverse takes nearest to zero.
+Everything else is the plain mean of the clients, as in the authors' code and that of Jhunjhunwala et al. 2024, which
+weighs the Grams by ``p_k`` as here; ``average_by: samples`` weighs it by ``p_k`` too. Of the scales given, validation
+data decide (0.1 or 0.9 in Jhunjhunwala et al. 2024). Where the sum is singular the solution nearest to the mean is
+taken, which the authors' pseudo-inverse takes nearest to zero.
 ``compress`` brings ``W_k`` and the Grams to 16 bits a weight each.
 """
 
@@ -29,6 +31,8 @@ class RegMean(OneShot):
     source = "Jin et al., ICLR 2023"
     sends = "all weights, and a Gram matrix of the inputs of every linear layer"
     selects = True
+    #: 2: what is no linear layer's weight was averaged by samples
+    revision = 2
 
     @dataclass(frozen=True)
     class Params:
@@ -37,6 +41,11 @@ class RegMean(OneShot):
         )
         compress: bool = field(
             default=False, metadata={"help": "quantise weights and Grams to the bytes of plain averaging"}
+        )
+
+        average_by: str = field(
+            default="uniform",
+            metadata={"choices": ("uniform", "samples"), "help": "of the clients, in the mean of all other parameters"},
         )
 
         def __post_init__(self):
@@ -79,6 +88,11 @@ class RegMean(OneShot):
             plain = {n: own[n] for n in self.parameters}
             parts = [{**{n: t for n, t in p.items() if ":" not in n}, **expand(p, plain, sizes)} for p in parts]
         mean = weighted_mean([{n: part[n] for n in own} for part in parts], weights)
+        if self.params.average_by == "uniform":
+            merged = {f"{layer}.weight" for layer in self.layers}
+            others = [{n: part[n] for n in own if n not in merged} for part in parts]
+            if others[0]:
+                mean |= weighted_mean(others, [1 / len(parts)] * len(parts))
         scales = self.params.scales
         candidates = ({**mean, **self.merge(parts, weights, mean, scale)} for scale in scales)
         message = next(candidates) if len(scales) == 1 else best(self.workbench, candidates)

@@ -66,7 +66,7 @@ def test_between_processes(vision_settings, quick, cluster, tmp_path):
 def test_our_names_are_none_of_the_frameworks():
     from federatedscope import register
 
-    from fs_lowrank.config import VISION_MODELS
+    from fs_lowrank.settings import VISION_MODELS
 
     assert not {"lr", "mlp", "convnet2", "convnet5", "vgg11", "lstm", "gcn"} & set(VISION_MODELS)
     # One of the framework's own fails on every name with "resnet" in it, so ours is asked first.

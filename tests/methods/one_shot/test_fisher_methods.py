@@ -1,5 +1,6 @@
 """FedFisher, FisherMerge and RegMean on nets small enough for brute force."""
 
+import copy
 import math
 
 import numpy as np
@@ -91,10 +92,64 @@ def test_draws_follow_seed_round_and_client(bench):
     same = clients(bench, count=1) * 2
     data = [bench.data(21)] * 2
     name = "fisher:two.weight"
-    first, again, later = (bench.one_round("fedfisher", same, data=data, sizes=[21, 21], round=r) for r in (1, 1, 2))
+    first, again, later = (
+        bench.one_round("fedfisher", same, data=data, sizes=[21, 21], round=r, draws=1) for r in (1, 1, 2)
+    )
     one, two = (u.tensors[name] for u in first.updates)
     assert not torch.equal(one, two), "each client draws for itself"
     assert torch.equal(one, again.updates[0].tensors[name]) and not torch.equal(one, later.updates[0].tensors[name])
+
+
+def exact_diagonal(model, batches):
+    """``(1/n) Σ_x Σ_y p(y|x) (∇log p(y|x))²`` in float64, sample by sample and class by class."""
+    model = copy.deepcopy(model).double()
+    own, count = dict(model.named_parameters()), 0
+    total = {n: torch.zeros_like(p) for n, p in own.items()}
+    for batch in batches:
+        for x in batch["pixel_values"].double():
+            logs = model(x[None]).logits.log_softmax(-1)[0]
+            for log in logs:
+                grads = torch.autograd.grad(log, list(own.values()), retain_graph=True, allow_unused=True)
+                for name, grad in zip(own, grads):
+                    total[name] += 0 if grad is None else log.exp().detach() * grad**2
+            count += 1
+    return {n: t.detach() / count for n, t in total.items()}
+
+
+@pytest.mark.parametrize("name, params", [("fedfisher", {"fisher": "diag"}), ("fisher_merge", {"floor": 0.0})])
+def test_the_expectation_over_labels_is_exact_unless_asked_otherwise(bench, name, params):
+    models = clients(bench, bench.pictures)
+    ran = bench.one_round(name, models, kind=bench.pictures, **params)
+    for update, model, data in zip(ran.updates, models, ran.data):
+        for parameter, wanted in exact_diagonal(model, data).items():
+            found = update.tensors[f"fisher:{parameter}"].double()
+            torch.testing.assert_close(found, wanted, atol=1e-7, rtol=1e-4)
+    drawn = bench.one_round(name, models, kind=bench.pictures, draws=1, **params)
+    assert any(not torch.equal(drawn.message[n], t) for n, t in ran.message.items())
+
+
+@pytest.mark.parametrize("fisher", ["kfac", "full"])
+def test_the_other_forms_are_exact_too(bench, fisher):
+    exact, asked = (bench.one_round("fedfisher", clients(bench), fisher=fisher, **d) for d in ({}, {"draws": 0}))
+    for one, two in zip(exact.updates, asked.updates):
+        assert one.tensors.keys() == two.tensors.keys()
+        assert all(torch.equal(one.tensors[n], t) for n, t in two.tensors.items())
+
+
+def test_beyond_a_hundred_classes_one_label_is_drawn_and_that_is_said_once(bench, caplog):
+    class Many(bench.small):
+        def __init__(self):
+            super().__init__()
+            self.classifier = torch.nn.Linear(9, 101, bias=False)
+
+    torch.manual_seed(0)
+    models = [Many().eval() for _ in range(2)]
+    data = [bench.data(14, seed=k) for k in range(2)]
+    options = {"data": data, "sizes": [14, 14], "kind": Many, "validation": data[0]}
+    with caplog.at_level("WARNING", "fs_lowrank"):
+        auto, drawn = (bench.one_round("fedfisher", models, **options, **d) for d in ({}, {"draws": 1}))
+    assert caplog.text.count("101 classes") == 1 and "lowrank.draws 0" in caplog.text
+    assert all(torch.equal(auto.message[n], t) for n, t in drawn.message.items())
 
 
 # -- Kronecker factors ---------------------------------------------------------------------------------
@@ -172,6 +227,7 @@ def test_one_client_gets_its_model_back(bench):
         ("fisher_merge", {}),
         ("regmean", {}),
         ("fisher_merge", {"rule": "mean"}),
+        ("fisher_merge", {"rule": "target", "normalize": True}),
     ):
         ran = bench.one_round(name, [model], kind=bench.pictures, **params)
         close(ran.message, bench.tensors(model))
@@ -335,6 +391,47 @@ def test_fisher_merge_s_two_rules(bench, rule):
             both += int((total < floor).any()) + int((total >= floor).any())
         torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-4)
     assert rule == "floor" or both > 3
+
+
+@pytest.mark.parametrize("rule", ["floor", "target"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_fisher_merge_as_its_authors_code(bench, rule, normalize):
+    """Their ``_merge_with_coeffs``, parameter by parameter in float64, with ``p_k`` as the coefficients."""
+    models, floor = clients(bench), 1e-3
+    ran = bench.one_round("fisher_merge", models, rule=rule, normalize=normalize, floor=floor)
+    fishers = [exact_diagonal(m, d) for m, d in zip(models, ran.data)]
+    norms = [sum(float((f**2).sum()) for f in fisher.values()) ** 0.5 if normalize else 1.0 for fisher in fishers]
+    for name, found in ran.message.items():
+        above = below = 0
+        for k, (p, model, fisher, norm) in enumerate(zip(ran.weights, models, fishers, norms)):
+            f = fisher[name].clamp_min(floor) if rule == "floor" or k == 0 else fisher[name]
+            w = dict(model.named_parameters())[name].detach().double()
+            above, below = above + p / norm * f * w, below + p / norm * f
+        torch.testing.assert_close(found.double(), above / below, atol=1e-5, rtol=1e-4)
+
+
+def test_fisher_merge_s_target_needs_each_update():
+    with pytest.raises(UserError, match="choose floor or mean"):
+        create_method("fisher_merge", rule="target", only_sums=True)
+
+
+@pytest.mark.parametrize("average_by", [None, "uniform", "samples"])
+@pytest.mark.parametrize("compress", [False, True])
+def test_regmean_s_other_parameters(bench, average_by, compress):
+    """The plain mean for convolutions and biases, as in both codes, unless samples are asked for."""
+
+    class Biased(bench.pictures):
+        def __init__(self):
+            super().__init__(bias=True)
+
+    models = clients(bench, bench.pictures, bias=True)
+    data = [bench.data(20 + 9 * k, seed=k, kind=bench.pictures) for k in range(3)]
+    options = {"kind": Biased, "data": data, "sizes": [20, 29, 38], "validation": data[0], "compress": compress}
+    ran = bench.one_round("regmean", models, **options, **({"average_by": average_by} if average_by else {}))
+    p = np.array([20, 29, 38]) / 87 if average_by == "samples" else np.full(3, 1 / 3)
+    for name in ("conv1.weight", "conv2.weight", "conv1.bias", "fc1.bias", "classifier.bias"):
+        wanted = sum(w * dict(m.named_parameters())[name].detach().double() for w, m in zip(p, models))
+        torch.testing.assert_close(ran.message[name].double(), wanted, atol=1e-4 if compress else 1e-6, rtol=1e-5)
 
 
 def test_regmean_by_its_formula(bench):

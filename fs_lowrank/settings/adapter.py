@@ -1,0 +1,157 @@
+"""The arguments of the adapter, ``llm.adapter.args``."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .check import check_value, misspelt
+from .origin import Origin
+
+#: short spellings of PEFT's names
+SHORT = {
+    "modules": "target_modules",
+    "layers": "layers_to_transform",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "rank": "r",
+}
+_LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
+#: names that PEFT has besides; only to tell a misspelling from an argument of a later version
+_PEFT_KEYS = (
+    "alpha_pattern",
+    "arrow_config",
+    "bias",
+    "corda_config",
+    "decompose_both",
+    "decompose_factor",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "init_lora_weights",
+    "init_weights",
+    "layer_replication",
+    "layers_pattern",
+    "loftq_config",
+    "lora_bias",
+    "megatron_config",
+    "megatron_core",
+    "module_dropout",
+    "modules_to_save",
+    "rank_dropout",
+    "rank_dropout_scale",
+    "rank_pattern",
+    "runtime_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_dora",
+    "use_effective_conv2d",
+    "use_qalora",
+)
+LOW_RANK_METHODS = ("lora", "lokr", "loha")
+_ADAPTER_METHODS = (*LOW_RANK_METHODS, "prefix", "prompt", "p-tuning")
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The adapter that ``llm.adapter.args`` asks for.
+
+    Attributes:
+        method: ``lora``, ``lokr``, ``loha`` (the framework also has ``prefix``, ``prompt``, ``p-tuning``).
+        lora_dropout: of the adapter's input; for ``lokr`` and ``loha`` it is PEFT's ``rank_dropout``.
+        target_modules: names of modules, or None for PEFT's choice.
+        layers: indices from 0, or None for all.
+        extra: further arguments of PEFT's config, as they came.
+    """
+
+    method: str = "lora"
+    r: int = 8
+    lora_alpha: float = 16
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    use_rslora: bool = False
+    extra: dict = field(default_factory=dict)
+
+    def scale(self, rank: int | None = None) -> float:
+        """What multiplies ``B A``: ``alpha / r``, with rsLoRA ``alpha / √r``; for another rank if one is given."""
+        rank = self.r if rank is None else rank
+        return self.lora_alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def to_args(self) -> dict[str, Any]:
+        """The mapping for ``llm.adapter.args``, in PEFT's names."""
+        args: dict[str, Any] = {"adapter_package": "peft", "adapter_method": self.method}
+        if self.method in LOW_RANK_METHODS:
+            args.update(
+                r=self.r, lora_alpha=self.lora_alpha, lora_dropout=self.lora_dropout, use_rslora=self.use_rslora
+            )
+            if self.target_modules is not None:
+                args["target_modules"] = list(self.target_modules)
+            if self.layers is not None:
+                args["layers_to_transform"] = list(self.layers)
+        return {**args, **copy.deepcopy(self.extra)}
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any], origin: Origin | None = None) -> AdapterSpec:
+        """Read ``llm.adapter.args[0]``, in PEFT's names or the short ones.
+
+        Raises:
+            UserError: a value of the wrong type or out of range, two spellings of one argument.
+        """
+        origin, at = origin or Origin(), "llm.adapter.args.0."
+        named: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
+        for key, value in args.items():
+            name = SHORT.get(key, key)
+            if name in spelled:
+                origin.fail(at + key, f"and {spelled[name]!r} are two spellings of one argument; keep one")
+            named[name], spelled[name] = value, key
+
+        def take(name: str, default: Any, hint: Any, **meta: Any) -> Any:
+            if name not in named:
+                return default
+            return check_value(at + spelled[name], named.pop(name), hint, meta, origin)
+
+        take("adapter_package", "peft", str, choices=("peft",))
+        method = take("adapter_method", "lora", str, choices=_ADAPTER_METHODS, fold=True)
+        if method not in LOW_RANK_METHODS:
+            return cls(method=method, extra=named)
+        for name in ("target_modules", "layers_to_transform"):
+            if name in named and isinstance(named[name], (str, int)) and not isinstance(named[name], bool):
+                named[name] = [named[name]]
+            if name in named and named[name] == []:
+                origin.fail(at + spelled[name], "is an empty list: nothing would train; name some, or leave it out")
+        modules = take("target_modules", None, list[str] | None)
+        layers = take("layers_to_transform", None, list[int] | None, min=0)
+        alpha = take("lora_alpha", 16, float, above=0.0)
+        spec = cls(
+            method=method,
+            r=take("r", 8, int, min=1),
+            lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+            lora_dropout=take("lora_dropout", 0.0, float, min=0.0, below=1.0),
+            target_modules=None if modules is None else tuple(modules),
+            layers=None if layers is None else tuple(layers),
+            use_rslora=take("use_rslora", False, bool),
+            extra=named,
+        )
+        known = ("adapter_package", "adapter_method", *SHORT, *_LORA_KEYS, *_PEFT_KEYS)
+        for key in named:
+            if key not in known and (close := misspelt(key, known)):
+                origin.fail(at + key, f"is not an argument; did you mean {close!r}?")
+        return spec
+
+
+def resolved_name(key: str) -> str:
+    """The key as a resolved config has it: PEFT's name for a short spelling."""
+    section, _, name = key.rpartition(".")
+    return f"{section}.{SHORT[name]}" if section == "llm.adapter.args.0" and name in SHORT else key
+
+
+def adapter_args(args: list[dict], origin: Origin) -> dict[str, Any]:
+    if len(args) > 1:
+        origin.wrong("llm.adapter.args", args, f"a list of one mapping, not {len(args)}")
+    return AdapterSpec.from_args(args[0] if args else {}, origin).to_args()

@@ -1,0 +1,140 @@
+"""From plain nested data to checked sections; and the checks that need more than one key."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from ..errors import UserError, nearest
+from . import framework
+from .check import check_value, hints_of, misspelt
+from .origin import Origin
+from .schema import Settings, known_keys
+from .sections import VISION_MODELS, Eval
+
+
+def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[str, Any]) -> Any:
+    """An instance of ``cls`` from its part of the file; the framework's further keys go to ``others``."""
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, Mapping):
+        origin.wrong(prefix.rstrip("."), raw, "a section with keys of its own")
+    hints = hints_of(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls) if not (f.metadata.get("open") or f.metadata.get("hidden"))}
+    rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("open")), None)
+    values: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = prefix + key
+        if key in fields:
+            values[key] = (
+                read_section(hints[key], value, name + ".", origin, others)
+                if dataclasses.is_dataclass(hints[key])
+                else check_value(name, value, hints[key], fields[key].metadata, origin)
+            )
+        elif _framework_key(name, value, origin, others):
+            continue
+        elif rest is None:
+            unknown_key(name, origin)
+        else:
+            # the section takes any key, so only a clear misspelling can be told
+            close = misspelt(key, fields) if rest == "extra" else None
+            if close and (key.lower() == close or cls is Eval):
+                raise UserError(f"{origin.where(name)}unknown key {name!r}; did you mean {prefix + close!r}?")
+            extra[key] = value
+    return cls(**values, **({rest: extra} if rest else {}))
+
+
+def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn:
+    candidates = [*known_keys(), *more]
+    candidates += {key.rsplit(".", depth)[0] for key in candidates for depth in range(1, key.count(".") + 1)}
+    # a key of the same section is meant more often than a like-sounding one elsewhere
+    section = name.rpartition(".")[0]
+    beside = [key for key in candidates if key.rpartition(".")[0] == section]
+    close = misspelt(name.rpartition(".")[2], [key.rpartition(".")[2] for key in beside], 0.6)
+    hint = f"; did you mean {(section + '.' if section else '') + close!r}?" if close else nearest(name, candidates)
+    raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
+
+
+def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]) -> bool:
+    """True if the framework has this key; noted in ``others`` unless it is at its default."""
+    if name in framework.DEFAULTS:
+        default = framework.DEFAULTS[name]
+        value = check_value(name, value, type(default), {}, origin)
+        if value != default:
+            others[name] = value
+        return True
+    if framework.within(name, framework.OPEN) and name not in framework.OPEN:
+        others[name] = value
+        return True
+    if name not in framework.OPEN and not any(key.startswith(name + ".") for key in framework.DEFAULTS):
+        return False
+    if value is not None and not isinstance(value, Mapping):
+        origin.wrong(name, value, "a section with keys of its own")
+    for key, item in (value or {}).items():
+        if not _framework_key(f"{name}.{key}", item, origin, others):
+            unknown_key(f"{name}.{key}", origin)
+    return True
+
+
+def check_together(config: Settings, origin: Origin) -> None:
+    """What one key alone does not show."""
+    federate = config.federate
+    if federate.client_num < 1:
+        origin.fail("federate.client_num", f"= {federate.client_num}: set it to the number of clients, 1 or more")
+    if federate.sample_client_num == 0:
+        origin.wrong("federate.sample_client_num", 0, "clients a round, 1 or more; or -1 for all")
+    if federate.sample_client_num > federate.client_num:
+        origin.wrong(
+            "federate.sample_client_num",
+            federate.sample_client_num,
+            f"at most federate.client_num, which is {federate.client_num}",
+        )
+    if federate.sample_client_rate <= 0 and federate.sample_client_rate != -1:
+        origin.wrong(
+            "federate.sample_client_rate", federate.sample_client_rate, "a share above 0 and at most 1; or -1 for all"
+        )
+    if config.lowrank.min_clients > config.sampled_per_round:
+        origin.wrong(
+            "lowrank.min_clients",
+            config.lowrank.min_clients,
+            f"at most the clients of a round, {config.sampled_per_round}",
+        )
+    if config.is_vision and config.model.task != "ImageClassification":
+        origin.wrong("model.task", config.model.task, f"ImageClassification, or nothing, with {config.model.type}")
+    for key, value, default in (
+        ()
+        if config.is_vision
+        else (
+            ("norm", config.lowrank.norm, "batch"),
+            ("width", config.lowrank.width, 1.0),
+            ("weights", config.lowrank.weights, ""),
+            ("base_init", config.lowrank.base_init, "random"),
+        )
+    ):
+        if value != default:
+            origin.fail(
+                f"lowrank.{key}",
+                f"= {value!r} is for networks of ours ({', '.join(VISION_MODELS)}); "
+                f"model.type is {config.model.type!r}",
+            )
+    if config.lowrank.base_init == "zero" and not config.from_scratch:
+        origin.fail(
+            "lowrank.base_init",
+            "= 'zero' would wipe out the pre-trained weights of lowrank.weights; it is for training from scratch",
+        )
+    splits = config.data.splits
+    if len(splits) != 3 or abs(sum(splits) - 1) > 1e-6:
+        origin.wrong("data.splits", splits, "three shares, of train, validation and test, that add up to 1")
+    if (
+        isinstance(config.device, str)
+        and config.device != "cpu"
+        or isinstance(config.device, int)
+        and config.device < -1
+    ):
+        origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
+    best = config.eval.best_res_update_round_wise_key
+    if not re.fullmatch(r"(\w+\.)?(train|val|test|client_test)_\w+", best):
+        origin.wrong("eval.best_res_update_round_wise_key", best, "SPLIT_METRIC, such as val_loss or test_acc")

@@ -1,0 +1,241 @@
+"""Checking one value against its key: type, bounds, choices. Everything that a user configures is checked here."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import inspect
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ..errors import UserError, nearest
+from .origin import Origin
+from .tree import plain
+
+
+def key(default: Any, **meta: Any) -> Any:
+    """A key of a section.
+
+    Meta: ``min``, ``above``, ``max``, ``below`` bound a number or each in a list (``above`` and ``below``
+    exclude); ``choices``; ``items``, the choices for each item of a list; ``fold``, case does not matter;
+    ``also``, other spellings; ``filled``, a list or mapping must not be empty; ``words``, what is expected, where the
+    type says too little; ``result=False``, does not decide the result; ``local``, the only value that the
+    local engine honours; ``idle``, why the local engine has no use for it; ``open``, takes unknown keys.
+    """
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: copy.deepcopy(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """The annotations of a class, evaluated: which takes longer than all checks by them."""
+    return typing.get_type_hints(cls)
+
+
+def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: Origin) -> Any:
+    """``value`` checked against the key's type and bounds."""
+    given = value
+    for spelling, meant in meta.get("also", {}).items():
+        folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
+        if type(folded) is type(spelling) and folded == spelling:
+            value = meant
+    try:
+        value = _coerce(plain(value), hint)
+    except _Mismatch:
+        choices = meta.get("choices")
+        origin.wrong(name, given, f"one of {', '.join(map(str, choices))}" if choices else _expected(hint, meta))
+    if meta.get("filled") and not value:
+        origin.wrong(name, given, f"{_expected(hint, meta)} that is not empty")
+    if meta.get("fold"):
+        value = {choice.lower(): choice for choice in meta["choices"]}.get(value.lower(), value)
+    items = value if isinstance(value, (list, tuple)) else [value]
+    for choices, shape, chosen in (
+        (meta.get("choices"), "one of", [value]),
+        (meta.get("items"), "a list of any of", items),
+    ):
+        for item in chosen:
+            if choices and item is not None and item not in choices:
+                listed = ", ".join(str(choice) or "''" for choice in choices)
+                origin.wrong(name, given, f"{shape} {listed}{nearest(item, choices)}")
+    bounds = [(meta[bound], holds, words) for bound, holds, words in _BOUNDS if meta.get(bound) is not None]
+    for item in items:
+        is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
+        if is_number and not all(holds(item, limit) for limit, holds, _ in bounds):
+            wanted = " and ".join(
+                f"{words} {limit if isinstance(limit, int) else f'{limit:g}'}" for limit, _, words in bounds
+            )
+            origin.wrong(name, given, f"{_expected(hint, meta)}, {wanted}")
+    return value
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is known of a key: its type, what ``key`` notes of it, and whether it must be given."""
+
+    hint: Any
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    required: bool = False
+
+
+@cache
+def keys_of(what: type | Callable, skip: int = 0) -> dict[str, Key]:
+    """The fields of a dataclass, or the arguments of a function after the first ``skip``, as keys.
+
+    A function notes by ``Annotated[float, {"above": 0.0}]`` what a dataclass notes by ``key``; an argument without a
+    type takes anything.
+    """
+    if dataclasses.is_dataclass(what):
+        missing = dataclasses.MISSING
+        return {
+            f.name: Key(hints_of(what)[f.name], f.metadata, f.default is missing and f.default_factory is missing)
+            for f in dataclasses.fields(what)
+            if f.init
+        }
+    hints = typing.get_type_hints(what, include_extras=True)
+    found = {}
+    for name, parameter in list(inspect.signature(what).parameters.items())[skip:]:
+        hint, *noted = (
+            typing.get_args(hints[name]) if hasattr(hints.get(name), "__metadata__") else [hints.get(name, Any)]
+        )
+        found[name] = Key(hint, noted[0] if noted else {}, parameter.default is parameter.empty)
+    return found
+
+
+def check_keys(
+    given: Any, keys: Mapping[str, Key], origin: Origin, at: str = "", only: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """The values of ``given``, each checked against its key.
+
+    Args:
+        at: the dotted name of ``given``, for messages.
+        only: those of ``keys`` that are allowed here; None: all.
+    Raises:
+        UserError: no mapping; an unknown key, with the nearest; a missing one; a value of the wrong type or out of
+            range. The message names file, line, dotted key, value, and what was expected.
+    """
+    if not isinstance(given, Mapping):
+        origin.wrong(at or "the whole", given, "a mapping")
+    allowed = list(keys if only is None else only)
+    prefix = f"{at}." if at else ""
+    checked = {}
+    for name, value in given.items():
+        if name not in allowed:
+            takes = f"there are: {', '.join(allowed)}" if allowed else "it takes none"
+            raise UserError(
+                f"{origin.where(f'{prefix}{name}')}unknown key {prefix + str(name)!r}{nearest(name, allowed)}; {takes}"
+            )
+        checked[name] = check_value(prefix + name, value, keys[name].hint, keys[name].meta, origin)
+    for name in allowed:
+        if keys[name].required and name not in given:
+            origin.fail(prefix + name, "is missing")
+    return checked
+
+
+def one_mapping(name: str, given: Any, origin: Origin) -> dict[str, Any]:
+    """The mapping in a list of at most one, as FederatedScope writes arguments; ``{}`` if there is none."""
+    entries = [given] if isinstance(given, Mapping) else given or []
+    if not isinstance(entries, (list, tuple)) or len(entries) > 1 or not all(isinstance(e, Mapping) for e in entries):
+        origin.wrong(name, given, "a list of one mapping")
+    return dict(entries[0]) if entries else {}
+
+
+_BOUNDS = (
+    ("min", operator.ge, "at least"),
+    ("above", operator.gt, "above"),
+    ("max", operator.le, "at most"),
+    ("below", operator.lt, "below"),
+)
+
+
+_EXPECTED = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+    dict: "a mapping",
+    type(None): "nothing",
+}
+
+
+def _expected(hint: Any, meta: Mapping[str, Any] = types.MappingProxyType({})) -> str:
+    """The type in words."""
+    if "words" in meta:
+        return meta["words"]
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_expected(arg) for arg in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(repr, args))
+    if origin in (list, tuple) and args:
+        fixed = origin is tuple and args[-1] is not ...
+        many = f"a list of {len(args)}" if fixed else "a list of"
+        plural = {int: " whole numbers", float: " numbers", str: " texts", dict: " mappings"}.get(args[0])
+        return f"{many}{plural}" if plural else "a list"
+    return _EXPECTED.get(origin or hint, getattr(hint, "__name__", str(hint)))
+
+
+class _Mismatch(Exception):
+    pass
+
+
+def _coerce(value: Any, hint: Any) -> Any:
+    """``value`` as ``hint`` has it, if that takes no guess: an int for a float, a number written as text."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        exact = [arg for arg in args if type(value) is (typing.get_origin(arg) or arg)]
+        for arg in (*exact, *args):
+            try:
+                return _coerce(value, arg)
+            except _Mismatch:
+                continue
+        raise _Mismatch
+    if origin is typing.Literal:
+        if value in args:
+            return value
+    elif hint is float:
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                raise _Mismatch from None
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    elif hint is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif hint in (bool, str, type(None)):
+        if isinstance(value, hint):
+            return value
+    elif (origin or hint) in (list, tuple, Sequence):
+        if isinstance(value, (list, tuple)):
+            kind = tuple if (origin or hint) is tuple else list
+            fixed = origin is tuple and args and args[-1] is not ...
+            if fixed and len(args) != len(value):
+                raise _Mismatch
+            hints = args if fixed else [args[0] if args else Any] * len(value)
+            return kind(_coerce(item, arg) for item, arg in zip(value, hints))
+    elif (origin or hint) in (dict, Mapping):
+        if isinstance(value, Mapping):
+            return dict(value)
+    else:
+        return value
+    raise _Mismatch
+
+
+def misspelt(key: str, known: Any, cutoff: float = 0.8) -> str | None:
+    """The known name that ``key`` was surely meant to be, or None."""
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(key.lower(), list(lower), n=1, cutoff=cutoff)
+    return lower[close[0]] if close else None

@@ -1,0 +1,44 @@
+"""Where a value came from, for messages: file, line, dotted key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from ..errors import UserError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where values came from."""
+
+    file: str = ""
+    #: dotted key -> line, from 1
+    lines: Mapping[str, int] = field(default_factory=dict)
+    #: keys that an override has set
+    overridden: frozenset[str] = frozenset()
+
+    def where(self, key: str) -> str:
+        """``"FILE, line N: "``, or as much of it as is known."""
+        parts = key.split(".")
+        if key not in self.lines and any(name.startswith(key + ".") for name in self.overridden):
+            return "override: "
+        for end in range(len(parts), 0, -1):
+            name = ".".join(parts[:end])
+            if name in self.overridden:
+                return "override: "
+            if name in self.lines:
+                return f"{self.file}, line {self.lines[name]}: "
+        return f"{self.file}: " if self.file else ""
+
+    def fail(self, key: str, message: str) -> NoReturn:
+        raise UserError(f"{self.where(key)}{key} {message}")
+
+    def wrong(self, key: str, value: Any, expected: str) -> NoReturn:
+        self.fail(key, f"= {show(value)}: expected {expected}")
+
+
+def show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,134 @@
+"""Reading YAML strictly, with the line of every key; and overrides, such as those of a command line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from ..errors import UserError, nearest
+from .origin import Origin
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.1 as the framework reads it, except that ``5e-3`` is a number and ``2026-01-01`` is text."""
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what ``Loader`` reads back: text such as ``5e-3`` needs quotes."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_FLOAT = re.compile(
+    r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
+                    |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
+    re.X,
+)
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _class in (Loader, Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def read_yaml(path: str | os.PathLike) -> tuple[Origin, dict[str, Any]]:
+    name = os.path.expanduser(os.fspath(path))
+    try:
+        with open(name, encoding="utf-8-sig") as file:
+            text = file.read()
+    except FileNotFoundError:
+        folder = os.path.dirname(name) or "."
+        others = [f for f in os.listdir(folder) if f.endswith((".yaml", ".yml"))] if os.path.isdir(folder) else []
+        raise UserError(f"{name}: no such file{nearest(os.path.basename(name), others)}") from None
+    except IsADirectoryError:
+        raise UserError(f"{name} is a folder: expected a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+    lines: dict[str, int] = {}
+    loader = None
+    try:
+        loader = Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return Origin(name), {}
+        if not isinstance(node, yaml.MappingNode):
+            kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+            raise UserError(f"{name} holds {kind}: expected sections and keys, such as `federate:`")
+        _lines(node, "", lines, name, ())
+        content = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+        raise UserError(f"{name}{at}: invalid YAML: {problem}") from None
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{name}: invalid YAML: {error}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return Origin(name, lines), content
+
+
+def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, above: tuple[int, ...]) -> None:
+    """Note the line of every key, and refuse one that is given twice: YAML would keep the last without a word."""
+    if id(node) in above:
+        raise UserError(f"{file}, line {node.start_mark.line + 1}: an alias that contains itself")
+    above = (*above, id(node))
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.tag.endswith(":merge") or not isinstance(key, yaml.ScalarNode):
+                continue
+            name, line = prefix + key.value, key.start_mark.line + 1
+            if name in lines:
+                raise UserError(f"{file}, line {line}: {name} is given twice; first in line {lines[name]}")
+            lines[name] = line
+            _lines(value, name + ".", lines, file, above)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _lines(item, f"{prefix}{index}.", lines, file, above)
+
+
+def as_overrides(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {key.replace("__", ".") if isinstance(key, str) else key: value for key, value in given.items()}
+    if isinstance(given, str):
+        raise UserError(f"overrides = {given!r}: expected a mapping, or a list of keys and values in turn")
+    return parse_overrides(given)
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """``["train.optimizer.lr", "5e-3", …]`` as a mapping; values are read as YAML.
+
+    Raises:
+        UserError: a key without a value, or a value that is not YAML.
+    """
+    pairs = list(pairs)
+    for key in pairs[::2]:
+        if key.startswith("-") or "=" in key:
+            plain = key.lstrip("-").split("=")[0]
+            raise UserError(f"override {key!r}: write overrides as pairs, `{plain} VALUE`")
+    if len(pairs) % 2:
+        raise UserError(f"override {pairs[-1]!r} has no value: overrides come in pairs, `key value key value`")
+    parsed: dict[str, Any] = {}
+    for key, text in zip(pairs[::2], pairs[1::2]):
+        try:
+            parsed[key] = yaml.load(text, Loader) if text.strip() else ""
+        except yaml.YAMLError as error:
+            if text.lstrip()[:1] in tuple("[{"):
+                raise UserError(
+                    f"override {key} = {text!r} is not valid YAML: {getattr(error, 'problem', None) or error}"
+                ) from None
+            parsed[key] = text
+    return parsed

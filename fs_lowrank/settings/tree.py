@@ -1,0 +1,91 @@
+"""Nested plain data under dotted keys: take apart, look up, set, merge."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import UserError
+from .origin import show
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; sections, however deep, are taken apart, lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if not isinstance(key, str):
+            raise UserError(
+                f"unknown key {prefix}{key!r}: expected text (YAML reads a bare on, off, yes, no as "
+                "a truth value and digits as a number)"
+            )
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = plain(value)
+    return flat
+
+
+def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Put ``changes`` into ``tree``: sections merge, anything else is replaced."""
+    for key, value in flatten(changes).items():
+        if value == {} and isinstance(value, dict):
+            if lookup(tree, key) is None:
+                assign(tree, key, {})
+        else:
+            assign(tree, key, value)
+
+
+def assign(tree: Any, key: str, value: Any) -> None:
+    """Set a dotted key; a segment that is a number is an index, and one past the end of a list adds to it."""
+    parts = key.split(".")
+    if "" in parts:
+        raise UserError(f"unknown key {key!r}: a name is missing beside a dot")
+    node = tree
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        fresh: Any = None if last else [] if parts[depth + 1].isdigit() else {}
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) > len(node):
+                raise UserError(
+                    f"{key}: {'.'.join(parts[:depth])} is a list of {len(node)}; "
+                    f"expected an index up to {len(node)}, not {part!r}"
+                )
+            index: Any = int(part)
+            if index == len(node):
+                node.append(fresh)
+        else:
+            index = part
+        if last:
+            node[index] = value
+            return
+        child = node[index] if isinstance(node, list) else node.get(index)
+        if child is None:
+            child = node[index] = fresh
+        if not isinstance(child, (dict, list)):
+            raise UserError(
+                f"unknown key {key!r}: {'.'.join(parts[: depth + 1])} is a value ({show(child)}), not a section"
+            )
+        node = child
+
+
+def lookup(tree: Mapping[str, Any], key: str) -> Any:
+    node: Any = tree
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return None
+        node = node[part]
+    return node
+
+
+def plain(value: Any) -> Any:
+    """``value`` as YAML can write it: lists for tuples, Python's numbers for NumPy's, text for paths."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "dtype") and hasattr(value, "item"):
+        return value.item()
+    return value

@@ -1,0 +1,68 @@
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmark.script import script, short
+from benchmark.suite import load_suite, shipped
+from fs_lowrank import UserError
+
+OPTIONS = {
+    "--data": dict(default="digits"),
+    "--root": dict(type=Path),
+    "--sizes": dict(type=int, nargs="+", default=[1, 2]),
+    "--lr": dict(type=float),
+    "more": dict(nargs="*"),
+}
+
+
+def test_command_names_and_files(tmp_path, capsys):
+    def study(data, root, sizes, lr, more, extra=0):
+        return {"third": 1 / 3, "got": [data, sizes, lr, more, extra]}
+
+    main = script("benchmark.analysis.x", "About.", OPTIONS, study, lines=lambda r: ["said"], readme=lambda r: "# R\n")
+    result = main(["--lr", "0.01", "--root", str(tmp_path), "--out", str(tmp_path), "a", "b"], extra=7)
+    written = json.loads((tmp_path / "x_digits.json").read_text())
+    assert written["command"] == "python -m benchmark.analysis.x --data digits --root DIR --sizes 1 2 --lr 0.01 a b"
+    assert written["third"] == 0.333333 and result["got"] == ["digits", [1, 2], 0.01, ["a", "b"], 7] == written["got"]
+    assert {"python", "torch"} <= written["versions"].keys() and written["seconds"] >= 0
+    assert (tmp_path / "README.md").read_text() == "# R\n" and capsys.readouterr().out == "said\n"
+    assert "--lr" not in main(["--out", str(tmp_path)])["command"]
+
+
+def test_a_users_error_is_one_line_and_exit_code_2(tmp_path, capsys):
+    def study():
+        raise UserError("no such data")
+
+    with pytest.raises(SystemExit) as ended:
+        script("benchmark.x", "About.", {}, study)(["--out", str(tmp_path)])
+    assert ended.value.code == 2 and capsys.readouterr().err == "error: no such data\n"
+
+
+def test_floats_are_shortened_all_the_way_down():
+    assert short({"a": [1 / 3, {"b": (2.0, 1e-17 / 3)}], "c": True, "d": "x"}, 3) == {
+        "a": [0.333, {"b": [2.0, 3.33e-18]}],
+        "c": True,
+        "d": "x",
+    }
+
+
+def test_every_script_of_a_suite_takes_the_options_that_the_suite_gives(capsys):
+    found = [e for name in shipped() for e in load_suite(name, "small").experiments.values() if e.script]
+    assert len(found) >= 8
+    for experiment in found:
+        with pytest.raises(SystemExit) as ended:
+            import_module(experiment.script).main([*experiment.args, "--no-such"])
+        assert ended.value.code == 2, experiment.script
+        assert capsys.readouterr().err.endswith("error: unrecognized arguments: --no-such\n"), experiment.script
+
+
+def test_a_study_runs_under_python_m(tmp_path):
+    command = ["benchmark.server_costs", "--clients", "2", "--repeats", "1", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, timeout=300)
+    written = json.loads((tmp_path / "server_costs.json").read_text())
+    assert written["command"] == "python -m benchmark.server_costs --clients 2 --rank 4 --repeats 1"
+    assert written["methods"]["rolora"]["up_kB"] < written["methods"]["fedlora"]["up_kB"]

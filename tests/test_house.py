@@ -1,0 +1,186 @@
+"""How the files of the three packages may import each other: no circles, and one direction among the rooms.
+
+All imports count: at the top and inside functions, absolute and relative, names given to ``import_module`` as text,
+and lists of names that a file imports in a loop.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("fs_lowrank", "benchmark", "hpo")
+
+#: rooms from the floor up; a file may import from rooms of lower rows, and from its own room. Rooms of one row do
+#: not know each other. The package itself (``fs_lowrank/__init__.py``) hands out what is public, so it is above them
+ROWS = (
+    ("fs_lowrank.errors", "fs_lowrank.seeds", "fs_lowrank.versions"),
+    ("fs_lowrank.settings",),
+    ("fs_lowrank.algebra", "fs_lowrank.jobs", "fs_lowrank.privacy"),
+    ("fs_lowrank.data",),
+    ("fs_lowrank.models",),
+    ("fs_lowrank.methods",),
+    ("fs_lowrank.training",),
+    ("fs_lowrank.config",),
+    ("fs_lowrank.runs",),
+    ("fs_lowrank.rounds",),
+    ("fs_lowrank.engines",),
+    ("fs_lowrank.api",),
+    ("fs_lowrank",),
+    ("fs_lowrank.doctor",),
+    ("fs_lowrank.cli",),
+    ("fs_lowrank.__main__",),
+    ("hpo",),
+    ("benchmark",),
+)
+HEIGHT = {room: height for height, row in enumerate(ROWS) for room in row}
+
+
+def modules(root: Path, packages: tuple[str, ...] = PACKAGES) -> dict[str, Path]:
+    """Dotted name → file of every module; a package has the name of its folder."""
+    found = {}
+    for package in packages:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, known: Mapping[str, Path]) -> dict[str, int]:
+    """The modules of ``known`` that the module ``name`` imports, each with the line where it first does."""
+    path, found = known[name], {}
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+    def note(target: str, line: int) -> None:
+        while target and target not in known:  # a name in a module: the module
+            target = target.rpartition(".")[0]
+        if target and target != name:
+            found.setdefault(target, line)
+
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                note(alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            parent = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parent, *([node.module] if node.module else [])])
+            for alias in node.names:
+                note(f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base, node.lineno)
+    for target, line in by_text(tree, package):
+        if target in known:
+            note(target, line)
+    return dict(sorted(found.items()))
+
+
+def by_text(tree: ast.Module, package: str) -> Iterator[tuple[str, int]]:
+    """Names that may be imported through ``import_module``.
+
+    A literal is one. Of a name that is computed, all texts that stand in the file's lists, tuples and dicts may be
+    one; below the package where the call puts the package's name in front.
+    """
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+    ]
+    listed = [
+        item
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict))
+        for item in (node.values if isinstance(node, ast.Dict) else node.elts)
+        if isinstance(item, ast.Constant) and isinstance(item.value, str)
+    ]
+    for call in calls:
+        given = call.args[0]
+        if isinstance(given, ast.Constant):
+            yield package + given.value if given.value.startswith(".") else given.value, call.lineno
+            continue
+        below = any(isinstance(n, ast.Name) and n.id in ("__name__", "__package__") for n in ast.walk(given))
+        for item in listed:
+            yield f"{package}.{item.value}" if below else item.value, item.lineno
+
+
+def room(name: str) -> str:
+    """The room that a module is in."""
+    parts = name.split(".")
+    return parts[0] if parts[0] != "fs_lowrank" else ".".join(parts[:2])
+
+
+def circle(edges: Mapping[str, Mapping[str, int]]) -> str:
+    """A circle of imports, in words, with the lines; nothing where there is none."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        members = error.args[1][::-1]
+        return "\n".join(f"{a}, line {edges[a][b]}, imports {b}" for a, b in zip(members, members[1:]))
+    return ""
+
+
+def against(edges: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Imports that go up, or across from one room to another of the same row."""
+    return [
+        f"{a}, line {line}, imports {b}"
+        for a, targets in edges.items()
+        for b, line in targets.items()
+        if room(a) != room(b) and HEIGHT[room(b)] >= HEIGHT[room(a)]
+    ]
+
+
+@pytest.fixture(scope="module")
+def edges():
+    known = modules(ROOT)
+    return {name: imports(name, known) for name in known}
+
+
+def test_no_two_files_import_each_other(edges):
+    assert len(edges) > 100 and not circle(edges), circle(edges)
+
+
+def test_every_file_is_in_a_room(edges):
+    assert not {room(name) for name in edges} - HEIGHT.keys()
+
+
+def test_imports_point_one_way(edges):
+    assert not against(edges), "\n".join(against(edges))
+
+
+def test_names_that_are_given_as_text_count(edges):
+    assert "fs_lowrank.methods.one_shot.fedfisher" in edges["fs_lowrank.methods.catalogue"]
+    assert {"fs_lowrank.config", "fs_lowrank.api"} <= edges["fs_lowrank"].keys()
+    assert {"fs_lowrank.engines.local", "fs_lowrank.engines.federatedscope.run"} <= edges["fs_lowrank.api"].keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pack.b",
+        "from pack import b",
+        "from . import b",
+        "from .b import x",
+        "def f():\n    from .b import x",
+        "from importlib import import_module\nimport_module('pack.b')",
+        "import importlib\ndef f():\n    importlib.import_module('.b', __package__)",
+        "from importlib import import_module\nNAMES = {'x': 'b'}\nfor n in NAMES:\n"
+        "    import_module(f'{__package__}.{n}')",
+        "from importlib import import_module\nNAMES = ('pack.b',)\nfor n in NAMES:\n    import_module(n)",
+    ],
+)
+def test_a_circle_is_found_however_it_is_written(tmp_path, text):
+    (tmp_path / "pack").mkdir()
+    for name, content in {"__init__": "", "a": text, "b": "from .c import y", "c": "import pack.a"}.items():
+        (tmp_path / "pack" / f"{name}.py").write_text(content)
+    known = modules(tmp_path, ("pack",))
+    found = circle({name: imports(name, known) for name in known})
+    assert len(found.splitlines()) == 3 and "imports pack.b" in found
+
+
+def test_an_import_that_goes_up_is_named():
+    assert against({"fs_lowrank.data.files": {"fs_lowrank.models.build": 7}, "benchmark.plan": {"hpo.space": 1}}) == [
+        "fs_lowrank.data.files, line 7, imports fs_lowrank.models.build"
+    ]
