@@ -10,7 +10,7 @@ from fs_lowrank.algebra import FlatTensors
 from fs_lowrank.engines.server import TooFewClients
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import (
-    Method,
+    Averaging,
     Phase,
     RefusedUpdate,
     Update,
@@ -175,7 +175,7 @@ def test_the_registry(monkeypatch):
         create_method("rollora")
 
     @register_method("half_and_half")
-    class HalfAndHalf(Method):
+    class HalfAndHalf(Averaging):
         @dataclass(frozen=True)
         class Params:
             share: float = field(default=0.5, metadata={"min": 0.0, "max": 1.0})

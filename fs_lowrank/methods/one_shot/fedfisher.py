@@ -30,7 +30,7 @@ reaches the rounding of the factors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice, takewhile
 
 import torch
@@ -41,7 +41,7 @@ from ...errors import UserError
 from ...models.curvature import check_full_size, full_fisher, kronecker_fisher, matrix_layers, require_curvlinops
 from ..base import Client, State, Tensors
 from ..registry import register_method
-from .base import DRAWS, OneShot, best, diagonal_sums, entries, with_products
+from .base import CLASSIFIERS, DRAWS, OneShot, best, diagonal_sums, entries, with_products
 from .compress import VECTOR_BITS, compress, expand, shapes, vectors_kept
 
 #: steps between two iterates that are scored
@@ -61,12 +61,15 @@ class Block:
     split: Callable[[Tensor], dict[str, Tensor]]
 
 
+def solver_of(params: FedFisher.Params) -> str:
+    """``params.solver``; of auto, the one that it stands for."""
+    return params.solver if params.solver != "auto" else ("closed" if params.fisher == "diag" else "cg")
+
+
 @register_method("fedfisher")
 class FedFisher(OneShot):
     source = "Jhunjhunwala et al., AISTATS 2024, Algorithm 1"
     sends = "all weights, and their Fisher information (diagonal, Kronecker factors or full)"
-    additive = True
-    tasks = ("SequenceClassification", "ImageClassification")
     #: 2: one label was drawn for each sample where the expectation is now exact
     revision = 2
 
@@ -102,10 +105,15 @@ class FedFisher(OneShot):
             default=False, metadata={"help": "quantise weights and Fisher to the bytes of plain averaging"}
         )
 
+    @classmethod
+    def requires(cls, params):
+        sums = params.fisher == "diag" and not params.compress
+        validation = params.select and solver_of(params) != "closed"
+        return replace(super().requires(params), tasks=CLASSIFIERS, sums=sums, validation=validation)
+
     def __init__(self, params, setting):
         super().__init__(params, setting)
-        self.solver = params.solver if params.solver != "auto" else ("closed" if params.fisher == "diag" else "cg")
-        self.selects = params.select and self.solver != "closed"
+        self.solver = solver_of(params)
         if params.fisher == "kfac":
             require_curvlinops()
             if self.solver == "closed":
@@ -115,11 +123,6 @@ class FedFisher(OneShot):
                 )
         if params.fisher == "full" and params.compress:
             raise UserError("lowrank.compress is for fisher diag and kfac; the full one is for tiny nets")
-        if setting.only_sums and (params.fisher != "diag" or params.compress):
-            raise UserError(
-                "a server that sees only the sum of the updates can work with lowrank.fisher = diag and "
-                "lowrank.compress = False: Kronecker factors and codes do not add up to those of a sum"
-            )
         #: linear and convolutional layers that are adapted -> whether they have a bias; known once there is a model
         self.layers: dict[str, bool] = {}
 

@@ -14,15 +14,16 @@ taken, which the authors' pseudo-inverse takes nearest to zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from ...algebra import least_change, weighted_mean
 from ...models.curvature import input_grams, matrix_layers
+from ...models.names import entries
 from ..registry import register_method
-from .base import OneShot, best, entries
+from .base import OneShot, best
 from .compress import compress, expand, shapes, vectors_kept
 
 
@@ -30,7 +31,6 @@ from .compress import compress, expand, shapes, vectors_kept
 class RegMean(OneShot):
     source = "Jin et al., ICLR 2023"
     sends = "all weights, and a Gram matrix of the inputs of every linear layer"
-    selects = True
     #: 2: what is no linear layer's weight was averaged by samples
     revision = 2
 
@@ -51,6 +51,10 @@ class RegMean(OneShot):
         def __post_init__(self):
             if not self.scales:
                 raise ValueError("scales is empty: expected one factor at least")
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), validation=True)
 
     def adapt(self, model: nn.Module) -> nn.Module:
         model = super().adapt(model)
