@@ -325,12 +325,14 @@ class Averaging(Method):
     """A method whose server step is a weighted mean of what clients hold: ``mean``, wrappers' steps, ``settle``.
 
     As it stands it is federated averaging of everything that trains. Where clients send something else than what is
-    averaged (factors, say), ``mean`` recovers it, and ``requires`` says that sums are not enough.
+    averaged (factors, say), ``mean`` recovers it. A class with a ``mean`` or ``aggregate`` of its own is taken to need
+    each update, unless its ``requires`` says that sums are enough.
     """
 
     @classmethod
     def requires(cls, params: object) -> Requires:
-        return dataclasses.replace(super().requires(params), sums=True)
+        sums = cls.mean is Averaging.mean and cls.aggregate is Averaging.aggregate
+        return dataclasses.replace(super().requires(params), sums=sums)
 
     def __init__(self, params: object, setting: Setting):
         super().__init__(params, setting)

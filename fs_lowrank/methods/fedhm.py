@@ -17,7 +17,7 @@ hold is not lost at once. By samples it counts as an average client of the round
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +58,6 @@ class FedHM(Averaging):
             default=False,
             metadata={"help": "the server's model is one more client where none has the smallest rank factor"},
         )
-
-    @classmethod
-    def requires(cls, params):
-        return replace(super().requires(params), sums=False)
 
     @classmethod
     def revision_of(cls, params) -> int:

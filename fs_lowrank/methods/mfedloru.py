@@ -48,7 +48,7 @@ class MFedLoRU(FedLoRU):
 
     @classmethod
     def requires(cls, params):
-        return replace(super().requires(params), adapter="lora", sums=False)
+        return replace(super().requires(params), adapter="lora")
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

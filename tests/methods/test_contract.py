@@ -86,6 +86,8 @@ def test_a_server_optimizer_is_never_left_out_unsaid():
     register_method("own_step")(Own)
     register_method("median")(Median)
     create_method("own_step")
+    # Nor does it get a sum in the place of the updates.
+    assert not requirements("own_step").sums and not requirements("median").sums and requirements("fedlora").sums
     with pytest.raises(UserError, match="own_step has an aggregate of its own.*override mean or settle"):
         create_method("own_step", server_optimizer={"type": "Adam"})
     with pytest.raises(UserError, match="median's server step is not a weighted mean"):
