@@ -407,9 +407,9 @@ def test_one_client_one_round_is_local_training(make, method):
         lr=5e-3,
         seed=derive(alone.config.seed, "train", 1, 1),
         owner="client 1",
-        prefix=alone.prefix,
+        prefix=alone.site.prefix,
     )
-    load_tensors(alone.model, alone.untrained_personal)
+    load_tensors(alone.model, alone.site.untrained_personal)
     trained = logits(alone.model, alone.site.data.test)
     assert not torch.allclose(before, trained, atol=1e-4)
     torch.testing.assert_close(logits(engine.model, engine.site.data.test), trained, atol=1e-5, rtol=1e-4)
