@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fs_lowrank import create_method, list_methods
+from fs_lowrank import Gathering, create_method, list_methods
 from fs_lowrank.runs.summary import human_bytes
 
 from .claims import Spread, paired_noise, spread
@@ -169,7 +169,8 @@ def head_of(record: Mapping) -> str:
     if sent["uplink"] <= sent["uplink_without_head"]:
         return "none is sent"
     name = record["config"]["federate.method"]
-    if name in list_methods() and not create_method(name).averages_head:
+    method = create_method(name) if name in list_methods() else None
+    if isinstance(method, Gathering) and "head" not in method.averaged:
         return "trained, sent and combined as the other layers are"
     return "trained, sent and averaged"
 

@@ -268,7 +268,7 @@ def _compare(args: argparse.Namespace) -> None:
 def _methods(args: argparse.Namespace) -> None:
     import inspect
 
-    from .methods import get_method_class, list_methods
+    from .methods import Averaging, get_method_class, list_methods
 
     if args.name is None:
         table = Table()
@@ -276,7 +276,7 @@ def _methods(args: argparse.Namespace) -> None:
             table.add_column(column)
         for name in list_methods():
             cls = get_method_class(name)
-            table.add_row(name, cls.source, cls.sends, "weighted mean" if cls.averages else "its own")
+            table.add_row(name, cls.source, cls.sends, "weighted mean" if issubclass(cls, Averaging) else "its own")
         console.print(table)
         return
     cls = get_method_class(args.name)

@@ -76,21 +76,24 @@ class Config(Settings):
         """
         changes = {**flatten(as_overrides(overrides)), **flatten(as_overrides(keys))}
         changes = {resolved_name(key): value for key, value in changes.items()}
+        origin = dataclasses.replace(self.source, overridden=self.source.overridden | set(changes))
         tree = self.to_dict()
-        method = changes.get("federate.method")
+        method, old, new = changes.get("federate.method"), None, None
         if isinstance(method, str):
             old, new = _method_class(self.federate.method, self.source), _method_class(method, self.source)
-            if old is not new:
-                kept, defaults, takes = self.lowrank.params, params_defaults(old), params_fields(new)
-                for name in kept:
-                    if name not in takes or kept[name] == defaults.get(name):
-                        del tree["lowrank"][name]
-                if not getattr(new, "either", False):
-                    tree["llm"]["adapter"]["use"] = False if method.lower() in framework.WITH_ADAPTERS else None
+        if old is not new:
+            kept, defaults, takes = self.lowrank.params, params_defaults(old), params_fields(new)
+            for name in kept:
+                if name not in takes or kept[name] == defaults.get(name):
+                    del tree["lowrank"][name]
         if "model.type" in changes and self.model.task == infer_task(self.model.type):
             tree["model"]["task"] = ""
         merge(tree, changes)
-        return _build(tree, dataclasses.replace(self.source, overridden=self.source.overridden | set(changes)))
+        if old is not new and "llm.adapter.use" not in changes:
+            params = {name: tree["lowrank"][name] for name in params_fields(new) if name in tree["lowrank"]}
+            if new.requires(new.Params(**check_method_params(new, params, origin))).adapter != "optional":
+                tree["llm"]["adapter"]["use"] = False if method.lower() in framework.WITH_ADAPTERS else None
+        return _build(tree, origin)
 
 
 def load_config(
@@ -161,15 +164,17 @@ def _build(tree: Mapping[str, Any], origin: Origin, own: Mapping[str, Any] | Non
     others: dict[str, Any] = {}
     config = read_section(Config, tree, "", origin, others)
     named = lookup(tree, "federate.method") is not None
-    method, use = _resolve_method(config, named, origin)
+    method = _resolve_method(config, named, origin)
     federate = dataclasses.replace(config.federate, method=method.name)
-    adapter = dataclasses.replace(config.llm.adapter, use=use, args=[adapter_args(config.llm.adapter.args, origin)])
     task = config.model.task or infer_task(config.model.type)
     params = dict(config.lowrank.params)
     for key in taken_keys(method, own or ()):
         assign(params, key.removeprefix("lowrank."), own[key])
         origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
     params = check_method_params(method, params, origin)
+    needs = method.requires(method.Params(**params))
+    use = _uses_adapter(config, method.name, needs.adapts(config.llm.adapter.use), origin)
+    adapter = dataclasses.replace(config.llm.adapter, use=use, args=[adapter_args(config.llm.adapter.args, origin)])
     config = dataclasses.replace(
         config,
         federate=federate,
@@ -181,12 +186,11 @@ def _build(tree: Mapping[str, Any], origin: Origin, own: Mapping[str, Any] | Non
     )
     check_together(config, origin)
     _check_optimizers(config, origin)
-    tasks = getattr(method, "tasks", (task,))
-    if task and task not in tasks:
+    if task and task not in needs.tasks:
         origin.fail(
             "federate.method",
             f"= {method.name} is not for model.type = {config.model.type} ({task}); "
-            f"it takes models of {', '.join(tasks)}",
+            f"it takes models of {', '.join(needs.tasks)}",
         )
     return config
 
@@ -216,8 +220,8 @@ def _method_class(name: str, origin: Origin) -> Any:
         raise UserError(f"{origin.where('federate.method')}{error}") from None
 
 
-def _resolve_method(config: Config, named: bool, origin: Origin) -> tuple[Any, bool]:
-    """The method's class, and whether it uses adapters; see the module's docstring."""
+def _resolve_method(config: Config, named: bool, origin: Origin) -> Any:
+    """The method's class; see the module's docstring."""
     name, use = config.federate.method.lower(), config.llm.adapter.use
     if name in framework.WITH_ADAPTERS:
         if use:
@@ -229,15 +233,19 @@ def _resolve_method(config: Config, named: bool, origin: Origin) -> tuple[Any, b
                 "framework would ignore the adapter and train all weights; say which method, such as fedlora, "
                 "or set llm.adapter.use",
             )
-    cls = _method_class(name, origin)
-    adapts = "adapter" in getattr(cls, "shared", ("adapter",)) or (bool(use) and getattr(cls, "either", False))
+    return _method_class(name, origin)
+
+
+def _uses_adapter(config: Config, method: str, adapts: bool, origin: Origin) -> bool:
+    """``llm.adapter.use`` as it was meant, of a ``method`` that ``adapts`` with it or does not."""
+    use = config.llm.adapter.use
     if use is False and adapts:
         origin.fail(
             "llm.adapter.use",
-            f"= False, but federate.method = {cls.name} trains adapters; "
+            f"= False, but federate.method = {method} trains adapters; "
             "remove the key, or choose fedavg to train all weights",
         )
-    return cls, adapts if use is None else use
+    return adapts if use is None else use
 
 
 def check_local(config: Config) -> None:

@@ -14,10 +14,11 @@ import yaml
 import fs_lowrank.training.optimizer  # noqa: F401  (what tries an optimizer, with the real methods)
 from fs_lowrank.config import Config, check_local, known_keys, load_config, parse_overrides
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.methods import Averaging
 from fs_lowrank.settings import AdapterSpec
 
 
-class FedAvg:
+class FedAvg(Averaging):
     name, shared = "fedavg", ("base", "head")
 
     @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class FedAvg:
         pass
 
 
-class FedLoRA:
+class FedLoRA(Averaging):
     name, shared = "fedlora", ("adapter", "head")
     Params = FedAvg.Params
 
 
-class RoLoRA:
+class RoLoRA(Averaging):
     name, shared = "rolora", ("adapter", "head")
 
     @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class RoLoRA:
         tau: int = 5
 
 
-class Ranked:
+class Ranked(Averaging):
     name, shared = "ranked", ("adapter",)
 
     @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Ranked:
                 raise ValueError("ranks: at most three")
 
 
-class Needy:
+class Needy(Averaging):
     name = "needy"
 
     @dataclass(frozen=True)
@@ -527,7 +528,7 @@ def test_real_methods(monkeypatch):
     monkeypatch.undo()
     methods = pytest.importorskip("fs_lowrank.methods")
     for name in methods.list_methods():
-        vision = "SequenceClassification" not in methods.get_method_class(name).tasks
+        vision = "SequenceClassification" not in methods.requirements(name).tasks
         config = make(federate__method=name, model__type="lenet" if vision else "m@transformers")
         assert config.federate.method == name and load_config(config.to_dict()) == config
         methods.create_method(name, adapter=config.adapter, rounds=2, **config.method_params)

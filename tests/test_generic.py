@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fs_lowrank import list_methods, load_config
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.methods import get_method_class
+from fs_lowrank.methods import Averaging, get_method_class, requirements
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.names import all_tensors
 from fs_lowrank.models.vision import load_vision
@@ -18,7 +18,9 @@ from fs_lowrank.training import train_client
 
 METHODS = list_methods()
 RANKED = [n for n in METHODS if "ranks" in get_method_class(n).Params.__dataclass_fields__]
-AVERAGING = [n for n in METHODS if get_method_class(n).averages]
+AVERAGING = [n for n in METHODS if issubclass(get_method_class(n), Averaging)]
+#: those that take only plain chains of layers
+CHAINS = ("otfusion", "pfnm")
 #: every method as it is, and again where a hyperparameter changes what travels
 CASES = [*((m, {}) for m in METHODS), *((m, {"lowrank.ranks": (1, 3, 2)}) for m in RANKED)]
 CASES += [(m, {"lowrank.tau": 2}) for m in ("fedloru", "pfedloru")]
@@ -46,7 +48,7 @@ CASES += [
 ]
 TASKS = {"encoder": "SequenceClassification", "causal": "CausalLM", "vision": "ImageClassification"}
 #: every method with every kind of model that it takes
-EACH = [(m, task) for task in TASKS for m in METHODS if TASKS[task] in get_method_class(m).tasks]
+EACH = [(m, task) for task in TASKS for m in METHODS if TASKS[task] in requirements(m).tasks]
 ENCODER = [m for m, task in EACH if task == "encoder"]
 
 
@@ -60,11 +62,7 @@ def make(settings, causal_settings, vision_settings, tmp_path, no_curves):
 
     def make(task, method, keys=None, **callbacks):
         made.append(method)
-        plain = (
-            {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5}
-            if get_method_class(method).chains_only
-            else {}
-        )
+        plain = {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5} if method in CHAINS else {}
         if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
             plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
         config = load_config(
@@ -84,6 +82,10 @@ def make(settings, causal_settings, vision_settings, tmp_path, no_curves):
         return LocalEngine(config, **callbacks)
 
     return make
+
+
+def averages_head(method):
+    return isinstance(method, Averaging) or "head" in method.averaged
 
 
 def state_of(engine):
@@ -374,7 +376,7 @@ def test_weights_by_samples_or_equal(make, monkeypatch, method):
         engine.run()
         sizes = [1 if uniform else len(e) for e in engine.site.data.clients]
         assert uniform or len(set(sizes)) > 1
-        if get_method_class(method).averages_head:
+        if averages_head(engine.method):
             head = next(n for n in engine.ledger.state if "classifier" in n and "weight" in n)
             mean = sum(n / sum(sizes) * sent[i][head].double() for i, n in enumerate(sizes, start=1))
             torch.testing.assert_close(engine.ledger.state[head].double(), mean, atol=1e-7, rtol=1e-6)
@@ -474,7 +476,7 @@ def test_half_precision(make, monkeypatch, method, task):
     result = engine.run()
     assert all(math.isfinite(r["loss"]) and not r["failed"] for r in result.history)
     assert next(p for n, p in engine.model.named_parameters() if "embed" in n).dtype == torch.bfloat16
-    if get_method_class(method).averages_head and get_method_class(method).needs_only_sums():
+    if averages_head(engine.method) and engine.method.needs.sums:
         # Tensors of both widths travel together, and still each client's own is averaged.
         sizes = [len(e) for e in engine.site.data.clients]
         for name in sent[1, 1]:

@@ -34,7 +34,7 @@ def watch(method: str, look: Callable[[Seen], None]) -> str:
         source = f"{base.source}, watched"
 
         def aggregate(self, updates, state, round):
-            mean, _ = self.average(updates, state)
+            mean = self.mean(updates, state)
             look(Seen(round, [u.tensors for u in updates], self.weights(updates), mean, state, self.adapter.scale()))
             return super().aggregate(updates, state, round)
 

@@ -1,22 +1,41 @@
 """The federated methods, one file each, and the registry that finds them."""
 
-from .base import Client, Method, Phase, RefusedUpdate, Setting, State, Tensors, Update, Workbench
-from .catalogue import create_method, get_method_class, list_methods, revisions
+from .base import (
+    Averaging,
+    Client,
+    Gathering,
+    Method,
+    Phase,
+    RefusedUpdate,
+    Requires,
+    Setting,
+    State,
+    Tensors,
+    Update,
+    Workbench,
+)
+from .catalogue import create_method, get_method_class, list_methods, requirements, revisions
 from .registry import register_method
+from .wrapper import Wrapper
 
 __all__ = [
+    "Averaging",
     "Client",
+    "Gathering",
     "Method",
     "Phase",
     "RefusedUpdate",
+    "Requires",
     "Setting",
     "State",
     "Tensors",
     "Update",
     "Workbench",
+    "Wrapper",
     "create_method",
     "get_method_class",
     "list_methods",
     "register_method",
+    "requirements",
     "revisions",
 ]

@@ -10,6 +10,15 @@ A method answers five questions; an engine asks them and does everything else.
 ``apply(model, message, round)``    what does every copy of the model do with the server's answer?
 =================================== ================================================================
 
+What it needs around it is one more answer, ``requires(params)``, which is checked before data or model are made. There
+are two bases. ``Averaging``: the server's step is a mean (``mean``), which server optimizers may change, and what the
+method makes of it (``settle``). ``Gathering``: the server's step sees each update.
+
+Engines also call ``initial_state``, ``view``, ``expected``, ``tailor`` and ``changed_base``. These answers are derived:
+the state at the start is the adapted model's ``shared`` tensors, a client's view is that part of the state as
+``tailor`` cuts it for the client, what is expected of a client is what ``phases`` trains of its view, and the changed
+base is what ``apply`` merges into. A method overrides one where its clients hold something else than what is shared.
+
 *State* is a flat mapping of names to tensors and numbers; together with the base weights that ``apply``
 changes it is all there is to save. *Message* is the part of the new state that travels: the engine keeps
 the latest value of every name and brings a client that missed rounds up to date with what it lacks, so no
@@ -19,9 +28,10 @@ Rounds count from 1; round 0 is the start, which every copy draws from the seed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +42,34 @@ from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
 from ..settings import AdapterSpec
+from .wrapper import Wrapper
 
 Tensors = Mapping[str, Tensor]
 State = dict[str, "Tensor | float | int"]
+
+
+@dataclass(frozen=True)
+class Requires:
+    """What a method needs around it, with the hyperparameters that it was given.
+
+    Attributes:
+        adapter: what the tensors are that all copies share. ``any``: an adapter of any kind; ``lora``: one with halves
+            A and B; ``none``: all weights; ``optional``: an adapter if ``llm.adapter.use`` is True, else all weights.
+        tasks: values of ``model.task`` that it can be used with.
+        sums: the weighted sum of what clients send is all that the server needs; secret sharing then applies.
+        validation: the server's step needs ``Method.workbench``.
+        rounds: what happens in a round depends on how many rounds the run has.
+    """
+
+    adapter: Literal["none", "any", "lora", "optional"] = "any"
+    tasks: tuple[str, ...] = ("SequenceClassification", "CausalLM", "ImageClassification")
+    sums: bool = False
+    validation: bool = False
+    rounds: bool = False
+
+    def adapts(self, use: bool | None) -> bool:
+        """Whether what is shared is an adapter, where ``llm.adapter.use`` is ``use``."""
+        return self.adapter in ("any", "lora") or self.adapter == "optional" and bool(use)
 
 
 @dataclass(frozen=True)
@@ -115,10 +150,10 @@ class Workbench:
 
 
 class Method:
-    """Base of all methods: federated averaging of everything that trains.
+    """What all methods share; a method derives from ``Averaging`` or ``Gathering`` and states what differs.
 
-    A subclass states what differs. Hyperparameters are the dataclass ``Params`` (field metadata ``help``,
-    ``min``, ``max``, ``choices`` are checked when the method is made).
+    Hyperparameters are the dataclass ``Params`` (field metadata ``help``, ``min``, ``max``, ``choices`` are checked
+    when the method is made).
     """
 
     name: ClassVar[str]
@@ -129,32 +164,19 @@ class Method:
     #: raised when the same hyperparameters come to compute something else, by a changed default or formula. Where it
     #: is not 1 it is part of a result's identity, and a run that was begun with another one is not resumed
     revision: ClassVar[int] = 1
-    #: True if the server's step is a weighted mean of what clients hold: server optimizers then apply
-    averages: ClassVar[bool] = True
-    #: True if the server needs no more than the weighted sum of what clients send: secret sharing then applies.
-    #: None means: as ``averages``
-    additive: ClassVar[bool | None] = None
-    #: True if the server's step needs ``workbench``; may depend on the hyperparameters
-    selects: bool = False
-    #: values of ``model.task`` that it can be used with
-    tasks: ClassVar[tuple[str, ...]] = ("SequenceClassification", "CausalLM", "ImageClassification")
-    #: True if it takes only nets that are a plain chain of layers without biases and norms (``models.chain``)
-    chains_only: ClassVar[bool] = False
-    #: True if the head, whatever becomes of the rest, is a weighted mean of the clients' heads
-    averages_head: ClassVar[bool] = True
-    #: True if its formulas name the halves A and B: another adapter than LoRA has nothing in it for them
-    lora_only: ClassVar[bool] = False
-    #: True if it works on an adapter where ``llm.adapter.use`` asks for one, and on all weights otherwise
-    either: ClassVar[bool] = False
+    #: tags of the tensors that all copies share
+    shared: tuple[str, ...] = ("adapter", "head")
+    #: tags of the tensors that stay with their client from round to round and never leave it
+    personal: tuple[str, ...] = ("personal",)
 
     @dataclass(frozen=True)
     class Params:
         pass
 
     @classmethod
-    def needs_only_sums(cls) -> bool:
-        """Whether the weighted sum of what clients send is all that the server needs."""
-        return cls.averages if cls.additive is None else cls.additive
+    def requires(cls, params: object) -> Requires:
+        """What the method needs with the hyperparameters ``params``."""
+        return Requires(adapter="any" if "adapter" in cls.shared else "none")
 
     @classmethod
     def revision_of(cls, params: object) -> int:
@@ -162,23 +184,35 @@ class Method:
         return cls.revision
 
     def __init__(self, params: object, setting: Setting):
-        if self.lora_only and setting.adapter.method != "lora":
-            raise UserError(
-                f"llm.adapter.args: adapter_method = {setting.adapter.method} has no halves A and B, which "
-                f"{self.name} works on; take lora, or a method that averages adapters whole"
-            )
         self.params = params
         self.setting = setting
+        self.needs = self.requires(params)
+        self._check_needs()
         #: tags of what trains whole: a new head, and in a model from scratch all that carries no adapter
         self.whole: tuple[str, ...] = ("head", "rest") if setting.from_scratch else ("head",)
         if "base" not in self.shared:
             self.shared = tuple(dict.fromkeys((*self.shared, *self.whole)))
         #: the last round that adapters were drawn for, and what was drawn
         self._drawn: tuple[int, dict[tuple, Tensor]] = (0, {})
-        #: set by the engine where ``selects`` is True
+        #: set by the engine where ``requires`` asks for validation data
         self.workbench: Workbench | None = None
-        #: set by ``methods.server_optimizer``; the plain mean otherwise
-        self.combine: Callable[[Mapping[str, Tensor], State], tuple[dict[str, Tensor], State]] | None = None
+
+    def _check_needs(self) -> None:
+        given = [(f.name, getattr(self.params, f.name), f.default) for f in dataclasses.fields(self.params)]
+        chosen = ", ".join(f"lowrank.{name} = {value}" for name, value, default in given if value != default)
+        called = f"{self.name} with {chosen}" if chosen else self.name
+        if self.needs.adapter == "lora" and self.setting.adapter.method != "lora":
+            raise UserError(
+                f"llm.adapter.args: adapter_method = {self.setting.adapter.method} has no halves A and B, which "
+                f"{self.name} works on; take lora, or a method that averages adapters whole"
+            )
+        if self.needs.rounds and self.setting.rounds is None:
+            raise UserError(f"{called} needs the number of rounds: pass rounds=…")
+        if self.setting.only_sums and not self.needs.sums:
+            raise UserError(
+                "a server that sees only the sum of the updates (federate.use_ss, federate.online_aggr) cannot take "
+                f"the step of {called}"
+            )
 
     # -- what it puts on the model ----------------------------------------------------------------
 
@@ -187,19 +221,9 @@ class Method:
         return add_adapter(model, self.adapter, self.setting.seed)
 
     @property
-    def plans_ahead(self) -> bool:
-        """True if what happens in a round depends on how many rounds the run has."""
-        return False
-
-    @property
     def adapter(self) -> AdapterSpec:
         """The adapter as this method wants it on the model."""
         return self.setting.adapter
-
-    #: tags of the tensors that all copies share
-    shared: ClassVar[tuple[str, ...]] = ("adapter", "head")
-    #: tags of the tensors that stay with their client from round to round and never leave it
-    personal: ClassVar[tuple[str, ...]] = ("personal",)
 
     def initial_state(self, model: nn.Module) -> State:
         """The state before round 1, read off the adapted model."""
@@ -208,7 +232,7 @@ class Method:
     # -- what trains -------------------------------------------------------------------------------
 
     def phases(self, round: int, client: int | None = None) -> list[Phase]:
-        """The ordered phases of local training in ``round``, at ``client`` (None: at one that has no wishes)."""
+        """The ordered phases of local training in ``round``, at ``client`` (None: for the global model)."""
         return [Phase(train=self.shared)]
 
     def tailor(self, tensors: Tensors, client: int) -> Tensors:
@@ -247,22 +271,13 @@ class Method:
         sizes = [1 if self.setting.uniform else u.num_samples for u in updates]
         return [n / sum(sizes) for n in sizes]
 
-    def average(self, updates: Sequence[Update], state: State, tagged: Sequence[str] = ()) -> tuple[State, State]:
-        """The weighted mean of the updates, passed through the server optimizer if there is one.
-
-        Args:
-            tagged: average only the tensors with these tags; empty means all that was sent.
-        Returns:
-            The new tensors, and what the server optimizer remembers (empty without one).
-        """
+    def mean_of(self, updates: Sequence[Update], tagged: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """``Σ p_k x_k`` of all that was sent, or of the tensors with the tags ``tagged`` alone."""
         parts = [u.tensors for u in updates]
-        if tagged:
+        if tagged is not None:
             names = select(parts[0], tagged)
             parts = [{n: part[n] for n in names} for part in parts]
-        if not parts[0]:
-            return {}, {}
-        mean = weighted_mean(parts, self.weights(updates))
-        return self.combine(mean, state) if self.combine else (mean, {})
+        return weighted_mean(parts, self.weights(updates)) if parts[0] else {}
 
     def aggregate(self, updates: Sequence[Update], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
         """Combine the updates of ``round``.
@@ -273,8 +288,7 @@ class Method:
         Returns:
             The new state, and the message for the clients.
         """
-        mean, memory = self.average(updates, state)
-        return {**state, **mean, **memory}, mean
+        raise NotImplementedError
 
     # -- what everyone does with it ----------------------------------------------------------------
 
@@ -305,6 +319,58 @@ class Method:
             bound = 1 / (torch.Size(shape[1:]).numel() ** 0.5)
             self._drawn[1][key] = torch.rand(*shape, generator=generator).mul_(2).sub_(1).mul_(bound)
         return self._drawn[1][key]
+
+
+class Averaging(Method):
+    """A method whose server step is a weighted mean of what clients hold: ``mean``, wrappers' steps, ``settle``.
+
+    As it stands it is federated averaging of everything that trains. Where clients send something else than what is
+    averaged (factors, say), ``mean`` recovers it. A class with a ``mean`` or ``aggregate`` of its own is taken to need
+    each update, unless its ``requires`` says that sums are enough.
+    """
+
+    @classmethod
+    def requires(cls, params: object) -> Requires:
+        sums = cls.mean is Averaging.mean and cls.aggregate is Averaging.aggregate
+        return dataclasses.replace(super().requires(params), sums=sums)
+
+    def __init__(self, params: object, setting: Setting):
+        super().__init__(params, setting)
+        #: in the order in which they change the mean; set by ``create_method``
+        self.wrappers: tuple[Wrapper, ...] = ()
+
+    def mean(self, updates: Sequence[Update], state: State) -> dict[str, Tensor]:
+        """The mean over the clients, by names of the state; arguments as for ``aggregate``."""
+        return self.mean_of(updates)
+
+    def settle(self, mean: dict[str, Tensor], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
+        """The new state and the message; neither argument is changed.
+
+        Args:
+            mean: as the wrappers left it.
+            state: with ``mean`` and what the wrappers remember in it.
+        """
+        return state, mean
+
+    def aggregate(self, updates: Sequence[Update], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
+        mean, memory = self.mean(updates, state), {}
+        for wrapper in self.wrappers:
+            mean, remembered = wrapper.step(mean, state)
+            memory |= remembered
+        before = {**state, **mean, **memory}
+        settled, message = self.settle(mean, before, round)
+        # A tensor that was replaced starts anew, so what is remembered of the one before it does not apply.
+        replaced = {n for n, value in settled.items() if value is not before.get(n)}
+        for wrapper in self.wrappers:
+            settled = wrapper.forget(replaced, settled)
+        return settled, message
+
+
+class Gathering(Method):
+    """A method whose server step sees each update; server optimizers do not apply to it. It defines ``aggregate``."""
+
+    #: tags of the tensors whose weighted mean it takes all the same (``mean_of``)
+    averaged: tuple[str, ...] = ()
 
 
 def split_merges(message: Tensors) -> tuple[dict[int, dict[str, Tensor]], dict[str, Tensor]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..errors import UserError, nearest
 from ..settings import AdapterSpec, Settings, check_method_params
-from .base import Method, Setting
-from .registry import registered
+from .base import Averaging, Method, Requires, Setting
+from .registry import refuse_former, registered
 from .server_optimizer import ServerOptimizer
 
 ENTRY_POINTS = "fs_lowrank.methods"
@@ -102,23 +103,39 @@ def create_method(
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
         params: the method's hyperparameters.
     Raises:
-        UserError: unknown method or hyperparameter, a value out of range, or a server optimizer on a
-            method whose server step is not a mean.
+        UserError: unknown method or hyperparameter, a value out of range, something that the method requires and the
+            run does not have, or a server optimizer on a method whose server step is not a mean.
     """
     cls = get_method_class(name)
     setting = Setting(
         adapter or AdapterSpec(), rounds, seed, uniform, from_scratch, with_adapter, only_sums, local_steps
     )
     method = cls(cls.Params(**check_method_params(cls, params)), setting)
+    refuse_former(cls.name, vars(method))
     if server_optimizer is not None:
-        if not cls.averages:
-            averaging = ", ".join(n for n in list_methods() if registered()[n].averages)
+        if not issubclass(cls, Averaging):
+            averaging = ", ".join(n for n in list_methods() if issubclass(registered()[n], Averaging))
             raise UserError(
                 f"fedopt.use: {cls.name}'s server step is not a weighted mean, so a server optimizer "
                 f"has no pseudo-gradient to work on; it applies to: {averaging}"
             )
-        method.combine = ServerOptimizer.from_config(server_optimizer)
+        if cls.aggregate is not Averaging.aggregate:
+            raise UserError(
+                f"fedopt.use: {cls.name} has an aggregate of its own, which might leave the server optimizer out; "
+                "override mean or settle instead"
+            )
+        method.wrappers = (ServerOptimizer.from_config(server_optimizer),)
     return method
+
+
+def requirements(name: str, params: Mapping[str, object] | None = None) -> Requires:
+    """What a method requires with its hyperparameters ``params``, the others at their defaults.
+
+    Raises:
+        UserError: as ``create_method``, for the name and the hyperparameters.
+    """
+    cls = get_method_class(name)
+    return cls.requires(cls.Params(**check_method_params(cls, params or {})))
 
 
 def revisions(config: Settings) -> dict[str, int]:

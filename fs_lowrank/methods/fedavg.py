@@ -7,12 +7,12 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
 from torch import nn
 
-from .base import Method
+from .base import Averaging
 from .registry import register_method
 
 
 @register_method("fedavg")
-class FedAvg(Method):
+class FedAvg(Averaging):
     source = "McMahan et al., AISTATS 2017"
     sends = "all weights"
     shared = ("base", "head")

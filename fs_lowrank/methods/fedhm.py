@@ -16,27 +16,26 @@ smallest rank factor of all, the server's own model is averaged as one more clie
 hold is not lost at once. By samples it counts as an average client of the round.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..algebra import factor_matrices, factorise, stack_pairs
 from ..algebra.factorise import from_matrix
 from ..models.adapters import load_tensors, target_modules
-from ..models.factorised import empty_factors, factorise_layers, frobenius
-from ..models.names import select
-from .base import Method, Phase, State, Tensors, Update
+from ..models.factorised import empty_factors, factorise_layers, frobenius, full_shape
+from ..models.layers import Layer, adapted_layers
+from ..models.names import entries, entries_of, select
+from .base import Averaging, Phase, State, Tensors, Update
 from .registry import register_method
-
-_WEIGHT = ".base_layer.weight"
 
 
 @register_method("fedhm")
-class FedHM(Method):
+class FedHM(Averaging):
     source = "Yao et al., 2021"
     sends = "the factors of every adapted layer at the client's rank, everything else whole"
-    additive = False
     shared = ("base", "head", "factor")
     #: 2: rank factor 1 was a factorised layer too, cut to rank d_out
     revision = 2
@@ -72,19 +71,18 @@ class FedHM(Method):
         return self.params.rank_factors[(client - 1) % len(self.params.rank_factors)]
 
     @staticmethod
-    def rank(shape, factor: float) -> int:
+    def rank(shape: Sequence[int], factor: float) -> int:
         """Rank of the factors of a weight of ``shape``."""
         out, into, k1, k2 = (*shape, 1, 1)[:4]
         return min(max(round(out / factor), 1), out * k1, into * k2)
 
-    def factors(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def factors(self, tensors: Tensors) -> dict[str, Tensor]:
         """``svd:…`` entries: the factors of every full weight in ``tensors``, at the largest rank of any client."""
         made, of_clients = {}, [f for f in self.params.rank_factors if f > 1]
-        for name in (n for n in tensors if n.endswith(_WEIGHT) and of_clients):
-            left, right = factorise(tensors[name].float(), self.rank(tensors[name].shape, min(of_clients)))
-            layer = name.removesuffix(_WEIGHT)
-            made |= {f"svd:{layer}.factor_U": left.to(tensors[name]), f"svd:{layer}.factor_V": right.to(tensors[name])}
-        return made
+        for layer in adapted_layers(tensors) if of_clients else ():
+            left, right = factorise(layer.W.float(), self.rank(layer.W.shape, min(of_clients)))
+            made |= Layer(layer.name, U=left.to(layer.W), V=right.to(layer.W)).named()
+        return entries("svd", made)
 
     def initial_state(self, model: nn.Module) -> State:
         state = super().initial_state(model)
@@ -97,26 +95,19 @@ class FedHM(Method):
         penalty = (lambda model: c * frobenius(model)) if c else None
         return [Phase(train=("factor", "rest", "head"), penalty=penalty)]
 
-    def view(self, state, client=None):
-        tensors = super().view(state)
-        return (
-            tensors
-            if client is None
-            else self.tailor({**tensors, **{n: t for n, t in state.items() if n.startswith("svd:")}}, client)
-        )
+    def view(self, state: State, client: int | None = None) -> dict[str, Tensor]:
+        if client is None:
+            return super().view(state)
+        return self.tailor({n: state[n] for n in select(state, (*self.shared, "svd"))}, client)
 
-    def tailor(self, tensors: Tensors, client: int) -> dict[str, torch.Tensor]:
+    def tailor(self, tensors: Tensors, client: int) -> dict[str, Tensor]:
         """The factors cut to the client's rank in the place of the full weights, or the full weights alone."""
         if self.factor(client) == 1:
             return {n: t for n, t in tensors.items() if ":" not in n}
-        kept = {n: t for n, t in tensors.items() if ":" not in n and not n.endswith(_WEIGHT) and ".factor_" not in n}
-        for name in (n for n in tensors if n.startswith("svd:")):
-            layer, half = name.removeprefix("svd:").rsplit(".", 1)
-            u = tensors[f"svd:{layer}.factor_U"]
-            v = tensors[f"svd:{layer}.factor_V"]
-            shape = (u.shape[0], v.shape[1], *((u.shape[2], v.shape[3]) if u.ndim == 4 else ()))
-            rank = self.rank(shape, self.factor(client))
-            kept[f"{layer}.{half}"] = u[:, :rank] if half == "factor_U" else v[:rank]
+        kept = {n: tensors[n] for n in select(tensors, ("rest", "head"))}
+        for layer in adapted_layers(entries_of("svd", tensors)):
+            rank = self.rank(full_shape(layer.U, layer.V), self.factor(client))
+            kept |= Layer(layer.name, U=layer.U[:, :rank], V=layer.V[:rank]).named()
         return kept
 
     def weights(self, updates):
@@ -131,36 +122,34 @@ class FedHM(Method):
         own = {n: state[n] for n in select(state, ("base", "head"))}
         return [*updates, Update(0, max(sum(u.num_samples for u in updates) // len(updates), 1), own)]
 
-    def mean_weight(self, layer: str, updates: list[Update], like: torch.Tensor) -> torch.Tensor:
-        """``Σ p_k W_k`` of a factorised layer, from the factors of some clients and the full weights of others."""
-        weighted = list(zip(self.weights(updates), (u.tensors for u in updates)))
-        mean = torch.zeros_like(like)
-        if held := [
-            (p, t[f"{layer}.factor_U"], t[f"{layer}.factor_V"]) for p, t in weighted if f"{layer}.factor_U" in t
-        ]:
-            lefts, rights = zip(*(factor_matrices(u, v) for _, u, v in held))
-            left, right = stack_pairs(lefts, rights, [p for p, _, _ in held])
-            mean = from_matrix(left @ right, like.shape)
-        for p, tensors in weighted:
-            if layer + _WEIGHT in tensors:
-                mean = mean + p * tensors[layer + _WEIGHT]
+    def mean(self, updates, state):
+        updates = self.with_master(updates, state)
+        mean, weights = self.mean_of(updates, ("rest", "head")), self.weights(updates)
+        for layer, *held in zip(adapted_layers(state), *(adapted_layers(u.tensors) for u in updates)):
+            mean |= Layer(layer.name, W=self.mean_weight(weights, held, layer.W)).named()
         return mean
 
-    def aggregate(self, updates, state, round):
-        updates = self.with_master(updates, state)
-        mean, memory = self.average(updates, state, tagged=("rest", "head"))
-        layers = [n.removesuffix(_WEIGHT) for n in select(state, ("base",)) if n.endswith(_WEIGHT)]
-        full = {layer + _WEIGHT: self.mean_weight(layer, updates, state[layer + _WEIGHT]) for layer in layers}
-        if self.combine:
-            full, more = self.combine(full, state)
-            memory = {**memory, **more}
-        message = {**mean, **full, **self.factors(full)}
-        return {**state, **message, **memory}, message
+    @staticmethod
+    def mean_weight(weights: Sequence[float], held: Sequence[Layer], like: Tensor) -> Tensor:
+        """``Σ p_k W_k`` of one layer, with ``W_k = U_k V_k`` of the clients that hold factors."""
+        mean = torch.zeros_like(like)
+        if factorised := [(p, *factor_matrices(k.U, k.V)) for p, k in zip(weights, held) if k.U is not None]:
+            shares, lefts, rights = zip(*factorised)
+            left, right = stack_pairs(lefts, rights, shares)
+            mean = from_matrix(left @ right, like.shape)
+        for p, layer in zip(weights, held):
+            if layer.W is not None:
+                mean = mean + p * layer.W
+        return mean
+
+    def settle(self, mean, state, round):
+        message = {**mean, **self.factors(mean)}
+        return {**state, **message}, message
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
         own = {n: t for n, t in message.items() if ":" not in n}
-        for name in (n for n in own.copy() if n.endswith(_WEIGHT)):
-            left, right = empty_factors(own[name])
-            layer = name.removesuffix(_WEIGHT)
-            own |= {f"{layer}.factor_U": left, f"{layer}.factor_V": right}
+        for layer in adapted_layers(own):
+            if layer.W is not None:
+                left, right = empty_factors(layer.W)
+                own |= Layer(layer.name, U=left, V=right).named()
         load_tensors(model, own)

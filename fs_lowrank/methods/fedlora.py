@@ -7,11 +7,11 @@ Zhang et al., "Towards Building the FederatedGPT: Federated Instruction Tuning",
 Inexact: ``mean(B) · mean(A)`` is not ``mean(B · A)``.
 """
 
-from .base import Method
+from .base import Averaging
 from .registry import register_method
 
 
 @register_method("fedlora")
-class FedLoRA(Method):
+class FedLoRA(Averaging):
     source = "Zhang et al., ICASSP 2024 (FedIT)"
     sends = "A and B"

@@ -22,13 +22,13 @@ from torch import nn
 from ..errors import UserError
 from ..models.adapters import ACCUMULATED, accumulate_pair, add_beside, base_weight_name, load_tensors, merge_adapter
 from ..models.names import named_tensors, pairs, select, zero_at_start
-from .base import Method, Tensors, split_merges
+from .base import Averaging, Tensors, split_merges
 from .ranks import check_one_rank
 from .registry import register_method
 
 
 @register_method("fedloru")
-class FedLoRU(Method):
+class FedLoRU(Averaging):
     source = "Park and Klabjan, 2024, Algorithm 1"
     sends = "A and B"
 
@@ -77,20 +77,12 @@ class FedLoRU(Method):
         drawn = torch.zeros(value.shape) if zero_at_start(name) else self.draw_down(name, value.shape, round)
         return drawn.to(value)
 
-    def aggregate(self, updates, state, round):
-        mean, memory = self.average(updates, state)
-        state, message = {**state, **mean, **memory}, dict(mean)
-        if not self.accumulates(round):
-            return state, message
-        adapter = select(mean, {"adapter"})
-        for name in adapter:
+    def settle(self, mean, state, round):
+        state, message = dict(state), dict(mean)
+        for name in select(mean, {"adapter"}) if self.accumulates(round) else ():
             # The pair travels once, as what to merge; every copy starts its new pair by itself.
             message[f"merge:{round}:{name}"] = message.pop(name)
             state[name] = self.restart(name, mean[name], round)
-        if self.params.init == "random":
-            state = {
-                n: v for n, v in state.items() if not (n.startswith("server_optimizer:") and n.endswith(tuple(adapter)))
-            }
         return state, message
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:

@@ -5,15 +5,20 @@ Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024
     B ← Σ_k p_k B_k, exact because B A is linear in B
 """
 
-from .base import Method, Phase
+from dataclasses import replace
+
+from .base import Averaging, Phase
 from .registry import register_method
 
 
 @register_method("ffa_lora")
-class FFALoRA(Method):
+class FFALoRA(Averaging):
     source = "Sun et al., ICLR 2024"
     sends = "B"
-    lora_only = True
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), adapter="lora")
 
     def phases(self, round: int, client: int | None = None) -> list[Phase]:
         return [Phase(train=("lora_B", *self.whole))]

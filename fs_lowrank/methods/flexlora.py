@@ -22,7 +22,6 @@ from .registry import register_method
 class FlexLoRA(RankedMethod):
     source = "Bai et al., NeurIPS 2024"
     sends = "A and B, at the client's rank"
-    averages = False
 
     @dataclass(frozen=True)
     class Params(RankedParams):
@@ -31,7 +30,7 @@ class FlexLoRA(RankedMethod):
         )
 
     def aggregate(self, updates, state, round):
-        message, _ = self.average(updates, state, tagged=self.whole)
+        message = self.mean_of(updates, self.averaged)
         weights = self.weights(updates)
         adapter, rank = self.adapter, self.rank()
         scale = adapter.scale(rank)

@@ -24,11 +24,10 @@ from .registry import register_method
 class FLoRA(RankedMethod):
     source = "Wang et al., NeurIPS 2024"
     sends = "A and B, at the client's rank; receives everyone's"
-    averages = False
     Params = RankedParams
 
     def aggregate(self, updates, state, round):
-        message, _ = self.average(updates, state, tagged=self.whole)
+        message = self.mean_of(updates, self.averaged)
         fresh = dict(message)
         weights, scale = self.weights(updates), self.adapter.scale
         for b, a in pairs(updates[0].tensors):

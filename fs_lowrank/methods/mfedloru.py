@@ -11,16 +11,15 @@ Up it sends ``r_B (d_out + r) + r_A (d_in + r)`` values a matrix instead of ``r 
 rank 0 opts out and trains the pair itself. ``s' = α_A / r_A = 1/2`` as in the paper's experiments.
 """
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
 from ..models.adapters import load_tensors
-from ..models.names import named_tensors, select, tags
-from ..models.nested import add_nested, nested_shapes
+from ..models.layers import Layer, adapted_layers
+from ..models.names import named_tensors, tags
+from ..models.nested import add_nested, cut_nested, nested_product, nested_shapes
 from .base import Phase, State, Tensors, Update
 from .fedloru import FedLoRU
 from .registry import register_method
@@ -30,8 +29,6 @@ from .registry import register_method
 class MFedLoRU(FedLoRU):
     source = "Park and Klabjan, 2024, Algorithm 3"
     sends = "nested pairs inside A and B, of the client's rank"
-    additive = False
-    lora_only = True
     shared = ("adapter", "head", "nested")
 
     @dataclass(frozen=True)
@@ -48,6 +45,10 @@ class MFedLoRU(FedLoRU):
             default=(), metadata={"min": 0, "help": "r_B of every client, if other than r_A"}
         )
         nested_scale: float = field(default=0.5, metadata={"above": 0.0, "help": "s' = alpha_A / r_A = alpha_B / r_B"})
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), adapter="lora")
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
@@ -79,16 +80,14 @@ class MFedLoRU(FedLoRU):
         state = super().initial_state(model)
         return {**state, **self.fresh(state, 0)}
 
-    def fresh(self, state: State, round: int) -> dict[str, Tensor]:
-        """Nested pairs for the round after ``round``, of the largest rank: the first factor drawn, the second zero."""
+    def fresh(self, tensors: Tensors, round: int) -> dict[str, Tensor]:
+        """Nested pairs of the largest rank for the round after ``round``: ``A_d = B_d = 0``, the others drawn."""
         made = {}
-        for a in select(state, {"lora_A"}):
-            down = state[a]
-            module, up = a[: a.index(".lora_A.")], state[a.replace(".lora_A.", ".lora_B.")]
-            for half, shape in nested_shapes(down.shape, up.shape, *self.nested_ranks(None)).items():
-                name = f"{module}.nested.{half}"
-                drawn = self.draw_down(name, shape, round) if half.endswith("_u") and shape[0] else torch.zeros(shape)
-                made[name] = drawn.to(down)
+        for layer in adapted_layers(tensors):
+            shapes = nested_shapes(layer.A.shape, layer.B.shape, *self.nested_ranks(None))
+            drawn = {u: self.draw_down(layer.key(u), shapes[u], round).to(layer.A) for u in ("A_u", "B_u")}
+            zeros = {d: layer.A.new_zeros(shapes[d]) for d in ("A_d", "B_d")}
+            made |= Layer(layer.name, **zeros, **drawn).named()
         return made
 
     def phases(self, round: int, client: int | None = None) -> list[Phase]:
@@ -96,33 +95,31 @@ class MFedLoRU(FedLoRU):
         return [Phase(train=(*(("nested",) if nests else ("adapter",)), *self.whole))]
 
     def tailor(self, tensors: Tensors, client: int) -> Tensors:
-        rank = dict(zip("AB", self.nested_ranks(client)))
-        cuts = {"u": lambda t, r: t[:r], "d": lambda t, r: t[:, :r]}
-        return {n: cuts[n[-1]](t, rank[n[-3]]) if "nested" in tags(n) else t for n, t in tensors.items()}
+        nested = [layer for layer in adapted_layers(tensors) if layer.A_u is not None]
+        return {**tensors, **cut_nested(nested, *self.nested_ranks(client))}
 
     def recover(self, update: Update, state: State) -> Update:
-        """The update as if the client had trained the pair itself."""
-        nested = select(update.tensors, {"nested"})
-        tensors = {n: t for n, t in update.tensors.items() if n not in nested}
-        for name in nested:
-            if name.endswith("_d"):
-                module, half = name[: -len(".nested.A_d")], name[-3]
-                pair = f"{module}.lora_{half}.default.weight"
-                product = update.tensors[name].flatten(1) @ update.tensors[name[:-1] + "u"].flatten(1)
-                tensors[pair] = state[pair] + self.params.nested_scale * product.reshape(state[pair].shape)
-        return dataclasses.replace(update, tensors=tensors)
+        """The update as if the client had trained the pair itself: ``A + s' A_d A_u`` and ``B + s' B_d B_u``."""
+        pairs, scale = {layer.name: layer for layer in adapted_layers(state)}, self.params.nested_scale
+        tensors = {n: t for n, t in update.tensors.items() if "nested" not in tags(n)}
+        for own in adapted_layers(update.tensors):
+            if own.A_d is not None:
+                pair = pairs[own.name]
+                a = pair.A + scale * nested_product(own.A_d, own.A_u, pair.A)
+                b = pair.B + scale * nested_product(own.B_d, own.B_u, pair.B)
+                tensors |= Layer(own.name, A=a, B=b).named()
+        return replace(update, tensors=tensors)
 
-    def aggregate(self, updates, state, round):
-        state, message = super().aggregate([self.recover(u, state) for u in updates], state, round)
+    def mean(self, updates, state):
+        return super().mean([self.recover(u, state) for u in updates], state)
+
+    def settle(self, mean, state, round):
+        state, message = super().settle(mean, state, round)
         return {**state, **self.fresh(state, round)}, message
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
         super().apply(model, message, round)
-        self.renew(model, round)
-
-    def renew(self, model: nn.Module, round: int) -> None:
-        """A copy's nested pairs for the round after ``round``, at the rank that the copy has."""
-        own = named_tensors(model, ("nested",))
-        cuts = {"u": lambda t, like: t[: like.shape[0]], "d": lambda t, like: t[:, : like.shape[1]]}
-        fresh = self.fresh({n: p.detach() for n, p in named_tensors(model, ("adapter",)).items()}, round)
-        load_tensors(model, {n: cuts[n[-1]](t, own[n]) for n, t in fresh.items()})
+        # The copy's own nested pairs start anew, at the rank that it has.
+        held = adapted_layers(named_tensors(model, ("nested",)))
+        fresh = adapted_layers(self.fresh(named_tensors(model, ("adapter",)), round))
+        load_tensors(model, cut_nested(fresh, len(held[0].A_u), len(held[0].B_u)))

@@ -11,12 +11,12 @@ Implicit Regularization", appendix "pFedLoRA", Algorithm 4. Client k's model is 
 
 from dataclasses import dataclass, field
 
-from .base import Method, Phase
+from .base import Averaging, Phase
 from .registry import register_method
 
 
 @register_method("pfedlora")
-class PFedLoRA(Method):
+class PFedLoRA(Averaging):
     source = "Wu et al., 2024; Park and Klabjan, 2024, Algorithm 4"
     sends = "all weights; a pair of its own stays with the client"
     shared = ("base", "head")

@@ -4,9 +4,9 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from ..errors import UserError
-from ..models.names import tags
+from ..models.layers import Layer, adapted_layers
 from ..settings import AdapterSpec
-from .base import Method, Tensors
+from .base import Gathering, Tensors
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,17 @@ def check_one_rank(adapter: AdapterSpec, method: str) -> None:
         )
 
 
-class RankedMethod(Method):
+class RankedMethod(Gathering):
     """A method whose clients may hold different ranks of one pair."""
 
-    lora_only = True
+    @classmethod
+    def requires(cls, params):
+        return dataclasses.replace(super().requires(params), adapter="lora")
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
         check_one_rank(setting.adapter, self.name)
+        self.averaged = self.whole
 
     def rank(self, client: int | None = None) -> int:
         """The rank of ``client`` (from 1), or the server's: the largest of all."""
@@ -56,5 +59,8 @@ class RankedMethod(Method):
         """The client's first ``r_k`` rows of A and columns of B, rescaled so that ``s_k B_k A_k`` stays ``s B A``."""
         rank = self.rank(client)
         rescale = self.adapter.scale(self.rank()) / self.adapter.scale(rank)
-        cuts = {"lora_A": lambda a: a[:rank], "lora_B": lambda b: b[:, :rank] * rescale}
-        return {n: next((cut(t) for tag, cut in cuts.items() if tag in tags(n)), t) for n, t in tensors.items()}
+        cut = dict(tensors)
+        for layer in adapted_layers(tensors):
+            if layer.A is not None:
+                cut |= Layer(layer.name, A=layer.A[:rank], B=layer.B[:, :rank] * rescale).named()
+        return cut

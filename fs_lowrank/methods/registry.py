@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import UserError
 from ..settings import Lowrank
-from .base import Method
+from .base import Averaging, Gathering, Method
 
 _METHODS: dict[str, type[Method]] = {}
+#: what methods of the first edition said, and how it is said now
+_FORMER = {
+    "averages": "take Averaging as the base for True, Gathering for False",
+    "additive": "return Requires(sums=…) from requires(cls, params)",
+    "needs_only_sums": "return Requires(sums=…) from requires(cls, params)",
+    "selects": "return Requires(validation=…) from requires(cls, params)",
+    "plans_ahead": "return Requires(rounds=…) from requires(cls, params)",
+    "tasks": "return Requires(tasks=…) from requires(cls, params)",
+    "lora_only": 'return Requires(adapter="lora") from requires(cls, params)',
+    "either": 'return Requires(adapter="optional") from requires(cls, params)',
+    "chains_only": "let adapt(model) call models.chain.chain, which refuses other nets",
+    "averages_head": "name the tags whose mean a Gathering method takes in averaged",
+    "average": "override mean(updates, state) of Averaging, or call mean_of(updates, tags)",
+    "combine": "derive from Averaging, whose aggregate takes the steps of its wrappers",
+}
 
 
 def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """Class decorator: make the method known as ``name`` (lower case).
 
     Raises:
-        UserError: the name is taken by another class, or a hyperparameter has the name of a key that ``lowrank``
-            has for every method: one value in a config would mean both.
+        UserError: the name is taken by another class; a hyperparameter has the name of a key that ``lowrank`` has
+            for every method, so that one value in a config would mean both; the class is neither ``Averaging`` nor
+            ``Gathering``, or has an attribute of the former contract, which nothing would read.
     """
 
     def register(cls: type[Method]) -> type[Method]:
@@ -31,11 +47,23 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         taken = _METHODS.get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
             raise UserError(f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}")
+        refuse_former(name, dir(cls))
+        if not issubclass(cls, (Averaging, Gathering)) or cls.aggregate is Method.aggregate:
+            raise UserError(
+                f"method {name!r}: {cls.__qualname__} does not say what its server step is; derive it from Averaging "
+                "(a weighted mean, to which server optimizers apply), or from Gathering with an aggregate of its own"
+            )
         cls.name = name
         _METHODS[name] = cls
         return cls
 
     return register
+
+
+def refuse_former(name: str, attributes: Iterable[str]) -> None:
+    """Raise a ``UserError`` if one of the ``attributes`` of the method ``name`` belongs to the former contract."""
+    for former in sorted(_FORMER.keys() & set(attributes)):
+        raise UserError(f"method {name!r}: the attribute {former} is no longer read; instead, {_FORMER[former]}")
 
 
 def registered() -> Mapping[str, type[Method]]:

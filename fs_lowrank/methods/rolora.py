@@ -11,18 +11,16 @@ bytes. The first round trains B: with ``B = 0`` the gradient of A is exactly zer
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ..errors import UserError
-from .base import Method, Phase
+from .base import Averaging, Phase
 from .registry import register_method
 
 
 @register_method("rolora")
-class RoLoRA(Method):
+class RoLoRA(Averaging):
     source = "Chen et al., 2025, Algorithm 1"
     sends = "B in odd rounds, A in even rounds"
-    lora_only = True
 
     @dataclass(frozen=True)
     class Params:
@@ -31,14 +29,9 @@ class RoLoRA(Method):
             metadata={"min": 0.0, "max": 1.0, "help": "share of the rounds that alternate; A stays frozen after them"},
         )
 
-    def __init__(self, params, setting):
-        super().__init__(params, setting)
-        if params.mix < 1 and setting.rounds is None:
-            raise UserError("lowrank.mix below 1 needs the number of rounds: pass rounds=…")
-
-    @property
-    def plans_ahead(self) -> bool:
-        return self.params.mix < 1
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), adapter="lora", rounds=params.mix < 1)
 
     def half(self, round: int) -> str:
         """The half that trains in ``round``: ``lora_A`` or ``lora_B``."""

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ..models.names import is_statistic
 from ..settings import Origin, check_keys, key, keys_of, server_lr
+from .wrapper import Wrapper
 
-_PREFIX = "server_optimizer:"
 _V_RULES = {
     "adagrad": lambda v, d, beta: v + d * d,
     "adam": lambda v, d, beta: beta * v + (1 - beta) * d * d,
@@ -43,12 +43,13 @@ _ALGORITHMS.update({f"fed{kind}": kind for kind in _V_RULES})
 
 
 @dataclass(frozen=True)
-class ServerOptimizer:
-    """One step of a server optimizer over named tensors; callable as ``Method.combine``.
+class ServerOptimizer(Wrapper):
+    """A server optimizer over named tensors.
 
     ``betas`` None stands for those of the type.
     """
 
+    prefix: ClassVar[str] = "server_optimizer:"
     #: by type, as ``Method.revision``. 2: FedAdagrad's β₁ was 0.9 unless given
     revisions: ClassVar[Mapping[str, int]] = {"adagrad": 2}
 
@@ -87,7 +88,7 @@ class ServerOptimizer:
         checked = check_keys(given, keys_of(cls), origin or Origin(), "fedopt.optimizer")
         return cls(**{"lr": server_lr(checked.get("type", cls.type)), **checked})
 
-    def __call__(self, mean: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[dict, dict]:
+    def step(self, mean: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[dict, dict]:
         """The new tensors and the memory to keep, both by name; ``state`` is not changed."""
         new, memory = {}, {}
         for name, average in mean.items():
@@ -95,7 +96,7 @@ class ServerOptimizer:
                 new[name] = average  # no gradient has moved it, and a step could make a variance negative
                 continue
             delta = average - state[name]
-            m_name, v_name = f"{_PREFIX}m:{name}", f"{_PREFIX}v:{name}"
+            m_name, v_name = f"{self.prefix}m:{name}", f"{self.prefix}v:{name}"
             m = state.get(m_name, torch.zeros_like(delta))
             if self.type == "sgd":
                 if self.momentum == 0 and self.lr == 1:

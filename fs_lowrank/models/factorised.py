@@ -73,6 +73,11 @@ def empty_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight.new_empty(left), weight.new_empty(right)
 
 
+def full_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
+    """Shape of the weight that the factors stand for: ``(d_out, d_in)``, and of a convolution the kernel's."""
+    return (left.shape[0], right.shape[1], *((left.shape[2], right.shape[3]) if left.ndim == 4 else ()))
+
+
 def plain(model: nn.Module) -> nn.Module:
     """Put the base layers back, in place: what is saved is the model that came."""
     for name, layer in factorised_layers(model).items():

@@ -98,6 +98,16 @@ def pairs(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     return [(a.replace(".lora_A.", ".lora_B."), a) for a in downs]
 
 
+def entries(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` under names ``KIND:name``, which are no tensors of the model."""
+    return {f"{kind}:{n}": t for n, t in tensors.items()}
+
+
+def entries_of(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The reverse of ``entries``: those of ``tensors`` that are called ``KIND:name``, by ``name``."""
+    return {n.removeprefix(f"{kind}:"): t for n, t in tensors.items() if n.startswith(f"{kind}:")}
+
+
 def is_statistic(name: str) -> bool:
     """Whether ``name`` is a running statistic of a batch-norm: shared and averaged, but no gradient trains it."""
     return name.endswith((".running_mean", ".running_var"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .layers import Layer
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -53,6 +56,20 @@ def nested_shapes(a: torch.Size, b: torch.Size, rank_a: int, rank_b: int) -> dic
         "B_d": (b[0], rank_b, *ones),
         "B_u": (rank_b, *b[1:]),
     }
+
+
+def nested_product(second: Tensor, first: Tensor, like: Tensor) -> Tensor:
+    """``second @ first`` in the shape of ``like``, the half that the nested pair stands beside."""
+    return (second.flatten(1) @ first.flatten(1)).reshape(like.shape)
+
+
+def cut_nested(layers: Iterable[Layer], rank_a: int, rank_b: int) -> dict[str, Tensor]:
+    """The nested pairs of ``layers`` at lower ranks, by name."""
+    cut = {}
+    for each in layers:
+        a = {"A_d": each.A_d[:, :rank_a], "A_u": each.A_u[:rank_a]}
+        cut |= Layer(each.name, **a, B_d=each.B_d[:, :rank_b], B_u=each.B_u[:rank_b]).named()
+    return cut
 
 
 def add_nested(model: nn.Module, scale: float) -> nn.Module:

@@ -174,7 +174,7 @@ class RecordKeeper:
 
     def _check_same_run(self, then: dict) -> None:
         then, now = load_config(then).decisive(), self.config.decisive()
-        if not (self.method.plans_ahead or self.config.train.scheduler.type):
+        if not (self.method.needs.rounds or self.config.train.scheduler.type):
             then["federate.total_round_num"] = now["federate.total_round_num"]
         # Else a round that too few clients finished, or that failed at the server, could never be got past.
         free = {"lowrank.min_clients", "lowrank.on_bad_round"}

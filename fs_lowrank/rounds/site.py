@@ -99,7 +99,7 @@ class Site:
         self.new_weights = list(model.new_weights)
         total = sum(p.numel() for p in model.parameters())
         self.model = self.adapted(model)
-        self.method.workbench = self._workbench() if serves and self.method.selects else None
+        self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.clients = [Client(i + 1, len(e), batches=self.in_batches(e)) for i, e in enumerate(self.data.clients)]
         self.initial_state = self.method.initial_state(self.model)
         self.personal = PersonalParts(self.personal_now())

@@ -169,7 +169,7 @@ def test_the_usual_names_are_understood():
         ("FedYogi", "yogi"),
         ("fedadagrad", "adagrad"),
     ):
-        assert create_method("fedlora", server_optimizer={"type": given}).combine.type == kind
+        assert create_method("fedlora", server_optimizer={"type": given}).wrappers[0].type == kind
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_the_usual_names_are_understood():
 )
 def test_the_learning_rate_where_none_is_given(kind, lr):
     for given in ({}, {"lr": None}):
-        assert create_method("fedlora", server_optimizer={"type": kind, **given}).combine.lr == lr
+        assert create_method("fedlora", server_optimizer={"type": kind, **given}).wrappers[0].lr == lr
 
 
 def test_a_server_optimizer_that_is_only_turned_on_is_fedavg():
     config = load_config({"federate.client_num": 2, "federate.method": "fedlora", "fedopt.use": True})
-    combine = method_of(config).combine
+    (optimizer,) = method_of(config).wrappers
     mean, state = {"w.weight": torch.tensor([0.1, 0.7])}, {"w.weight": torch.tensor([3.0, -2.0])}
-    new, memory = combine(mean, state)
+    new, memory = optimizer.step(mean, state)
     assert torch.equal(new["w.weight"], mean["w.weight"]) and not memory

@@ -9,7 +9,7 @@ import torch
 from fs_lowrank.algebra import FlatTensors
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import (
-    Method,
+    Averaging,
     Phase,
     RefusedUpdate,
     Update,
@@ -170,7 +170,7 @@ def test_the_registry(monkeypatch):
         create_method("rollora")
 
     @register_method("half_and_half")
-    class HalfAndHalf(Method):
+    class HalfAndHalf(Averaging):
         @dataclass(frozen=True)
         class Params:
             share: float = field(default=0.5, metadata={"min": 0.0, "max": 1.0})

@@ -16,8 +16,9 @@ import torch
 
 from ...config import Config, load_config
 from ...errors import UserError, nearest
-from ...methods import get_method_class, list_methods
+from ...methods import get_method_class, list_methods, requirements
 from ...settings import Lowrank, Settings, check_method_params, flat_keys, framework, infer_task, known_keys
+from ...settings.parameters import params_defaults, params_fields
 
 #: in front of one of our methods' names where the framework has a method of the same name
 PREFIX = "lowrank_"
@@ -232,10 +233,12 @@ def from_framework(cfg) -> Config:
                 tree[name] = value
         elif name in known or framework.within(name, framework.OPEN) or _extra(name):
             tree[name] = value
-    tree.update({f"lowrank.{key}": value for key, value in _given_parameters(cfg, cls).items()})
+    given = _given_parameters(cfg, cls)
+    needs = requirements(method, given)
+    tree.update({f"lowrank.{key}": value for key, value in given.items()})
     tree["federate.method"] = method
     # The framework's default says only that it would not use the adapter by itself.
-    tree["llm.adapter.use"] = True if "adapter" in cls.shared or cls.either and cfg.llm.adapter.use else None
+    tree["llm.adapter.use"] = True if needs.adapts(cfg.llm.adapter.use) else None
     # What became of the framework's trainer is our doing; which classes they are says the task.
     tree.pop("trainer.type", None)
     tree["device"] = cfg.device if isinstance(cfg.device, int) else "cpu"
@@ -245,7 +248,7 @@ def from_framework(cfg) -> Config:
     if cfg.federate.process_num < 1:
         tree["federate.process_num"] = 1  # what the framework makes of it without a GPU
     tree["federate.sampler"] = cfg.federate.sampler
-    _refuse(cfg, method)
+    _refuse(cfg, method, needs.sums)
     return load_config(tree)
 
 
@@ -254,7 +257,7 @@ def _extra(name: str) -> bool:
     return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer.", "eval."))
 
 
-def _refuse(cfg, method: str) -> None:
+def _refuse(cfg, method: str, sums: bool) -> None:
     refused = []
     for name, (off, why) in _ACTS_ELSEWHERE.items():
         try:
@@ -264,7 +267,6 @@ def _refuse(cfg, method: str) -> None:
             continue
         if value not in off:
             refused.append(f"{name} = {value!r}: {why}")
-    sums = get_method_class(method).needs_only_sums()
     quantises, shares, online = (cfg.quantization.method != "none", cfg.federate.use_ss, cfg.federate.online_aggr)
     if shares and not sums:
         refused.append(
@@ -320,7 +322,9 @@ def _refuse(cfg, method: str) -> None:
 
 
 def _additive() -> str:
-    return ", ".join(n for n in list_methods() if get_method_class(n).needs_only_sums())
+    known = [(n, get_method_class(n)) for n in list_methods()]
+    complete = [n for n, cls in known if params_fields(cls).keys() == params_defaults(cls).keys()]
+    return ", ".join(n for n in complete if requirements(n).sums) + " (with their default hyperparameters)"
 
 
 def to_framework(config: Settings):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...algebra import weighted_mean
 from ...errors import UserError
 from ...models.curvature import LARGEST_EXACT, count_classes, diagonal_fisher
-from ...models.names import select
+from ...models.names import entries, select
 from ...seeds import derive
-from ..base import Client, Method, State, Tensors, Update, Workbench
+from ..base import Client, Gathering, Tensors, Workbench
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -24,23 +24,27 @@ DRAWS = {
     "help": "labels drawn from the model for each sample, for the expectation in the Fisher; 0 takes it exactly, and "
     f"so does None up to {LARGEST_EXACT} classes (one drawn label beyond)",
 }
+#: the tasks of models whose Fisher information there is
+CLASSIFIERS = ("SequenceClassification", "ImageClassification")
 #: what the Fisher is multiplied by where only sums arrive: they may be fixed-point numbers, and it is small
 SUM_SCALE = 2.0**8
 #: a Fisher that such numbers could not tell from their rounding; it then counts as none
 SMALLEST_SUM = 1e-8
 
 
-class OneShot(Method):
+class OneShot(Gathering):
     """Trains and sends all weights; or the adapter and the head, where ``llm.adapter.use`` asks for it."""
 
-    averages = averages_head = False
-    either = True
     shared = ("base", "head")
     #: whether it has been said that labels are drawn because there are many classes
     _said_draws = False
 
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), adapter="optional")
+
     def __init__(self, params, setting):
-        if setting.with_adapter and self.either:
+        if self.requires(params).adapter == "optional" and setting.with_adapter:
             self.shared = ("adapter", "head")
         super().__init__(params, setting)
 
@@ -76,16 +80,6 @@ class OneShot(Method):
         """The Fisher's diagonal at ``model`` over the client's data, in float32, by parameter."""
         draws, seed = self.draws(model, client), self.draw_seed(round, client)
         return diagonal_fisher(model, client.batches(), self.trained(model), draws=draws, seed=seed)
-
-    def means(self, updates: list[Update], state: State) -> dict[str, Tensor]:
-        """``Σ p_k W_k`` of the model's own tensors."""
-        names = select(state, self.shared)
-        return weighted_mean([{n: u.tensors[n] for n in names} for u in updates], self.weights(updates))
-
-
-def entries(kind: str, tensors: Tensors) -> dict[str, Tensor]:
-    """``tensors`` under names ``KIND:name``, which are no tensors of the model."""
-    return {f"{kind}:{n}": t for n, t in tensors.items()}
 
 
 def diagonal_sums(parts: list[Tensors], weights: list[float], name: str, only_sums: bool) -> tuple[Tensor, Tensor]:

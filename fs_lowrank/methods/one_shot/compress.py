@@ -7,7 +7,7 @@ right singular vectors; of a symmetric matrix they are the same, so here they tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -21,46 +21,60 @@ BITS = bits_for(2)
 VECTOR_BITS = bits_for(4)
 
 
-def vectors_kept(weights: Mapping[str, Tensor], matrices: Mapping[str, int]) -> int:
-    """Eigenvectors of each of ``matrices`` (name -> size) that fit into 16 bits for every value of ``weights``."""
-    return vectors_within(list(matrices.values()), BITS * sum(t.numel() for t in weights.values()), VECTOR_BITS)
+class Budget:
+    """How one update travels compressed.
 
+    Args:
+        own: what the client would send plainly, by name; values do not count for ``shapes`` and ``expand``.
+        parameters: those of ``own`` that are quantised; the rest travels as it is.
+        beside: what a method sends beside them, ``KIND:NAME``. With a parameter's name it is quantised as the parameter
+            is; otherwise it is a symmetric matrix, of which eigenvectors travel: as many of each as fit into 16 bits
+            for every value of the parameters.
+    """
 
-def compress(tensors: Tensors, matrices: Tensors, vectors: int) -> dict[str, Tensor]:
-    """``tensors`` quantised, symmetric ``matrices`` by ``vectors`` eigenvectors each and quantised."""
-    made = {}
-    for name, tensor in tensors.items():
-        made[f"codes:{name}"], made[f"scale:{name}"] = pack(tensor, BITS)
-    for name, matrix in matrices.items():
-        kept, values = leading(matrix, min(vectors, len(matrix)))
-        made[f"codes:{name}"], made[f"scale:{name}"] = pack(kept, VECTOR_BITS)
-        made[f"values:{name}"] = values.float()
-    return made
+    def __init__(self, own: Tensors, parameters: Collection[str], beside: Tensors):
+        weights = {n: own[n] for n in parameters}
+        self.rest = {n: t for n, t in own.items() if n not in weights}
+        self.matrices = {n: t for n, t in beside.items() if n.partition(":")[2] not in weights}
+        self.plain = {**weights, **{n: t for n, t in beside.items() if n not in self.matrices}}
+        bits = BITS * sum(t.numel() for t in weights.values())
+        self.vectors = vectors_within([len(m) for m in self.matrices.values()], bits, VECTOR_BITS)
 
+    def compress(self) -> dict[str, Tensor]:
+        """What travels."""
+        made = dict(self.rest)
+        for name, tensor in self.plain.items():
+            made[f"codes:{name}"], made[f"scale:{name}"] = pack(tensor, BITS)
+        for name, matrix in self.matrices.items():
+            kept, values = leading(matrix, min(self.vectors, len(matrix)))
+            made[f"codes:{name}"], made[f"scale:{name}"] = pack(kept, VECTOR_BITS)
+            made[f"values:{name}"] = values.float()
+        return made
 
-def shapes(tensors: Mapping[str, Tensor], matrices: Mapping[str, int], vectors: int) -> dict[str, Tensor]:
-    """What ``compress`` gives, as meta tensors."""
+    def shapes(self) -> dict[str, Tensor]:
+        """What ``compress`` gives, as meta tensors where it is not sent as it is."""
 
-    def meta(size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
+        def meta(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(size, dtype=dtype, device="meta")
 
-    made = {}
-    for name, tensor in tensors.items():
-        made[f"codes:{name}"] = meta(packed_bytes(tensor.numel(), BITS), torch.uint8)
-        made[f"scale:{name}"] = meta(1, torch.float32)
-    for name, size in matrices.items():
-        kept = min(vectors, size)
-        made[f"codes:{name}"] = meta(packed_bytes(size * kept, VECTOR_BITS), torch.uint8)
-        made[f"scale:{name}"] = meta(1, torch.float32)
-        made[f"values:{name}"] = meta(kept, torch.float32)
-    return made
+        made = dict(self.rest)
+        for name, tensor in self.plain.items():
+            made[f"codes:{name}"] = meta(packed_bytes(tensor.numel(), BITS), torch.uint8)
+            made[f"scale:{name}"] = meta(1, torch.float32)
+        for name, matrix in self.matrices.items():
+            kept = min(self.vectors, len(matrix))
+            made[f"codes:{name}"] = meta(packed_bytes(len(matrix) * kept, VECTOR_BITS), torch.uint8)
+            made[f"scale:{name}"] = meta(1, torch.float32)
+            made[f"values:{name}"] = meta(kept, torch.float32)
+        return made
 
-
-def expand(sent: Tensors, tensors: Mapping[str, Tensor], matrices: Mapping[str, int]) -> dict[str, Tensor]:
-    """The reverse: ``tensors`` gives names, shapes and dtypes, ``matrices`` names and sizes."""
-    made = {n: unpack(sent[f"codes:{n}"], sent[f"scale:{n}"], t.shape, BITS).to(t.dtype) for n, t in tensors.items()}
-    for name, size in matrices.items():
-        values = sent[f"values:{name}"]
-        kept = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], (size, len(values)), VECTOR_BITS)
-        made[name] = (kept * values) @ kept.T
-    return made
+    def expand(self, sent: Tensors) -> dict[str, Tensor]:
+        """What ``compress`` was given, from what it gave."""
+        made = {n: sent[n] for n in self.rest}
+        for name, like in self.plain.items():
+            made[name] = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], like.shape, BITS).to(like.dtype)
+        for name, like in self.matrices.items():
+            values = sent[f"values:{name}"]
+            kept = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], (len(like), len(values)), VECTOR_BITS)
+            made[name] = (kept * values) @ kept.T
+        return made

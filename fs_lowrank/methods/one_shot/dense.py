@@ -14,7 +14,7 @@ batch-norm's input to its running statistics, and zero in nets without one. As i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +92,6 @@ def vary(images: Tensor, generator: torch.Generator) -> Tensor:
 class Dense(OneShot):
     source = "Zhang et al., NeurIPS 2022"
     sends = "all weights"
-    either = False
-    selects = True
-    tasks = ("ImageClassification",)
 
     @dataclass(frozen=True)
     class Params:
@@ -107,6 +104,10 @@ class Dense(OneShot):
         student_lr: float = field(default=0.01, metadata={"above": 0.0, "help": "of SGD with momentum 0.9"})
         lambda1: float = field(default=1.0, metadata={"min": 0.0, "help": "of the batch-norm loss"})
         lambda2: float = field(default=0.5, metadata={"min": 0.0, "help": "of the boundary loss"})
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), adapter="none", tasks=("ImageClassification",), validation=True)
 
     def aggregate(self, updates, state, round):
         weights, parts = self.weights(updates), [u.tensors for u in updates]

@@ -29,44 +29,35 @@ reaches the rounding of the factors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count, islice, takewhile
 
 import torch
 from torch import Tensor, nn
 
-from ...algebra import adam, conjugate_path, kron_multiply, least_change, summed_moments, weighted_mean
+from ...algebra import adam, conjugate_path, summed_moments, weighted_mean
 from ...errors import UserError
 from ...models.curvature import check_full_size, full_fisher, kronecker_fisher, matrix_layers, require_curvlinops
 from ..base import Client, State, Tensors
 from ..registry import register_method
-from .base import DRAWS, OneShot, best, diagonal_sums, entries, with_products
-from .compress import VECTOR_BITS, compress, expand, shapes, vectors_kept
+from .base import CLASSIFIERS, DRAWS, OneShot, best, diagonal_sums, entries, with_products
+from .compress import VECTOR_BITS, Budget
+from .objective import Block, diagonal_block, full_block, kronecker_block
 
 #: steps between two iterates that are scored
 SCORED = 100
 
 
-@dataclass
-class Block:
-    """Parameters whose part of the objective stands alone: ``F`` as a product, ``F W`` and where to start."""
-
-    product: Callable[[Tensor], Tensor]
-    target: Tensor
-    start: Tensor
-    #: the minimiser nearest to the start, without iterating
-    closed: Callable[[], Tensor] | None
-    #: name -> its part of the block
-    split: Callable[[Tensor], dict[str, Tensor]]
+def solver_of(params: FedFisher.Params) -> str:
+    """``params.solver``; of auto, the one that it stands for."""
+    return params.solver if params.solver != "auto" else ("closed" if params.fisher == "diag" else "cg")
 
 
 @register_method("fedfisher")
 class FedFisher(OneShot):
     source = "Jhunjhunwala et al., AISTATS 2024, Algorithm 1"
     sends = "all weights, and their Fisher information (diagonal, Kronecker factors or full)"
-    additive = True
-    tasks = ("SequenceClassification", "ImageClassification")
     #: 2: one label was drawn for each sample where the expectation is now exact
     revision = 2
 
@@ -102,10 +93,15 @@ class FedFisher(OneShot):
             default=False, metadata={"help": "quantise weights and Fisher to the bytes of plain averaging"}
         )
 
+    @classmethod
+    def requires(cls, params):
+        sums = params.fisher == "diag" and not params.compress
+        validation = params.select and solver_of(params) != "closed"
+        return replace(super().requires(params), tasks=CLASSIFIERS, sums=sums, validation=validation)
+
     def __init__(self, params, setting):
         super().__init__(params, setting)
-        self.solver = params.solver if params.solver != "auto" else ("closed" if params.fisher == "diag" else "cg")
-        self.selects = params.select and self.solver != "closed"
+        self.solver = solver_of(params)
         if params.fisher == "kfac":
             require_curvlinops()
             if self.solver == "closed":
@@ -115,11 +111,6 @@ class FedFisher(OneShot):
                 )
         if params.fisher == "full" and params.compress:
             raise UserError("lowrank.compress is for fisher diag and kfac; the full one is for tiny nets")
-        if setting.only_sums and (params.fisher != "diag" or params.compress):
-            raise UserError(
-                "a server that sees only the sum of the updates can work with lowrank.fisher = diag and "
-                "lowrank.compress = False: Kronecker factors and codes do not add up to those of a sum"
-            )
         #: linear and convolutional layers that are adapted -> whether they have a bias; known once there is a model
         self.layers: dict[str, bool] = {}
 
@@ -150,14 +141,7 @@ class FedFisher(OneShot):
                 fisher = {f"{k}:{n}": m for n, pair in factors.items() for k, m in zip(("inputs", "outputs"), pair)}
             else:
                 fisher = {"fisher:": full_fisher(model, client.batches(), self.parameters, **of_labels)}
-        return self._within_budget(own, fisher) if self.params.compress else {**own, **fisher}
-
-    def _within_budget(self, own: Tensors, fisher: Tensors) -> dict[str, Tensor]:
-        weights = {n: own[n] for n in self.parameters}
-        rest = {n: t for n, t in own.items() if n not in weights}
-        matrices = {n: t for n, t in fisher.items() if not n.startswith("fisher:")}
-        plain = {**weights, **{n: t for n, t in fisher.items() if n not in matrices}}
-        return {**rest, **compress(plain, matrices, vectors_kept(weights, {n: len(m) for n, m in matrices.items()}))}
+        return Budget(own, self.parameters, fisher).compress() if self.params.compress else {**own, **fisher}
 
     def _fisher_shapes(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Names, shapes and dtypes of what comes beside the weights."""
@@ -178,20 +162,10 @@ class FedFisher(OneShot):
             made |= {f"inputs:{layer}": meta(inside, inside), f"outputs:{layer}": meta(len(weight), len(weight))}
         return made
 
-    def _plain_and_matrices(self, own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        fisher = self._fisher_shapes(own)
-        matrices = {n: len(m) for n, m in fisher.items() if not n.startswith("fisher:")}
-        plain = {**{n: own[n] for n in self.parameters}, **{n: t for n, t in fisher.items() if n not in matrices}}
-        return plain, matrices
-
     def expected(self, state: State, round: int, client: int) -> dict[str, Tensor]:
         own = super().expected(state, round, client)
-        if not self.params.compress:
-            return {**own, **self._fisher_shapes(own)}
-        plain, matrices = self._plain_and_matrices(own)
-        weights = {n: own[n] for n in self.parameters}
-        rest = {n: t for n, t in own.items() if n not in weights}
-        return {**rest, **shapes(plain, matrices, vectors_kept(weights, matrices))}
+        fisher = self._fisher_shapes(own)
+        return Budget(own, self.parameters, fisher).shapes() if self.params.compress else {**own, **fisher}
 
     # -- server ------------------------------------------------------------------------------------
 
@@ -199,10 +173,8 @@ class FedFisher(OneShot):
         parts = [dict(u.tensors) for u in updates]
         own = self.view(state)
         if self.params.compress:
-            plain, matrices = self._plain_and_matrices(own)
-            parts = [
-                {**{n: t for n, t in part.items() if ":" not in n}, **expand(part, plain, matrices)} for part in parts
-            ]
+            budget = Budget(own, self.parameters, self._fisher_shapes(own))
+            parts = [budget.expand(part) for part in parts]
         weights = self.weights(updates)
         mean = weighted_mean([{n: part[n] for n in own} for part in parts], weights)
         message = {**mean, **self.solve(parts, weights, mean)}
@@ -268,57 +240,9 @@ class FedFisher(OneShot):
         """The objective ``Σ p_k (W − W_k)ᵀ F_k (W − W_k)`` in parts that do not depend on each other."""
         if self.params.fisher == "kfac":
             for layer, bias in self.layers.items():
-                yield self._kronecker_block(layer, bias, parts, weights, mean, dtype)
-            return
-        sizes = [mean[n].numel() for n in self.parameters]
-
-        def flat(tensors: Tensors) -> Tensor:
-            return torch.cat([tensors[n].flatten().to(dtype) for n in self.parameters])
-
-        def split(x: Tensor) -> dict[str, Tensor]:
-            return {n: t.reshape(mean[n].shape) for n, t in zip(self.parameters, x.split(sizes))}
-
-        start = flat(mean)
-        if self.params.fisher == "full":
-            total = sum(p * part["fisher:"].to(dtype) for p, part in zip(weights, parts))
-            target = sum(p * (part["fisher:"].to(dtype) @ flat(part)) for p, part in zip(weights, parts))
-            yield Block(
-                lambda x: total @ x,
-                target,
-                start,
-                lambda: least_change(total, target[None], start[None], torch.float64)[0],
-                split,
-            )
-            return
-        sums = {n: diagonal_sums(parts, weights, n, self.setting.only_sums) for n in self.parameters}
-        total, target = (flat({n: s[i] for n, s in sums.items()}) for i in (0, 1))
-        known = total > 0
-        yield Block(
-            lambda x: total * x,
-            target,
-            start,
-            lambda: torch.where(known, target / torch.where(known, total, 1.0), start),
-            split,
-        )
-
-    def _kronecker_block(self, layer: str, bias: bool, parts, weights, mean, dtype) -> Block:
-        """One layer: its weight ``(d_out, d_in)`` with the bias as a last column, ``F_k X = G_k X A_k``."""
-        names = [f"{layer}.weight", *([f"{layer}.bias"] if bias else [])]
-
-        def matrix(tensors: Tensors) -> Tensor:
-            return torch.cat([tensors[n].to(dtype).reshape(len(tensors[n]), -1) for n in names], 1)
-
-        def split(x: Tensor) -> dict[str, Tensor]:
-            columns = x.split([x.shape[1] - bias, *([1] if bias else [])], 1)
-            return {n: t.reshape(mean[n].shape) for n, t in zip(names, columns)}
-
-        factors = [
-            (p * part[f"outputs:{layer}"].to(dtype), part[f"inputs:{layer}"].to(dtype))
-            for p, part in zip(weights, parts)
-        ]
-
-        def product(x: Tensor) -> Tensor:
-            return sum(kron_multiply(g, a, x) for g, a in factors)
-
-        target = sum(kron_multiply(g, a, matrix(part)) for (g, a), part in zip(factors, parts))
-        return Block(product, target, matrix(mean), None, split)
+                yield kronecker_block(layer, bias, parts, weights, mean, dtype)
+        elif self.params.fisher == "full":
+            yield full_block(self.parameters, parts, weights, mean, dtype)
+        else:
+            sums = {n: diagonal_sums(parts, weights, n, self.setting.only_sums) for n in self.parameters}
+            yield diagonal_block(sums, mean, dtype)

@@ -21,24 +21,22 @@ another. With ``mean`` the threshold is then of the divided ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ...algebra import weighted_mean
-from ...errors import UserError
+from ...models.names import entries
 from ..base import Tensors
 from ..registry import register_method
-from .base import DRAWS, OneShot, diagonal_sums, entries, with_products
+from .base import CLASSIFIERS, DRAWS, OneShot, diagonal_sums, with_products
 
 
 @register_method("fisher_merge")
 class FisherMerge(OneShot):
     source = "Matena and Raffel, NeurIPS 2022"
     sends = "all weights, and the diagonal of their Fisher information"
-    additive = True
-    tasks = ("SequenceClassification", "ImageClassification")
     #: 2: one label was drawn for each sample where the expectation is now exact
     revision = 2
 
@@ -57,13 +55,9 @@ class FisherMerge(OneShot):
         )
         draws: int | None = field(default=None, metadata=DRAWS)
 
-    def __init__(self, params, setting):
-        super().__init__(params, setting)
-        if setting.only_sums and params.rule == "target":
-            raise UserError(
-                "lowrank.rule = target raises the Fisher information of one client on the server, which a server that "
-                "sees only the sum of the updates cannot do; choose floor or mean"
-            )
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), tasks=CLASSIFIERS, sums=params.rule != "target")
 
     def adapt(self, model):
         model = super().adapt(model)

@@ -14,7 +14,7 @@ validation data choose, as Jhunjhunwala et al. 2024 do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -33,10 +33,6 @@ _SWITCH = {"on": (True,), "off": (False,), "tune": (True, False)}
 class OTFusion(OneShot):
     source = "Singh and Jaggi, NeurIPS 2020"
     sends = "all weights"
-    either = False
-    chains_only = True
-    selects = True
-    tasks = ("ImageClassification",)
 
     @dataclass(frozen=True)
     class Params:
@@ -49,6 +45,10 @@ class OTFusion(OneShot):
         past_correction: str = field(
             default="tune", metadata={"choices": tuple(_SWITCH), "help": "average weights whose inputs have been moved"}
         )
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), adapter="none", tasks=("ImageClassification",), validation=True)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

@@ -15,7 +15,7 @@ clients then do not tell how many samples of each class they have.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -32,9 +32,6 @@ from .base import OneShot
 class PFNM(OneShot):
     source = "Yurochkin et al., ICML 2019"
     sends = "all weights, and its number of samples of each class; receives a net that may be wider"
-    either = False
-    chains_only = True
-    tasks = ("ImageClassification",)
 
     @dataclass(frozen=True)
     class Params:
@@ -47,6 +44,10 @@ class PFNM(OneShot):
             default="classes",
             metadata={"choices": ("classes", "samples"), "help": "weights of the clients in the last layer"},
         )
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), adapter="none", tasks=("ImageClassification",))
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

@@ -14,23 +14,23 @@ taken, which the authors' pseudo-inverse takes nearest to zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from ...algebra import least_change, weighted_mean
 from ...models.curvature import input_grams, matrix_layers
+from ...models.names import entries
 from ..registry import register_method
-from .base import OneShot, best, entries
-from .compress import compress, expand, shapes, vectors_kept
+from .base import OneShot, best
+from .compress import Budget
 
 
 @register_method("regmean")
 class RegMean(OneShot):
     source = "Jin et al., ICLR 2023"
     sends = "all weights, and a Gram matrix of the inputs of every linear layer"
-    selects = True
     #: 2: what is no linear layer's weight was averaged by samples
     revision = 2
 
@@ -52,6 +52,10 @@ class RegMean(OneShot):
             if not self.scales:
                 raise ValueError("scales is empty: expected one factor at least")
 
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), validation=True)
+
     def adapt(self, model: nn.Module) -> nn.Module:
         model = super().adapt(model)
         self.parameters = self.trained(model)
@@ -63,30 +67,23 @@ class RegMean(OneShot):
     def upload(self, model, round, client):
         own = super().upload(model, round, client)
         grams = entries("gram", input_grams(model, client.batches(), self.layers))
-        if not self.params.compress:
-            return {**own, **grams}
-        weights = {n: own[n] for n in self.parameters}
-        vectors = vectors_kept(weights, {n: len(g) for n, g in grams.items()})
-        return {**{n: t for n, t in own.items() if n not in weights}, **compress(weights, grams, vectors)}
+        return Budget(own, self.parameters, grams).compress() if self.params.compress else {**own, **grams}
+
+    def _gram_shapes(self, own):
+        widths = {n: own[f"{n}.weight"].shape[1] for n in self.layers}
+        return entries("gram", {n: torch.empty(w, w, dtype=torch.float32, device="meta") for n, w in widths.items()})
 
     def expected(self, state, round, client):
         own = super().expected(state, round, client)
-        sizes = {f"gram:{n}": own[f"{n}.weight"].shape[1] for n in self.layers}
-        if not self.params.compress:
-            return {**own, **{n: torch.empty(s, s, dtype=torch.float32, device="meta") for n, s in sizes.items()}}
-        weights = {n: own[n] for n in self.parameters}
-        return {
-            **{n: t for n, t in own.items() if n not in weights},
-            **shapes(weights, sizes, vectors_kept(weights, sizes)),
-        }
+        grams = self._gram_shapes(own)
+        return Budget(own, self.parameters, grams).shapes() if self.params.compress else {**own, **grams}
 
     def aggregate(self, updates, state, round):
         weights, parts = self.weights(updates), [dict(u.tensors) for u in updates]
         own = self.view(state)
         if self.params.compress:
-            sizes = {f"gram:{n}": own[f"{n}.weight"].shape[1] for n in self.layers}
-            plain = {n: own[n] for n in self.parameters}
-            parts = [{**{n: t for n, t in p.items() if ":" not in n}, **expand(p, plain, sizes)} for p in parts]
+            budget = Budget(own, self.parameters, self._gram_shapes(own))
+            parts = [budget.expand(part) for part in parts]
         mean = weighted_mean([{n: part[n] for n in own} for part in parts], weights)
         if self.params.average_by == "uniform":
             merged = {f"{layer}.weight" for layer in self.layers}

@@ -5,10 +5,10 @@ import pandas as pd
 import pytest
 
 import fs_lowrank
-from fs_lowrank.methods import get_method_class
+from fs_lowrank.methods import get_method_class, requirements
 
 pytestmark = pytest.mark.federatedscope
-METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in get_method_class(m).tasks]
+METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
 RANKED = [m for m in METHODS if "ranks" in get_method_class(m).Params.__dataclass_fields__]
 ACCUMULATING = [m for m in METHODS if "tau" in get_method_class(m).Params.__dataclass_fields__]
 CASES = [

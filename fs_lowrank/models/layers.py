@@ -1,0 +1,70 @@
+"""Named tensors layer by layer, under the letters that the papers give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+#: attribute of ``Layer`` -> what stands behind the layer's name in the name of the tensor
+_ENDS = {
+    "A": ".lora_A.default.weight",
+    "B": ".lora_B.default.weight",
+    "W": ".base_layer.weight",
+    "U": ".factor_U",
+    "V": ".factor_V",
+    "A_d": ".nested.A_d",
+    "A_u": ".nested.A_u",
+    "B_d": ".nested.B_d",
+    "B_u": ".nested.B_u",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The tensors of one adapted layer; None for those that are not there. Of a convolution they have further axes.
+
+    Attributes:
+        name: the layer's name in the model.
+        A, B: the shared pair, ``(r, d_in)`` and ``(d_out, r)``.
+        W: the weight that the adapter or the factors stand beside, ``(d_out, d_in)``.
+        U, V: the factors in the place of ``W``, ``(d_out, r)`` and ``(r, d_in)`` (``models.factorised``).
+        A_d, A_u, B_d, B_u: the pairs nested in ``A`` and ``B`` (``models.nested``).
+    """
+
+    name: str
+    A: Tensor | None = None
+    B: Tensor | None = None
+    W: Tensor | None = None
+    U: Tensor | None = None
+    V: Tensor | None = None
+    A_d: Tensor | None = None
+    A_u: Tensor | None = None
+    B_d: Tensor | None = None
+    B_u: Tensor | None = None
+
+    def key(self, letter: str) -> str:
+        """The name in the model of the tensor that is called ``letter`` here."""
+        return self.name + _ENDS[letter]
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by their names in the model."""
+        return {self.key(letter): t for letter in _ENDS if (t := getattr(self, letter)) is not None}
+
+
+@lru_cache(maxsize=1 << 16)
+def _place(name: str) -> tuple[str, str] | None:
+    """The layer and the letter of the tensor called ``name``; None for one that is no adapted layer's."""
+    found = [letter for letter, end in _ENDS.items() if name.endswith(end)]
+    return (name.removesuffix(_ENDS[found[0]]), found[0]) if found and ":" not in name else None
+
+
+def adapted_layers(tensors: Mapping[str, Tensor]) -> list[Layer]:
+    """The adapted layers that have tensors among ``tensors``, sorted by name; names ``x:…`` belong to none."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name in tensors:
+        if place := _place(name):
+            layers.setdefault(place[0], {})[place[1]] = tensors[name]
+    return [Layer(name, **layers[name]) for name in sorted(layers)]

@@ -1,0 +1,201 @@
+"""What a class that registers may say, what a method requires, and what wrappers remember."""
+
+import pytest
+import torch
+
+from fs_lowrank.errors import UserError
+from fs_lowrank.methods import (
+    Averaging,
+    Gathering,
+    Method,
+    Requires,
+    Update,
+    Wrapper,
+    create_method,
+    list_methods,
+    register_method,
+    registry,
+    requirements,
+)
+from fs_lowrank.models.layers import Layer, adapted_layers
+from fs_lowrank.models.names import all_tensors
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    list_methods()
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+
+class Median(Gathering):
+    def aggregate(self, updates, state, round):
+        message = {n: torch.stack([u.tensors[n] for u in updates]).median(0).values for n in updates[0].tensors}
+        return {**state, **message}, message
+
+
+@pytest.mark.parametrize(
+    "flag, value, instead",
+    [
+        ("averages", False, "Averaging .* Gathering"),
+        ("additive", None, r"Requires\(sums="),
+        ("needs_only_sums", classmethod(lambda cls: True), r"Requires\(sums="),
+        ("selects", True, r"Requires\(validation="),
+        ("plans_ahead", property(lambda self: True), r"Requires\(rounds="),
+        ("tasks", ("ImageClassification",), r"Requires\(tasks="),
+        ("lora_only", True, r'Requires\(adapter="lora"\)'),
+        ("either", True, r'Requires\(adapter="optional"\)'),
+        ("chains_only", True, "models.chain"),
+        ("averages_head", False, "in averaged"),
+        ("average", lambda self, updates, state: ({}, {}), r"mean\(updates, state\)"),
+        ("combine", None, "wrappers"),
+    ],
+)
+@pytest.mark.parametrize("base", [Averaging, Median])
+def test_an_attribute_of_the_former_contract_is_refused_with_the_new_spelling(base, flag, value, instead):
+    parent = type("Parent", (base,), {flag: value})
+    for cls in (parent, type("Child", (parent,), {})):
+        with pytest.raises(
+            UserError, match=f"method 'old': the attribute {flag} is no longer read; instead, .*{instead}"
+        ):
+            register_method("old")(cls)
+    assert "old" not in list_methods()
+
+
+def test_what_an_instance_says_in_the_former_way_is_refused_too():
+    @register_method("sets_it_later")
+    class SetsItLater(Averaging):
+        def __init__(self, params, setting):
+            super().__init__(params, setting)
+            self.selects = True
+
+    with pytest.raises(UserError, match=r"the attribute selects is no longer read; .*Requires\(validation="):
+        create_method("sets_it_later")
+
+
+def test_a_method_says_what_its_server_step_is():
+    for cls in (type("Bare", (Method,), {}), type("Own", (Method,), {"aggregate": Median.aggregate}), Gathering):
+        with pytest.raises(UserError, match="does not say what its server step is; derive it from Averaging"):
+            register_method("unclear")(cls)
+
+
+def test_a_server_optimizer_is_never_left_out_unsaid():
+    class Own(Averaging):
+        def aggregate(self, updates, state, round):
+            return Median.aggregate(self, updates, state, round)
+
+    register_method("own_step")(Own)
+    register_method("median")(Median)
+    create_method("own_step")
+    # Nor does it get a sum in the place of the updates.
+    assert not requirements("own_step").sums and not requirements("median").sums and requirements("fedlora").sums
+    with pytest.raises(UserError, match="own_step has an aggregate of its own.*override mean or settle"):
+        create_method("own_step", server_optimizer={"type": "Adam"})
+    with pytest.raises(UserError, match="median's server step is not a weighted mean"):
+        create_method("median", server_optimizer={"type": "Adam"})
+
+
+# -- what is required ------------------------------------------------------------------------------------
+
+
+def test_needs_follow_the_hyperparameters():
+    assert requirements("fedfisher").sums and not requirements("fedfisher").validation
+    assert not requirements("fedfisher", {"fisher": "kfac"}).sums
+    assert requirements("fedfisher", {"fisher": "kfac"}).validation
+    assert not requirements("fedfisher", {"fisher": "kfac", "select": False}).validation
+    assert not requirements("fedfisher", {"compress": True}).sums
+    assert requirements("rolora", {"mix": 0.5}).rounds and not requirements("rolora").rounds
+    assert not requirements("fisher_merge", {"rule": "target"}).sums
+    with pytest.raises(UserError, match="did you mean 'mix'"):
+        requirements("rolora", {"mixx": 0.5})
+
+
+def test_what_is_shared_says_whether_there_is_an_adapter():
+    found = {n: requirements(n).adapter for n in list_methods()}
+    assert [n for n, a in found.items() if a == "lora"] == [
+        "ffa_lora",
+        "flexlora",
+        "flora",
+        "mfedloru",
+        "pmfedloru",
+        "rolora",
+    ]
+    assert {found[n] for n in ("fedavg", "fedhm", "pfedlora", "dense", "otfusion", "pfnm")} == {"none"}
+    assert {found[n] for n in ("fedfisher", "fisher_merge", "regmean")} == {"optional"}
+    for needs, use, adapts in (
+        ("any", None, True),
+        ("none", True, False),
+        ("optional", True, True),
+        ("optional", None, False),
+    ):
+        assert Requires(adapter=needs).adapts(use) is adapts
+
+
+@pytest.mark.parametrize(
+    "name, params, said",
+    [
+        ("flora", {}, "flora"),
+        ("fedhm", {}, "fedhm"),
+        ("regmean", {}, "regmean"),
+        ("fedfisher", {"compress": True}, "fedfisher with lowrank.compress = True"),
+    ],
+)
+def test_a_channel_of_sums_is_refused_where_they_are_not_enough(name, params, said):
+    with pytest.raises(UserError, match=f"sees only the sum of the updates .* cannot take the step of {said}$"):
+        create_method(name, only_sums=True, **params)
+
+
+# -- wrappers --------------------------------------------------------------------------------------------
+
+
+class Counts(Wrapper):
+    """Remembers how often a tensor was stepped, and halves each change."""
+
+    prefix = "counts:"
+
+    def step(self, mean, state):
+        stepped = {n: state[n] + (t - state[n]) / 2 for n, t in mean.items()}
+        return stepped, {f"counts:of:{n}": state.get(f"counts:of:{n}", 0) + 1 for n in mean}
+
+
+def test_what_a_wrapper_remembers_of_a_tensor_that_is_replaced_is_dropped():
+    @register_method("restarts")
+    class Restarts(Averaging):
+        def settle(self, mean, state, round):
+            return {**state, **({"a": torch.zeros(2)} if round == 2 else {}), "own:of:a": round}, {"b": mean["b"]}
+
+    method = create_method("restarts")
+    method.wrappers = (Counts(), Counts())
+    state = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    update = Update(1, 5, {"a": torch.full((2,), 8.0), "b": torch.full((3,), 4.0)})
+    state, message = method.aggregate([update], state, 1)
+    # Two wrappers, one after the other: half of half of the change.
+    assert torch.equal(state["a"], torch.full((2,), 2.0)) and torch.equal(message["b"], torch.ones(3))
+    assert state["counts:of:a"] == state["counts:of:b"] == 1
+    state, _ = method.aggregate([update], state, 2)
+    assert "counts:of:a" not in state and state["counts:of:b"] == 2 and state["own:of:a"] == 2
+    assert torch.equal(state["a"], torch.zeros(2))
+
+
+# -- layers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, letters", [("fedlora", "ABW"), ("mfedloru", "ABW"), ("pfedloru", "ABW"), ("fedhm", "WUV")]
+)
+def test_the_view_of_a_model_has_every_adapted_layer_once(toy, name, letters):
+    model = toy.method(name).adapt(toy.net())
+    own = all_tensors(model)
+    layers = adapted_layers(own)
+    assert [each.name.rsplit(".", 1)[-1] for each in layers] == sorted(toy.layers)
+    for layer in layers:
+        module = model.get_submodule(layer.name)
+        assert layer.W is module.base_layer.weight
+        if "A" in letters:
+            assert layer.A is module.lora_A["default"].weight and layer.B is module.lora_B["default"].weight
+        assert (layer.U is not None) == ("U" in letters) and (layer.A_d is not None) == (name == "mfedloru")
+        assert all(own[n] is t for n, t in layer.named().items())
+    known = {n for layer in layers for n in layer.named()}
+    # Of what has one of these endings nothing else is left, save names that are no tensors of the model.
+    assert not adapted_layers({n: t for n, t in own.items() if n not in known})
+    assert not adapted_layers({f"merge:3:{n}": own[n] for n in known})
+    assert Layer("l", A=own[layers[0].key(letters[0])]).named().keys() == {"l.lora_A.default.weight"}
