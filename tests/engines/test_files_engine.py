@@ -16,7 +16,7 @@ METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in g
 FOR_IMAGES = [m for m in fs_lowrank.list_methods() if m not in METHODS]
 #: where a hyperparameter changes what travels, or what a copy must remember
 VARIANTS = [
-    ("fedlora", {"lowrank.ranks": [1, 3, 2]}),
+    ("flora", {"lowrank.ranks": [1, 3, 2]}),
     ("flexlora", {"lowrank.ranks": [1, 3, 2]}),
     ("fedloru", {"lowrank.tau": 2, "lowrank.init": "momentum", "federate.total_round_num": 3}),
     ("pfedloru", {"lowrank.tau": 2, "federate.total_round_num": 3}),
