@@ -166,7 +166,7 @@ def test_too_few_clients_and_what_cannot_be_resumed(quick):
         fs_lowrank.run(config, "files")
     with pytest.raises(fs_lowrank.UserError, match="train.optimizer.lr"):
         fs_lowrank.run(config.replace({"train.optimizer.lr": 0.5}), "files", resume=True)
-    with pytest.raises(fs_lowrank.UserError, match="federate.mode = distributed"):
+    with pytest.raises(fs_lowrank.UserError, match="federate.mode = 'distributed'"):
         fs_lowrank.run(quick("other", {"federate.mode": "distributed"}), "files")
 
 
