@@ -1,5 +1,6 @@
 """An engine of another package, whose processes end after every message, gives what the embedded engine gives."""
 
+import multiprocessing
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in g
 FOR_IMAGES = [m for m in fs_lowrank.list_methods() if m not in METHODS]
 #: where a hyperparameter changes what travels, or what a copy must remember
 VARIANTS = [
-    ("fedlora", {"lowrank.ranks": [1, 3, 2]}),
+    ("flora", {"lowrank.ranks": [1, 3, 2]}),
     ("flexlora", {"lowrank.ranks": [1, 3, 2]}),
     ("fedloru", {"lowrank.tau": 2, "lowrank.init": "momentum", "federate.total_round_num": 3}),
     ("pfedloru", {"lowrank.tau": 2, "federate.total_round_num": 3}),
@@ -50,27 +51,32 @@ def quick(installed, settings, tmp_path, no_curves):
     return make
 
 
-def same(local, other, late=False):
+def same(local, other):
     """The global tensors to the bit, and all of the records but the seconds.
 
-    Where clients have models of their own, they follow to the end of the run to evaluate them, which counts: those
-    bytes are in the last record of the one engine, and in neither of the other, whose clients share its model.
+    Where clients evaluate models of their own they follow to the end of the round, which counts. So what the embedded
+    engine, whose clients share its model, sends in the next round has been sent by then, and one message more at last.
     """
     for (name, a), (other_name, b) in zip(local.model.named_parameters(), other.model.named_parameters(), strict=True):
         assert name == other_name and torch.equal(a, b), name
-    assert len(local.history) == len(other.history)
-    for a, b in zip(local.history, other.history):
-        down = {key for key in a if "downlink" in key} if "client_test" in a["metrics"] else set()
-        for key in a.keys() - {"seconds", "client_seconds"} - down:
-            assert a[key] == b[key], key
-        assert not down or (a["downlink_bytes"] < b["downlink_bytes"])
+    follow = "client_test" in local.history[-1]["metrics"]
+    for a, b in zip(local.history, other.history, strict=True):
+        for key in a.keys() - {"seconds", "client_seconds"}:
+            assert (follow and "downlink" in key) or a[key] == b[key], key
         assert a["client_seconds"].keys() == b["client_seconds"].keys()
     assert local.final == other.final
+    if follow:
+        a, b = ([record["downlink_bytes"] for record in result.history] for result in (local, other))
+        assert sum(a) < sum(b)
+        if all(len(record["selected"]) == len(local.facts["clients"]) for record in local.history):
+            assert a[1:] == b[:-1]
 
 
 @pytest.mark.parametrize("method, keys", [*((m, {}) for m in METHODS), *VARIANTS])
 def test_the_same_as_the_embedded_engine(quick, method, keys):
-    keys = {"federate.method": method, "federate.sample_client_num": 3 if keys else 2, **keys}
+    rounds = 1 if ".one_shot." in get_method_class(method).__module__ else 2
+    few = {"federate.total_round_num": rounds, "federate.sample_client_num": 3 if keys else 2}
+    keys = {"federate.method": method, **few, **keys}
     same(fs_lowrank.run(quick("local", keys)), fs_lowrank.run(quick("files", keys), "files"))
 
 
@@ -94,51 +100,74 @@ def test_clients_that_come_late(quick):
     same(local, fs_lowrank.run(quick("files", keys), "files"))
 
 
-class Killed(Exception):
-    """What stands for the end of the whole machine."""
-
-
-@pytest.mark.parametrize("at", [1, 4, 6])
-def test_a_server_that_is_killed_between_messages(quick, monkeypatch, at):
-    """The ``at``-th process of the server does not come to be, nor anything after it; then the run is resumed."""
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_a_server_that_is_killed(quick, monkeypatch, at):
+    """At its first message, and at those that end the training of rounds 1 and 2; then the run is resumed."""
     import files_engine
 
     keys = {"federate.method": "pfedloru", "lowrank.tau": 1, "federate.client_num": 2}
     local, config = fs_lowrank.run(quick("local", keys)), quick("files", keys)
-    started, process = [], files_engine.process
+    started, seen, process = [], [], files_engine.process
 
-    def until(target, *args):
+    def killed(target, *args):
         started.append(target)
-        if started.count(files_engine.server_process) > at:
-            raise Killed
-        return process(target, *args)
+        if target is not files_engine.server_process or started.count(target) != at:
+            return process(target, *args)
+        one = multiprocessing.get_context("forkserver").Process(target=target, args=(*args, 1))
+        one.start()
+        one.kill()
+        one.join()
+        return one.exitcode
 
-    monkeypatch.setattr(files_engine, "process", until)
-    seen = []
-    with pytest.raises(Killed):
-        fs_lowrank.run(config, "files", on_round=lambda record: seen.append(record["round"]) and None)
-    monkeypatch.undo()
-    sys.path.insert(0, str(Path(files_engine.__file__).parent))
-    try:
-        again = fs_lowrank.run(
-            config, "files", resume=True, on_round=lambda record: seen.append(record["round"]) and None
-        )
-    finally:
-        sys.path.pop(0)
-    same(local, again)
+    def on_round(record):
+        seen.append(record["round"])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_engine, "process", killed)
+        with pytest.raises(fs_lowrank.RunFailed, match="exit code -9; run again with --resume"):
+            fs_lowrank.run(config, "files", on_round=on_round)
+    same(local, fs_lowrank.run(config, "files", resume=True, on_round=on_round))
     assert seen == [1, 2]
 
 
-def test_a_server_s_process_that_is_killed(quick, monkeypatch):
-    """In the middle of its work: what it had not written yet is done again."""
+def test_a_client_that_is_killed(quick, monkeypatch):
+    """Its round goes on without it, and the record says why."""
     import files_engine
 
-    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.client_num": 2}
-    local, config = fs_lowrank.run(quick("local", keys)), quick("files", keys)
-    monkeypatch.setattr(files_engine, "server_process", killed_server)
-    with pytest.raises(fs_lowrank.RunFailed, match="server's process ended with exit code -9; run again with --resume"):
+    config = quick("files", {"federate.method": "fedlora", "federate.total_round_num": 2})
+    started, process = [], files_engine.process
+
+    def killed(target, *args):
+        if target is files_engine.client_process and args[1].endswith("000001/train/order_2"):
+            started.append(target)
+            one = multiprocessing.get_context("forkserver").Process(target=target, args=(*args, 1))
+            one.start()
+            one.kill()
+            one.join()
+            return one.exitcode
+        return process(target, *args)
+
+    monkeypatch.setattr(files_engine, "process", killed)
+    first, second = fs_lowrank.run(config, "files").history
+    assert started and first["clients"] == [1, 3] and second["clients"] == [1, 2, 3]
+    assert first["failed"] == [{"client": 2, "kind": "failed", "reason": "its process ended with exit code -9"}]
+    # What it was sent in round 1 is not on its disk, and is in what it is sent in round 2.
+    assert len(set(second["client_downlink_bytes"].values())) == 1
+
+
+def test_too_few_clients_and_what_cannot_be_resumed(quick):
+    keys = {"federate.method": "fedlora", "lowrank.drop_rate": 0.5, "lowrank.min_clients": 3, "seed": 1}
+    config = quick("files", keys)
+    with pytest.raises(fs_lowrank.RunFailed, match="round 1: .*lowrank.min_clients is 3.*start again"):
         fs_lowrank.run(config, "files")
-    monkeypatch.undo()
+    config = config.replace({"lowrank.min_clients": 1})
+    same(fs_lowrank.run(quick("local", {**keys, "lowrank.min_clients": 1})), fs_lowrank.run(config, "files"))
+    with pytest.raises(fs_lowrank.UserError, match="holds a run already"):
+        fs_lowrank.run(config, "files")
+    with pytest.raises(fs_lowrank.UserError, match="train.optimizer.lr"):
+        fs_lowrank.run(config.replace({"train.optimizer.lr": 0.5}), "files", resume=True)
+    with pytest.raises(fs_lowrank.UserError, match="federate.mode = 'distributed'"):
+        fs_lowrank.run(quick("other", {"federate.mode": "distributed"}), "files")
 
 
 def test_a_client_that_lost_its_disk(quick):
@@ -156,3 +185,17 @@ def test_a_client_that_lost_its_disk(quick):
     down = [r["client_downlink_bytes"] for r in lost.history]
     assert down[:2] == [r["client_downlink_bytes"] for r in whole.history][:2]
     assert down[2]["2"] == whole.history[2]["client_downlink_bytes"]["2"] < down[2]["1"]
+
+
+@pytest.mark.federatedscope
+@pytest.mark.parametrize("method", ["rolora", "fedloru"])
+def test_rounded_messages(quick, method):
+    """As on the framework's engine, which rounds them too."""
+    pytest.importorskip("fs_lowrank.engines.federatedscope", exc_type=Exception)
+    keys = {"federate.method": method, "quantization.method": "uniform", "quantization.nbits": 8}
+    keys |= {"lowrank.tau": 1} if method == "fedloru" else {}
+    other, files = fs_lowrank.run(quick("other", keys), "federatedscope"), fs_lowrank.run(quick("files", keys), "files")
+    for (name, a), b in zip(other.model.named_parameters(), files.model.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for key in ("client_uplink_bytes", "client_downlink_bytes", "selected", "clients"):
+        assert [r[key] for r in files.history] == [r[key] for r in other.history]
