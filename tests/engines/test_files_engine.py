@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fs_lowrank
-from fs_lowrank.methods import get_method_class
+from fs_lowrank.methods import requirements
 
 ENGINE = Path(__file__).with_name("files_engine.py")
-METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in get_method_class(m).tasks]
+METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
 FOR_IMAGES = [m for m in fs_lowrank.list_methods() if m not in METHODS]
 #: where a hyperparameter changes what travels, or what a copy must remember
 VARIANTS = [
