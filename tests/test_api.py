@@ -71,7 +71,7 @@ def test_a_path_in_place_of_a_configuration(path, runs, as_text):
 @pytest.mark.parametrize("wrong", [None, 3, {"seed": 3}])
 def test_what_is_no_configuration(wrong):
     for call in (lambda: fs_lowrank.run(wrong), lambda: fs_lowrank.compare(wrong, ["rolora"])):
-        with pytest.raises(UserError, match="(?s)config = .*: expected a Config, as load_config gives it, or the path"):
+        with pytest.raises(UserError, match="(?s)config = .*: expected a Config from load_config, or the path"):
             call()
 
 
