@@ -234,7 +234,7 @@ def table(result: dict) -> str:
 
 
 def study(clients: str, rounds: int) -> dict:
-    """Everything that the command writes."""
+    """The result of the command, as plain data."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that are started
     import fs_lowrank.engines.federatedscope  # noqa: F401 - says what is missing before anything runs
 

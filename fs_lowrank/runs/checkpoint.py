@@ -1,8 +1,8 @@
 """Checkpoints in safetensors and JSON, written atomically, with checksums that are verified when they are read.
 
 ``checkpoint/round_000012/`` contains ``<part>.safetensors`` for each part (the method's state, changed base weights,
-the clients' personal tensors) and ``meta.json`` with everything that is not a tensor, the SHA-256 of every file, and its
-own. A folder without a valid ``meta.json`` is not a checkpoint.
+the clients' personal tensors) and ``meta.json`` with everything that is not a tensor, the SHA-256 of every file, and
+its own. A folder without a valid ``meta.json`` is not a checkpoint.
 """
 
 from __future__ import annotations
