@@ -1,4 +1,4 @@
-"""Running and comparing from Python: what is taken, what every method is given, what is refused."""
+"""Running and comparing from Python: accepted arguments, the keys given to each method, errors."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ def path(settings, tmp_path):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Configurations that would have been run, by method; nothing is."""
+    """Records the configurations by method instead of running them."""
     seen = {}
 
     def run(config, resume, on_round, on_client):

@@ -1,4 +1,4 @@
-"""The error of averaging A and B apart: by hand, where it is zero, and through real runs."""
+"""The error of averaging A and B separately: by hand, where it is zero, and through real runs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Verdicts by rule, on numbers one can check by hand."""
+"""Verdicts by rule, on numbers that can be checked by hand."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""The kept states are those that the frozen layers would have given."""
+"""Cached states are equal to those that the frozen layers would compute."""
 
 import copy
 import logging
@@ -244,7 +244,7 @@ def logits(prefix, data, batch, kept):
 
 
 def trained(name, data, limit):
-    """All that has learned after three steps with dropout on above the prefix."""
+    """All trained tensors after three steps with dropout above the prefix."""
     prefix = planned(name, data, limit)
     prefix.model.train()
     prefix.eval_below()
