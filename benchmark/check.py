@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from fs_lowrank import Config, Method, UserError, create_method
-from fs_lowrank.api import ENGINES
+from fs_lowrank.engines import get_engine
+from fs_lowrank.jobs.crew import check_gpus
+from fs_lowrank.jobs.files import write_text
 
 from .execute import permitted
 from .plan import Cell, Job, Options, Script, Search, make_training_file
-from .store import write_text
 from .suite import import_all
 
 #: memory of a process besides the model: libraries, data, clients' tensors, activations
@@ -49,7 +49,7 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
                 note(where, error)
     try:
         _check_memory(jobs, workers, gpus)
-        _check_gpus(gpus)
+        check_gpus(gpus)
     except UserError as error:
         note("this machine", error)
     for folder in (options.results, options.work):
@@ -79,7 +79,7 @@ def _looks(job: Job, options: Options, found: dict[tuple, object]):
     config = job.config
     if job.experiment.training_file is not None:
         yield "training file", repr(job.experiment.training_file), lambda: make_training_file(job)
-    yield "engine", options.engine, lambda: _check_engine(options.engine)
+    yield "engine", options.engine, lambda: get_engine(options.engine)  # importing it says what it lacks
     method = (config.federate.method, repr(config.method_params))
     yield "method", method, lambda: _method(config)
     data = (config.data.type, config.data.root, repr(config.data.args))
@@ -103,11 +103,6 @@ def _looks(job: Job, options: Options, found: dict[tuple, object]):
     if isinstance(job, Cell):
         for spec in job.experiment.evaluation:
             yield "evaluation", repr(spec), lambda spec=spec: _check_scorer(spec, options)
-
-
-def _check_engine(engine: str) -> None:
-    """Import an engine, which raises an error if something is missing."""
-    import_module(ENGINES[engine])
 
 
 def _method(config: Config) -> Method:
@@ -263,14 +258,3 @@ def available_bytes() -> float | None:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (OSError, ValueError):
         return None
-
-
-def _check_gpus(gpus: Sequence[str]) -> None:
-    if not gpus:
-        return
-    import torch
-
-    count = torch.cuda.device_count()
-    for gpu in gpus:
-        if not gpu.isdigit() or int(gpu) >= count:
-            raise UserError(f"--gpus {gpu}: torch finds {count} GPU{'s' * (count != 1)} here, numbered from 0")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .config import Config, load_config, load_for
-from .errors import RunFailed, UserError, nearest
+from .engines import get_engine
+from .errors import RunFailed, UserError
+from .jobs.files import replacing
 from .runs.plots import plot_curves
 from .runs.result import RunResult
-
-#: engine name -> the module that has ``run(config, resume, on_round, on_client)``
-ENGINES = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
+from .seeds import generators_kept
 
 
 def run(
@@ -30,7 +29,7 @@ def run(
 
     Args:
         config: from ``load_config``, or the path of a YAML file.
-        engine: ``local`` runs all clients in this process.
+        engine: ``local`` runs all clients in this process; for the others see ``list_engines``.
         resume: continue from the last checkpoint in ``config.outdir``.
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).
@@ -39,9 +38,9 @@ def run(
     """
     _check_config(config)
     config = config if isinstance(config, Config) else load_config(config)
-    if engine not in ENGINES:
-        raise UserError(f"unknown engine {engine!r}{nearest(engine, ENGINES)}; expected one of {', '.join(ENGINES)}")
-    return import_module(ENGINES[engine]).run(config, resume=resume, on_round=on_round, on_client=on_client)
+    module = get_engine(engine)
+    with generators_kept():
+        return module.run(config, resume=resume, on_round=on_round, on_client=on_client)
 
 
 def _check_config(config: object) -> None:
@@ -78,6 +77,7 @@ def compare(
     from .runs.summary import per_client_and_round, seconds
 
     _check_config(config)
+    get_engine(engine)  # before anything is announced or written
     config, own = load_for(config, methods, overrides)
     outdir = Path(config.outdir) / config.expname
     configs = {
@@ -95,24 +95,25 @@ def compare(
     majority = next(iter(results.values())).facts["majority"]
     try:
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)
-        (outdir / "comparison.json").write_text(
-            json.dumps(
-                {
-                    n: {
-                        "final": r.final,
-                        "bytes_per_client_and_round": per_client_and_round(r.history),
-                        "seconds": seconds(r.history),
-                        "majority": majority,
-                        **{k: r.facts[k] for k in ("source", "data", "model", "config")},
-                        "seed": config.seed,
-                        "versions": environment()["versions"],
-                        "settings": configs[n].to_dict(),
-                    }
-                    for n, r in results.items()
-                },
-                indent=1,
+        with replacing(outdir / "comparison.json") as aside:
+            aside.write_text(
+                json.dumps(
+                    {
+                        n: {
+                            "final": r.final,
+                            "bytes_per_client_and_round": per_client_and_round(r.history),
+                            "seconds": seconds(r.history),
+                            "majority": majority,
+                            **{k: r.facts[k] for k in ("source", "data", "model", "config")},
+                            "seed": config.seed,
+                            "versions": environment()["versions"],
+                            "settings": configs[n].to_dict(),
+                        }
+                        for n, r in results.items()
+                    },
+                    indent=1,
+                )
             )
-        )
     except OSError as error:
         raise RunFailed(
             f"all methods ran, but their comparison could not be written to {outdir}: {error}; correct this "

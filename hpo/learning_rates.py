@@ -19,8 +19,8 @@ from pathlib import Path
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.settings import parse_overrides
 
-from .best import budget_text, summary
-from .plots import Panel, draw_png, learning_rate_panel, points_of
+from .best import budget_text, points_of, summary
+from .plots import Panel, draw_png, learning_rate_panel
 from .search import kind
 from .space import load_space
 from .storage import load_study, open_storage
