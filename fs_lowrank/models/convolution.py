@@ -118,8 +118,8 @@ def compose(model: nn.Module) -> None:
     """Let every convolution of ``model`` with an adapter run as one convolution; parameters do not change.
 
     The class of PEFT's layer is replaced by its subclass here: PEFT offers no public way to choose the class of a
-    layer, and a new module would have to copy whatever state PEFT keeps in the old one. ``tests/models/test_borrowed.py``
-    names what the subclasses rely on.
+    layer, and a new module would have to copy whatever state PEFT keeps in the old one.
+    ``tests/models/test_borrowed.py`` names what the subclasses rely on.
     """
     for module in model.modules():
         if type(module) in _FORMS:
