@@ -1,4 +1,4 @@
-"""Whether every job could run, found out before the first one starts."""
+"""Checks of all jobs before the first one starts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .execute import permitted
 from .plan import Cell, Job, Options, Script, Search, make_training_file
 from .suite import import_all
 
-#: what a process needs beside the model: libraries, data, clients' tensors, activations
+#: memory of a process besides the model: libraries, data, clients' tensors, activations
 _PROCESS_BYTES = 700e6
-#: weights in memory, and once more while they are read
+#: copies of the weights: in memory, and while they are read
 _COPIES = 2.0
 
 
 def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[str] = ()) -> None:
-    """Look at data, models, scorers, scripts, memory and places to write.
+    """Check data, models, scorers, scripts, memory and write access.
 
     Raises:
-        UserError: names all that is wrong or missing, and how to get it.
+        UserError: the message lists everything that is wrong or missing, and how to get it.
     """
     problems: list[str] = []
 
@@ -68,11 +68,10 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
 
 
 def _looks(job: Job, options: Options, found: dict[tuple, object]):
-    """What to look at for a job: a kind, a key that is the same for the same thing, and the look.
+    """The checks for a job, as (kind, key, function); checks with the same kind and key are the same.
 
     Args:
-        found: what earlier looks returned, by kind and key; without those that found something wrong. Some looks
-            need that another has been taken.
+        found: results of earlier successful checks, by kind and key. Some checks need the result of another.
     """
     if isinstance(job, Script):
         yield "script", job.experiment.script, lambda: _check_script(job.experiment.script)
@@ -118,7 +117,7 @@ def _method(config: Config) -> Method:
 
 
 def _check_adapter(config: Config) -> None:
-    """Whether the model has the layers and modules that the method is to work on, and is wide enough."""
+    """Check that the model has the layers and modules for the adapter, and is wide enough."""
     from fs_lowrank.models.build import build_skeleton
 
     try:
@@ -128,7 +127,7 @@ def _check_adapter(config: Config) -> None:
 
 
 def _facts(config: Config) -> tuple[int, bool, bool]:
-    """Rows to train on, whether there is an official test set, whether it is for a language model."""
+    """Number of training rows, whether there is an official test set, and whether the task is language modelling."""
     from fs_lowrank.data import CAUSAL_LM, load_raw
 
     raw = load_raw(config.data)
@@ -165,7 +164,7 @@ def _check_model(config: Config) -> None:
         raise UserError(f"model.type: {config.model.type}: the folder {place} holds no weights")
     for path in place.glob("*.safetensors"):
         try:
-            with safe_open(path, "pt"):  # reads the header, which says how long the file is to be
+            with safe_open(path, "pt"):  # reads the header, which has the expected length of the file
                 pass
         except (SafetensorError, OSError) as error:
             raise UserError(f"model.type: {config.model.type}: {path} is damaged ({error}); fetch it again") from None
@@ -219,7 +218,7 @@ def _check_script(module: str) -> None:
 
 
 def weights_bytes(config: Config) -> float:
-    """Bytes of the model's weights on disk, where they are in a folder; 0 where that is not known."""
+    """Bytes of the weights on disk if the model is a folder; 0 if unknown."""
     from fs_lowrank.models.build import locate, model_name
 
     if config.is_vision:
@@ -251,7 +250,7 @@ def _check_memory(jobs: Sequence[Job], workers: int, gpus: Sequence[str]) -> Non
 
 
 def available_bytes() -> float | None:
-    """Memory that is free for new processes, in bytes; None where the system does not say."""
+    """Free memory in bytes; None if the system does not report it."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,7 +1,7 @@
-"""The papers' claims, judged by rules that stand in the suite. See ``RULES`` for the conditions there are.
+"""Verdicts on the papers' claims, by the rules in the suites. ``RULES`` has all conditions.
 
-A verdict is ``holds``, ``does not hold``, or ``not tested at this size``, where a figure that the rule needs is missing
-and no other refutes it, or where one seed leaves the spread unknown that a difference must exceed.
+A verdict is ``holds``, ``does not hold``, or ``not tested at this size``. A claim is not tested if a figure is missing
+and no other refutes the claim, or if there is only one seed, so that the spread is unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fs_lowrank.settings import Key, Origin, check_keys, check_value
 
 HOLDS, FAILS, UNTESTED = "holds", "does not hold", "not tested at this size"
 
-#: condition -> the keys it needs besides ``metric`` and ``where``, and what it says
+#: condition -> required keys besides ``metric`` and ``where``, and its meaning
 RULES = {
     "drops": (
         ("methods", "along", "from", "to", "by"),
@@ -51,17 +51,17 @@ _OPTIONAL = ("metric", "where", "at_least", "at_most", "lower_is_better", "sprea
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of a rule with what was found."""
+    """A condition of a rule with its result."""
 
     verdict: str
     text: str
-    #: where it is not met, the claim is not tested, whatever the others say
+    #: if it is not met, the claim is not tested, regardless of the other conditions
     first: bool = False
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean over seeds; ``std`` of a sample, None for one seed; ``by_seed`` what it is the mean of, where known."""
+    """Mean over seeds, sample standard deviation (None for one seed), and the values by seed, if known."""
 
     mean: float
     std: float | None
@@ -82,30 +82,30 @@ def spread(values: Sequence[float] | Mapping[int, float]) -> Spread | None:
 
 
 def noise(*found: Spread) -> float:
-    """The spread that a difference of means must exceed: the root of the sum of the variances over seeds."""
+    """The spread that a difference of means must exceed: the square root of the sum of the variances."""
     return math.sqrt(sum((f.std or 0.0) ** 2 for f in found))
 
 
 def paired_noise(first: Spread, second: Spread) -> float:
-    """The spread that the difference of two methods must exceed at one place of the grid.
+    """The spread that the difference of two methods in one setting must exceed.
 
-    A seed gives both the same split, clients and batches, so it is the standard deviation of the differences by seed;
-    ``noise`` where the seeds are not the same, or only one.
+    Both methods have the same split, clients and batches for a seed, so this is the standard deviation of the
+    differences by seed. If the seeds differ or there is only one, it is ``noise``.
     """
     if len(first.by_seed) < 2 or first.by_seed.keys() != second.by_seed.keys():
         return noise(first, second)
     return statistics.stdev(value - second.by_seed[seed] for seed, value in first.by_seed.items())
 
 
-#: (method, labels by axis, metric) -> the figure
+#: (method, labels by axis, metric) -> figure
 Lookup = Callable[[str, Mapping[str, str], str], Spread | None]
 
 
 def check_rule(condition: Any, origin: Origin, at: str) -> dict:
-    """The condition at ``at`` in a suite's file, its values checked.
+    """Check the condition at ``at`` in the file of a suite.
 
     Raises:
-        UserError: no such condition, an unknown or a missing key, a value of the wrong type.
+        UserError: an unknown condition, an unknown or missing key, a value of the wrong type.
     """
     if not isinstance(condition, Mapping):
         origin.wrong(at, condition, "a mapping, such as {is: drops, …}")
@@ -116,7 +116,7 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
 
 
 def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
-    """Every condition of a rule, each method of its own."""
+    """The results of all conditions of a rule, separately for each method."""
     found: list[Condition] = []
     for condition in rule:
         found += _JUDGES[condition["is"]](condition, look)
@@ -124,7 +124,7 @@ def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
 
 
 def verdict(conditions: Sequence[Condition]) -> str:
-    """Of all conditions together."""
+    """The verdict on all conditions together."""
     verdicts = {c.verdict for c in conditions}
     if any(c.first and c.verdict == UNTESTED for c in conditions) or not verdicts:
         return UNTESTED
@@ -148,7 +148,7 @@ def _missing(what: str, first: bool = False) -> Condition:
 
 
 def _beyond(gap: float, by: float, spread: float, seeds: bool, text: str) -> Condition:
-    """Whether a gap exceeds what was asked and the spread, which one seed does not tell."""
+    """Whether a gap exceeds ``by`` and the spread, which is unknown with one seed."""
     text += f" by {gap:.4g} (asked: more than {by:g}, "
     if not seeds:
         return Condition(UNTESTED, f"{text}spread unknown with one seed)")
@@ -156,7 +156,7 @@ def _beyond(gap: float, by: float, spread: float, seeds: bool, text: str) -> Con
 
 
 def _fall(condition: Mapping, look: Lookup):
-    """Per method: both ends of the axis and the fall between them."""
+    """For each method: the figures at both ends of the axis, and the difference."""
     for method in condition["methods"]:
         ends = [
             look(method, {**_where(condition), condition["along"]: str(condition[end])}, _metric(condition))

@@ -1,4 +1,4 @@
-"""The report's pictures."""
+"""The figures of the report."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .results import Found, scale_of, title_of
+from .results import ExperimentResults, scale_of, title_of
 
 _COLOURS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #7f7f7f #bcbd22".split()
 _MARKERS = "osD^vP*X<>"
-#: panels side by side
+#: number of panels in a row
 _COLUMNS = 4
 
 
-def draw_all(found: Found, folder: Path) -> dict[str, Path]:
-    """Draw what there is to draw of an experiment; the titles of the pictures and their files."""
+def draw_all(found: ExperimentResults, folder: Path) -> dict[str, Path]:
+    """Draw all figures of an experiment for which there are results; returns files by title."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{found.suite.name}-{found.suite.size}-{found.experiment.name}"
     drawn = {}
@@ -44,7 +44,7 @@ def _figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _style(found: Found, method: str) -> dict:
+def _style(found: ExperimentResults, method: str) -> dict:
     index = found.methods.index(method)
     return {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)], "markersize": 4}
 
@@ -56,8 +56,8 @@ def _numbers(labels: Sequence[str]) -> list[float] | None:
         return None
 
 
-def _along_axis(found: Found):
-    """The first metric along the only axis, mean and standard deviation."""
+def _along_axis(found: ExperimentResults):
+    """Mean and standard deviation of the first metric along the only axis."""
     metric = found.experiment.metrics[0]
     if len(found.experiment.axes) != 1 or len(found.columns) < 2 or ":" in metric or scale_of(metric)[0] == 0:
         return None
@@ -86,12 +86,12 @@ def _along_axis(found: Found):
     return figure
 
 
-def _majority(found: Found) -> float | None:
+def _majority(found: ExperimentResults) -> float | None:
     return next((r["majority"] for rs in found.records.values() for r in rs if r.get("majority")), None)
 
 
-def curve_metric(found: Found) -> str | None:
-    """What the learning curves show: held-out accuracy where there is one, else loss."""
+def curve_metric(found: ExperimentResults) -> str | None:
+    """The metric of the learning curves: held-out accuracy if there is one, else loss."""
     points = [p for rs in found.records.values() for r in rs for p in r.get("history", {}).get("evaluated", ())]
     there = {name for p in points for name in p}
     if _majority(found) is None and "client_test_acc" not in there and "val_loss" in there:
@@ -99,8 +99,8 @@ def curve_metric(found: Found) -> str | None:
     return next((n for n in ("val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss") if n in there), None)
 
 
-def _grid(found: Found, title: str, count: int):
-    """A figure of ``count`` panels that share their y axis."""
+def _grid(found: ExperimentResults, title: str, count: int):
+    """A figure of ``count`` panels with a common y axis."""
     rows, across = -(-count // _COLUMNS), min(count, _COLUMNS)
     figure = _figure(across * 3.7 + 0.4, rows * 3.2 + 0.5)
     panels = figure.subplots(rows, across, squeeze=False, sharey=True)
@@ -115,11 +115,11 @@ def _common_legend(figure, panels) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6), fontsize=8)
 
 
-def _axis_title(found: Found, column: str) -> str:
+def _axis_title(found: ExperimentResults, column: str) -> str:
     return ", ".join(f"{n} {label}" for n, label in zip(found.experiment.axes, column.split(" / "))) if column else ""
 
 
-def _lines(found: Found, title: str, x_label: str, x_of, log: bool = False):
+def _lines(found: ExperimentResults, title: str, x_label: str, x_of, log: bool = False):
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     metric = curve_metric(found)
@@ -159,11 +159,11 @@ def _lines(found: Found, title: str, x_label: str, x_of, log: bool = False):
     return figure
 
 
-def _curves(found: Found):
+def _curves(found: ExperimentResults):
     return _lines(found, "learning curves (mean; band: smallest to largest over seeds)", "round", lambda p: p["round"])
 
 
-def _traffic(found: Found):
+def _traffic(found: ExperimentResults):
     if not any("history" in r for rs in found.records.values() for r in rs):
         return None
     return _lines(
@@ -175,8 +175,8 @@ def _traffic(found: Found):
     )
 
 
-def _bytes(found: Found):
-    """Bytes of a client and round, in the first setting that has all methods."""
+def _bytes(found: ExperimentResults):
+    """Bytes per client and round, in the first setting that has all methods."""
     column = found.fullest
     names = [m for m in found.methods if column is not None and found.figure(m, column, "uplink")]
     if len(names) < 2:
@@ -203,8 +203,8 @@ def _bytes(found: Found):
     return figure
 
 
-def _rates(found: Found):
-    """What each search tried and found, a panel for each setting."""
+def _rates(found: ExperimentResults):
+    """The trials and the winner of each search, one panel per setting."""
     key = "train.optimizer.lr"
     by_setting: dict[str, list[Mapping]] = {}
     for search in found.searches:

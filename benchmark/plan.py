@@ -1,4 +1,4 @@
-"""What a suite asks for, as jobs: searches of learning rates, cells that train, scripts. Knows what is done already."""
+"""The jobs of a suite: searches of learning rates, cells that train, and scripts; and whether they are finished."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fs_lowrank.methods import revisions
 from .store import Store, digest
 from .suite import Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
 
-#: of a scorer's options: allows something, decides no result
+#: options of scorers that do not affect a result
 _PERMISSIONS = ("run_unsafe_code",)
 _RATE = "train.optimizer.lr"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line adds to a suite, for every worker the same.
+    """The options of the command line, the same for all workers.
 
     Attributes:
-        data: folder of the data; a suite's ``data.root`` is below it. since: when this call began, in seconds.
-        overrides: config keys that decide no result, such as the device.
+        data: folder of the data; a suite's ``data.root`` is below it. since: start time of this call, in seconds.
+        overrides: config keys that do not affect a result, such as the device.
     """
 
     suites: tuple[str, ...]
@@ -52,7 +52,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """One piece of work. ``key`` is the hash of all that decides its result, which ``content`` holds."""
+    """A job. ``key`` is the hash of ``content``, which is everything that affects its result."""
 
     suite: Suite
     experiment: Experiment
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def revisions(self) -> dict[str, int]:
-        """Of what it uses, where they are not 1: a result of another revision is none of this job's."""
+        """Revisions above 1 of the methods it uses. A result of another revision does not belong to this job."""
         return {}
 
     @cached_property
@@ -68,7 +68,7 @@ class Job:
         return digest({**self.content(), **({"revisions": self.revisions} if self.revisions else {})})
 
     def stale(self, store: Store) -> dict | None:
-        """The result that an earlier revision of its method left, which is not this job's any more."""
+        """The result of an earlier revision of its method, which no longer belongs to this job."""
         for earlier in itertools.product(*(range(1, n + 1) for n in self.revisions.values())):
             then = {name: n for name, n in zip(self.revisions, earlier) if n != 1}
             if then != self.revisions:
@@ -82,14 +82,14 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where its runs lie until it is finished."""
+        """The folder of its runs until it is finished."""
         return Path(self.options.work) / self.key
 
     def result(self, store: Store) -> dict | None:
         return store.read(self.kind, self.key)
 
     def done(self, store: Store) -> bool:
-        """Whether nothing is left to do in this call: finished, or failed since it began."""
+        """Whether the job is finished, or has failed since this call began."""
         redo = self.options.redo and self.kind == "cells"
         finished = self.result(store)
         if finished and (not redo or finished["finished"] >= self.options.since):
@@ -98,7 +98,7 @@ class Job:
         return bool(failed) and failed["finished"] >= self.options.since
 
     def identity(self) -> dict:
-        """What a result file says of where it belongs."""
+        """The entries of a result file that identify the job."""
         return {
             "suite": self.suite.name,
             "size": self.suite.size,
@@ -118,7 +118,7 @@ class Trained(Job):
 
 @dataclass(frozen=True)
 class Search(Trained):
-    """A search of the learning rate for one method in one setting, by validation."""
+    """A search of the learning rate for one method in one setting, on validation data."""
 
     kind = "searches"
     method: MethodEntry
@@ -141,7 +141,7 @@ class Search(Trained):
 
 @dataclass(frozen=True)
 class Cell(Trained):
-    """A method in a setting at a seed. With a search, ``config`` has no rate of its own yet."""
+    """A method in a setting with a seed. If the rate comes from a search, ``config`` does not have it yet."""
 
     kind = "cells"
     method: MethodEntry
@@ -157,11 +157,11 @@ class Cell(Trained):
 
     @property
     def column(self) -> str:
-        """The setting as a table's column: its labels, such as ``3 / 4``."""
+        """The setting as the name of a table column: its labels, such as ``3 / 4``."""
         return " / ".join(self.setting.values())
 
     def rated(self, store: Store) -> Cell | None:
-        """The same with the rate that the search found; None before there is one."""
+        """This cell with the rate from its search; None while the search is not finished."""
         if self.search is None:
             return self
         if "_rated" in self.__dict__:
@@ -177,7 +177,7 @@ class Cell(Trained):
             "budget": found["budget"],
         }
         cell = replace(self, unrated=self.unrated.replace(found["winner"]["point"]), search=None, rate=rate)
-        self.__dict__["_rated"] = cell  # asked for again and again; what a search found does not change
+        self.__dict__["_rated"] = cell  # cached; the result of a search does not change
         return cell
 
     @property
@@ -185,7 +185,7 @@ class Cell(Trained):
         return self.unrated
 
     def content(self) -> dict:
-        """Before the search is done, of the search and the rest."""
+        """While the search is not finished: the contents of the search and of the cell."""
         evaluation = [{k: v for k, v in e.items() if k not in _PERMISSIONS} for e in self.experiment.evaluation]
         content = {
             "config": _own(self.config),
@@ -199,7 +199,7 @@ class Cell(Trained):
 
 @dataclass(frozen=True)
 class Script(Job):
-    """A module that runs a study of its own and writes a JSON."""
+    """A module that runs a study and writes JSON."""
 
     kind = "cells"
 
@@ -213,7 +213,7 @@ class Script(Job):
 
 
 def _content(job: Search | Cell) -> dict:
-    """What of the data decides and no config tells: the user's own files, and a folder that the grid varies."""
+    """What affects the result but is not in the config: the user's files, and a data folder that the grid varies."""
     content: dict[str, Any] = {}
     if job.experiment.training_file is None and (digests := own_files(job.config.data)):
         content["files"] = digests
@@ -223,12 +223,12 @@ def _content(job: Search | Cell) -> dict:
 
 
 def decisive(config: Config) -> dict:
-    """What decides a result, without the folder that the data happen to lie in."""
+    """The settings that affect a result, without the folder of the data."""
     return {k: v for k, v in config.decisive().items() if k != "data.root"}
 
 
 def _own(config: Config) -> dict:
-    """What decides a result and is not a default: a key that the library gains changes no hash."""
+    """The settings that affect a result and are not defaults, so that a new key in the library changes no hash."""
     defaults = _defaults(config.federate.method)
     return {k: v for k, v in decisive(config).items() if k not in defaults or defaults[k] != v}
 
@@ -247,13 +247,13 @@ def _engine(options: Options) -> dict:
 
 
 def plan(options: Options, extra: bool = False) -> list[Job]:
-    """Every job of every suite, each once, searches before the cells that wait for them.
+    """All jobs of all suites without repetition; searches come before the cells that need them.
 
     Args:
-        extra: also the experiments and methods that run only where ``--only`` and ``--methods`` name them.
+        extra: include experiments and methods that run only if ``--only`` or ``--methods`` names them.
 
     Raises:
-        UserError: something of a suite does not fit together; the message says where.
+        UserError: a suite is inconsistent; the message says where.
     """
     jobs: dict[str, Job] = {}
     suites = [load_suite(name, options.size) for name in options.suites]
@@ -271,7 +271,7 @@ def plan(options: Options, extra: bool = False) -> list[Job]:
 
 
 def check_only(suites: Sequence[Suite], options: Options) -> None:
-    """Raises UserError where ``--only`` names an experiment that none of the suites has."""
+    """Raise ``UserError`` if ``--only`` names an experiment that no suite has."""
     there = [name for suite in suites for name in suite.experiments]
     for name in options.only:
         if name not in there:
@@ -282,12 +282,12 @@ def check_only(suites: Sequence[Suite], options: Options) -> None:
 
 
 def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Experiment]:
-    """The experiments that ``--only`` names; without it all, the extra ones where ``extra`` says so."""
+    """The experiments named by ``--only``; by default all, with extra ones if ``extra``."""
     return [e for e in suite.experiments.values() if (e.name in only if only else extra or not e.extra)]
 
 
 def command(suite: Suite, experiment: Experiment, engine: str) -> str:
-    """What runs an experiment."""
+    """The command that runs an experiment."""
     name = suite.name if suite.path.parent.name == "suites" else suite.path.name
     return f"python -m benchmark run {name} --size {suite.size} --only {experiment.name}" + (
         f" --engine {engine}" if engine != "local" else ""
@@ -295,7 +295,7 @@ def command(suite: Suite, experiment: Experiment, engine: str) -> str:
 
 
 def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool = True) -> list[Job]:
-    """Searches first, then cells, a seed after the other: what is there early covers the whole grid."""
+    """Searches, then cells seed by seed, so that early results cover the whole grid."""
     if experiment.script:
         return [Script(suite, experiment, options)]
     import_all(suite.imports)
@@ -310,13 +310,13 @@ def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool 
 
 
 def settings(experiment: Experiment) -> Iterator[dict[str, str]]:
-    """Every combination of the axes' labels."""
+    """All combinations of the labels of the axes."""
     for labels in itertools.product(*experiment.axes.values()):
         yield dict(zip(experiment.axes, labels))
 
 
 def methods_of(experiment: Experiment, options: Options, extra: bool = True) -> list[MethodEntry]:
-    """The suite's methods, with or without the extra ones, or those that ``--methods`` names, in the suite or not."""
+    """The methods named by ``--methods``, which need not be in the suite; by default those of the suite."""
     entries = experiment.methods
     if entries == "all":
         entries = tuple(MethodEntry(name, name, {}) for name in list_methods())
@@ -362,7 +362,7 @@ def _cell(
 
 
 def _place(experiment: Experiment, setting: Mapping[str, str]) -> dict[str, str]:
-    """Where a cell's rate is searched: at its own labels of the axes in ``each``, at those in ``at`` of the others."""
+    """The setting of the search for a cell: the cell's labels of the axes in ``each``, and ``at`` for the others."""
     spec = experiment.rates["search"]
     each, at = spec.get("each", []), {k: str(v) for k, v in spec.get("at", {}).items()}
     for name in (*each, *at):
@@ -394,7 +394,7 @@ def _search(
 
 
 def _keys(experiment: Experiment, options: Options, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, Any]:
-    """The config of a method in a setting, as dotted keys."""
+    """The config of a method in a setting, by dotted key."""
     keys = dict(experiment.config)
     for name, label in setting.items():
         keys = lay(keys, experiment.axes[name][label])
@@ -407,17 +407,17 @@ def _keys(experiment: Experiment, options: Options, method: MethodEntry, setting
 
 
 def _training_file(experiment: Experiment) -> str:
-    """Its name says what is in it, so that it is made once."""
+    """The name of the file, which describes its content, so that it is made once."""
     made = experiment.training_file
     tasks = "+".join(sorted(made.get("tasks", []))) or "every_task"
     return f"commonsense_{tasks}_{made.get('per_task') or 'all'}_{made.get('seed', 0)}.jsonl"
 
 
 def make_training_file(job: Job) -> None:
-    """Write the file that the job trains on, unless it is there.
+    """Write the training file of the job unless it exists.
 
     Raises:
-        UserError: the training files that it is made of are missing.
+        UserError: the source files are missing.
     """
     from .scorers.commonsense import training_file
 
@@ -429,7 +429,7 @@ def make_training_file(job: Job) -> None:
 
 
 def samples_a_round(config: Config) -> int:
-    """What the clients of a round train on together, counting a sample as often as it is used."""
+    """The number of samples that all clients of a round train on, with repetitions."""
     return (
         config.sampled_per_round
         * config.train.local_update_steps
@@ -439,9 +439,9 @@ def samples_a_round(config: Config) -> int:
 
 
 def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | None, test: str, work: str) -> Config:
-    """The checked config, with the rounds that the budget of samples makes, and what is evaluated when.
+    """The checked config, with the number of rounds for the budget of samples, and the evaluation schedule.
 
-    In a run of one round clients do not depend on the method: they are trained once, for all that start alike.
+    In a run of one round, clients do not depend on the method, so they are trained once for all methods.
     """
     config = load_config(keys)
     changes: dict[str, Any] = {"lowrank.keep_checkpoints": 1}
@@ -470,7 +470,7 @@ def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | Non
             )
         changes["eval.split"] = ["val"]
     if config.data.splits[2] and "lowrank.test_seed" not in keys:
-        changes["lowrank.test_seed"] = 0  # else the search's validation data lie in the cells' test sets
+        changes["lowrank.test_seed"] = 0  # otherwise the search's validation data may be in the cells' test sets
     if rounds == 1:
         changes["lowrank.reuse_clients"] = str(Path(work).absolute() / "clients")
     if "lowrank.checkpoint_freq" not in keys:

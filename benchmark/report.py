@@ -1,4 +1,4 @@
-"""``python -m benchmark report``: one report in Markdown and HTML, and its pictures, from the results on disk."""
+"""``python -m benchmark report``: a report in Markdown and HTML with figures, from the results on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fs_lowrank import UserError
 from .claims import HOLDS, UNTESTED, Condition, judge, verdict
 from .figures import draw_all
 from .plan import Options, chosen, command
-from .results import Found, best_of, find, head_of, scale_of, title_of
+from .results import ExperimentResults, best_of, find, head_of, scale_of, title_of
 from .store import write_text
 from .suite import SIZES, Suite, load_suite, shipped
 
@@ -25,7 +25,7 @@ def heading(content: str, level: int) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """The first row is the head."""
+    """A Markdown table; the first row is the header."""
     escaped = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
     head, *rest = (f"| {' | '.join(row)} |" for row in escaped)
     return "\n".join([head, "|" + " --- |" * len(rows[0]), *rest])
@@ -39,7 +39,7 @@ def write_report(options: Options) -> list[Path]:
     """Write ``report.md``, ``report.html`` and ``report/*.png`` below the results.
 
     Raises:
-        UserError: there is nothing to report, or it cannot be written.
+        UserError: there are no results, or the report cannot be written.
     """
     root = Path(options.results)
     store = options.store
@@ -88,8 +88,10 @@ def _preface(options: Options) -> str:
 # -- claims --------------------------------------------------------------------------------------------
 
 
-def judged_claims(suite: Suite, found: dict[str, Found]) -> dict[str, tuple[str, list[tuple[str, list[Condition]]]]]:
-    """Claim -> its verdict, and for each experiment that is there the conditions."""
+def judged_claims(
+    suite: Suite, found: dict[str, ExperimentResults]
+) -> dict[str, tuple[str, list[tuple[str, list[Condition]]]]]:
+    """Claim -> its verdict, and the conditions for each experiment with results."""
     judged = {}
     for name, claim in suite.claims.items():
         by_experiment = [(e, judge(claim["rule"], found[e].look)) for e in claim["experiments"] if e in found]
@@ -146,7 +148,7 @@ def _plain(value) -> str:
 # -- suites --------------------------------------------------------------------------------------------
 
 
-def _suite(suite: Suite, found: dict[str, Found], judged: dict, root: Path) -> list[str]:
+def _suite(suite: Suite, found: dict[str, ExperimentResults], judged: dict, root: Path) -> list[str]:
     blocks = [heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
     blocks += [t for t in (suite.source, suite.note) if t]
     blocks += _claims(suite, judged)
@@ -156,7 +158,7 @@ def _suite(suite: Suite, found: dict[str, Found], judged: dict, root: Path) -> l
     return blocks
 
 
-def _experiment(found: Found, root: Path) -> list[str]:
+def _experiment(found: ExperimentResults, root: Path) -> list[str]:
     experiment = found.experiment
     blocks = [heading(experiment.title, 3)]
     if experiment.note and experiment.note != found.suite.note:
@@ -178,8 +180,8 @@ def _experiment(found: Found, root: Path) -> list[str]:
     return blocks + _failures(found)
 
 
-def _stale(found: Found) -> list[str]:
-    """Which results an earlier revision of a method left, in words."""
+def _stale(found: ExperimentResults) -> list[str]:
+    """A description of the results of earlier revisions of methods."""
     if not found.stale:
         return []
     by_method = Counter(record["method"] for record in found.stale)
@@ -191,8 +193,8 @@ def _stale(found: Found) -> list[str]:
     ]
 
 
-def _setting(found: Found) -> str:
-    """The setting in a line, from the results themselves."""
+def _setting(found: ExperimentResults) -> str:
+    """A line about the setting, from the results."""
     records = [r for rs in found.records.values() for r in rs]
     if not records or found.experiment.script:
         return f"`{found.experiment.script} {' '.join(found.experiment.args)}`" if found.experiment.script else ""
@@ -246,8 +248,8 @@ def _range(values: Sequence) -> str:
     return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
 
 
-def _tables(found: Found) -> list[str]:
-    """A table for each metric with settings as columns; for each scorer and setting one with its tasks as columns."""
+def _tables(found: ExperimentResults) -> list[str]:
+    """One table per metric with settings as columns, and one per scorer and setting with tasks as columns."""
     blocks: list[str] = []
     plain = [m for m in found.experiment.metrics if m.count(":") < 2 or m.startswith(("bytes_to", "rounds_to"))]
     for index, metric in enumerate(plain):
@@ -272,17 +274,19 @@ def _tables(found: Found) -> list[str]:
     return blocks
 
 
-def _scorer_of_reference(found: Found) -> str:
+def _scorer_of_reference(found: ExperimentResults) -> str:
     return str((found.experiment.reference or {}).get("scorer", ""))
 
 
-def _scorer_in_words(found: Found, scorer: str) -> str:
+def _scorer_in_words(found: ExperimentResults, scorer: str) -> str:
     spec = next((s for s in found.experiment.evaluation if s["scorer"] == scorer), {})
     return ", ".join(f"{k} {v}" for k, v in spec.items() if k not in ("scorer", "tasks")) or "all samples"
 
 
-def _table(found: Found, title: str, columns: list[tuple[str, str, str]], keys: list[str], paper: bool) -> list[str]:
-    """Columns are (head, metric, setting); the paper's figures follow under their ``keys``."""
+def _table(
+    found: ExperimentResults, title: str, columns: list[tuple[str, str, str]], keys: list[str], paper: bool
+) -> list[str]:
+    """A table with columns (header, metric, setting), then the paper's figures by ``keys``."""
     reference = found.experiment.reference if paper else None
     values = (reference or {}).get("values", {})
     beside = [k for k in keys if any(_paper(values, m, k) for m in found.methods)]
@@ -317,14 +321,14 @@ def _paper(values: dict, method: str, key: str) -> str:
 
 
 def _reference_alone(reference: dict) -> list[str]:
-    """The paper's figures as a table of their own, where no column of ours is one of theirs."""
+    """A separate table of the paper's figures, if we have none of its columns."""
     keys = list(dict.fromkeys(str(k) for row in reference["values"].values() for k in row))
     rows = [("the paper", *keys)]
     rows += [(m, *(_paper(reference["values"], m, k) or "–" for k in keys)) for m in reference["values"]]
     return [(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}:"), table(rows)]
 
 
-def _rates_table(found: Found) -> list[str]:
+def _rates_table(found: ExperimentResults) -> list[str]:
     from hpo.best import budget_text
 
     rates: dict[tuple[str, str], dict] = {}
@@ -354,7 +358,7 @@ def _rates_table(found: Found) -> list[str]:
 
 
 def _at_the_end(search: dict) -> bool:
-    """Whether one of the point's values is the smallest or largest of three or more that were tried."""
+    """Whether a value of the winner is the smallest or largest of three or more values."""
     for key, value in search["winner"]["point"].items():
         tried = sorted({p[key] for p in search["tried"] if isinstance(p.get(key), (int, float))})
         if len(tried) > 2 and value in (tried[0], tried[-1]):
@@ -362,7 +366,7 @@ def _at_the_end(search: dict) -> bool:
     return False
 
 
-def _bytes_table(found: Found) -> list[str]:
+def _bytes_table(found: ExperimentResults) -> list[str]:
     without_head = ("uplink_without_head", "downlink_without_head")
     metrics = (*without_head, "uplink", "downlink", "traffic", "formula", "aggregation", "memory")
     column = found.fullest
@@ -374,7 +378,7 @@ def _bytes_table(found: Found) -> list[str]:
     return [f"**Bytes, server and memory{at}:**", table(rows)]
 
 
-def _script(found: Found) -> list[str]:
+def _script(found: ExperimentResults) -> list[str]:
     blocks: list[str] = []
     for records in found.records.values():
         for record in records:
@@ -387,7 +391,7 @@ def _script(found: Found) -> list[str]:
     return blocks
 
 
-def _failures(found: Found) -> list[str]:
+def _failures(found: ExperimentResults) -> list[str]:
     lines = [f"- {failed['label']}: {failed['error']}" for failed in found.failed]
     return ["\n".join(["**Failed:**", *lines])] if lines else []
 
@@ -419,7 +423,7 @@ figure{margin:0}figcaption{color:#666;font-size:13px}"""
 
 
 def page(markdown: str) -> str:
-    """The Markdown as one HTML page; every image stands alone in its paragraph and gets its title as a caption."""
+    """Render Markdown as an HTML page. An image is a paragraph of its own, with its title as caption."""
     reader = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = reader.parse(markdown)
     for opening, inline, closing in zip(tokens, tokens[1:], tokens[2:]):

@@ -1,4 +1,4 @@
-"""Results as the report needs them: by experiment, method and setting, with mean and spread over seeds."""
+"""Results by experiment, method and setting, with mean and spread over seeds, for the report."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .plan import Cell, Options, Search, jobs_of, settings
 from .store import Store
 from .suite import Experiment, Suite
 
-#: ends of metrics of which less is better
+#: endings of metrics that are better when smaller
 _LOWER = ("loss", "perplexity", "bits_per_byte", "brier_score", "unparsed", "_stderr")
 _BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
 
 
 @dataclass
-class Found:
-    """What is there of one experiment.
+class ExperimentResults:
+    """The results of one experiment.
 
     Attributes:
-        records: (method, column) -> results, a seed each. columns: the settings that have any, in order.
-        searches: their results. failed: what went wrong. wanted: cells that the grid has. stale: results of searches
-            and cells that an earlier revision of the method left; they are not among ``records`` and ``searches``.
+        records: (method, column) -> one result per seed. columns: the settings with results, in order.
+        searches: results of searches. failed: failures. wanted: number of cells in the grid. stale: results of searches
+            and cells from earlier revisions of a method, which are not in ``records`` and ``searches``.
     """
 
     suite: Suite
@@ -48,7 +48,7 @@ class Found:
 
     @property
     def fullest(self) -> str | None:
-        """The first setting that has all methods, else the first; None without any."""
+        """The first setting that has all methods, else the first setting; None without results."""
         whole = (c for c in self.columns if all((m, c) in self.records for m in self.methods))
         return next(whole, self.columns[0] if self.columns else None)
 
@@ -57,9 +57,9 @@ class Found:
         return sum(map(len, self.records.values()))
 
     def figure(self, method: str, column: str, metric: str) -> Spread | None:
-        """None where no seed has it, and where one did not reach the target of ``bytes_to`` or ``rounds_to``.
+        """None if no seed has the metric, or if a seed did not reach the target of ``bytes_to`` or ``rounds_to``.
 
-        The mean of the other seeds would praise what arrives seldom.
+        The mean of the other seeds would favour a method that rarely reaches the target.
         """
         values = {r["seed"]: value(r, metric) for r in self.records.get((method, column), ())}
         if _to_a_target(metric) and None in values.values():
@@ -67,7 +67,7 @@ class Found:
         return spread({seed: v for seed, v in values.items() if v is not None})
 
     def cell(self, method: str, column: str, metric: str) -> str:
-        """The figure as the tables show it."""
+        """The figure as text for a table."""
         records, found = self.records.get((method, column), ()), self.figure(method, column, metric)
         if found is None and records and _to_a_target(metric):
             reached = sum(value(r, metric) is not None for r in records)
@@ -75,19 +75,19 @@ class Found:
         return shown(found, metric)
 
     def error(self, method: str, column: str, metric: str) -> float | None:
-        """The standard error that a scorer gave with its figure, where there is one seed."""
+        """The standard error from the scorer, if there is only one seed."""
         records = self.records.get((method, column), ())
         return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
 
     def look(self, method: str, labels: Mapping[str, str], metric: str) -> Spread | None:
-        """The figure at these labels; None unless they leave one setting."""
+        """The figure at these labels; None unless they determine one setting."""
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
         return self.figure(method, " / ".join(fitting[0].values()), metric) if len(fitting) == 1 else None
 
 
-def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -> Found:
-    """Every result of an experiment; also of methods that the suite does not name but ``--methods`` once did."""
-    found = Found(suite, experiment)
+def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -> ExperimentResults:
+    """All results of an experiment, including those of methods that were given by ``--methods``."""
+    found = ExperimentResults(suite, experiment)
     searches: dict[str, dict] = {}
     jobs = jobs_of(suite, experiment, options)
     if not (experiment.script or options.methods or experiment.methods == "all"):
@@ -125,7 +125,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
 
 
 def value(record: Mapping, metric: str) -> float | None:
-    """A figure of a result by name; None where it has none.
+    """The value of a metric in a result; None if it has none.
 
     ``test_acc`` and the like; ``uplink`` … ``downlink_without_head`` and ``traffic`` (both directions), bytes per
     client and round; ``formula``, the papers' estimate of ``traffic``, twice what goes up; ``aggregation``,
@@ -164,7 +164,7 @@ def _reaches(points: Sequence[Mapping], name: str, target: float, rounds: bool) 
 
 
 def head_of(record: Mapping) -> str:
-    """How the method treats a new head, in words."""
+    """A description of how the method treats a new head."""
     sent = record["bytes"]["per_client_and_round"]
     if sent["uplink"] <= sent["uplink_without_head"]:
         return "none is sent"
@@ -180,7 +180,7 @@ def _to_a_target(metric: str) -> bool:
 
 
 def shown(found: Spread | None, metric: str) -> str:
-    """Mean ± standard deviation in the metric's unit; ``–`` for none."""
+    """Mean ± standard deviation in the unit of the metric; ``–`` for none."""
     if found is None:
         return "–"
     scale, digits = scale_of(metric)
@@ -191,7 +191,7 @@ def shown(found: Spread | None, metric: str) -> str:
 
 
 def scale_of(metric: str) -> tuple[float, int]:
-    """What a figure is multiplied by, and its digits; 0 for bytes."""
+    """The factor on a figure and its number of digits; 0 for bytes."""
     name = metric.rpartition(":")[2]
     of_bytes = ("uplink", "downlink", "traffic", "formula", "memory")
     if metric.startswith("bytes_to") or metric.partition("_")[0] in of_bytes:
@@ -205,7 +205,7 @@ def scale_of(metric: str) -> tuple[float, int]:
 
 
 def title_of(metric: str) -> str:
-    """The metric in words, with its unit."""
+    """A description of the metric, with its unit."""
     kind, _, rest = metric.partition(":")
     words = {
         "test_acc": "test accuracy, %",
@@ -231,7 +231,7 @@ def title_of(metric: str) -> str:
 
 
 def best_of(row: Mapping[str, Spread | None], metric: str) -> str | None:
-    """The method that is ahead of every other by more than the spread; None if there is none, or no spread is known."""
+    """The method that is better than every other by more than the spread; None if there is none or it is unknown."""
     there = {name: found for name, found in row.items() if found is not None}
     if len(there) < 2 or any(found.std is None for found in there.values()):
         return None

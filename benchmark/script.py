@@ -1,4 +1,4 @@
-"""A study as a command: ``python -m MODULE [options] [--out FOLDER]`` writes one JSON file and a picture beside it."""
+"""A study as a command: ``python -m MODULE [options] [--out FOLDER]`` writes a JSON file and a figure."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def script(
     readme: Callable[[dict], str] | None = None,
     out: str = "results/analysis",
 ) -> Callable[..., dict]:
-    """The ``main`` of a study's module.
+    """Make the ``main`` of the module of a study.
 
     Args:
-        module: its ``__spec__.name``, which is right under ``python -m`` too. about: its docstring.
+        module: its ``__spec__.name``, which is also correct under ``python -m``. about: its docstring.
         options: flag -> arguments of ``add_argument``.
-        study: takes the options by name and returns plain data.
-        plot: draws the result: a ``matplotlib.figure.Figure``. lines: what is printed of the result.
-        readme: the result as Markdown. out: the folder by default.
+        study: called with the options by name; returns plain data.
+        plot: returns a ``matplotlib.figure.Figure`` of the result. lines: returns the lines to print.
+        readme: returns the result as Markdown. out: the default folder.
 
     Returns:
         A function of the command line's arguments that writes and returns the result. Further keywords go to ``study``.
@@ -70,7 +70,7 @@ def script(
 
 
 def _said(action: argparse.Action, value: Any) -> str:
-    """An option as it is written on a command line; a folder of the user's own is not named."""
+    """An option as text on a command line, without folders of the user."""
     if value is None or value == []:
         return ""
     words = [f"{v:g}" if isinstance(v, float) else str(v) for v in (value if isinstance(value, list) else [value])]
@@ -78,7 +78,7 @@ def _said(action: argparse.Action, value: Any) -> str:
 
 
 def short(value, digits: int = 6):
-    """Floats to ``digits`` significant digits, all the way down lists and dictionaries."""
+    """Round floats to ``digits`` significant digits, recursively in lists and dictionaries."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):

@@ -3,11 +3,11 @@
     python -m benchmark.server_costs [--clients 50] [--rank 4] [--out results/scripts]
 
 Chen et al., 2025: 50 clients, RoBERTa-large, rank 4, W_q and W_v of layers 15 to 23 (MNLI). Only the adapted layers
-matter to the server, so only they are made; updates are random. Counted are the tensors that a client sends and that
-come back, at their own dtype; ``head`` is RoBERTa-large's classifier for three classes, the same for every method.
+matter to the server, so only they are created; updates are random. Bytes are those of the tensors that a client sends
+and receives, at their dtype; ``head`` is RoBERTa-large's classifier for three classes, the same for every method.
 
 Differs from the paper: it reports 1500.8 kB for LoRA, both directions together. 18 modules of 1024 x 1024 at rank 4 in
-float32 are 589.8 kB a direction; what the paper counted besides is not said.
+float32 are 589.8 kB a direction; the paper does not say what else it counted.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ HEAD_BYTES = 4 * (WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES)
 def measure(
     name: str, clients: int = 50, rank: int = 4, repeats: int = 30, width: int = WIDTH, layers: int = LAYERS
 ) -> dict:
-    """Bytes of a client and a round, a mean over two rounds, and the server's seconds, a median.
+    """Mean bytes per client and round, over two rounds, and the median seconds of the server step.
 
     Args:
-        width, layers: of the model; two square modules are adapted in each layer.
+        width, layers: size of the model; two square modules are adapted in each layer.
     """
     method = create_method(name, adapter=AdapterSpec(r=rank, lora_alpha=16, target_modules=("q", "v")), seed=0)
     state = method.initial_state(method.adapt(Layers(2 * layers, width, width)))
@@ -68,7 +68,7 @@ def measure(
 
 
 def study(clients: int, rank: int, repeats: int) -> dict:
-    """Everything that the command writes."""
+    """The result of the command, as plain data."""
     return {
         "methods": {name: measure(name, clients, rank, repeats) for name in METHODS},
         "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads()},

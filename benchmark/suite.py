@@ -1,12 +1,13 @@
-"""A suite: a YAML with a base config, a grid, an evaluation, the papers' figures and the claims to check.
+"""A suite: a YAML file with a base config, a grid, an evaluation, the papers' figures and claims to check.
 
     config: {model: {type: minilm@transformers}, data: {type: reviews.csv, args: [{text: review, label: stars}]}}
     methods: [rolora, ffa_lora, fedlora]
     grid: {federate.client_num: [3, 20]}
     seeds: [0, 1, 2]
 
-is a whole one. ``small:`` and ``paper:`` hold what differs between the two sizes, ``experiments:`` several grids that
-share the rest; a config is laid over the one around it, any other key replaces it. ``docs/benchmark.md`` has every key.
+is a complete suite. ``small:`` and ``paper:`` hold what differs between the two sizes, ``experiments:`` several grids
+that share the rest. An inner config is merged into the outer one; any other key replaces the outer one.
+``docs/benchmark.md`` describes every key.
 """
 
 from __future__ import annotations
@@ -96,10 +97,10 @@ CLAIM = {
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A row of the grid: a method by name, what its config sets besides, and what only under an axis' label.
+    """A row of the grid: a method, additional config keys, and keys for single labels of an axis.
 
     Attributes:
-        where: axis -> label -> dotted keys. extra: runs only where ``--methods`` names it.
+        where: axis -> label -> dotted keys. extra: runs only if ``--methods`` names it.
     """
 
     label: str
@@ -109,7 +110,7 @@ class MethodEntry:
     extra: bool = False
 
     def keys(self, setting: Mapping[str, str]) -> dict:
-        """Dotted keys of the config in a setting."""
+        """The additional config in a setting, by dotted key."""
         keys = self.config
         for axis, labels in self.where.items():
             keys = lay(keys, labels.get(setting[axis], {}))
@@ -121,13 +122,13 @@ class Experiment:
     """One grid: methods × settings × seeds.
 
     Attributes:
-        config: dotted key -> value. axes: name -> label -> dotted keys that the label stands for.
-        rates: ``learning_rates`` of the suite. samples: all that the clients train on in a run, together; sets the
-            rounds. evaluations: how many in a run, about. test: ``once``, after the last round,
+        config: dotted key -> value. axes: name -> label -> dotted keys that the label sets.
+        rates: ``learning_rates`` of the suite. samples: number of samples that all clients together train on in a run;
+            sets the rounds. evaluations: approximate number in a run. test: ``once``, after the last round,
             ``rounds`` or ``none``.
-        training_file: train on the commonsense tasks' training files, thinned.
-        extra: runs only where ``--only`` names it.
-        script: a module to run in place of a grid, with ``args``; values: metric -> dotted path into what it wrote.
+        training_file: train on a sample of the commonsense tasks' training files.
+        extra: runs only if ``--only`` names it.
+        script: a module to run instead of a grid, with ``args``; values: metric -> dotted path in its JSON.
     """
 
     name: str
@@ -165,20 +166,20 @@ class Suite:
     imports: tuple[str, ...]
     experiments: dict[str, Experiment]
     claims: dict[str, dict] = field(default_factory=dict)
-    #: whether its sizes differ
+    #: whether the sizes of the suite differ
     sized: bool = True
 
 
 def shipped() -> list[str]:
-    """Names of the suites in this package."""
+    """The names of the suites in this package."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def load_suite(name: str, size: str) -> Suite:
-    """The suite of that name, or in the file of that path, at ``size``.
+    """Load a suite by name or path, at ``size``.
 
     Raises:
-        UserError: no such suite, bad YAML, an unknown key (names the nearest), a value of the wrong form.
+        UserError: no such suite, invalid YAML, an unknown key (the message suggests the nearest), an invalid value.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / f"{name}.yaml"
     if not path.exists():
@@ -222,7 +223,7 @@ def _below(at: str, key: object) -> str:
 
 
 def _reference(given: dict | str | None, figures: Mapping[str, Any], origin: Origin, at: str) -> dict | None:
-    """The papers' figures, by their name among ``figures``, or as they stand there."""
+    """The papers' figures, given directly or by their name in ``figures``."""
     if isinstance(given, str):
         if given not in figures:
             there = f"{nearest(given, figures)}; there are: {', '.join(figures) or 'none'}"
@@ -234,13 +235,13 @@ def _reference(given: dict | str | None, figures: Mapping[str, Any], origin: Ori
 
 
 def _names(tree: Mapping) -> set[str]:
-    """Names of the experiments of all sizes."""
+    """The names of the experiments of all sizes."""
     named = [tree.get("experiments"), *((tree.get(s) or {}).get("experiments") for s in SIZES)]
     return {str(name) for given in named if isinstance(given, Mapping) for name in given} or {"main"}
 
 
 def _claims(given: Mapping, names: set[str], experiments: Mapping, origin: Origin) -> dict[str, dict]:
-    """The claims, their rules checked; also against the axes and methods of the experiments at this size."""
+    """The claims, with their rules checked against the axes and methods of the experiments at this size."""
     claims = {}
     for name, claim in given.items():
         at = f"claims.{name}"
@@ -275,7 +276,7 @@ def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: 
 
 
 def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Origin, at: str) -> None:
-    """That every method of a rule is in one of the claim's experiments, or one that ``--methods`` can add."""
+    """Check that every method of a rule is in an experiment of the claim, or can be added by ``--methods``."""
     if not experiments or any(e.methods == "all" or e.script for e in experiments):
         return
     known = {*list_methods(), *(entry.label for e in experiments for entry in e.methods)}
@@ -292,7 +293,7 @@ def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Orig
 
 
 def _experiment(name: str, given: Mapping, figures: Mapping, origin: Origin, at: str, title: str | None) -> Experiment:
-    """An experiment from its keys, each checked, laid over those of the suite."""
+    """An experiment from its keys, which are checked and override those of the suite."""
     script = given.get("script") or ""
     for key in () if script else ("config", "methods"):
         if not given.get(key):
@@ -358,7 +359,7 @@ def _methods(given: list | str, origin: Origin, at: str) -> tuple[MethodEntry, .
 
 
 def _axes(given: Mapping, origin: Origin, at: str) -> dict[str, dict[str, dict]]:
-    """An axis is a config key with a list of values, or a name with labels and the keys each stands for."""
+    """The axes: a config key with a list of values, or a name with labels and the keys that each label sets."""
     axes = {}
     for name, values in given.items():
         shown = short(name) if isinstance(values, list) else str(name)
@@ -384,7 +385,7 @@ def _axes(given: Mapping, origin: Origin, at: str) -> dict[str, dict[str, dict]]
 
 
 def short(key: str) -> str:
-    """How a config key is called in tables: ``client_num`` for ``federate.client_num``."""
+    """The name of a config key in tables: ``client_num`` for ``federate.client_num``."""
     return {"federate.client_num": "clients", "llm.adapter.args.0.r": "rank"}.get(key, key.rpartition(".")[2])
 
 
@@ -416,7 +417,7 @@ def _evaluation(given: list | Mapping, origin: Origin, at: str) -> list[dict]:
 
 
 def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys; a later key replaces an earlier one and what is below it."""
+    """Flatten nested mappings to dotted keys; a later key replaces an earlier one and all keys below it."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -426,7 +427,7 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
 
 
 def lay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """``above`` over ``below``, both of dotted keys."""
+    """Override ``below`` by ``above``, both with dotted keys."""
     merged = dict(below)
     for key, value in above.items():
         for old in [k for k in merged if k.startswith(key + ".")]:
@@ -443,10 +444,10 @@ def _over(outer: Mapping, inner: Mapping) -> dict:
 
 @cache
 def import_all(modules: tuple[str, ...]) -> None:
-    """Import the modules that register a suite's own methods.
+    """Import modules that register methods of a suite.
 
     Raises:
-        UserError: one cannot be imported.
+        UserError: a module cannot be imported.
     """
     from importlib import import_module
 
@@ -457,5 +458,5 @@ def import_all(modules: tuple[str, ...]) -> None:
             raise UserError(
                 f"imports: {name}: {error}; it must be installed, or lie in the folder that the command is started in"
             ) from error
-        except Exception as error:  # whatever a user's module does while it is imported
+        except Exception as error:  # a user's module may raise any error
             raise UserError(f"imports: {name}: {type(error).__name__}: {error}") from error

@@ -1,11 +1,11 @@
-"""Federated low-rank methods: one YAML, on FederatedScope or on the embedded engine.
+"""Federated low-rank methods, configured by one YAML file, on an embedded engine or on FederatedScope.
 
 >>> import fs_lowrank
 >>> config = fs_lowrank.load_config("demo.yaml", **{"federate.method": "rolora"})
 >>> result = fs_lowrank.run(config)
 >>> result.final["test_acc"], result.save_adapter("adapter")
 
-Everything heavy is imported on first use, so that ``import fs_lowrank`` is fast.
+Modules are imported on first use, so that ``import fs_lowrank`` is fast.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Running and comparing methods from Python."""
+"""The Python interface: run a configuration, or compare methods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(
     on_round: Callable[[dict], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
 ) -> RunResult:
-    """One run.
+    """Run a configuration.
 
     Args:
         config: from ``load_config``, or the path of a YAML file.
@@ -34,7 +34,7 @@ def run(
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).
     Raises:
-        UserError: anything the user can put right; ``RunFailed`` if it was asked for rightly and could not go on.
+        UserError: an error that the user can correct. RunFailed: a valid run could not continue.
     """
     _check_config(config)
     config = config if isinstance(config, Config) else load_config(config)
@@ -45,7 +45,7 @@ def run(
 
 def _check_config(config: object) -> None:
     if not isinstance(config, (Config, str, os.PathLike)):
-        raise UserError(f"config = {config!r}: expected a Config, as load_config gives it, or the path of a YAML file")
+        raise UserError(f"config = {config!r}: expected a Config from load_config, or the path of a YAML file")
 
 
 def compare(
@@ -58,20 +58,20 @@ def compare(
     on_method: Callable[[str], object] | None = None,
     **callbacks,
 ) -> dict[str, RunResult]:
-    """The same run under several methods, each in a folder of its name below ``config.outdir``.
+    """Run a configuration with several methods, each in a subfolder of ``config.outdir`` with its name.
 
-    Writes ``comparison.json`` and ``curves.png`` there. In a run of one round, clients are trained once and kept in
-    ``clients`` there for all methods that train them alike (``lowrank.reuse_clients``).
+    Writes ``comparison.json`` and ``curves.png`` to ``config.outdir``. If the run has one round, the clients are
+    trained once, stored in ``clients``, and shared by all methods that train them alike (``lowrank.reuse_clients``).
 
     Args:
-        config: from ``load_config``, or the path of a YAML file. The hyperparameters of its own method are given to
-            the methods that have them.
-        overrides: values that go first, as for ``load_config``. A key in ``lowrank``, such as ``lowrank.ranks``, may
-            be any of the methods', and is given to those that have it.
+        config: from ``load_config``, or the path of a YAML file. The hyperparameters of its own method also apply to
+            the other methods that have them.
+        overrides: values that take precedence, as for ``load_config``. A key in ``lowrank``, such as
+            ``lowrank.ranks``, may belong to any of the methods, and applies to those that have it.
 
     Raises:
-        UserError: an unknown method, or an override that none of them has, before anything runs; what ``run`` raises;
-            ``RunFailed`` if the comparison cannot be written.
+        UserError: an unknown method, or an override that none of the methods has (raised before anything runs); and
+            the errors of ``run``. RunFailed: the comparison cannot be written.
     """
     from .runs.environment import environment
     from .runs.summary import per_client_and_round, seconds
@@ -85,7 +85,7 @@ def compare(
         for name, keys in own.items()
     }
     if config.federate.total_round_num == 1 and not config.lowrank.reuse_clients:
-        # All start from one model, so methods whose clients train the same train them once.
+        # All methods start from the same model, so clients that train alike are trained once.
         configs = {n: c.replace(**{"lowrank.reuse_clients": str(outdir / "clients")}) for n, c in configs.items()}
     results = {}
     for name, one in configs.items():
@@ -116,8 +116,8 @@ def compare(
             )
     except OSError as error:
         raise RunFailed(
-            f"all methods ran, but their comparison could not be written to {outdir}: {error}; when that "
-            "is mended, run again with --resume, which trains nothing anew"
+            f"all methods ran, but their comparison could not be written to {outdir}: {error}; correct this "
+            "and run again with --resume, which does not repeat any training"
         ) from error
     for result in results.values():
         result.saved["comparison"] = curves

@@ -15,7 +15,9 @@ from . import __version__
 from .jobs import shell
 
 console = shell.make_console(120)
-_CODES = "exit code: 0; 1 if a run could not go on, or doctor misses something; 2 for wrong use; 130 if interrupted"
+_CODES = (
+    "exit code: 0; 1 if a run could not continue, or doctor misses something; 2 for a usage error; 130 if interrupted"
+)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
@@ -25,7 +27,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
 
     def run_options(command: argparse.ArgumentParser) -> None:
         command.add_argument("--cfg", required=True, metavar="FILE", help="configuration (YAML, FederatedScope's keys)")
-        command.add_argument("--engine", default="local", metavar="NAME", help="what runs it (default: local)")
+        command.add_argument("--engine", default="local", metavar="NAME", help="engine of the run (default: local)")
         command.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
         command.add_argument(
             "overrides",
@@ -35,23 +37,26 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         )
 
     run = commands.add_parser(
-        "run", help="one run", description="One run: a line per round, then what it wrote.", epilog=_CODES
+        "run",
+        help="run a configuration",
+        description="Run a configuration: prints a line per round, then the files.",
+        epilog=_CODES,
     )
     run_options(run)
     run.set_defaults(do=_run)
     compare = commands.add_parser(
-        "compare", help="the same run under several methods, a table and a plot", epilog=_CODES
+        "compare", help="run a configuration with several methods; a table and a plot", epilog=_CODES
     )
     run_options(compare)
     compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods, separated by commas")
     compare.set_defaults(do=_compare)
-    methods = commands.add_parser("methods", help="the methods, or one in full")
+    methods = commands.add_parser("methods", help="list the methods, or show one in full")
     methods.add_argument("name", nargs="?", metavar="NAME")
     methods.set_defaults(do=_methods)
-    doctor = commands.add_parser("doctor", help="what is installed and usable, and what to do about the rest")
+    doctor = commands.add_parser("doctor", help="show what is installed and usable, and how to get the rest")
     doctor.set_defaults(do=_doctor)
-    fetch = commands.add_parser("fetch", help="get the small models and data sets of the quick start")
-    fetch.add_argument("names", nargs="*", metavar="NAME", help="what to get; without any, the list")
+    fetch = commands.add_parser("fetch", help="download the small models and data sets of the quick start")
+    fetch.add_argument("names", nargs="*", metavar="NAME", help="items to download; without any, list them")
     fetch.set_defaults(do=_fetch)
     return parser, commands.choices.values()
 
@@ -59,8 +64,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code.
 
-    0 success; 1 a run that could not go on, though it was asked for rightly (a full disk, too few usable clients), or
-    doctor misses something; 2 wrong use; 130 interrupted.
+    0: success; 1: a valid run could not continue (a full disk, too few usable clients), or doctor misses something;
+    2: usage error; 130: interrupted.
     """
 
     def again(args: argparse.Namespace) -> str:
@@ -71,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Live:
-    """A line a round, and on a terminal a bar within the round."""
+    """Prints one line per round, and shows progress within the round on a terminal."""
 
     def __init__(self, rounds: int):
         self.rounds = rounds
@@ -114,7 +119,7 @@ def _announce(config, name: str) -> None:
 
 
 def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
-    """A table that no console's width can cut; the first line is its head."""
+    """A table that is not truncated at the width of the console; the first line is its header."""
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(lines[0]):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
@@ -125,7 +130,7 @@ def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
 
 
 def _print_figures(title: str, lines: Sequence[Sequence[str]]) -> None:
-    """A line a method; where that is too wide a line a figure, and as many methods beside each other as fit."""
+    """Print one row per method. If that is too wide, print one row per figure, with as many methods as fit."""
     table = _figures(title, lines)
     if table.width <= console.width:
         console.print(table)
@@ -136,12 +141,12 @@ def _print_figures(title: str, lines: Sequence[Sequence[str]]) -> None:
             table = _figures(title, list(zip(head, *rest[:count])))
             if table.width <= console.width:
                 break
-        console.print(table, crop=False)  # cut for no console; one that is narrower than a method breaks the lines
+        console.print(table, crop=False)  # not truncated; a very narrow console wraps the lines
         rest, title = rest[count:], None
 
 
 def _print_results(results: dict) -> None:
-    """The table of all methods, that of the clients' own models if there are any, and the whole traffic."""
+    """Print the table of all methods, that of personal models if there are any, and the total traffic."""
     from .runs.summary import human_bytes, per_client_and_round, seconds
 
     names = sorted({k for result in results.values() for k in result.final if k != "best_round"})

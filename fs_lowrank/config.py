@@ -1,16 +1,15 @@
-"""The typed configuration: FederatedScope's keys, and the section ``lowrank`` for what it has no key for.
+"""The typed configuration: FederatedScope's keys, and the section ``lowrank`` for everything else.
 
     config = load_config("run.yaml", federate__method="rolora", **{"train.optimizer.lr": 5e-3})
     config.train.optimizer.lr, config.adapter.r, config.method_params
 
-Defaults are FederatedScope's (branch ``llm``), except where a comment says otherwise. Its own files load
-unchanged: a key that has no field here is kept in ``config.framework`` if the framework knows it, and
-``check_local`` refuses the ones that the local engine cannot honour. Anything else is an error.
+Defaults are FederatedScope's (branch ``llm``), except where a comment says otherwise. Its files load
+unchanged: a key of FederatedScope without a field here is kept in ``config.framework``, and ``check_local``
+refuses those that the local engine does not support. Any other unknown key is an error.
 
-``federate.method`` follows the framework where its name means something else there: ``FedAvg``, which is
-also its default, averages adapters if ``llm.adapter.use`` is True. So ``fedavg``, or no method, becomes
-``fedlora`` where ``llm.adapter.use`` is True, and trains all weights otherwise. All other names are ours.
-The config holds the resolved name.
+In FederatedScope, ``federate.method: FedAvg`` (the default) averages adapters if ``llm.adapter.use`` is True.
+Therefore ``fedavg``, or no method, becomes ``fedlora`` if ``llm.adapter.use`` is True, and trains all weights
+otherwise. All other names are ours. The config holds the resolved name.
 """
 
 from __future__ import annotations
@@ -65,14 +64,14 @@ logger = logging.getLogger("fs_lowrank")
 
 @dataclass(frozen=True)
 class Config(Settings):
-    """A checked configuration; made by ``load_config``, changed by ``replace``."""
+    """A checked configuration. ``load_config`` makes it, and ``replace`` makes a changed copy."""
 
     def replace(self, overrides: Mapping[str, Any] | Sequence[str] | None = None, /, **keys: Any) -> Config:
         """A changed copy, checked anew. Keys as in ``load_config``.
 
-        A new ``federate.method`` is taken as our name (``fedavg`` then trains all weights). It keeps the
-        hyperparameters that it shares with the old method and that are not at the old default, and drops the
-        rest; whether adapters are used is decided anew, unless the new method takes either.
+        A new ``federate.method`` is one of our names (``fedavg`` then trains all weights). Of the hyperparameters
+        of the old method, those are kept that the new method also has and that are not at the old default. Whether
+        adapters are used is decided again, unless the new method works with and without them.
         """
         changes = {**flatten(as_overrides(overrides)), **flatten(as_overrides(keys))}
         changes = {resolved_name(key): value for key, value in changes.items()}
@@ -102,12 +101,12 @@ def load_config(
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
     **keys: Any,
 ) -> Config:
-    """Read a configuration and check it.
+    """Read and check a configuration.
 
     Args:
         path: a YAML file, or a mapping in its place (nested, dotted, or both).
-        overrides: values that go first: a mapping, or ``key value`` pairs as on the command line.
-        keys: more of them, which go before all: ``federate__method="rolora"`` or
+        overrides: values that take precedence: a mapping, or ``key value`` pairs as on the command line.
+        keys: further values, which take precedence over ``overrides``: ``federate__method="rolora"`` or
             ``**{"federate.method": "rolora"}``.
     Raises:
         UserError: no such file, bad YAML, an unknown key, a wrong type, a value out of range. The message
@@ -123,16 +122,16 @@ def load_for(
     methods: Sequence[str],
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
 ) -> tuple[Config, dict[str, dict[str, Any]]]:
-    """Read a configuration that several methods are to run.
+    """Read a configuration for several methods.
 
     Args:
-        path: as for ``load_config``. What it has in ``lowrank`` is its own method's.
-        methods: their names.
-        overrides: values that go first; those in ``lowrank`` may belong to any of ``methods``.
+        path: as for ``load_config``. Hyperparameters in its ``lowrank`` belong to its own method.
+        methods: names.
+        overrides: values that take precedence; keys in ``lowrank`` may belong to any of ``methods``.
     Returns:
-        The configuration with its own method; by resolved name of a method, the overrides that belong to it.
+        The configuration with its own method, and the overrides of each method by its resolved name.
     Raises:
-        UserError: as ``load_config``; an unknown method, one that is given twice, or none; an override in ``lowrank``
+        UserError: as for ``load_config``; an unknown method, a repeated method, or none; an override in ``lowrank``
             that none of the methods has.
     """
     classes = [_method_class(name, Origin()) for name in methods]
@@ -149,7 +148,7 @@ def load_for(
 
 
 def _content(path: Any, *changes: Mapping[str, Any]) -> tuple[dict[str, Any], Origin]:
-    """What ``path`` holds, with ``changes`` made to it in turn, and where every value came from."""
+    """The content of ``path`` with ``changes`` applied in order, and the origin of every value."""
     tree: dict[str, Any] = {}
     origin, content = (Origin(), path or {}) if path is None or isinstance(path, Mapping) else read_yaml(path)
     merge(tree, content)
@@ -160,7 +159,7 @@ def _content(path: Any, *changes: Mapping[str, Any]) -> tuple[dict[str, Any], Or
 
 
 def _build(tree: Mapping[str, Any], origin: Origin, own: Mapping[str, Any] | None = None) -> Config:
-    """The checked config; of ``own``, overrides in ``lowrank``, its method takes what it has and leaves the rest."""
+    """The checked config. Of ``own``, overrides in ``lowrank``, only those that its method has are applied."""
     others: dict[str, Any] = {}
     config = read_section(Config, tree, "", origin, others)
     named = lookup(tree, "federate.method") is not None
@@ -221,7 +220,7 @@ def _method_class(name: str, origin: Origin) -> Any:
 
 
 def _resolve_method(config: Config, named: bool, origin: Origin) -> Any:
-    """The method's class; see the module's docstring."""
+    """The class of the method; see the docstring of the module."""
     name, use = config.federate.method.lower(), config.llm.adapter.use
     if name in framework.WITH_ADAPTERS:
         if use:
@@ -249,10 +248,10 @@ def _uses_adapter(config: Config, method: str, adapts: bool, origin: Origin) -> 
 
 
 def check_local(config: Config) -> None:
-    """Refuse what only the framework can do, and name what is left out; the local engine calls it before a run.
+    """Refuse keys that only FederatedScope supports, and warn about keys without effect, before a local run.
 
     Raises:
-        UserError: names every such key at once.
+        UserError: the message lists all such keys.
     """
     refused = [(name, value) for name, value, meta in flat_keys(config) if "local" in meta and value != meta["local"]]
     refused += [

@@ -1,4 +1,4 @@
-"""What is installed, which engines and extras are usable, what to do about the rest."""
+"""Checks of the installation: which packages and engines are usable, and how to get the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: ``found`` in words, and the ``remedy`` where it is not ``ok``."""
+    """One line of the report: ``found`` is the state in words, ``remedy`` is shown unless ``ok``."""
 
     what: str
     ok: bool
@@ -32,14 +32,14 @@ def _package(name: str, remedy: str, required: bool = False) -> Check:
 
 
 def _framework() -> list[Check]:
-    """Whether the framework can be used is known only once it has been imported; so it is."""
+    """Import the framework, which is the only way to know whether it can be used."""
     from .errors import UserError
 
     try:
         from .engines.federatedscope import FRAMEWORK, compat, locate
     except UserError as error:
         return [Check("engine federatedscope", False, getattr(error, "what", str(error)), getattr(error, "remedy", ""))]
-    except Exception as error:  # whatever breaks in it, the other engine works
+    except Exception as error:  # the other engine works, whatever fails here
         return [
             Check(
                 "engine federatedscope",
@@ -73,7 +73,7 @@ def _added_engines() -> list[Check]:
 
 
 def examine() -> list[Check]:
-    """All checks, the required ones first."""
+    """All checks, required packages first."""
     from .data.fetch import FETCHABLE, home, resolve
 
     here = (3, 11) <= tuple(map(int, platform.python_version_tuple()[:2]))

@@ -1,4 +1,4 @@
-"""The errors a user is meant to read: they say what came, what was expected, and what to do."""
+"""Errors for users: their messages say what was given, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["RunFailed", "UserError", "nearest", "say_once"]
 
 
 class UserError(ValueError):
-    """Something the user can put right: a config value, a file, a missing download."""
+    """An error that the user can correct: a config value, a file, a missing download."""
 
 
 class RunFailed(UserError):
-    """The run could not go on, though it was asked for rightly: a full disk, too few usable clients."""
+    """A run with a valid configuration could not continue: a full disk, too few usable clients."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
@@ -27,5 +27,5 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 @cache
 def say_once(message: str) -> None:
-    """Warn with ``message``, once in this process however often it is found."""
+    """Log ``message`` as a warning, once per process."""
     logging.getLogger("fs_lowrank").warning("%s", message)

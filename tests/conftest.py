@@ -14,7 +14,7 @@ DOMAINS = ("films", "books", "tea")
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Models this small lose more to threads waiting for each other than they gain."""
+    """One thread, because multithreading slows down such small models."""
     import torch
 
     torch.set_num_threads(1)
@@ -22,7 +22,7 @@ def one_thread():
 
 @pytest.fixture
 def no_curves(monkeypatch):
-    """Runs draw no ``curves.png``, which takes longer than they do."""
+    """Runs plot no ``curves.png``, which takes longer than the runs."""
     import fs_lowrank.rounds.keeper as keeper
 
     monkeypatch.setattr(keeper, "plot_curves", lambda histories, path, majority: path)
@@ -96,7 +96,7 @@ def tiny_causal(tmp_path_factory):
 
 
 def make_reviews(rows: int, seed: int = 0) -> pd.DataFrame:
-    """Reviews whose label is the kind of their telling words; columns text, label, domain."""
+    """Reviews whose label is determined by some of their words; columns text, label, domain."""
     draw = np.random.default_rng(seed)
     labels = draw.integers(0, 2, rows)
     texts = []
@@ -171,7 +171,7 @@ def causal_settings(settings, tiny_causal, instructions_jsonl):
 
 @pytest.fixture(scope="session")
 def tiny_images(tmp_path_factory):
-    """A folder of class folders: 210 gray pictures of 16 × 16 that are striped, checked or blank, with noise."""
+    """A folder of class folders: 210 gray images of 16 × 16 with stripes, checks or no pattern, with noise."""
     from PIL import Image
 
     folder, draw = tmp_path_factory.mktemp("tiny_images"), np.random.default_rng(0)
@@ -205,7 +205,7 @@ def vision_settings(settings, tiny_images, monkeypatch):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Why tests were skipped, one line a reason instead of one a test."""
+    """The reasons of skipped tests, one line per reason instead of one per test."""
     reasons: dict[str, int] = {}
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -1,4 +1,4 @@
-"""Running and comparing from Python: what is taken, what every method is given, what is refused."""
+"""Running and comparing from Python: accepted arguments, the keys given to each method, errors."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ def path(settings, tmp_path):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Configurations that would have been run, by method; nothing is."""
+    """Records the configurations by method instead of running them."""
     seen = {}
 
     def run(config, resume, on_round, on_client):
@@ -72,7 +72,7 @@ def test_a_path_in_place_of_a_configuration(path, runs, as_text):
 @pytest.mark.parametrize("wrong", [None, 3, {"seed": 3}])
 def test_what_is_no_configuration(wrong):
     for call in (lambda: fs_lowrank.run(wrong), lambda: fs_lowrank.compare(wrong, ["rolora"])):
-        with pytest.raises(UserError, match="(?s)config = .*: expected a Config, as load_config gives it, or the path"):
+        with pytest.raises(UserError, match="(?s)config = .*: expected a Config from load_config, or the path"):
             call()
 
 

@@ -163,7 +163,7 @@ def test_compare_with_the_methods_own_keys(command, config_file, tmp_path, monke
 
 
 def results_of(methods):
-    """Results such as ``compare`` gives, every figure of its own."""
+    """Results like those of ``compare``, with all figures different."""
     names = [f"{split}_{metric}" for split in ("test", "val") for metric in ("acc", "acc_last5", "loss")]
     results = {}
     for i, method in enumerate(methods):
@@ -388,7 +388,7 @@ def test_what_is_no_option(command, arguments, message):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The configurations that the command would have run."""
+    """Records the configurations instead of running them."""
     import fs_lowrank.api
 
     seen = []

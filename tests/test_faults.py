@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and what has to come out of it all the same."""
+"""Failures during a run, and the results that are required in spite of them."""
 
 import errno
 import json
@@ -70,7 +70,7 @@ def tensors_of(engine):
 
 
 def records_of(folder):
-    """The records on disk, without what a clock says."""
+    """The records on disk, without times."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in lines]
 
@@ -95,7 +95,7 @@ def equal(a, b):
 
 
 def check_equal_runs(engine, reference):
-    """Bit by bit: state, model, personal parts, records, histories, files, and what a later round would draw on."""
+    """Compare bit by bit: state, model, personal tensors, records, histories, files, and inputs of later rounds."""
     equal(tensors_of(engine), tensors_of(reference))
     assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
     drop = [
@@ -147,7 +147,7 @@ def count_steps(monkeypatch, act):
 
 
 def in_child(work):
-    """Run ``work`` in a process of its own that shares nothing with this one but the disk; its exit status."""
+    """Run ``work`` in a separate process that shares only the disk; returns its exit status."""
     child = os.fork()
     if child == 0:
         try:
@@ -522,7 +522,7 @@ def without_client_2(monkeypatch, rounds=(2,)):
 
 
 def failing(monkeypatch, rounds=(2,), client=2):
-    """``client`` breaks down after it has trained, so the one model holds what it left behind."""
+    """``client`` fails after training, so that the single model holds its tensors."""
     seen = []
 
     def train(model, examples, phases, config, *, owner, **options):
@@ -674,7 +674,7 @@ def test_everyone_diverges(make):
 
 
 def breaking(monkeypatch, engine, rounds):
-    """The server's step raises in ``rounds``, after it has used the model as methods that choose do."""
+    """The server step raises in ``rounds``, after using the model like methods that select."""
     aggregate = engine.method.aggregate
 
     def broken(updates, state, round):

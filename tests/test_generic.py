@@ -1,4 +1,4 @@
-"""What holds for every method that is registered, on a tiny encoder, causal model and vision model."""
+"""Tests for every registered method, on a tiny encoder, causal model and vision model."""
 
 import json
 import math
@@ -241,7 +241,7 @@ def size(tensors, head=True):
 
 
 def factors_only(message, rank_factors, client):
-    """What FedHM's client gets of a message: the factors of its own rank, and not the weights they stand for."""
+    """The part of a message that a FedHM client receives: the factors of its rank, without the full weights."""
     factor = rank_factors[(client - 1) % len(rank_factors)]
     got = {n: t for n, t in message.items() if not n.startswith("svd:")}
     if len(got) == len(message):

@@ -1,4 +1,4 @@
-"""The README's example of a method of one's own works as it stands there."""
+"""The README's example of a third-party method works."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def _command(package, *args):
 
 @pytest.fixture
 def installed(package, monkeypatch):
-    """The package on this process's path; what it registers is gone with the test."""
+    """The package on the path of this process; its registrations are removed after the test."""
     from fs_lowrank.methods import list_methods, registry
 
     list_methods()  # the built-in ones are registered once, not into the copy

@@ -1,4 +1,4 @@
-"""Studies of the statements the methods rest on. Each module is a command that writes one JSON and one PNG."""
+"""Studies of the theory behind the methods. Each module is a command that writes a JSON file and a PNG."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -8,9 +8,9 @@ from torch import Tensor
 import fs_lowrank
 
 
-class Seen(NamedTuple):
-    """A server's step: the clients' tensors and weights, the new global tensors before anything is merged or redrawn,
-    the state before, and the factor s of s B A."""
+class ServerStep(NamedTuple):
+    """A server step: the clients' tensors and weights, their mean (before merging or drawing new pairs), the state
+    before the step, and the factor s of s B A."""
 
     round: int
     tensors: Sequence[Mapping[str, Tensor]]
@@ -21,13 +21,13 @@ class Seen(NamedTuple):
 
 
 def band(axes, x, curves: Tensor, color, label: str, **style) -> None:
-    """The mean of ``curves`` (seeds, points) as a line, and from the smallest to the largest as a band."""
+    """Plot the mean of ``curves`` (seeds, points) as a line, and their range as a band."""
     axes.plot(x, curves.mean(0), lw=2, color=color, label=label, **style)
     axes.fill_between(x, curves.amin(0), curves.amax(0), color=color, alpha=0.15)
 
 
-def watch(method: str, look: Callable[[Seen], None]) -> str:
-    """Register a twin of ``method`` that changes nothing and shows every server's step; returns its name."""
+def watch(method: str, look: Callable[[ServerStep], None]) -> str:
+    """Register a copy of ``method`` that calls ``look`` with every server step; returns its name."""
     base = type(fs_lowrank.create_method(method))
 
     class Watched(base):
@@ -35,7 +35,11 @@ def watch(method: str, look: Callable[[Seen], None]) -> str:
 
         def aggregate(self, updates, state, round):
             mean = self.mean(updates, state)
-            look(Seen(round, [u.tensors for u in updates], self.weights(updates), mean, state, self.adapter.scale()))
+            look(
+                ServerStep(
+                    round, [u.tensors for u in updates], self.weights(updates), mean, state, self.adapter.scale()
+                )
+            )
             return super().aggregate(updates, state, round)
 
     name = f"watched_{method}"

@@ -1,14 +1,14 @@
-"""How far the product of averaged halves is from the average of the products, by what may make it so.
+"""The distance between the product of the averaged A and B and the average of the products, by its possible causes.
 
 Chen et al., "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA", section 1 and Table 1: with
-more clients LoRA loses accuracy, because its server averages A and B apart. In each round, with B_k, A_k what the
-clients send, B̄ and Ā their weighted means and B, A what the round began with:
+more clients LoRA loses accuracy, because its server averages A and B separately. In each round, B_k and A_k are
+the matrices that the clients send, B̄ and Ā their weighted means, and B and A those at the start of the round:
 
     e = ‖B̄ Ā − mean(B_k A_k)‖ / ‖mean(B_k A_k) − B A‖
 
-over all adapted layers together. RoLoRA and FFA-LoRA have e = 0, FLoRA too, by construction. What is varied: clients,
-local steps, learning rate, rank, optimizer. e is a mismatch and no cost: whether it costs accuracy is seen beside runs
-that average exactly (FlexLoRA in the suite ``glue``). It falls within a run; rounds are the same whatever the steps.
+over all adapted layers together. RoLoRA, FFA-LoRA and FLoRA have e = 0 by construction. The study varies clients, local
+steps, learning rate, rank and optimizer. The error e does not measure accuracy; compare runs that average exactly
+(FlexLoRA in the suite ``glue``). It decreases during a run. The number of rounds does not depend on the local steps.
 
 Differs from the paper: MiniLM on the four-domain sentiment data (``fs-lowrank fetch minilm sentiment``), as the small
 size of the suite ``glue``; ``key value`` at the end sets any other config.
@@ -27,7 +27,7 @@ from fs_lowrank import Config
 from fs_lowrank.models.names import pairs
 
 from ..script import script
-from . import Seen, watch
+from . import ServerStep, watch
 
 #: what is fetched before
 NEEDS = ("minilm", "sentiment")
@@ -62,13 +62,13 @@ VARIED: dict[str, dict[str, dict]] = {
 }
 
 
-def relative_error(seen: Seen) -> float:
-    """``e`` of the module's docstring, in float64; 0 where no client moved."""
+def relative_error(step: ServerStep) -> float:
+    """``e`` of the module's docstring, in float64; 0 if no client changed."""
     error = change = 0.0
-    for b, a in pairs(seen.before):
-        exact = sum(w * (t[b].double() @ t[a].double()) for w, t in zip(seen.weights, seen.tensors))
-        error += (seen.mean[b].double() @ seen.mean[a].double() - exact).square().sum().item()
-        change += (exact - seen.before[b].double() @ seen.before[a].double()).square().sum().item()
+    for b, a in pairs(step.before):
+        exact = sum(w * (t[b].double() @ t[a].double()) for w, t in zip(step.weights, step.tensors))
+        error += (step.mean[b].double() @ step.mean[a].double() - exact).square().sum().item()
+        change += (exact - step.before[b].double() @ step.before[a].double()).square().sum().item()
     return (error / change) ** 0.5 if change else 0.0
 
 
@@ -79,7 +79,7 @@ def study(
     base: Mapping = BASE,
     varied: Mapping[str, Mapping[str, Mapping]] = VARIED,
 ) -> dict:
-    """Everything that the command writes."""
+    """The result of the command, as plain data."""
     with tempfile.TemporaryDirectory() as folder:
         found = runs(fs_lowrank.load_config(base, overrides), varied, rounds, seeds, Path(folder))
     return {
@@ -96,9 +96,9 @@ def study(
 def runs(
     base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int, seeds: int, folder: Path
 ) -> list[dict]:
-    """One run of LoRA per different setting and seed, with ``e`` of every round and the final test accuracy."""
+    """One run of LoRA per setting and seed, with ``e`` of every round and the final test accuracy."""
     errors: list[float] = []
-    method = watch("fedlora", lambda seen: errors.append(relative_error(seen)))
+    method = watch("fedlora", lambda step: errors.append(relative_error(step)))
     results, known = [], {}
     for axis, labels in varied.items():
         for label, keys in labels.items():

@@ -1,16 +1,15 @@
-"""How well clients' updates agree with the global update, round by round.
+"""The agreement of the clients' updates with the global update, by round.
 
 Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
 Regularization", Appendix F.5, Figure 8:
 
     mean over the round's clients of cos(W_k - W, W' - W)
 
-with W the global weights before the round, W_k a client's after its training and W' the new global ones, all as the
-network uses them: an adapted layer counts as W + s B A, so that methods with and without an adapter compare. The paper
-says "model weights were vectorized" and leaves this open. Weights that do not change add nothing.
+with W the global weights before the round, W_k those of a client after training, and W' the new global weights, all as
+the network uses them: for an adapted layer, W + s B A, so methods with and without an adapter can be compared. The
+paper says "model weights were vectorized" and leaves this open. Weights that do not change add nothing.
 
-A method is watched through the contract for methods of one's own: a subclass of it, registered under another name,
-looks at the updates that its ``aggregate`` gets.
+The updates are recorded by a subclass of the method that is registered under another name.
 
 Differs from the paper: LeNet on 6,000 images of MNIST (``fs-lowrank fetch mnist``) instead of ResNet-18 on CIFAR-100.
 """
@@ -53,8 +52,8 @@ def effective_change(after: Mapping[str, Tensor], before: Mapping[str, Tensor], 
     """The change of the weights as one vector, float32: ``s (B' A' - B A)`` for a pair, else the difference.
 
     Args:
-        after: tensors by name; an ``lora_A`` always with its ``lora_B``.
-        before: the same names, and perhaps more.
+        after: tensors by name; each ``lora_A`` with its ``lora_B``.
+        before: the same names, and possibly more.
     """
     parts = []
     for name in sorted(after):
@@ -71,7 +70,7 @@ def effective_change(after: Mapping[str, Tensor], before: Mapping[str, Tensor], 
 def cosines(
     updates: list[Mapping[str, Tensor]], mean: Mapping[str, Tensor], before: Mapping[str, Tensor], scale: float
 ) -> list[float]:
-    """Each client's cosine to the global change; NaN where one of the two is zero."""
+    """The cosine of each client's change to the global change; NaN if one of them is zero."""
     whole = effective_change(mean, before, scale)
     result = []
     for tensors in updates:  # one at a time: a vector is as large as the network
@@ -82,11 +81,11 @@ def cosines(
 
 
 def watched(method: str, rounds: list[dict]) -> str:
-    """Register a twin of ``method`` that appends each round's cosines to ``rounds``; returns its name."""
+    """Register a copy of ``method`` that appends the cosines of each round to ``rounds``; returns its name."""
     return watch(
         method,
-        lambda seen: rounds.append(
-            {"round": seen.round, "cosines": cosines(seen.tensors, seen.mean, seen.before, seen.scale)}
+        lambda step: rounds.append(
+            {"round": step.round, "cosines": cosines(step.tensors, step.mean, step.before, step.scale)}
         ),
     )
 
@@ -101,7 +100,7 @@ def runs(
     rates: Mapping[str, float] = RATES,
     tau: int = 10,
 ) -> list[dict]:
-    """One run per method and seed; all share split, clients of each round and batches."""
+    """One run per method and seed; for a seed, all have the same split, clients and batches."""
     results = []
     for method in methods:
         for seed in range(seeds):
@@ -130,7 +129,7 @@ def mean_curve(entry: dict) -> list[float]:
 
 
 def study(methods: Sequence[str], rounds: int, seeds: int, tau: int, base: Mapping = BASE) -> dict:
-    """Everything that the command writes."""
+    """The result of the command, as plain data."""
     with tempfile.TemporaryDirectory() as folder:
         found = runs(base, methods, rounds, seeds, Path(folder), tau=tau)
     return {

@@ -180,7 +180,7 @@ def by_size(result: dict, steps: int) -> torch.Tensor:
 
 
 def study(data: str, root: Path | None, **settings) -> dict:
-    """Everything that the command writes."""
+    """The result of the command, as plain data."""
     try:
         version = importlib.metadata.version("curvlinops-for-pytorch")
     except importlib.metadata.PackageNotFoundError:

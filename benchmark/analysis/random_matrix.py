@@ -120,7 +120,7 @@ def study(
     alpha: float = 1.0,
     beta: float = 0.5,
 ) -> dict:
-    """Everything that the command writes."""
+    """The result of the command, as plain data."""
     by_size = []
     for n in samples:
         s, ranks_found, tops, weak = scale(n), [], [], []

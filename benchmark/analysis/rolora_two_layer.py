@@ -320,7 +320,7 @@ def compare(
 
 
 def study(data: str, root: Path | None, samples: int, seeds: int, lr: float | None, clients, threads: int, **options):
-    """Everything that the command writes."""
+    """The result of the command, as plain data."""
     loaded = load(data, root)
     with on_threads(threads):
         runs = compare(loaded, clients=tuple(clients), seeds=seeds, samples=samples or None, lr=lr, **options)

@@ -6,7 +6,7 @@ An entry of a suite's ``evaluation:`` names a scorer and its options:
     {scorer: generate, tasks: [boolq, ARC-Easy], limit: 200}                      generate, then parse the answer
     {scorer: humaneval, limit: 20, run_unsafe_code: true}                         pass@1 of generated code
 
-``check`` is for before training, ``score`` for after it. A PEFT adapter stays where it is: nothing is merged.
+Call ``check`` before training and ``score`` after it. A PEFT adapter is not merged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCORERS = {
 
 
 def check(spec: dict, data_root: Path | str) -> None:
-    """Whether ``score`` could run, found out before anything trains.
+    """Check before training that ``score`` can run.
 
     Raises:
         UserError: an unknown scorer, key or task, a value out of range, or data that are missing; the message says
@@ -39,14 +39,14 @@ def check(spec: dict, data_root: Path | str) -> None:
 
 
 def score(model, tokenizer, spec: dict, data_root: Path | str) -> dict[str, dict]:
-    """The scores of ``model``, which is left as it was found.
+    """Score ``model``, which is not changed.
 
     Returns:
-        task → ``{metric: …, metric_stderr: …, "n": samples, "version": …, …}``. Metrics are shares between 0 and 1
-        unless lm-eval's task says otherwise. What else stands there is not a number, or is named in the scorer's
-        docstring: the source of the data, the decoding, the subjects of a group.
+        task → ``{metric: …, metric_stderr: …, "n": samples, "version": …, …}``. Metrics are fractions between 0 and
+        1 unless lm-eval's task says otherwise. Other entries are not numbers, or are described in the docstring of the
+        scorer: the source of the data, the decoding, the subjects of a group.
     Raises:
-        UserError: as ``check``.
+        UserError: as for ``check``.
     """
     module, options = _parse(spec)
     module.check(options, Path(data_root))
@@ -59,7 +59,7 @@ def score(model, tokenizer, spec: dict, data_root: Path | str) -> dict[str, dict
 
 
 def _parse(spec: dict):
-    """The scorer's module, and its options as the dataclass it asks for."""
+    """The module of a scorer, and its options as the dataclass of that module."""
     if not isinstance(spec, dict) or "scorer" not in spec:
         raise UserError(f"an evaluation is a mapping with the key 'scorer' ({', '.join(SCORERS)}), got {spec!r}")
     module = scorer(spec["scorer"])
@@ -71,14 +71,14 @@ def scorer(name: str, origin: Origin | None = None, at: str = "evaluation"):
     """The module of a scorer.
 
     Raises:
-        UserError: no such scorer; names the nearest.
+        UserError: unknown scorer; the message suggests the nearest.
     """
     check_value(f"{at}.scorer", name, str, {"choices": tuple(SCORERS)}, origin or Origin())
     return import_module(SCORERS[name])
 
 
 def check_options(spec: Mapping, origin: Origin, at: str) -> None:
-    """Check the keys of an entry of a suite's ``evaluation``, which stands at ``at`` in the suite's file.
+    """Check the keys of an entry of ``evaluation``, at ``at`` in the file of a suite.
 
     Raises:
         UserError: an unknown scorer or key, a value of the wrong type or out of range.

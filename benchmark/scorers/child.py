@@ -1,17 +1,17 @@
-"""The child process that runs one program of a model's making. Run by ``humaneval``; never import it.
+"""The child process that runs one program written by a model. ``humaneval`` runs this file; do not import it.
 
-Limits, all set before the program's first line:
+Limits, all set before the program starts:
 
 * time: the parent kills the child's process group; CPU seconds are limited as well;
-* memory: the address space is limited, and no second process can be started to get round it;
-* network: no socket can be made.
+* memory: the address space is limited, and no second process can be started to avoid the limit;
+* network: no socket can be created.
 
 On Linux with x86-64 a seccomp filter makes the kernel refuse sockets, new processes and programs, signals to other
-processes, and every call that opens a file for writing, or changes or removes one. Elsewhere only Python's audit hook
-refuses these, and native code could get round that. The hook is there on Linux too.
+processes, and every call that opens a file for writing, or changes or removes one. On other systems
+only an audit hook of Python refuses these, which native code can bypass. The hook is also set on Linux.
 
-What it is not: a sandbox. The program can read what the user can read, and shares the kernel. For a model that may be
-hostile, run the harness in a container or a virtual machine.
+This is not a sandbox: the program can read what the user can read, and shares the kernel. For a model that may be
+hostile, run the benchmark in a container or a virtual machine.
 """
 
 import json
@@ -69,7 +69,7 @@ _THREAD = 0x10000  # CLONE_THREAD: a clone that is a thread is allowed
 
 
 def limit(seconds: int, memory: int) -> None:
-    """CPU seconds, bytes of address space, no core file, and no file above 64 KiB."""
+    """Limit CPU seconds and address space; allow no core file and no file above 64 KiB."""
     for what, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, seconds + 1),
@@ -82,7 +82,7 @@ def limit(seconds: int, memory: int) -> None:
 
 
 def filter_calls() -> bool:
-    """Have the kernel refuse the calls above; False where it cannot."""
+    """Install the seccomp filter; False if the system does not support it."""
     if sys.platform != "linux" or os.uname().machine != "x86_64" or sys.maxsize < 1 << 32:
         return False
     import ctypes
@@ -128,7 +128,7 @@ def filter_calls() -> bool:
 
 
 def audit(event: str, args: tuple) -> None:
-    """Python's hook: refuse the same from within."""
+    """The audit hook, which refuses the same operations."""
     if event == "open":
         _, mode, flags = args
         writes = (flags & _WRITES) if isinstance(flags, int) else any(c in (mode or "r") for c in "wax+")

@@ -1,10 +1,10 @@
-"""The commonsense tasks in the instruction form of LLM-Adapters, which RoLoRA's Tables 3 and 12 use.
+"""The commonsense tasks in the instruction format of LLM-Adapters, which RoLoRA's Tables 3 and 12 use.
 
 Hu et al., "LLM-Adapters: An Adapter Family for Parameter-Efficient Fine-Tuning of LLMs", EMNLP 2023.
 
 Files: ``commonsense/<task>/train.json`` and ``test.json``, lists of ``{instruction, input, output, answer}``. An
-instruction holds the question, the options and the form of the answer; ``split_row`` takes it apart and makes sure
-that nothing is lost on the way.
+instruction contains the question, the options and the format of the answer; ``split_row`` parses it and checks that
+nothing is lost.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CHOOSE = "Please choose the correct answer to the question: "
 
 @dataclass(frozen=True)
 class Form:
-    """How a task's instruction is written: what precedes the question, the word before each option's number, and
-    what stands before the first option, between options, and before the line that tells the form of the answer."""
+    """The format of a task's instruction: the text before the question, the word before the number of each option, and
+    the text before the first option, between options, and before the line with the format of the answer."""
 
     start: str
     word: str = "Answer"
@@ -54,9 +54,9 @@ HOW_TO_GET = (
 
 @dataclass(frozen=True)
 class Question:
-    """One row: the question, its options (none for BoolQ), the place of the right one, and the answer as a word.
+    """A row: the question, its options (none for BoolQ), the index of the right option, and the answer as a word.
 
-    For BoolQ, ``right`` is 1 for true. ``form`` is what stands behind ``Answer format:``.
+    For BoolQ, ``right`` is 1 for true. ``form`` is the text after ``Answer format:``.
     """
 
     question: str
@@ -66,7 +66,7 @@ class Question:
     form: str
 
     def instruction(self, task: str) -> str:
-        """The instruction that this row came from."""
+        """The instruction of this row."""
         form, text = FORMS[task], self.question
         for i, option in enumerate(self.options):
             text += f"{form.between if i else form.first}{form.word}{i + 1}: {option}"
@@ -74,10 +74,10 @@ class Question:
 
 
 def split_row(task: str, row: dict) -> Question:
-    """``row`` taken apart.
+    """Parse ``row``.
 
     Raises:
-        ValueError: the row does not have the form of its task, or would not be the same put together again.
+        ValueError: the row does not have the format of its task, or cannot be reconstructed exactly.
     """
     form, instruction, answer = FORMS[task], row["instruction"], row["answer"]
     text, found, choices = instruction.rpartition(_FORMAT)
@@ -110,7 +110,7 @@ def path(root: Path, task: str, split: str) -> Path:
 
 
 def read(root: Path, task: str, split: str) -> list[dict]:
-    """The rows of a file as they stand.
+    """Read the rows of a file.
 
     Raises:
         UserError: no such file, or one that is not a list of instructions.
@@ -132,10 +132,10 @@ def read(root: Path, task: str, split: str) -> list[dict]:
 
 
 def questions(root: Path, task: str, split: str) -> list[Question]:
-    """The rows of a file, taken apart.
+    """Read and parse the rows of a file.
 
     Raises:
-        UserError: as ``read``; or a row that is not in its task's form, by file and row.
+        UserError: as for ``read``; or a row without the format of its task (the message names file and row).
     """
     result = []
     for i, row in enumerate(read(root, task, split)):
@@ -149,13 +149,13 @@ def questions(root: Path, task: str, split: str) -> list[Question]:
 def training_file(
     data_root: Path | str, out: Path | str, per_task: int | None, seed: int, tasks: Sequence[str] = ()
 ) -> dict[str, int]:
-    """Write the training rows of ``tasks``, or of all, into one JSONL file, to be used as ``data.type``.
+    """Write the training rows of ``tasks`` (default: all) to one JSONL file, for ``data.type``.
 
-    Tasks come in alphabetical order, each thinned to ``per_task`` rows in the order of its file; the field
-    ``category`` names the task. What is drawn of one task does not depend on which others are there.
+    Tasks are in alphabetical order, each with a sample of ``per_task`` rows in the order of its file. The field
+    ``category`` is the task. The sample of one task does not depend on the other tasks.
 
     Returns:
-        rows by task.
+        number of rows by task.
     Raises:
         UserError: a task has no train.json.
     """

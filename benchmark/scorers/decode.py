@@ -21,19 +21,19 @@ def continue_prompts(
     num_beams: int = 1,
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """What the model writes after each prompt, without it and without special tokens.
+    """The continuation of each prompt, without the prompt and without special tokens.
 
-    Greedy, or beam search with ``num_beams`` above 1; never sampled, and nothing of the model's own generation
-    settings counts but the end-of-text tokens. Batches are padded on the left and go by falling length.
+    Greedy decoding, or beam search if ``num_beams`` is above 1. Of the generation settings of the model only the
+    end-of-text tokens are used. Samples are sorted by length and padded on the left.
 
     Args:
         prompts: token ids of each prompt.
-        stop: a text ends before the first of these.
+        stop: the text is cut before the first of these.
     """
     from transformers import GenerationConfig, StoppingCriteria
 
     class Stop(StoppingCriteria):
-        """A row is done once a stop word is among its newest tokens."""
+        """A row is finished when a stop word is among its last tokens."""
 
         def __call__(self, input_ids, scores, **kwargs):
             newest = tokenizer.batch_decode(input_ids[:, width:][:, -_NEWEST:], skip_special_tokens=True)
@@ -79,6 +79,6 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 
 
 def share(hits: Sequence[bool], metric: str) -> dict[str, float]:
-    """The share of True and its standard error (of the mean of n samples, with n - 1)."""
+    """The fraction of True and its standard error (of the mean of n samples, with n - 1)."""
     n, p = len(hits), sum(hits) / len(hits)
     return {metric: p, f"{metric}_stderr": (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else 0.0}

@@ -2,7 +2,7 @@
 
 As in LLM-Adapters' evaluation, which RoLoRA's Tables 3 and 12 use: a sample counts if the first of the task's answer
 words in the reply is the right one (``true``, ``solution2``, ``answer3``, ``ending1``, ``option2``); a reply without
-one is wrong, and is counted as unparsed too. So a score can be below chance, and does not compare with lm-eval's.
+one is wrong, and is also counted as unparsed. A score can be below chance, and is not comparable with lm-eval's.
 
 Differs from the authors' script in the prompt, which here is the one that training used (the tokenizer's chat template,
 or Alpaca's text without the blanks that the script indents it by), and in the decoding, which is greedy unless
@@ -28,7 +28,7 @@ ALIASES = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge", "social_iqa
 
 @dataclass(frozen=True)
 class Options:
-    """``limit``: the first so many samples of each task; none for all. ``template``: as in ``data.args``."""
+    """``limit``: number of samples, the first of each task; none for all. ``template``: as in ``data.args``."""
 
     tasks: list[str] = field(metadata={"filled": True})
     limit: int | None = field(default=None, metadata={"min": 2})
@@ -50,9 +50,9 @@ def check(options: Options, root: Path) -> None:
 
 
 def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
-    """Task → ``acc``, ``unparsed`` (share of replies without an answer), their standard errors, ``n``.
+    """Task → ``acc``, ``unparsed`` (fraction of replies without an answer), their standard errors, ``n``.
 
-    ``version`` names the rules above; ``decoding`` and ``template`` are the settings in words.
+    ``version`` identifies the rules above; ``decoding`` and ``template`` describe the settings.
     """
     result = {}
     for task in options.tasks:
@@ -89,10 +89,10 @@ def parse(task: str, reply: str) -> str | None:
 
 
 def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[int]]:
-    """Token ids of each row's prompt, exactly as training has them.
+    """Token ids of the prompt of each row, as in training.
 
     Raises:
-        UserError: a prompt is longer than the tokenizer says the model takes.
+        UserError: a prompt is longer than the tokenizer's limit.
     """
     frame = pd.DataFrame(rows, columns=["instruction", "input", "output"])
     examples, kept = tokenize_causal(frame, tokenizer, 1 << 20, template)

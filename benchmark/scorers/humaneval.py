@@ -3,8 +3,8 @@
 Chen et al., "Evaluating Large Language Models Trained on Code", 2021. Prompt, stop words and version are those of
 lm-eval's task ``humaneval``; its definition cannot be loaded without a hub, because it fetches its metric from there.
 
-The model's code is run, so nothing happens without ``run_unsafe_code: true``. What the child process may do, and what
-that protects from, is in ``child``.
+The code of the model is executed, which requires ``run_unsafe_code: true``. ``child`` describes the limits of the child
+process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _KEYS = {"task_id", "prompt", "test", "entry_point"}
 
 @dataclass(frozen=True)
 class Options:
-    """``limit``: the first so many problems; none for all. ``timeout``: seconds for each; ``memory_mb``: of address
-    space, in MiB."""
+    """``limit``: number of problems, from the first; none for all. ``timeout``: seconds for each; ``memory_mb``:
+    address space, in MiB."""
 
     run_unsafe_code: bool = False
     limit: int | None = field(default=None, metadata={"min": 2})
@@ -46,7 +46,7 @@ class Options:
 
 def check(options: Options, root: Path) -> None:
     """Raises:
-    UserError: no leave to run generated code, a system that cannot limit it, or no problems.
+    UserError: execution of generated code is not allowed, the system cannot limit it, or there are no problems.
     """
     if not options.run_unsafe_code:
         raise UserError(
@@ -59,8 +59,8 @@ def check(options: Options, root: Path) -> None:
 
 
 def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
-    """``humaneval`` → ``pass@1`` with its standard error, ``n``, ``version``; ``outcomes``, how often which;
-    ``guard``, what kept the code in; ``decoding``."""
+    """``humaneval`` → ``pass@1`` with its standard error, ``n``, ``version``; ``outcomes``, their counts;
+    ``guard``, the protection that was used; ``decoding``."""
     rows = problems(root)[: options.limit]
     texts = decode.continue_prompts(
         model,
@@ -113,10 +113,10 @@ def problems(root: Path) -> list[dict]:
 
 
 def run(problem: dict, completion: str, timeout: int = 10, memory_mb: int = 1024) -> tuple[str, str]:
-    """What became of ``completion`` under the problem's tests, and what guarded it.
+    """Run ``completion`` with the tests of the problem.
 
     Returns:
-        ``passed``, ``timed out``, ``died``, or the name of the exception; and the guard in words.
+        ``passed``, ``timed out``, ``died``, or the name of the exception; and a description of the guard.
     """
     program = f"{problem['prompt']}{completion}\n{problem['test']}\ncheck({problem['entry_point']})\n"
     # The verdict is a secret that the child repeats after the last test: a program that ends early has not passed.

@@ -1,17 +1,16 @@
 """lm-eval's own tasks by log-likelihood (or as the task says), on local copies of their data.
 
-Every task definition, prompt, metric, group and standard error is lm-eval's; only the place of the data changes. Where
+Every task definition, prompt, metric, group and standard error is lm-eval's; only the source of the data changes. If
 ``local_data`` knows a data set and its files are below the data root, they are read; otherwise lm-eval loads the data
-set as it always does, from a hub or its cache.
+set as usual, from a hub or its cache.
 
-How the place is changed: while the tasks are built, ``ConfigurableTask.download`` asks ``local_data`` first. Of the
-ways there are it is the one that leaves the definitions alone. A YAML that includes a built-in one and names other
-data replaces the built-in's entry, and with it the tags, so that a group may average a part of its subjects without a
-word; a mirror of the hub in the working directory depends on that directory. ``download`` is the documented method of
-a task that fetches its data, it knows the data set after every override, and if it were ever renamed the attempt to
-replace it fails at once instead of being ignored.
+While the tasks are built, ``ConfigurableTask.download`` is replaced by a method that asks ``local_data`` first. This
+does not change the definitions of tasks. In contrast, a YAML file that includes a built-in task with other data would
+replace the built-in entry and its tags, so that a group could silently average a part of its subjects; and a mirror of
+the hub in the working directory would depend on that directory. ``download`` is the documented method by which a task
+loads its data. It knows the data set after all overrides, and if it were renamed, replacing it would raise an error.
 
-A group's result names its tasks. A group is scored whole or not at all: one subject without data stops it.
+The result of a group names its tasks. If one subject of a group has no data, the group is not scored.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BOOTSTRAP = 1000
 
 @dataclass(frozen=True)
 class Options:
-    """``limit``: the first so many samples of each task; none for all. ``num_fewshot``: none for the task's own.
+    """``limit``: number of samples, the first of each task; none for all. ``num_fewshot``: none for the task's own.
     ``max_length``: in tokens; none for the model's. ``chat``: put the prompt into the tokenizer's chat template."""
 
     tasks: list[str] = field(metadata={"filled": True})
@@ -45,7 +44,7 @@ class Options:
 
 
 def check(options: Options, root: Path) -> None:
-    """Build every task, so that what is missing shows now.
+    """Build every task, which raises an error if something is missing.
 
     Raises:
         UserError: an unknown task; data that are neither local nor on a hub; a task that runs generated code; examples
@@ -83,7 +82,7 @@ def check(options: Options, root: Path) -> None:
 def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     """Task or group → lm-eval's metrics with their standard errors.
 
-    Beside them: ``n`` samples; ``version`` of lm-eval's task; ``num_fewshot``; ``data``, where a task's data came from;
+    In addition: ``n`` samples; ``version`` of lm-eval's task; ``num_fewshot``; ``data``, the source of a task's data;
     ``tasks``, the members of a group. A metric behind a filter other than ``none`` keeps the filter's name.
     """
     from lm_eval import simple_evaluate
@@ -143,7 +142,7 @@ def _unsafe(name: str) -> UserError:
 
 @contextmanager
 def _local_first(root: Path, places: dict[str, str] | None = None):
-    """Within it, tasks are built on local data where there are some; ``places`` gets the source by task."""
+    """A context in which tasks are built on local data if available; ``places`` receives the source by task."""
     from lm_eval.api.task import ConfigurableTask
 
     places, original = {} if places is None else places, ConfigurableTask.download
@@ -188,7 +187,7 @@ def _wrap(model, tokenizer, options: Options):
 
 
 def _members(subtasks: dict[str, list[str]], counts: dict[str, int]) -> dict[str, list[str]]:
-    """The tasks of each group, those of its groups among them, sorted."""
+    """The sorted tasks of each group, including those of its subgroups."""
 
     def leaves(name: str) -> set[str]:
         return {name} if name in counts else {task for child in subtasks.get(name, ()) for task in leaves(child)}

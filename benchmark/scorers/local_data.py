@@ -3,10 +3,9 @@
 Below the data root: ``commonsense/<task>/{train,test}.json`` (see ``commonsense``), ``mmlu/{dev,test}/<subject>_*.csv``
 and GLUE's own ``glue/<task>/*.tsv``.
 
-The instruction form leaves some things out. BoolQ's passages are not in it, so lm-eval's prompt then starts at the
-question. Social IQa's context and question, and the two halves of a HellaSwag context, are one text in it; they are
-divided at the last end of a sentence, and lm-eval's prompt puts them together again (in HellaSwag it also writes the
-first letter of the second half as a capital).
+The instruction format omits some fields. It has no passages for BoolQ, so lm-eval's prompt begins with the question.
+The context and question of Social IQa, and the two parts of a HellaSwag context, are one text in it; they are split
+before the last sentence, and lm-eval's prompt joins them again (in HellaSwag it also capitalises the second part).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _openbookqa(q: Question) -> dict:
 
 
 def _last_sentence(text: str) -> tuple[str, str]:
-    """``text`` cut at the blank before its last sentence (else at its first blank); the blank itself is dropped."""
+    """Split ``text`` at the blank before its last sentence (else at its first blank), without the blank."""
     cuts = [m.end() for m in re.finditer(r"[.!?][\"')]* (?=\S)", text)] or [text.find(" ") + 1]
     return text[: max(cuts[-1] - 1, 0)], text[cuts[-1] :]
 
@@ -98,12 +97,12 @@ MMLU = ("cais/mmlu", "hails/mmlu_no_train")
 
 
 def find(root: Path, dataset_path: str, dataset_name: str | None) -> tuple[dict, str] | None:
-    """The local copy of an lm-eval data set as ``{split: datasets.Dataset}`` and its place in words, or None.
+    """The local copy of an lm-eval data set as ``{split: datasets.Dataset}`` and its description, or None.
 
-    A split for examples in the prompt that is not at hand is there and empty.
+    A missing split for examples in the prompt is empty.
 
     Raises:
-        UserError: a file that is there is damaged.
+        UserError: a file is damaged.
     """
     key = (dataset_path, dataset_name)
     if key in _COMMONSENSE:
@@ -117,7 +116,7 @@ def find(root: Path, dataset_path: str, dataset_name: str | None) -> tuple[dict,
 
 
 def expected(root: Path, dataset_path: str, dataset_name: str | None) -> str:
-    """The file that ``find`` looks for, in words; empty for a data set it does not know."""
+    """A description of the file that ``find`` needs; empty for an unknown data set."""
     if (dataset_path, dataset_name) in _COMMONSENSE:
         return f"{commonsense.path(root, _COMMONSENSE[dataset_path, dataset_name][0], 'test')}"
     if dataset_path in MMLU and dataset_name:
@@ -147,7 +146,7 @@ def _mmlu(root: Path, subject: str):
 
 
 def _mmlu_rows(path: Path, subject: str) -> list[dict]:
-    """Six columns: question, four choices, and the answer as a letter or as a number from 0; a header may be there."""
+    """Six columns: question, four choices, and the answer as a letter or a number from 0; a header is optional."""
     with path.open(encoding="utf-8", newline="") as file:
         lines = list(csv.reader(file))
     if lines and lines[0][:1] == ["question"]:

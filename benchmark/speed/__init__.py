@@ -1,9 +1,9 @@
-"""How fast the fast forms are, each against the slow form it replaces, in one run.
+"""Speed of the optimised implementations relative to the plain ones they replace.
 
     python -m benchmark.speed [server_step|clients|frozen_cache|overhead|vision|one_shot|all]
 
-Only ratios from one run mean anything: the variants are timed in turn, so that other load on the machine
-falls on all of them, and the median is kept.
+Only ratios from one run are meaningful. The variants are timed in turn, so that other load on the machine affects all
+of them, and the median is used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def race(
 ) -> dict[str, float]:
     """Median seconds of each variant, run in turn ``repeats`` times.
 
-    On one thread seconds of the processor are counted, which leaves out the time that other processes had it.
+    With one thread, processor time is measured, which excludes the time of other processes.
 
     Args:
-        fewer: variants that are too slow for that -> how often they run.
+        fewer: variants that are too slow for that -> number of their runs.
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -40,7 +40,7 @@ def race(
 
 @contextlib.contextmanager
 def threads(number: int | None) -> Iterator[None]:
-    """Torch on ``number`` threads; None leaves it as it is."""
+    """A context with ``number`` torch threads; None: unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -66,12 +66,12 @@ def row(
     least: float | None = None,
     most: float | None = None,
 ) -> dict:
-    """One line of the table.
+    """A row of the table.
 
     Args:
-        case: what was measured. figure: what ``value`` is. note: the times behind it.
+        case: what was measured. figure: the meaning of ``value``. note: the times.
         agreement: relative difference between fast and slow results.
-        least, most: the bounds that ``value`` should keep; without one there is no target.
+        least, most: target bounds of ``value``; without them there is no target.
     """
     target = f"≥ {least:g}" if least is not None else f"≤ {most:g}" if most is not None else "–"
     holds = (least is None or value >= least) and (most is None or value <= most)
@@ -80,7 +80,7 @@ def row(
 
 
 def memory_row(case: str, found: Mapping, allowed: float) -> dict:
-    """The peak of a run against its base, its clients' adapters and ``allowed`` bytes; ``found`` by ``clients``."""
+    """A row for the peak memory relative to the base, the clients' adapters and ``allowed`` bytes."""
     limit = found["base_bytes"] + found["clients"] * found["adapter_bytes"] + allowed
     return row(
         case,
@@ -94,7 +94,7 @@ def memory_row(case: str, found: Mapping, allowed: float) -> dict:
 
 
 def machine() -> dict:
-    """What the figures were taken on."""
+    """A description of the machine."""
     from fs_lowrank.runs.environment import versions
 
     return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "versions": versions()}

@@ -1,4 +1,4 @@
-"""Many clients in one process: peak memory and set-up time, each taken in a process of its own."""
+"""Many clients in one process: peak memory and set-up time, each measured in a new process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALLOWED = 1.5e9
 
 
 def peak_bytes() -> int:
-    """The most memory this process ever held."""
+    """The peak memory of this process."""
     status = Path("/proc/self/status")
     if status.exists():  # what rusage tells on Linux starts from the parent's peak
         return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
@@ -69,7 +69,7 @@ def measure(settings: dict, train: bool) -> dict:
 
 
 def in_fresh_process(settings: dict, train: bool) -> dict:
-    """``measure`` where nothing has been allocated yet."""
+    """``measure`` in a new process."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, json.dumps(settings), json.dumps(train)],
         cwd=Path(__file__).parents[2],

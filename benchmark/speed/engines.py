@@ -2,11 +2,11 @@
 
     python -m benchmark.speed.engines [--clients 10,50,200] [--rounds 6] [--out results/engines]
 
-The job is small on purpose (a random encoder of four layers, two local steps, every client in every round), so
-that the engine shows and not the training. Memory is the proportional set size of all processes of a run,
-sampled while it runs: what several processes share counts once. Rounds per second are by the clock and suffer
-from other load on the machine; processor seconds, summed over all processes, hardly do. A distributed run that
-would not fit into the machine's memory is not started, and the table says so.
+The job is small (a random encoder of four layers, two local steps, every client in every round), so that the
+engine is measured and not the training. Memory is the proportional set size of all processes of a run,
+sampled while it runs: memory shared by several processes counts once. Rounds per second are wall-clock
+figures and depend on other load on the machine; processor seconds, summed over all processes, hardly do. A
+distributed run that would not fit into memory is not started, and the table says so.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _process(config: dict, keys: dict, engine: str, answers) -> None:
 
 
 def pss(pid: int) -> int:
-    """Proportional set size in bytes; 0 where the process is gone."""
+    """Proportional set size in bytes; 0 if the process has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -138,13 +138,13 @@ def _ports(count: int) -> list[int]:
 
 
 def available() -> int:
-    """Bytes of memory that a new process may take."""
+    """Available memory in bytes."""
     text = Path("/proc/meminfo").read_text()
     return int(next(line for line in text.splitlines() if line.startswith("MemAvailable")).split()[1]) * 1024
 
 
 def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir: str, a_client: float) -> dict:
-    """Rounds per second and peak bytes of one run; ``a_client`` is what a client process is known to take."""
+    """Rounds per second and peak bytes of one run; ``a_client`` is the known memory of a client process."""
     jobs = [dict(keys, outdir=outdir)]
     if keys.get("federate.mode") == "distributed":
         needed = a_client * clients
@@ -204,7 +204,7 @@ def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir
 
 
 def table(result: dict) -> str:
-    """Markdown: an engine a row, a number of clients a column."""
+    """A Markdown table: rows are engines, columns are numbers of clients."""
     cells = result["cells"]
     sizes = sorted({cell["clients"] for cell in cells})
     lines = [
@@ -234,7 +234,7 @@ def table(result: dict) -> str:
 
 
 def study(clients: str, rounds: int) -> dict:
-    """Everything that the command writes."""
+    """The result of the command, as plain data."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that are started
     import fs_lowrank.engines.federatedscope  # noqa: F401 - says what is missing before anything runs
 

@@ -1,4 +1,4 @@
-"""Local steps with the states below the first adapted layer kept, against computing them in every step."""
+"""Speed of local steps with cached states below the first adapted layer, relative to computing them in every step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHORT_ANSWERS = {**SMOLLM2, "data": {"splits": [0.9, 0.0, 0.1]}}
 
 
 def write_questions(path: Path, rows: int) -> None:
-    """The sentiment data as instructions with an answer of one word, as in the commonsense tasks."""
+    """Write the sentiment data as instructions with one-word answers, as in the commonsense tasks."""
     frame = load_raw(load_config(MINILM).data).train.head(rows)
     questions = frame.assign(
         instruction="Is the opinion in this sentence positive or negative? Answer with one word.",

@@ -22,7 +22,7 @@ WARM = 2
 
 
 def pictures(count: int, shape: tuple[int, int, int], seed: int, classes: range = range(10)) -> list[dict[str, Tensor]]:
-    """Noise around a picture of each class."""
+    """Images with noise around one image per class."""
     means = torch.randn(10, *shape, generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(seed)
     labels = torch.tensor(list(classes))[torch.randint(0, len(classes), (count,), generator=draw)]
@@ -52,7 +52,7 @@ def trained(kind: str, shape: tuple[int, int, int], data: list[dict[str, Tensor]
 
 
 class Round:
-    """What the server has after ``clients`` have trained and sent, by ``solver``."""
+    """The state of the server after ``clients`` have trained and sent, for ``solver``."""
 
     def __init__(self, clients: int, **params):
         shape = (3, 32, 32)
@@ -109,7 +109,7 @@ def _solvers() -> list[dict]:
 
 
 def _passes() -> list[dict]:
-    """The Fisher pass as a share of 30 local epochs."""
+    """The Fisher pass as a fraction of 30 local epochs."""
     rows = []
     for kind, shape in (("lenet", (1, 28, 28)), ("fedma_cnn", (3, 32, 32))):
         data = pictures(SAMPLES, shape, seed=1)
@@ -138,7 +138,7 @@ def _passes() -> list[dict]:
 
 
 def _memory() -> list[dict]:
-    """Bytes that torch holds at most during the server's step, by the number of clients."""
+    """Peak bytes of torch during the server step, by the number of clients."""
     peaks, factors = {}, 0
     for clients in (2, 5):
         round = Round(clients, steps=2)
@@ -155,7 +155,7 @@ def _memory() -> list[dict]:
 
 
 def _peak(step) -> int:
-    """The most bytes of tensors that were alive at once, above those before, as torch's profiler counts them."""
+    """Peak bytes of tensors above those before, measured by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

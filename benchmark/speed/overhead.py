@@ -1,6 +1,6 @@
-"""The share of a round that is neither forward, backward, the optimizer's step nor the forward of an evaluation.
+"""The fraction of a round outside forward, backward, optimizer steps and the forward of evaluations.
 
-The timers are put on from here; the engine knows nothing of them.
+This module adds the timers; the engine has none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = {
 
 @contextlib.contextmanager
 def timers(model: torch.nn.Module) -> Iterator[dict[str, float]]:
-    """Seconds spent in ``model.forward``, in ``Tensor.backward`` and in optimizers, while open."""
+    """A context that measures seconds in ``model.forward``, ``Tensor.backward`` and optimizers."""
     spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
     began = 0.0
 
@@ -76,7 +76,7 @@ def measure(config: Config, rounds: int, profile: bool = False) -> dict:
     """The first ``rounds`` rounds of the run, second by second.
 
     Args:
-        profile: also say in which functions of ours the overhead is, from a profiler that slows the rounds.
+        profile: also report the functions with the overhead, by a profiler that slows the rounds.
     """
     marks: list[tuple[float, dict[str, float]]] = []
     profiler = cProfile.Profile()

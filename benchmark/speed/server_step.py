@@ -75,7 +75,7 @@ class Round:
 
 
 def loop_mean(round: Round) -> dict[str, Tensor]:
-    """The mean as most public code takes it: over tensors, and for each over clients."""
+    """The mean as in most public code: a loop over tensors and over clients."""
     mean: dict[str, Tensor] = {}
     for name in round.raw[0].tensors:
         for update, weight in zip(round.raw, round.weights):
@@ -87,7 +87,7 @@ def loop_mean(round: Round) -> dict[str, Tensor]:
 
 
 def dense_svd(round: Round) -> dict[str, Tensor]:
-    """FlexLoRA's sum formed in full and decomposed in full; the product of the new pair by layer."""
+    """FlexLoRA with a dense sum and a full SVD; returns the product of the new pair by layer."""
     products = {}
     for b, a in pairs(round.state):
         rank = round.state[a].shape[0]
@@ -110,7 +110,7 @@ def merge_one_by_one(round: Round, weights: dict[str, Tensor], in_place: bool = 
     """FLoRA's sum with one dense product per client, as the formula is written: ``W += p_k s (B_k @ A_k)``.
 
     Args:
-        in_place: the best that such a loop can be: the factor goes into the addition, nothing else is allocated.
+        in_place: the fastest such loop: the factor is part of the addition, and nothing else is allocated.
     """
     for b, a in pairs(round.state):
         weight = weights[a.split(".lora_A.")[0] + ".base_layer.weight"]
@@ -176,7 +176,7 @@ def flora(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=5, slow
 
 
 def run() -> dict:
-    """All of them, on all cores, as a server has them; run it where nothing else runs."""
+    """All measurements, on all cores; run it on an idle machine."""
     rows, results = [], {}
     with threads(os.cpu_count()):
         for name, measure in {
@@ -190,7 +190,7 @@ def run() -> dict:
     ms = {name: {k: f"{1e3 * v:.4g} ms" for k, v in r["seconds"].items()} for name, r in results.items()}
 
     def add(name, case, figure, over, under, more="", **target):
-        """The time of ``over`` by that of ``under``."""
+        """Add the ratio of the times of ``over`` and ``under``."""
         taken = results[name]["seconds"]
         note = f"{ms[name][over]} ÷ {ms[name][under]}{more}"
         rows.append(row(case, figure, taken[over] / taken[under], note, results[name]["difference"], **target))

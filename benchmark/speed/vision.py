@@ -1,6 +1,6 @@
 """Convolutions with adapters: the step of ResNet-18 against the full-rank step and PEFT's own, and many clients of it.
 
-The memory of the clients is taken on Fashion-MNIST, made 3 × 32 × 32: fs-lowrank fetch fashion_mnist
+The memory of the clients is measured on Fashion-MNIST, resized to 3 × 32 × 32: fs-lowrank fetch fashion_mnist
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def stepper(
     """A function that takes one training step and returns its loss.
 
     Args:
-        spec: the adapter; None trains all weights. composed: in one convolution each, or as PEFT has it.
+        spec: the adapter; None trains all weights. composed: one convolution per layer, or PEFT's form.
     """
     torch.manual_seed(0)
     model = build_vision(options)
@@ -76,7 +76,7 @@ def stepper(
 
 
 def steps(options: VisionOptions, kinds=KINDS, size: int = 32, repeats: int = 5) -> dict:
-    """Seconds a step of each form, and how far the losses of the two forms part over the steps."""
+    """Seconds per step of each form, and the difference between their losses."""
     generator = torch.Generator().manual_seed(0)
     batch = {
         "pixel_values": torch.randn(size, *options.image_shape, generator=generator),

@@ -1,4 +1,4 @@
-"""Pure functions on tensors: no model, no file, no method is known here."""
+"""Pure functions on tensors. They do not depend on models, files or methods."""
 
 from .factorise import factor_matrices, factor_shapes, factorise, multiply, product_norm_squared
 from .flat import FlatTensors, nbytes

@@ -1,8 +1,8 @@
-"""A weight as the product of two thin factors, and back; a convolution becomes a ``1×k`` and a ``k×1`` one.
+"""Factorise a weight into two thin factors, and multiply them back.
 
 The matrix of a convolution's weight ``(d_out, d_in, k₁, k₂)`` is ``(d_out·k₁) × (d_in·k₂)`` (FedHM, Yao et al.,
 "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021), so that the
-right factor is a ``1×k₂`` convolution into ``r`` channels and the left one a ``k₁×1`` convolution out of them.
+right factor is a ``1×k₂`` convolution to ``r`` channels and the left factor a ``k₁×1`` convolution from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def to_matrix(weight: Tensor) -> Tensor:
-    """``(d_out, d_in, k₁, k₂)`` → ``(d_out·k₁, d_in·k₂)``; a matrix stays as it is."""
+    """``(d_out, d_in, k₁, k₂)`` → ``(d_out·k₁, d_in·k₂)``; a matrix is returned unchanged."""
     if weight.ndim == 2:
         return weight
     out, into, k1, k2 = weight.shape
@@ -22,7 +22,7 @@ def to_matrix(weight: Tensor) -> Tensor:
 
 
 def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of ``to_matrix``, for a weight of ``shape``."""
+    """The inverse of ``to_matrix`` for a weight of ``shape``."""
     if len(shape) == 2:
         return matrix
     out, into, k1, k2 = shape
@@ -37,7 +37,7 @@ def factor_shapes(shape: Sequence[int], rank: int) -> tuple[tuple[int, ...], tup
 
 
 def factorise(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best approximation of rank ``rank``, as ``U √Σ`` and ``√Σ Vᵀ`` in ``factor_shapes``.
+    """The factors ``U √Σ`` and ``√Σ Vᵀ`` of the best approximation of rank ``rank``, in ``factor_shapes``.
 
     Args:
         weight: ``(d_out, d_in)`` or ``(d_out, d_in, k₁, k₂)``. rank: at most the smaller side of its matrix.
@@ -63,7 +63,7 @@ def factor_matrices(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """The weight whose factors these are; the inverse of ``factorise`` at full rank."""
+    """The product of two factors as a weight: the inverse of ``factorise`` at full rank."""
     u, v = factor_matrices(left, right)
     shape = (
         (left.shape[0], right.shape[1])
@@ -74,6 +74,6 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 
 def product_norm_squared(left: Tensor, right: Tensor) -> Tensor:
-    """``‖U V‖_F²`` from the two ``r × r`` Gram matrices; its gradient is ``2 (U V Vᵀ, UᵀU V)``."""
+    """``‖U V‖_F²``, computed from the two ``r × r`` Gram matrices; its gradient is ``2 (U V Vᵀ, UᵀU V)``."""
     u, v = factor_matrices(left, right)
     return ((u.T @ u) * (v @ v.T)).sum()

@@ -1,4 +1,4 @@
-"""Named tensors kept in one flat buffer, so that a server step reads memory once, in order."""
+"""Named tensors stored in one flat buffer, so that a server step reads memory once and sequentially."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def nbytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the tensors' values: the sum of ``numel × itemsize``; works on meta tensors too."""
+    """Total size in bytes, the sum of ``numel × itemsize``. Meta tensors are accepted."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 

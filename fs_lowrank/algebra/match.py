@@ -1,4 +1,4 @@
-"""Putting the neurons of one net in the order of another's: exact transport, and a nonparametric matching."""
+"""Matching the neurons of several networks: exact optimal transport, and nonparametric matching."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def require(package: str, module: str, what: str) -> None:
 
 
 def exact_transport(mine: Tensor, theirs: Tensor) -> Tensor:
-    """The transport plan between two clouds of points of equal weights, under squared distance; by POT.
+    """The optimal transport plan between two uniformly weighted point clouds under squared distance, by POT.
 
     Args:
         mine: ``(n, d)``. theirs: ``(m, d)``.
     Returns:
-        float32 ``(n, m)``; rows sum to ``1/n``, columns to ``1/m``. Where ``n = m`` it is a permutation over ``n``.
+        float32 ``(n, m)``; rows sum to ``1/n``, columns to ``1/m``. If ``n = m``, a permutation divided by ``n``.
     """
     import ot
 
@@ -35,13 +35,13 @@ def exact_transport(mine: Tensor, theirs: Tensor) -> Tensor:
 
 
 def move_inputs(weight: Tensor, plan: Tensor) -> Tensor:
-    """A layer's weight after the neurons that feed it went by ``plan``.
+    """The weight of a layer after the neurons of the layer below are moved by ``plan``.
 
     Args:
-        weight: ``(d_out, n, …)``, a kernel behind it or not; or ``(d_out, n · positions)`` of a flattened image.
+        weight: ``(d_out, n)`` or ``(d_out, n, k₁, k₂)``; or ``(d_out, n · positions)`` of a flattened image.
         plan: ``(n, m)``.
     Returns:
-        The same with ``m`` in the place of ``n``.
+        The same shape with ``m`` instead of ``n``.
     """
     out, n, m = weight.shape[0], *plan.shape
     moved = torch.einsum("onp,nm->omp", weight.reshape(out, n, -1), plan.to(weight))
@@ -49,7 +49,7 @@ def move_inputs(weight: Tensor, plan: Tensor) -> Tensor:
 
 
 def move_outputs(weight: Tensor, plan: Tensor) -> Tensor:
-    """A layer's weight ``(n, …)`` after its own neurons went by ``plan`` ``(n, m)``: ``planᵀ W``."""
+    """The weight ``(n, …)`` of a layer after its neurons are moved by ``plan`` ``(n, m)``: ``planᵀ W``."""
     return torch.tensordot(plan.T.to(weight), weight, dims=1)
 
 
@@ -63,20 +63,20 @@ def nonparametric_matching(
     widest: int = 700,
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Which neurons of several nets are one neuron, by the maximum a posteriori estimate of a beta-Bernoulli process.
+    """Match the neurons of several networks by maximum a posteriori estimation of a beta-Bernoulli process.
 
     Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019, equations 6 to 9;
-    each net in turn is assigned by the Hungarian method while the others stand, as in the code of Wang et al. 2020
-    (FedMA), which leaves a factor 2 out of the popularity's logarithm and counts it up to 10.
+    each network in turn is assigned by the Hungarian method while the others are fixed, as in the code of Wang et al.
+    2020 (FedMA). That code omits a factor 2 before the logarithm of the popularity and limits the popularity to 10.
 
     Args:
-        nets: a layer's weights, ``(L_k, d)``, one row a neuron; ``d`` is common.
-        sigma: variance of a net's neurons around the global one. sigma0: variance of the global ones around zero.
-        gamma: mass of the process; a larger one makes more global neurons.
-        sweeps: times that every net is taken out and assigned anew. widest: neurons beyond which one is added at a
-            time only.
+        nets: the weights of a layer, ``(L_k, d)``, with one row per neuron; ``d`` is the same for all.
+        sigma: variance of a neuron around its global neuron. sigma0: variance of the global neurons around zero.
+        gamma: mass of the process; a larger value gives more global neurons.
+        sweeps: number of times that every network is removed and assigned again. widest: number of global neurons
+            beyond which an assignment adds at most one.
     Returns:
-        Global weights, ``(L, d)``; and for every net the global indices of its neurons, ``(L_k,)``.
+        Global weights, ``(L, d)``; and for every network the global indices of its neurons, ``(L_k,)``.
     """
     from scipy.optimize import linear_sum_assignment
 

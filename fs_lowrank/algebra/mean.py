@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .flat import FlatTensors
 
-# A block of the running sum stays in cache while every client's block streams past it.
+# A block of the running sum stays in the cache while the same block of every client is added to it.
 _BLOCK = 1 << 18
 
 
@@ -22,7 +22,7 @@ def _mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     out = torch.empty(first.shape, dtype=_accumulator_dtype(first.dtype), device=first.device)
     for start in range(0, out.numel(), _BLOCK):
         block = out[start : start + _BLOCK]
-        # Copied first: the product of a 16-bit row would be rounded to 16 bits before it is widened.
+        # Copied before scaling, because the product of a 16-bit row would be rounded to 16 bits.
         block.copy_(first[start : start + _BLOCK]).mul_(weights[0])
         for row, weight in zip(rows[1:], weights[1:]):
             block.add_(row[start : start + _BLOCK], alpha=weight)
@@ -30,15 +30,15 @@ def _mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def weighted_mean(tensors: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
-    """``Σ_k weights[k] · tensors[k]``, name by name.
+    """``Σ_k weights[k] · tensors[k]`` for every name.
 
     Args:
-        tensors: one mapping per client, with equal names, shapes and dtypes. ``FlatTensors`` of one
-            layout are read at about memory bandwidth; anything else is packed first.
-        weights: one number per client, used as they are (the caller normalises).
+        tensors: one mapping per client, with equal names, shapes and dtypes. ``FlatTensors`` with equal
+            layouts are read at about memory bandwidth; other mappings are packed first.
+        weights: one number per client, not normalised here.
     Returns:
-        New tensors of the same names, shapes and dtypes, summed in float32 (float64 for float64),
-        in the order given.
+        New tensors with the same names, shapes and dtypes, in the same order. Sums are in float32, or in
+        float64 for float64.
     Raises:
         ValueError: nothing to average, or names, shapes or dtypes differ.
     """

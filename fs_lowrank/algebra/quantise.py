@@ -1,4 +1,4 @@
-"""Uniform quantisation, and symmetric matrices by their leading eigenvectors: for messages of a given size."""
+"""Compression: uniform quantisation, and symmetric matrices by their leading eigenvectors."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 def bits_for(factor: int) -> int:
-    """Bits a value at ``factor``-fold compression, ``⌊32 / factor⌋`` (Jhunjhunwala et al. 2024, appendix C)."""
+    """Bits per value for ``factor``-fold compression, ``⌊32 / factor⌋`` (Jhunjhunwala et al. 2024, appendix C)."""
     return 32 // factor
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that ``count`` values of ``bits`` bits fill."""
+    """Bytes needed for ``count`` values of ``bits`` bits."""
     return math.ceil(count * bits / 8)
 
 
 def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """``x`` rounded to ``2^bits - 1`` levels between minus and plus its largest magnitude.
+    """Quantise ``x`` to ``2^bits - 1`` levels between minus and plus its largest magnitude.
 
-    ``Q(x) = ‖x‖∞ sign(x) round(l |x| / ‖x‖∞) / l`` with ``l = 2^(bits-1) - 1`` levels a side (Jhunjhunwala et al. 2024,
-    equation 120, which rounds up where their code, and this, round to the nearest). An all-zero ``x`` stays zero.
+    ``Q(x) = ‖x‖∞ sign(x) round(l |x| / ‖x‖∞) / l`` with ``l = 2^(bits-1) - 1`` levels on each side (Jhunjhunwala et al.
+    2024, equation 120, which rounds up; their code and this function round to the nearest level). Zeros remain zero.
 
     Args:
         x: floating point, any shape. bits: 2 to 16.
     Returns:
-        The codes, really packed: uint8 ``(⌈numel · bits / 8⌉,)``; and the scale, float32 ``(1,)``.
+        The packed codes, uint8 ``(⌈numel · bits / 8⌉,)``, and the scale, float32 ``(1,)``.
     Raises:
         ValueError: ``bits`` out of range, or a value that is not finite.
     """
@@ -38,7 +38,7 @@ def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if not bool(torch.isfinite(flat).all()):
         raise ValueError("a tensor to quantise holds NaN or Inf")
     levels = 2 ** (bits - 1) - 1
-    # Kept as it travels, so that both sides divide and multiply by the same number.
+    # Rounded to float32, as it is sent, so that both sides use the same number.
     scale = (flat.abs().max() if flat.numel() else flat.sum()).float()
     codes = torch.round(flat * (levels / scale.double())) if scale > 0 else torch.zeros_like(flat)
     codes = (codes.clamp(-levels, levels) + levels).cpu().numpy().astype(np.uint16)
@@ -53,10 +53,10 @@ def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(packed: Tensor, scale: Tensor, shape: torch.Size | tuple[int, ...], bits: int) -> Tensor:
-    """What ``pack`` rounded, as float32 of ``shape``.
+    """The quantised values that ``pack`` encoded, as float32 of ``shape``.
 
     Raises:
-        ValueError: ``packed`` has not the size that ``shape`` and ``bits`` need.
+        ValueError: ``packed`` does not have the size for ``shape`` and ``bits``.
     """
     count = math.prod(shape)
     if packed.numel() != packed_bytes(count, bits):
@@ -75,19 +75,19 @@ def unpack(packed: Tensor, scale: Tensor, shape: torch.Size | tuple[int, ...], b
 
 
 def leading(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` leading eigenvectors ``(m, count)`` of a symmetric matrix and their values, none below zero.
+    """The ``count`` leading eigenvectors ``(m, count)`` of a symmetric matrix and their eigenvalues, clamped at zero.
 
-    For a Gram matrix this is its SVD, both sides of which are the same vectors: ``V diag(values) Vᵀ``.
+    For a Gram matrix this is its truncated SVD ``V diag(values) Vᵀ``, whose left and right vectors are equal.
     """
     values, vectors = torch.linalg.eigh(matrix.double())
     return vectors[:, -count:].flip(1).to(matrix.dtype), values[-count:].flip(0).clamp_min(0).to(matrix.dtype)
 
 
 def vectors_within(sizes: list[int], budget_bits: int, bits: int) -> int:
-    """The largest ``l`` such that matrices of ``sizes`` fit into ``budget_bits`` by ``min(m, l)`` eigenvectors each.
+    """The largest ``l`` such that ``min(m, l)`` eigenvectors of each matrix (of ``sizes``) fit into ``budget_bits``.
 
-    A matrix takes ``bits`` a value of its vectors, 32 for each eigenvalue and 32 for the vectors' scale; at least one
-    vector is kept.
+    A matrix takes ``bits`` per element of its vectors, 32 per eigenvalue and 32 for the scale of the vectors. The
+    result is at least 1.
     """
 
     def needed(length: int) -> int:

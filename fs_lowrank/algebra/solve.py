@@ -1,4 +1,4 @@
-"""Minimising ``Σ_k (x − x_k)ᵀ F_k (x − x_k)`` by products with ``F = Σ_k F_k`` alone."""
+"""Minimising ``Σ_k (x − x_k)ᵀ F_k (x − x_k)`` using only products with ``F = Σ_k F_k``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def kron_multiply(outputs: Tensor, inputs: Tensor, matrix: Tensor) -> Tensor:
     """``(inputs ⊗ outputs) vec(matrix)`` as a matrix: ``outputs @ matrix @ inputs``, both factors symmetric.
 
     Args:
-        outputs: ``(d_out, d_out)``. inputs: ``(d_in, d_in)``. matrix: ``(d_out, d_in)``; vec stacks its columns.
+        outputs: ``(d_out, d_out)``. inputs: ``(d_in, d_in)``. matrix: ``(d_out, d_in)``; ``vec`` stacks its columns.
     """
     return outputs @ matrix @ inputs
 
@@ -22,15 +22,14 @@ def conjugate_gradients(
 ) -> tuple[Tensor, int]:
     """Solve ``F x = target`` for a symmetric positive semi-definite ``F`` that may be singular.
 
-    Every step adds something in the range of ``F`` to ``start``, so where solutions are many, this finds the one
-    nearest to ``start``: the limit of gradient descent from there (Jhunjhunwala et al. 2024, Lemma 1), in fewer
-    products.
+    Every step adds a vector in the range of ``F`` to ``start``. Of many solutions, the result is therefore the nearest
+    to ``start``, which is also the limit of gradient descent from there (Jhunjhunwala et al. 2024, Lemma 1).
 
     Args:
         product: ``x`` ↦ ``F x``; same shape. target: in the range of ``F``. start: any tensor of that shape.
         tolerance: stop when ``‖F x − target‖ ≤ tolerance · ‖F start − target‖``.
     Returns:
-        ``x`` in float64, and the number of products it took besides the first.
+        ``x`` in float64, and the number of products after the first.
     """
     return conjugate_path(product, target, start, (tolerance,), steps=steps)[0]
 
@@ -43,7 +42,7 @@ def conjugate_path(
     *,
     steps: int = 1000,
 ) -> list[tuple[Tensor, int]]:
-    """What ``conjugate_gradients`` returns for each of ``tolerances``, which fall, in one pass."""
+    """The results of ``conjugate_gradients`` for decreasing ``tolerances``, computed in one pass."""
     x, target = start.double().clone(), target.double()
     residual = target - product(x)
     direction = residual.clone()
@@ -56,7 +55,7 @@ def conjugate_path(
             break
         image = product(direction)
         curvature = float((direction * image).sum())
-        # Rounding is all that is left where a direction has no curvature.
+        # Along a direction without curvature, the residual is only rounding error.
         if curvature <= 0.0:
             break
         x.add_(direction, alpha=square / curvature)
@@ -74,7 +73,7 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.99),
     eps: float = 0.01,
 ) -> Iterator[list[Tensor]]:
-    """The iterates of Adam from ``start`` on, ``start`` first (Kingma and Ba 2015, Algorithm 1); without end."""
+    """The iterates of Adam, beginning with ``start``, without end (Kingma and Ba 2015, Algorithm 1)."""
     x = [t.clone() for t in start]
     m, v = ([torch.zeros_like(t) for t in x] for _ in range(2))
     step = 0
@@ -97,10 +96,10 @@ def summed_moments(
     eps: float = 0.01,
     eps_inside: bool = False,
 ) -> Iterator[list[Tensor]]:
-    """The iterates of what the authors of FedFisher run instead of Adam, the first step's result first.
+    """The iterates of the optimizer in the code of FedFisher's authors, beginning with the result of the first step.
 
-    ``m ← g + 0.9 m``, ``d ← g² + 0.99 d``, ``x ← x − lr m / (√d + eps)``, or ``/ √(d + eps)`` with ``eps_inside``;
-    without bias correction.
+    ``m ← g + 0.9 m``, ``d ← g² + 0.99 d``, ``x ← x − lr m / (√d + eps)``, or ``/ √(d + eps)`` with ``eps_inside``.
+    Unlike Adam, it has no bias correction and sums the moments.
     """
     x = [t.clone() for t in start]
     m, d = ([torch.zeros_like(t) for t in x] for _ in range(2))
@@ -115,16 +114,16 @@ def summed_moments(
 def least_change(gram: Tensor, cross: Tensor, start: Tensor, precision: torch.dtype = torch.float32) -> Tensor:
     """The ``X`` nearest to ``start`` among the minimisers of ``tr(X G Xᵀ) − 2 tr(X Cᵀ)``, in float64.
 
-    ``X = start + (C − start G) G⁺``: where ``G`` is singular, nothing moves in the directions it says nothing of.
+    ``X = start + (C − start G) G⁺``: in the null space of ``G``, ``X`` equals ``start``.
 
     Args:
         gram: ``G``, ``(d_in, d_in)``, symmetric positive semi-definite. cross: ``C``, ``(d_out, d_in)``.
         start: ``(d_out, d_in)``.
-        precision: in which ``gram`` is known; what is smaller than its rounding counts as zero.
+        precision: dtype in which ``gram`` was computed; eigenvalues below its rounding error count as zero.
     """
     gram, cross, start = gram.double(), cross.double(), start.double()
     values, vectors = torch.linalg.eigh(gram)
-    # What lies below is rounding of the largest; its inverse would be noise.
+    # Smaller eigenvalues are rounding errors of the largest; their inverse would be noise.
     kept = values > values[-1].clamp_min(0) * gram.shape[0] * torch.finfo(precision).eps
     inverse = torch.where(kept, 1 / torch.where(kept, values, torch.ones_like(values)), torch.zeros_like(values))
     return start + ((cross - start @ gram) @ vectors * inverse) @ vectors.T

@@ -1,4 +1,4 @@
-"""Data of a federated run: a set by name or from the user's files, made ready and divided among clients."""
+"""Data of a federated run: a data set by name or from files, encoded and partitioned among clients."""
 
 from __future__ import annotations
 
@@ -61,23 +61,24 @@ __all__ = [
 
 @dataclass
 class FederatedData:
-    """Everything a run trains and evaluates on.
+    """The data that a run trains and evaluates on.
 
     Attributes:
         clients: training examples of each client.
-        validation, test: None where their split is empty.
+        validation, test: None if the split is empty.
         task: ``"classification"``, ``"causal_lm"`` or ``"image_classification"``.
         num_labels: 0 for a causal language model.
-        source: where the data truly come from, in words.
+        source: a description of where the data come from.
         fingerprint: SHA-256 in hex over all tokens or images, labels and the partition.
-        partition: its indices count the training rows that were kept, in the order of the source.
-        majority: share of the most frequent class in ``test``, what a constant answer would score; None without one.
-        skipped: rows left out, by reason.
-        image_shape: ``(channels, height, width)`` of what the model gets; None for text.
-        test_shares: rows of ``test`` that are each client's, for ``client_tests``.
-        rows: where the rows of ``train`` (what ``partition`` divides), ``validation`` and ``test`` stand in what was
-            loaded: int64, from 0, as in ``RawData``.
-        cut: which of ``validation`` and ``test`` were cut off the training rows; the others have a source of their own.
+        partition: indices into the training rows that were kept, in the order of the source.
+        majority: fraction of the most frequent class in ``test``, the accuracy of a constant prediction; None without
+            classes.
+        skipped: number of rows left out, by reason.
+        image_shape: ``(channels, height, width)`` of the model's input; None for text.
+        test_shares: the rows of ``test`` of each client, for ``client_tests``.
+        rows: row numbers of ``train`` (which ``partition`` divides), ``validation`` and ``test`` in the loaded data:
+            int64, from 0, as in ``RawData``.
+        cut: which of ``validation`` and ``test`` were split off the training rows; the others have their own source.
     """
 
     clients: list[Examples | ImageExamples]
@@ -97,10 +98,10 @@ class FederatedData:
     cut: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """The split as plain data for ``data.json``: who has which rows of what was loaded, and of which classes.
+        """The split as plain data for ``data.json``: rows and classes of each client.
 
-        ``from`` says in which source the rows of ``validation`` and ``test`` are counted; clients' rows are all of
-        ``train``. The indices of ``partition`` count the training rows that were kept instead.
+        ``rows`` are numbers in the loaded data: of clients in ``train``, of ``validation`` and ``test`` in the source
+        named by ``from``. In contrast, the indices of ``partition`` count only the training rows that were kept.
         """
         clients = [
             {**client, "rows": self.rows["train"][indices].tolist()}
@@ -122,10 +123,10 @@ class FederatedData:
 
     @cached_property
     def client_tests(self) -> list[Examples | ImageExamples | None]:
-        """Each client's part of the test set, distributed as its training data; None where it has none.
+        """Each client's part of the test set, distributed as its training data; None for an empty part.
 
-        The test set is divided among the clients, every row to one of them, in proportion to their training rows:
-        class by class, or by the values of the column that the training data were divided by.
+        Every row of the test set goes to one client, in proportion to the clients' training rows of the same class,
+        or of the same value of the column by which the training data were partitioned.
         """
         return (
             [self.test.select(rows) if len(rows) else None for rows in self.test_shares]
@@ -135,22 +136,22 @@ class FederatedData:
 
 
 def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> FederatedData:
-    """Load (unless ``raw`` is given), split, make ready and partition the data that ``cfg`` asks for.
+    """Load (unless ``raw`` is given), split, encode and partition the configured data.
 
-    ``data.splits`` [train, validation, test] stand for what the source does not split itself: a missing test set is
-    that share of the rows, a missing validation set that share of them (of the training rows where the test set is
-    official). Shares are kept class by class. A share of 0 gives None. ``data.subsample`` thins the training rows
-    only, so that scores stay comparable.
+    ``data.splits`` [train, validation, test] apply to splits that the source does not have: a missing test set is its
+    fraction of the rows, and so is a missing validation set (of the training rows if the source has a test set).
+    Splits are stratified by class. A fraction of 0 gives None. ``data.subsample`` reduces only the training rows, so
+    that scores remain comparable.
 
     Args:
         cfg: ``data.{type,root,args,splits,splitter,splitter_args,subsample}``, ``federate.client_num``,
-            ``llm.tok_len`` (tokens; ``data.args`` may override it by ``max_len``), ``seed``,
+            ``llm.tok_len`` (tokens; ``max_len`` in ``data.args`` overrides it), ``seed``,
             ``lowrank.test_seed``; for images ``data.{transform,val_transform,test_transform}``.
-        tokenizer: a transformers tokenizer; none is needed for images.
+        tokenizer: a transformers tokenizer; not needed for images.
 
     Raises:
-        UserError: see ``load_raw`` and ``partition``; splits that leave nothing to train on; a tokenizer that does
-            not know the training text; a transform that is wrong or does not fit the images.
+        UserError: see ``load_raw`` and ``partition``; splits without training rows; a tokenizer that does not know
+            the training text; an invalid transform, or one that does not fit the images.
     """
     origin = getattr(cfg, "source", None) or Origin()
     if raw is None:
@@ -168,7 +169,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         check_vocabulary(train, tokenizer)
 
     def ready(frame: pd.DataFrame | None, split: str):
-        """The rows as examples, and those of them that were kept."""
+        """The rows as examples, and the frame of the rows that were kept."""
         if frame is None:
             return None, None
         if raw.images is not None:
@@ -231,7 +232,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
 
 
 def _pipelines(data_cfg: Any, raw: RawData, origin: Origin) -> dict[str, Pipeline]:
-    """What makes batches of images, for ``train``, ``val`` and ``test``."""
+    """The transforms of images for ``train``, ``val`` and ``test``."""
     usual = [["Normalize", {"mean": list(raw.mean), "std": list(raw.std)}]]
     train = list(getattr(data_cfg, "transform", None) or usual)
     found = {"train": Pipeline(train, "data.transform", origin)}
@@ -251,7 +252,7 @@ def _image_shape(*parts: ImageExamples | None) -> tuple[int, int, int]:
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:
-    """A stream of its own for each purpose, so that the order of use changes nothing."""
+    """A separate stream for each purpose, so that the order of use has no effect."""
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])
 
 
@@ -272,13 +273,13 @@ def _split(
 
 
 def _divide(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """``(rest, taken)``: ``share`` of the rows is taken, class by class; both keep order and index of ``frame``."""
+    """``(rest, taken)``: a stratified sample of ``share`` of the rows is taken. Order and index are kept."""
     taken = _stratified(frame, share, rng)
     return (frame[~taken], frame[taken]) if taken.any() else (frame, None)
 
 
 def _stratified(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> np.ndarray:
-    """A bool array that picks ``share`` of the rows, in every class as nearly as whole rows allow."""
+    """A bool array that selects ``share`` of the rows of every class, up to rounding."""
     labels = frame["label"].to_numpy() if "label" in frame else np.zeros(len(frame), dtype=np.int64)
     kinds, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     quota = share * counts

@@ -1,4 +1,4 @@
-"""Tokenized examples, kept in columns of unequal length and padded only when a batch is made."""
+"""Tokenized examples of unequal length, padded when a batch is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 __all__ = ["Examples", "IGNORED_LABEL"]
 
 IGNORED_LABEL = -100
-"""The label of a token on which no loss is taken, as PyTorch's cross entropy knows it."""
+"""The label of a token without loss: the ``ignore_index`` of PyTorch's cross entropy."""
 
 
 @dataclass
@@ -21,9 +21,9 @@ class Examples:
 
     Attributes:
         columns: name to ``n`` int64 arrays of shape ``(length_i,)``: ``input_ids``, perhaps ``token_type_ids``, and for
-            a causal language model ``labels`` (``-100`` where no loss is taken).
+            a causal language model ``labels`` (``-100`` for tokens without loss).
         labels: int64 ``(n,)``, the classes; None for a causal language model.
-        pad_id: the token that fills a batch's shorter rows.
+        pad_id: the padding token.
         pad_token_type_id: the same for ``token_type_ids``.
     """
 
@@ -53,7 +53,7 @@ class Examples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens in each example, int64 ``(n,)``."""
+        """Number of tokens of each example, int64 ``(n,)``."""
         return self._lengths
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Examples:
@@ -69,12 +69,12 @@ class Examples:
     def batch(
         self, indices: Sequence[int] | np.ndarray, augment: np.random.Generator | None = None
     ) -> dict[str, torch.Tensor]:
-        """One batch, padded on the right to its longest example.
+        """A batch, padded on the right to its longest example.
 
         Args:
-            augment: what images are varied by in training; text is not.
+            augment: generator for the augmentation of images; not used for text.
         Returns:
-            int64 tensors: ``input_ids``, ``attention_mask`` and, when there are such, ``token_type_ids``, each
+            int64 tensors: ``input_ids``, ``attention_mask`` and, if the examples have it, ``token_type_ids``, each
             ``(batch, longest)``; ``labels`` is ``(batch,)`` for classes and ``(batch, longest)`` for a causal
             language model.
         """
@@ -82,7 +82,7 @@ class Examples:
         if not chosen.size:
             raise ValueError("a batch needs at least one example")
         lengths = self._lengths[chosen]
-        # The mask comes from the lengths: where padding and end of sequence are one token, the id cannot tell.
+        # The mask is made from the lengths, because the padding token may also be the end-of-sequence token.
         mask = np.arange(lengths.max())[None, :] < lengths[:, None]
         fill = {"input_ids": self.pad_id, "labels": IGNORED_LABEL, "token_type_ids": self.pad_token_type_id}
         out = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
@@ -95,7 +95,7 @@ class Examples:
         return out
 
     def fingerprint(self) -> str:
-        """SHA-256 in hex over tokens and labels; equal contents give equal fingerprints on every machine."""
+        """SHA-256 in hex over tokens and labels, independent of the machine."""
         digest = hashlib.sha256(self._lengths.astype("<i8").tobytes())
         for name in sorted(self.columns):
             digest.update(name.encode() + b"\0")

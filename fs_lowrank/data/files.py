@@ -1,4 +1,4 @@
-"""Reads the user's tables (CSV, TSV, JSON, JSON Lines) strictly: what is wrong, in which file, at which line."""
+"""Strict readers of tables (CSV, TSV, JSON, JSON Lines); errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
     """The text of a UTF-8 file, without a byte order mark.
 
     Args:
-        named_by: the keys that name it, for messages.
+        named_by: the config keys that give the path, for messages.
 
     Raises:
-        UserError: no such file, an empty one, or a byte that is not UTF-8 (its offset and line are named).
+        UserError: no such file, an empty file, or a byte that is not UTF-8 (the message has its offset and line).
     """
     try:
         raw = path.read_bytes()
@@ -40,7 +40,7 @@ def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # The decoder counts from behind a byte order mark.
+        # The decoder does not count the byte order mark.
         start = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
         line = raw.count(b"\n", 0, start) + 1
         raise UserError(
@@ -52,13 +52,13 @@ def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
 
 
 def read_tsv(path: Path, header: list[str] | None = None) -> tuple[pd.DataFrame, int]:
-    """A tab-separated file in which quotes are ordinary characters, as in GLUE.
+    """Read a tab-separated file in which quotes are ordinary characters, as in GLUE.
 
     Args:
-        header: the column names, where the file does not begin with them.
+        header: the column names, if the file has no header line.
 
     Returns:
-        the rows as text, and how many lines were left out because they have too few columns (QQP has some).
+        the rows as text, and the number of lines that were left out because they have too few columns (as in QQP).
     """
     # Not splitlines(): it would also break at the Unicode separators that occur inside sentences.
     lines = [line.removesuffix("\r").split("\t") for line in read_text(path).split("\n") if line.strip()]
@@ -71,14 +71,14 @@ def read_tsv(path: Path, header: list[str] | None = None) -> tuple[pd.DataFrame,
 
 
 def read_table(path: Path, quoting: bool | None = None, named_by: str = "data.root and data.type") -> pd.DataFrame:
-    """A user's file, by its suffix; text columns come as ``str``, a missing value of a JSON row as None.
+    """Read a table by the suffix of its file. Text is ``str``; a missing value of a JSON row is None.
 
     Args:
-        quoting: whether a double quote encloses a field; by default it does in ``.csv`` and does not in ``.tsv``.
+        quoting: whether double quotes enclose fields; by default True for ``.csv`` and False for ``.tsv``.
         named_by: as for ``read_text``.
 
     Raises:
-        UserError: unreadable, truncated or invalid, with the line; or without a row.
+        UserError: the file is unreadable, truncated or invalid (the message names the line), or has no row.
     """
     text = read_text(path, named_by)
     suffix = path.suffix.lower()
@@ -91,11 +91,11 @@ def read_table(path: Path, quoting: bool | None = None, named_by: str = "data.ro
     elif suffix == ".json":
         rows = _json_objects(path, text) if text.lstrip().startswith("{") else _json(path, text)
     else:
-        raise UserError(f"{path}: unknown kind of file {suffix!r}; known are {', '.join(SUFFIXES)}")
+        raise UserError(f"{path}: unknown file type {suffix!r}; expected one of {', '.join(SUFFIXES)}")
     if not rows:
-        raise UserError(f"{path}: the file holds no row")
+        raise UserError(f"{path}: the file has no rows")
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    # object: otherwise a column of numbers with one missing value turns into floats
+    # dtype object, because pandas turns a column of integers with a missing value into floats
     return pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=object) for name in columns})
 
 
@@ -105,7 +105,7 @@ def _delimited(path: Path, text: str, delimiter: str, quoting: bool) -> list[dic
     rows: list[dict[str, Any]] = []
     header: list[str] | None = None
     start = 1
-    limit = csv.field_size_limit(len(text) + 1)  # a long text is no mistake; the limit is the whole process's
+    limit = csv.field_size_limit(len(text) + 1)  # long texts are valid; the limit is global
     try:
         for cells in reader:
             if header is None:
@@ -137,7 +137,7 @@ def _json(path: Path, text: str) -> list[dict[str, Any]]:
 
 
 def _json_objects(path: Path, text: str) -> list[dict[str, Any]]:
-    """Many files named .json hold one object a line; a single object must be a row, and not a table in itself."""
+    """Read a ``.json`` file of one object per line. A single object must be a row, not a table of columns."""
     try:
         row = json.loads(text)
     except json.JSONDecodeError:

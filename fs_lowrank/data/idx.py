@@ -1,4 +1,4 @@
-"""Reads IDX files, the format of MNIST and Fashion-MNIST."""
+"""A reader of IDX files, the format of MNIST and Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: 
 
 
 def read_idx(path: str | os.PathLike) -> np.ndarray:
-    """The array in an IDX file, plain or gzipped (told by its first bytes, not its name).
+    """Read an IDX file, plain or gzipped (recognised by its first bytes, not by its name).
 
     Returns:
-        an array in native byte order, of the shape and type that the header states (uint8 for the MNIST family).
+        an array in native byte order, with the shape and type given by the header (uint8 for the MNIST family).
 
     Raises:
-        UserError: no such file, not an IDX file, or more or fewer bytes than its header states.
+        UserError: no such file, not an IDX file, or a size that differs from its header.
     """
     path = Path(path)
     try:

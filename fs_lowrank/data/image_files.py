@@ -1,14 +1,14 @@
-"""Image sets from their standard files, or from folders of one folder a class; never a pickle.
+"""Image data sets from their standard files, or from folders with one subfolder per class. Pickles are not read.
 
 =================== ================================================================ =====================
-``data.type``       files, under ``data.root`` or a folder of theirs in it           fetched by
+``data.type``       files, in ``data.root`` or in their own folder below it          fetched by
 =================== ================================================================ =====================
 ``mnist``           ``train-images-idx3-ubyte`` …, plain or ``.gz``                  ``fs-lowrank fetch``
 ``fashion_mnist``   the same; also where Debian's ``dataset-fashion-mnist`` puts it  ``fs-lowrank fetch``
 ``cifar10``         the binary version: ``data_batch_1.bin`` … ``test_batch.bin``
 ``cifar100``        the binary version: ``train.bin``, ``test.bin``
 ``svhn``            ``train_32x32.mat``, ``test_32x32.mat``
-a folder            ``train/CLASS/FILE``, perhaps ``test/…`` and ``val/…``; or ``CLASS/FILE``
+a folder            ``train/CLASS/FILE``, optionally ``test/…``, ``val/…``; or ``CLASS/FILE``
 =================== ================================================================ =====================
 """
 
@@ -39,17 +39,17 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".
 
 @dataclass
 class ImageSet:
-    """Images as they lie in the files.
+    """An image data set as stored in its files.
 
     Attributes:
-        images: uint8 ``(n, channels, height, width)``, all splits one after the other.
+        images: uint8 ``(n, channels, height, width)``, the concatenated splits.
         labels: int64 ``(n,)``.
-        splits: name to the range of its rows; ``train`` is always there.
+        splits: range of rows by name; ``train`` always exists.
         label_names: in the order of the labels.
-        source: where the images come from, in words.
-        mean, std: of each channel, for values from 0 to 1, as is usual for the set.
-        fields: further values of each image that a partitioner may divide by.
-        skipped: files left out, by reason.
+        source: a description of where the images come from.
+        mean, std: the usual normalisation of each channel, for values from 0 to 1.
+        fields: further values of each image that a partitioner may use.
+        skipped: number of files left out, by reason.
     """
 
     images: np.ndarray
@@ -77,10 +77,10 @@ def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], **rest: Any) -> 
 
 
 def _find(name: str, folders: Sequence[Path], files: Sequence[Sequence[str]]) -> list[Path]:
-    """The first folder's files that has all of them; each may go by several names.
+    """The paths of ``files`` in the first folder that has all of them. Each file may have several names.
 
     Raises:
-        UserError: none has; names what is missing where most are there.
+        UserError: no folder has all; the message names what is missing in the one that has most.
     """
     best: tuple[int, Path, str] | None = None
     for folder in folders:
@@ -181,7 +181,7 @@ def _fashion_mnist(root: Path, home: Path | None) -> ImageSet:
 
 
 def _records(path: Path, ahead: int, count: int | None) -> np.ndarray:
-    """uint8 ``(n, ahead + 3072)``: CIFAR's binary records."""
+    """CIFAR's binary records: uint8 ``(n, ahead + 3072)``."""
     size = ahead + 3072
     try:
         raw = np.fromfile(path, dtype=np.uint8)
@@ -251,7 +251,7 @@ def _svhn(root: Path, home: Path | None) -> ImageSet:
         try:
             found = loadmat(path, variable_names=["X", "y"])
             pixels, labels = found["X"], found["y"].reshape(-1)
-        except Exception as error:  # scipy has no error of its own for a damaged file
+        except Exception as error:  # scipy raises various errors for a damaged file
             raise UserError(f"{path}: cannot be read as SVHN's 32x32 file: {error}") from error
         if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
             raise UserError(f"{path}: X is {pixels.dtype} {pixels.shape}, expected uint8 (32, 32, 3, n)")
@@ -277,12 +277,12 @@ IMAGE_SETS = {
 
 
 def read_image_set(name: str, root: Path, home: str | Path | None = None) -> ImageSet:
-    """The set ``name`` of ``IMAGE_SETS``.
+    """Read the data set ``name`` of ``IMAGE_SETS``.
 
     Args:
-        root: where to look for its files, before the folder of fetched data (``home``).
+        root: folder to search before the folder of fetched data (``home``).
     Raises:
-        UserError: files that are missing, truncated or not what they should be; names file and remedy.
+        UserError: files are missing, truncated or invalid; the message names the file and the remedy.
     """
     return IMAGE_SETS[name](root, None if home is None else Path(home))
 
@@ -294,17 +294,16 @@ _SPLIT_NAMES = {TRAIN: TRAIN, "val": VALIDATION, "valid": VALIDATION, VALIDATION
 
 
 def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None = None) -> ImageSet:
-    """The images under ``folder``, one folder a class, in the order of their names.
+    """Read the images below ``folder``, which has one subfolder per class, sorted by name.
 
-    Decoded images are kept under ``home``, so that the next start is quick; a file that was added, removed or
-    written to makes them be decoded anew.
+    Decoded images are cached under ``home``. They are decoded again if a file is added, removed or changed.
 
     Args:
-        args: ``size``, to which images are made (``[height, width]`` or a number for both), if they differ;
-            ``channels``, 1 or 3; by default 1 where all images are gray.
+        args: ``size``, to which images of different sizes are resized (``[height, width]`` or a number for both);
+            ``channels``, 1 or 3; by default 1 if all images are gray.
     Raises:
-        UserError: no class folders, a class that training has not, images of different sizes, or one that cannot be
-            read; names the file.
+        UserError: no class folders, a class without training images, images of different sizes, or an unreadable
+            image; the message names the file.
     """
     size, channels = args.get("size"), args.get("channels")
     size = (size, size) if isinstance(size, int) else size
@@ -343,7 +342,7 @@ def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None =
 
 
 def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, int]]:
-    """Split → class → files, and what was left out. Without a folder ``train`` all of it is training data."""
+    """Split → class → files, and the number of files left out. Without a folder ``train``, all is training data."""
     skipped: dict[str, int] = {}
 
     def classes(where: Path) -> dict[str, list[Path]]:
@@ -387,7 +386,7 @@ def _decoded(
             if images.dtype == np.uint8 and images.ndim == 4 and len(images) == len(files):
                 return images
         except (OSError, ValueError):
-            kept.unlink(missing_ok=True)  # damaged: decoded anew and written again
+            kept.unlink(missing_ok=True)  # damaged: decode again
     images = _decode(files, size, channels)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -403,7 +402,7 @@ def _decoded(
 
 
 def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
-    """uint8 ``(n, channels, height, width)``, decoded by several threads: the decoders do not hold Python's lock."""
+    """uint8 ``(n, channels, height, width)``, decoded in threads, as the decoders release the GIL."""
     from PIL import Image, UnidentifiedImageError
 
     def read(path: Path) -> np.ndarray:
@@ -425,7 +424,7 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
         if image.shape[:2] != first:
             raise UserError(
                 f"{path}: is {image.shape[0]} × {image.shape[1]}, {files[0].name} is {first[0]} × "
-                f"{first[1]}; say to what size to make them: data.args [{{size: {first[0]}}}]"
+                f"{first[1]}; set a common size: data.args [{{size: {first[0]}}}]"
             )
     depth = channels or (3 if any(image.ndim == 3 for image in found) else 1)
     out = np.empty((len(found), depth, *first), dtype=np.uint8)

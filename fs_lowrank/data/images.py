@@ -1,4 +1,4 @@
-"""Images kept as bytes, and the steps that make batches of them: those of ``data.transform``, on tensors."""
+"""Image examples stored as bytes, and the steps of ``data.transform``, applied to tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["STEPS", "ImageExamples", "Pipeline"]
 _CHUNK = 4096
 
 
-# Steps. Each takes a batch (n, channels, height, width), of bytes or of floats, and a generator; one that is random
-# is left out where there is none. Arguments and defaults are torchvision's, so that a configuration means the same.
+# Steps. Each takes a batch (n, channels, height, width) of bytes or floats, and a generator; without one, random
+# steps are skipped. Arguments and defaults are torchvision's, so that a configuration has the same meaning.
 
 
 Size = Annotated[int | tuple[int, int], {"min": 1, "words": "a size in pixels, or [height, width]"}]
@@ -155,14 +155,14 @@ STEPS: dict[str, Callable[..., Callable]] = {
 
 
 class Pipeline:
-    """The steps of one of ``data``'s ``transform`` keys, in order.
+    """The steps of ``data.transform``, ``data.val_transform`` or ``data.test_transform``, in order.
 
     Args:
-        steps: ``[name]`` or ``[name, arguments]`` each, as FederatedScope writes torchvision's.
-        key, origin: where they stand, and where that came from, for messages.
+        steps: each ``[name]`` or ``[name, arguments]``, as in FederatedScope.
+        key, origin: the config key and its origin, for messages.
 
     Raises:
-        UserError: no such step or argument (with the nearest), or a value out of its range.
+        UserError: an unknown step or argument (the message suggests the nearest), or a value out of range.
     """
 
     def __init__(self, steps: Sequence[Any], key: str = "data.transform", origin: Origin | None = None):
@@ -180,14 +180,14 @@ class Pipeline:
 
     @property
     def is_random(self) -> bool:
-        """Whether some step draws."""
+        """Whether a step is random."""
         return any(name.startswith("Random") for name, _ in self.steps)
 
     def __call__(self, x: Tensor, rng: np.random.Generator | None = None) -> Tensor:
-        """float32 ``(n, channels, height, width)`` from bytes of that form.
+        """Transform bytes ``(n, channels, height, width)`` to float32 of that form.
 
         Args:
-            rng: for the random steps; without it they are left out, a random crop being cut from the middle.
+            rng: for random steps; without it they are skipped, and random crops become center crops.
         """
         for name, step in self.steps:
             try:
@@ -201,7 +201,7 @@ class Pipeline:
 
 
 class _Middle:
-    """Stands in for a generator where a crop must not be random."""
+    """Replaces the generator of a random crop to make it a center crop."""
 
     def integers(self, low: int, high: int, count: int) -> np.ndarray:
         return np.full(count, (high - low) // 2, dtype=np.int64)
@@ -209,13 +209,13 @@ class _Middle:
 
 @dataclass
 class ImageExamples:
-    """``n`` images with a class each; the same interface as ``Examples``.
+    """``n`` images with one class each, with the interface of ``Examples``.
 
     Attributes:
         images: uint8 ``(m, channels, height, width)``, shared by all selections.
-        rows: int64 ``(n,)``, which of them.
+        rows: int64 ``(n,)``, indices into ``images``.
         labels: int64 ``(n,)``.
-        pipeline: makes a batch's floats of their bytes.
+        pipeline: transforms a batch of bytes to floats.
     """
 
     images: np.ndarray = field(repr=False)
@@ -238,12 +238,12 @@ class ImageExamples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """One for each image, int64 ``(n,)``: none needs more room than another."""
+        """Ones, int64 ``(n,)``: all images have the same size."""
         return np.ones(len(self.rows), dtype=np.int64)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """``(channels, height, width)`` of what ``batch`` gives."""
+        """``(channels, height, width)`` of the images of ``batch``."""
         return tuple(self.batch([0])["pixel_values"].shape[1:])
 
     def select(self, indices: Sequence[int] | np.ndarray) -> ImageExamples:

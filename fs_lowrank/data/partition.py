@@ -1,7 +1,7 @@
-"""Divides training rows among clients. Every row goes to exactly one client, and no client is left empty.
+"""Partition training rows among clients. Every row goes to exactly one client, and every client gets a row.
 
-A partitioner is a function ``(rows, num_clients, rng, **args) -> list of index arrays``; its keyword arguments are
-what ``data.splitter_args`` may set, checked by their annotations (``settings.key`` has what may be noted).
+A partitioner is a function ``(rows, num_clients, rng, **args) -> list of index arrays``. Its keyword arguments are the
+keys of ``data.splitter_args``, checked by their annotations (see ``settings.key``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fs_lowrank.settings import Origin, check_keys, keys_of
 
 __all__ = ["PARTITIONERS", "Partition", "Rows", "matching_shares", "partition", "register_partitioner"]
 
-DRAWS = 50  # of the Dirichlet distribution, before samples are moved to reach the floor
+DRAWS = 50  # from the Dirichlet distribution, before rows are moved to reach min_size
 
 Positive = Annotated[float, {"above": 0.0}]
 Count = Annotated[int, {"min": 1}]
@@ -28,7 +28,7 @@ Column = Annotated[str | None, {"words": "the name of a column"}]
 
 @dataclass
 class Rows:
-    """What a partitioner may look at: how many rows, their classes, and other columns by name, each ``(size,)``."""
+    """The input of a partitioner: number of rows, their classes, and other columns by name, each ``(size,)``."""
 
     size: int
     labels: np.ndarray | None = None
@@ -37,9 +37,9 @@ class Rows:
 
 @dataclass
 class Partition:
-    """Who holds which row: ``indices[c]`` are the sorted int64 rows of client ``c``.
+    """The rows of each client: ``indices[c]`` are the sorted int64 rows of client ``c``.
 
-    ``labels`` and ``label_names`` are carried along so that ``summary`` can count classes.
+    ``summary`` uses ``labels`` and ``label_names`` to count classes.
     """
 
     indices: list[np.ndarray]
@@ -52,11 +52,11 @@ class Partition:
         return len(self.indices)
 
     def sizes(self) -> np.ndarray:
-        """Rows of each client, int64 ``(clients,)``."""
+        """Number of rows of each client, int64 ``(clients,)``."""
         return np.array([len(rows) for rows in self.indices], dtype=np.int64)
 
     def summary(self) -> list[dict[str, Any]]:
-        """One record a client: ``client`` (from 1), ``size`` and, where rows have classes, ``labels``, by name."""
+        """One record per client: ``client`` (from 1), ``size`` and, for classes, ``labels`` (counts by name)."""
         records: list[dict[str, Any]] = []
         for client, rows in enumerate(self.indices, start=1):
             record: dict[str, Any] = {"client": client, "size": len(rows)}
@@ -74,7 +74,7 @@ class Partition:
 
     @classmethod
     def from_json(cls, text: str) -> Partition:
-        """The partition that ``to_json`` wrote, without its labels."""
+        """The partition written by ``to_json``, without labels."""
         data = json.loads(text)
         return cls([np.asarray(rows, dtype=np.int64) for rows in data["indices"]], data["name"], data["args"])
 
@@ -84,7 +84,7 @@ PARTITIONERS: dict[str, Partitioner] = {}
 
 
 def register_partitioner(*names: str) -> Callable[[Partitioner], Partitioner]:
-    """Makes a function known under ``names`` as a value of ``data.splitter``."""
+    """Register a function under ``names`` as values of ``data.splitter``."""
 
     def register(function: Partitioner) -> Partitioner:
         for name in names:
@@ -102,13 +102,13 @@ def partition(
     args: Mapping[str, Any] | None = None,
     origin: Origin | None = None,
 ) -> Partition:
-    """Divide ``rows`` among ``num_clients`` by partitioner ``name``; ``rng`` alone decides the outcome.
+    """Partition ``rows`` among ``num_clients`` with partitioner ``name``; ``rng`` determines the result.
 
     Args:
-        args: as ``data.splitter_args`` has them. origin: where they came from, for messages.
+        args: the mapping of ``data.splitter_args``. origin: its origin, for messages.
 
     Raises:
-        UserError: unknown name or argument, no client, more clients than rows, or a value out of its range.
+        UserError: unknown name or argument, no client, more clients than rows, or a value out of range.
     """
     origin = origin or Origin()
     if name not in PARTITIONERS:
@@ -125,23 +125,23 @@ def partition(
         )
     parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in function(rows, int(num_clients), rng, **args)]
     everything = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
-    # Partitioners may come from elsewhere; a lost or doubled row would go unnoticed in any metric.
+    # A partitioner may be a third party's, and no metric would show a lost or repeated row.
     if len(parts) != num_clients or not np.array_equal(everything, np.arange(rows.size)):
         raise RuntimeError(f"splitter {name!r} did not give every row to exactly one of {num_clients} clients")
     return Partition(parts, name, args, rows.labels)
 
 
 def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Generator) -> list[np.ndarray]:
-    """Divide held-out rows among the clients of ``parts`` so that each gets them distributed as its training rows.
+    """Partition held-out rows among the clients of ``parts``, distributed as their training rows.
 
-    Each class's rows go to the clients in proportion to their training rows of that class, by largest remainder. Where
-    the training rows were divided by a column, its values take the classes' place, if the held-out rows have it;
-    without classes only the sizes count. Every row goes to one client; a small client may get none.
+    The rows of each class go to the clients in proportion to their training rows of that class, by largest remainder.
+    If the training rows were partitioned by a column that the held-out rows also have, its values replace the classes;
+    without classes, rows go by size. Every row goes to one client; a small client may get none.
 
     Args:
-        train: the rows that ``parts`` divides. held: those to divide.
+        train: the rows partitioned by ``parts``. held: the held-out rows.
     Returns:
-        for each client sorted int64 rows of ``held``.
+        for each client the sorted int64 rows of ``held``.
     """
     kinds_of, held_of = _kinds_of(parts, train, held)
     counts: dict[Any, np.ndarray] = {}
@@ -152,11 +152,11 @@ def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Ge
     shares: list[list[np.ndarray]] = [[] for _ in parts.indices]
     for kind in np.unique(held_of).tolist():
         members = rng.permutation(np.flatnonzero(held_of == kind))
-        # A kind that nobody trains on goes by size.
+        # A class that is not in the training rows is divided by the size of the clients.
         weights = counts.get(kind, parts.sizes().astype(float))
         quota = weights / weights.sum() * len(members)
         sizes = np.floor(quota + 1e-9).astype(np.int64)
-        # Among equal remainders chance decides, or the first clients would have them of every kind.
+        # Ties are broken at random; otherwise the first clients would win them for every class.
         order = rng.permutation(len(quota))
         sizes[order[np.argsort((sizes - quota)[order], kind="stable")][: len(members) - sizes.sum()]] += 1
         for share, piece in zip(shares, np.split(members, np.cumsum(sizes)[:-1]), strict=True):
@@ -165,7 +165,7 @@ def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Ge
 
 
 def _kinds_of(parts: Partition, train: Rows, held: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """What rows are alike by, for training and held-out rows."""
+    """The classes, or the values of the column, that ``matching_shares`` goes by."""
     field = parts.args.get("field")
     function = PARTITIONERS.get(parts.name)
     takes = inspect.signature(function).parameters if function else ()
@@ -180,7 +180,7 @@ def _kinds_of(parts: Partition, train: Rows, held: Rows) -> tuple[np.ndarray, np
 
 @register_partitioner("iid")
 def iid(rows: Rows, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Rows at random, sizes equal to within one."""
+    """Random rows; the sizes of clients differ by at most one."""
     return np.array_split(rng.permutation(rows.size), num_clients)
 
 
@@ -193,10 +193,10 @@ def lda(
     min_size: Count = 1,
     field: Column = None,
 ) -> list[np.ndarray]:
-    """Each class is divided by shares drawn from Dirichlet(alpha) (Yurochkin et al., 2019); smaller is more skewed.
+    """Divide each class by proportions drawn from Dirichlet(alpha) (Yurochkin et al., 2019); small alpha is skewed.
 
-    ``field`` names the column to use in place of the class; without classes the default is ``category``. No client
-    gets fewer than ``min_size`` rows: the draw is repeated, and if that does not help, rows move from the largest.
+    ``field`` is a column to use instead of the class; without classes the default is ``category``. Every client gets at
+    least ``min_size`` rows: the draw is repeated, and finally rows are moved from the largest clients.
     """
     floor = _floor(min_size, num_clients, rows.size)
     groups = _groups(rows, field)
@@ -220,17 +220,17 @@ def mixture(
     field: Column = None,
     mixture_seed: Annotated[int | None, {"min": 0, "max": 2**32 - 1}] = None,
 ) -> list[np.ndarray]:
-    """Each client draws its mixture of classes from Dirichlet(alpha) (Hsu et al., 2019), and takes its part of each.
+    """Draw the class mixture of each client from Dirichlet(alpha) (Hsu et al., 2019).
 
-    ``mixture_seed`` draws the mixtures alone, and as numpy's ``RandomState`` does, so that runs of several seeds differ
-    in who holds which row but not in how skewed the clients are; the code of Jhunjhunwala et al. (2024) has 3.
-    ``field`` is as for ``lda``; where a client has fewer than ``min_size`` rows, some move from the largest.
+    ``mixture_seed`` is a separate seed of the mixtures, for numpy's ``RandomState``: runs with several seeds differ
+    in the rows of the clients but not in their mixtures. The code of Jhunjhunwala et al. (2024) uses 3. ``field`` is as
+    for ``lda``; a client with fewer than ``min_size`` rows gets rows from the largest clients.
     """
     floor = _floor(min_size, num_clients, rows.size)
     groups = _groups(rows, field)
     draw = rng if mixture_seed is None else np.random.RandomState(mixture_seed)
     mixtures = np.stack([_dirichlet(draw, alpha, len(groups)) for _ in range(num_clients)])
-    # A class that no client's mixture has, to the precision of a float, is everyone's.
+    # A class whose proportion is zero in every mixture (in float precision) is divided equally.
     shares = (
         column / column.sum() if column.sum() > 0 else np.full(num_clients, 1 / num_clients) for column in mixtures.T
     )
@@ -245,7 +245,7 @@ def shards(
     shards_per_client: Count = 2,
     field: Column = None,
 ) -> list[np.ndarray]:
-    """Rows sorted by class are cut into equal shards, and each client gets some of them (McMahan et al., 2017)."""
+    """Sort rows by class, cut them into equal shards, and give each client some shards (McMahan et al., 2017)."""
     count = num_clients * shards_per_client
     if count > rows.size:
         raise UserError(
@@ -266,11 +266,11 @@ def by_field(
     size_alpha: Annotated[float | None, {"above": 0.0}] = None,
     min_size: Count = 1,
 ) -> list[np.ndarray]:
-    """Each client holds one value of column ``field``; values get clients in proportion to their rows.
+    """Each client holds rows of one value of column ``field``; a value gets clients in proportion to its rows.
 
-    Clients are numbered value by value, in sorted order. ``size_alpha`` makes the clients of one value unequal: their
-    shares are drawn from Dirichlet(size_alpha); without it they are equal. ``field`` may be left out where there is
-    only one column to choose, or one named ``category``.
+    Clients are numbered by value, in sorted order. With ``size_alpha``, the proportions of the clients of one value are
+    drawn from Dirichlet(size_alpha); without it they are equal. The default of ``field`` is the only column, or else
+    ``category``.
     """
     floor = _floor(min_size, num_clients, rows.size)
     if field is None:
@@ -296,7 +296,7 @@ def by_field(
                 f"column {field!r}: no more than {sum(room.values())} clients of one value and at least {floor} rows "
                 f"are possible, {num_clients} are asked for"
             )
-        # Sainte-Lague: the next client goes where one client stands for the most rows.
+        # The Sainte-Laguë method of apportionment.
         value = max(open_to, key=lambda v: len(groups[v]) / (2 * given[v] + 1))
         given[value] += 1
     parts: list[np.ndarray] = []
@@ -310,7 +310,7 @@ def by_field(
 def quantity(
     rows: Rows, num_clients: int, rng: np.random.Generator, alpha: Positive = 0.5, min_size: Count = 1
 ) -> list[np.ndarray]:
-    """Clients of unequal size, shares drawn from Dirichlet(alpha), floor ``min_size``; which rows is left to chance."""
+    """Random rows; sizes are drawn from Dirichlet(alpha), at least ``min_size``."""
     sizes = _sizes(rows.size, num_clients, alpha, _floor(min_size, num_clients, rows.size), rng)
     return np.split(rng.permutation(rows.size), np.cumsum(sizes)[:-1])
 
@@ -325,7 +325,7 @@ def _floor(min_size: int, num_clients: int, size: int) -> int:
 
 
 def _groups(rows: Rows, field: str | None) -> dict[Any, np.ndarray]:
-    """Row indices by class, or by the value of column ``field``, in sorted order of the values."""
+    """Row indices by class, or by value of column ``field``, sorted by value."""
     if field is None and rows.labels is not None:
         values = np.asarray(rows.labels)
     else:
@@ -335,7 +335,7 @@ def _groups(rows: Rows, field: str | None) -> dict[Any, np.ndarray]:
                 f"the data have no column {field!r} to divide by{nearest(field, rows.fields)}; "
                 f"there are: {', '.join(map(str, rows.fields)) or 'none'}"
             )
-        # As text, since a column of a user's file may mix types that cannot be sorted.
+        # As text, since a column may have mixed types that cannot be sorted.
         values = np.array([str(value) for value in rows.fields[field]])
     kinds, inverse = np.unique(values, return_inverse=True)
     order = np.argsort(inverse, kind="stable")
@@ -345,13 +345,13 @@ def _groups(rows: Rows, field: str | None) -> dict[Any, np.ndarray]:
 
 def _dirichlet(rng: np.random.Generator | np.random.RandomState, alpha: float, count: int) -> np.ndarray:
     shares = rng.dirichlet(np.full(count, alpha))
-    if not abs(shares.sum() - 1) < 1e-6:  # alpha beyond what a float can hold: take the limit
+    if not abs(shares.sum() - 1) < 1e-6:  # alpha too large or too small for a float: use the limit
         shares = np.full(count, 1.0 / count) if alpha > 1 else np.eye(count)[rng.choice(count)]
     return shares
 
 
 def _sizes(total: int, count: int, alpha: float | None, floor: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` sizes of at least ``floor`` that add up to ``total``."""
+    """``count`` sizes of at least ``floor`` whose sum is ``total``."""
     shares = np.full(count, 1.0 / count) if alpha is None else _dirichlet(rng, alpha, count)
     sizes = np.floor(shares * total).astype(np.int64)
     rest = np.argsort(sizes - shares * total, kind="stable")[: total - sizes.sum()]
@@ -366,7 +366,7 @@ def _sizes(total: int, count: int, alpha: float | None, floor: int, rng: np.rand
 def _deal(
     groups: Mapping[Any, np.ndarray], shares: Iterable[np.ndarray], num_clients: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Every group's rows in random order, cut by its ``shares``, ``(num_clients,)`` and of sum 1."""
+    """Cut the shuffled rows of every group by its ``shares``, ``(num_clients,)`` with sum 1."""
     parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
     for group, share in zip(groups.values(), shares, strict=True):
         cuts = (np.cumsum(share) * len(group)).astype(np.int64)[:-1]
@@ -376,7 +376,7 @@ def _deal(
 
 
 def _lift(parts: list[np.ndarray], floor: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Move random rows of the largest clients until each has ``floor``; ends because there are enough rows for all."""
+    """Move random rows from the largest clients until each client has at least ``floor`` rows."""
     held = [rng.permutation(part).tolist() for part in parts]
     sizes = np.array([len(rows) for rows in held])
     for client, rows in enumerate(held):

@@ -1,17 +1,17 @@
-"""Raw data sets by name, or from the user's files, in one shape: data frames, of text before any tokenizer.
+"""Load data sets by name or from files as ``RawData``, before tokenization.
 
 ``data.type`` is one of
 
-- ``sentiment``, ``alpaca_demo``: fetched at set-up (``fs-lowrank fetch``);
+- ``sentiment``, ``alpaca_demo``: downloaded by ``fs-lowrank fetch``;
 - ``NAME@glue``: GLUE's own TSV files under ``data.root``;
 - ``NAME@huggingface_datasets``: through the ``datasets`` library;
-- a ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, absolute or under ``data.root``; ``FILE@llm`` says that it holds
+- a ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, absolute or under ``data.root``; ``FILE@llm`` is a file of
   instructions;
 - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``svhn``: images from their standard files
   (``data.image_files``); FederatedScope's ``CIFAR10@torchvision`` means the same;
-- a folder, absolute or under ``data.root``, with a folder of images for each class, perhaps in ``train`` and ``test``.
+- a folder, absolute or under ``data.root``, with one folder of images per class, optionally in ``train`` and ``test``.
 
-``data.args`` is a list of at most one mapping; a key that the data set does not know is an error.
+``data.args`` is a list of at most one mapping. A key that the data set does not support is an error.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _COLUMN, _FILE = "the name of a column", "the name of a file"
 
 @dataclass(frozen=True)
 class DataArgs:
-    """Every key that ``data.args`` may have; a data set takes some of them."""
+    """All keys of ``data.args``. Each data set supports some of them."""
 
-    #: tokens; None: ``llm.tok_len``
+    #: in tokens; None: ``llm.tok_len``
     max_len: int | None = key(None, min=1)
     template: str = key("auto", choices=TEMPLATES)
     loss_on: str = key("answer", choices=LOSSES)
@@ -65,47 +65,47 @@ class DataArgs:
     input: str | None = key(None, words=_COLUMN)
     output: str | None = key(None, words=_COLUMN)
     category: str | None = key(None, words=_COLUMN)
-    #: whether a double quote encloses a field of a table
+    #: whether double quotes enclose the fields of a table
     quoting: bool | None = key(None)
     validation: str | None = key(None, words=_FILE)
     test: str | None = key(None, words=_FILE)
-    #: of a data set on the Hugging Face hub
+    #: name of a configuration on the Hugging Face hub
     config: str | None = key(None)
-    #: pixels that images are made to, for both sides or as ``[height, width]``
+    #: size of images in pixels, for both sides or as ``[height, width]``
     size: int | tuple[int, int] | None = key(None, min=1, words="pixels, or [height, width]")
     channels: int | None = key(None, choices=(1, 3))
 
 
-# What tokenization takes from data.args, whatever the data set.
+# Arguments of tokenization, for all data sets.
 COMMON_ARGS = ("max_len",)
 LANGUAGE_ARGS = (*COMMON_ARGS, "template", "loss_on")
 
 
 def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] | None = None) -> dict[str, Any]:
-    """The mapping in ``data.args``, its values checked; ``{}`` if there is none.
+    """The checked mapping in ``data.args``; ``{}`` for an empty list.
 
     Args:
-        only: the keys that the data set takes; None: all there are.
+        only: the keys that the data set supports; None: all.
 
     Raises:
-        UserError: ``data.args`` is not a list of at most one mapping; an unknown key, or one that the data set does
-            not take; a value of the wrong type or out of range.
+        UserError: ``data.args`` is not a list of at most one mapping; an unknown key, or one that the data set
+            does not support; a value of the wrong type or out of range.
     """
     given, origin = one_mapping("data.args", getattr(data_cfg, "args", None), origin or Origin()), origin or Origin()
     return check_keys(given, keys_of(DataArgs), origin, "data.args.0", only)
 
 
-#: the checked ``data.args``, of which the data set takes the keys that it is called with
+#: returns the checked ``data.args``; called with the keys that the data set supports
 Args = Callable[..., dict[str, Any]]
 
 
 def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | None = None) -> RawData:
-    """The data set that ``data_cfg.type`` names.
+    """Load the data set ``data_cfg.type``.
 
     Args:
         data_cfg: has ``type``, ``root`` and ``args``.
         home: folder of fetched data; see ``fs_lowrank.data.fetch.home``.
-        origin: where ``data_cfg`` came from, for messages.
+        origin: origin of ``data_cfg``, for messages.
 
     Raises:
         UserError: unknown name, missing or malformed file, missing column or label, or a single class.
@@ -124,7 +124,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
     if provider == "llm":
         return _own_file(_language_file(stem, root), data_args(data_cfg, origin), args, language=True)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
-        # FederatedScope's way of writing them; what is read are the standard files.
+        # FederatedScope's names; the standard files are read.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
     if provider:
         raise UserError(
@@ -152,7 +152,7 @@ PROVIDERS = ("glue", "huggingface_datasets", "llm")
 
 
 def _named(name: str, root: Path) -> tuple[str, str]:
-    """What ``data.type`` names and its provider, ``""`` without one: the path of a file may hold an ``@`` too."""
+    """Split ``data.type`` into name and provider (``""`` without one); the path of a file may also contain ``@``."""
     stem, _, provider = name.rpartition("@")
     is_path = "/" in provider or provider.lower().endswith(SUFFIXES) or "@" in name and _under(root, name).exists()
     return (name, "") if is_path or "@" not in name else (stem, provider)
@@ -193,10 +193,10 @@ def _sentiment(args: Args, home: str | Path | None) -> RawData:
     frame = read_table(_fetched("sentiment", home) / "sentiment.csv")
     rating = frame["rating"].astype(float).to_numpy()
     frame = frame.assign(label=(rating > 0).astype(np.int64))
-    rated = frame[rating != 0]
-    # The same sentence twice could stand in training and in test.
-    kept = rated.drop_duplicates("text")
-    skipped = {"rating zero": len(frame) - len(rated), "repeated text": len(rated) - len(kept)}
+    nonzero = frame[rating != 0]
+    # A repeated sentence could be in both the training and the test set.
+    kept = nonzero.drop_duplicates("text")
+    skipped = {"rating zero": len(frame) - len(nonzero), "repeated text": len(nonzero) - len(kept)}
     source = (
         "vaderSentiment 3.3.2, human ratings of movie review, Amazon review, New York Times and Twitter sentences "
         "(Hutto and Gilbert, ICWSM 2014); class: the sign of the mean rating; no official split"
@@ -226,7 +226,7 @@ class _Glue:
     text_pair: str | None
     label: str
     names: tuple[str, ...]  # in the order of the class indices
-    raw: tuple[str, ...] = ()  # how the file writes them, where not by name
+    raw: tuple[str, ...] = ()  # the labels in the file, if they are not the names
     dev: str = "dev.tsv"
     dev_hub: str = "validation"
     header: tuple[str, ...] | None = None
@@ -303,7 +303,7 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
         written = task.raw or task.names
         label = table[task.label].map({value: i for i, value in enumerate(written)})
         odd = table[task.label][label.isna()]
-        # "-" marks pairs on which the annotators did not agree; GLUE leaves them out.
+        # "-" marks pairs on which the annotators disagreed; GLUE leaves them out.
         if len(odd) and not (odd == "-").all():
             bad = odd[odd != "-"]
             raise UserError(
@@ -372,7 +372,7 @@ def _load_dataset(name: str, path: str, config: str | None):
         # ConnectionError and datasets' own "not found" are OSErrors; an unknown config is a ValueError.
         raise UserError(
             f"cannot load data set {name!r} through the datasets library: {_first_line(error)}; if the hub cannot be "
-            "reached from here, load the set once where it can and copy the cache (HF_HOME), "
+            "reached from here, load the set on a machine with access and copy the cache (HF_HOME), "
             "or use NAME@glue or a file of your own"
         ) from error
 
@@ -387,13 +387,13 @@ def _first_line(error: BaseException) -> str:
 def _under(root: Path, name: str) -> Path:
     path = Path(name).expanduser()
     below = path if path.is_absolute() else root / path
-    return path if not below.exists() and path.is_file() else below  # one's own file in the folder one works in
+    return path if not below.exists() and path.is_file() else below  # a file relative to the working folder
 
 
 def _language_file(stem: str, root: Path) -> Path:
     if stem.lower().endswith(SUFFIXES):
         return _under(root, stem)
-    # FederatedScope's names, such as dolly-15k@llm: the file is expected where its own download would lie.
+    # FederatedScope's names, such as dolly-15k@llm: the file is expected where FederatedScope would download it.
     for suffix in (".jsonl", ".json"):
         if (path := _under(root, stem + suffix)).exists():
             return path
@@ -401,9 +401,9 @@ def _language_file(stem: str, root: Path) -> Path:
 
 
 def own_files(data_cfg: Any) -> dict[str, str]:
-    """SHA-256 of the user's own files by role (train, validation, test); empty for a data set known by name.
+    """SHA-256 of the user's files by role (train, validation, test); empty for a named data set.
 
-    A file that is missing is left out: reading it is what says so.
+    Missing files are left out here; reading them raises the error.
     """
     root = Path(str(data_cfg.root or "")).expanduser()
     stem, provider = _named(str(data_cfg.type or ""), root)
@@ -414,7 +414,7 @@ def own_files(data_cfg: Any) -> dict[str, str]:
 
 
 def _roles(path: Path, args: Mapping[str, Any]) -> dict[str, Path]:
-    """The user's files: ``path`` to train on, and those that ``data.args`` names beside it."""
+    """The user's files by role: ``path`` for training, and those named in ``data.args``."""
     held_out = {role: str(args[role]) for role in ("validation", "test") if args.get(role)}
     return {"train": path, **{role: _under(path.parent, name) for role, name in held_out.items()}}
 

@@ -1,4 +1,4 @@
-"""Tables with named columns made into one shape, ``RawData``, whatever they were read from."""
+"""``RawData``, the common form of all data sets, and its construction from tables with named columns."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ IMAGE_CLASSIFICATION = "image_classification"
 
 @dataclass
 class RawData:
-    """A data set as text or images.
+    """A data set of text or images, before tokenization.
 
     Attributes:
         task: ``"classification"``, ``"causal_lm"`` or ``"image_classification"``.
         train, validation, test: for classification the columns ``text``, perhaps ``text_pair``, and ``label`` (int64,
             an index into ``label_names``); for a causal language model ``instruction``, ``input``, ``output``, or
             ``messages``; for images ``image`` (int64, a row of ``images``) and ``label``; and those in ``fields``.
-            ``validation`` and ``test`` are None without an official split. The index of a frame is the row in the file
-            or table it came from, from 0, before any was left out; a header and empty lines do not count.
+            ``validation`` and ``test`` are None without an official split. The index of a frame is the row number in
+            the original file or table, from 0; a header and empty lines are not counted.
         label_names: empty for a causal language model.
-        fields: further columns that a partitioner may divide by, such as ``domain``.
-        source: where the data truly come from, in words.
-        skipped: rows left out, by reason.
+        fields: further columns that a partitioner may use, such as ``domain``.
+        source: a description of where the data come from.
+        skipped: number of rows left out, by reason.
         images: uint8 ``(n, channels, height, width)``; None for text.
-        mean, std: of the images' channels, for values from 0 to 1.
+        mean, std: of each channel of the images, for values from 0 to 1.
     """
 
     task: str
@@ -54,7 +54,7 @@ class RawData:
 
     @classmethod
     def of(cls, task: str, frames: Mapping[str, pd.DataFrame], *rest: Any, **images: Any) -> RawData:
-        """From frames by role: ``train``, and perhaps ``validation`` and ``test``; ``rest`` from ``label_names`` on."""
+        """From frames by role (``train``, maybe ``validation``, ``test``); ``rest`` begins with ``label_names``."""
         return cls(task, frames["train"], frames.get("validation"), frames.get("test"), *rest, **images)
 
     def __post_init__(self) -> None:
@@ -72,13 +72,13 @@ def classified(
     source: str,
     names: list[str] | None,
 ) -> RawData:
-    """Tables with named columns, as classification data; classes are sorted unless ``names`` gives their order."""
+    """Classification data from tables with named columns. Classes are sorted unless ``names`` gives their order."""
     skipped: dict[str, int] = {}
     frames: dict[str, pd.DataFrame] = {}
     used = [column for column in columns.values() if column]
     for role, (where, table) in tables.items():
         require_columns(where, table, used)
-        # pandas may write "nan" where there is none
+        # pandas may write a missing value as "nan"
         missing = table[columns["label"]].map(lambda value: value is None or str(value).strip().lower() in ("", "nan"))
         if missing.any():
             raise UserError(
@@ -118,7 +118,7 @@ def classified(
 
 
 def _plain(value: Any) -> str:
-    """A label as text: 1, "1", 1.0 and "1.0" are one label, since pandas and JSON turn one into the other."""
+    """A label as text. 1, "1", 1.0 and "1.0" are the same label, since pandas and JSON may convert them."""
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
         value = int(value)
     text = str(value).strip()
@@ -143,7 +143,7 @@ SYNONYMS = {"instruction": ("instruction",), "input": ("input", "context"), "out
 def instructions(
     table: pd.DataFrame, where: str | Path, args: Mapping[str, Any]
 ) -> tuple[pd.DataFrame, list[str], dict[str, int]]:
-    """``(frame, fields, skipped)`` of instruction data, or of conversations in a column ``messages``."""
+    """``(frame, fields, skipped)`` from instruction data, or from conversations in the column ``messages``."""
     skipped: dict[str, int] = {}
     if "messages" in table and "instruction" not in args:
         frame = pd.DataFrame({"messages": table["messages"]})
@@ -191,12 +191,12 @@ def _text(value: Any) -> str:
 
 
 def text_columns(args: Mapping[str, Any]) -> dict[str, str | None]:
-    """The columns of classification data as ``data.args`` names them."""
+    """The names of the columns of classification data, from ``data.args``."""
     return {"text": args.get("text", "text"), "text_pair": args.get("text_pair"), "label": args.get("label", "label")}
 
 
 def drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str, int]) -> pd.DataFrame:
-    """``frame`` without the rows that have nothing in one of ``columns``; they are counted. Keeps the index."""
+    """``frame`` without rows that are empty in one of ``columns``. Counts them in ``skipped``; keeps the index."""
     frame = frame.copy()
     keep = np.ones(len(frame), dtype=bool)
     for column in columns:
@@ -212,8 +212,8 @@ def count_skipped(skipped: dict[str, int], reason: str, count: int) -> None:
         skipped[reason] = skipped.get(reason, 0) + count
 
 
-def require_columns(where: str | Path, table: pd.DataFrame, wanted: list[str]) -> None:
-    for column in wanted:
+def require_columns(where: str | Path, table: pd.DataFrame, columns: list[str]) -> None:
+    for column in columns:
         if column not in table:
             present = [str(name) for name in table]
             raise UserError(f"{where}: no column {column!r}{nearest(column, present)}; there are: {', '.join(present)}")

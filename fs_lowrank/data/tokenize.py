@@ -1,4 +1,4 @@
-"""Text to tokens, for classification and for causal language models."""
+"""Tokenization for classification and for causal language models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ALPACA", "ALPACA_NO_INPUT", "check_vocabulary", "tokenize_causal", "
 
 BATCH = 1000
 
-#: shares of tokens that the tokenizer does not know: above the first a run is refused, above the second it is said
+#: fractions of unknown tokens: above the first a run is refused, above the second there is a warning
 UNKNOWN_REFUSED, UNKNOWN_SAID = 0.5, 0.05
 
 # Taori et al., 2023: Stanford Alpaca
@@ -34,13 +34,13 @@ LOSSES = ("answer", "all")
 
 
 def check_vocabulary(frame: pd.DataFrame, tokenizer: Any) -> None:
-    """Whether the tokenizer knows the text of ``frame``, by up to 1,000 rows of it, evenly spread; no template counts.
+    """Check that the tokenizer knows the text of ``frame``, on up to 1,000 evenly spaced rows, without the template.
 
-    A folder without the tokenizer's files gives an empty vocabulary, to which every word is unknown, or no token at
-    all. A text of which no token is left counts as one unknown token.
+    For a folder without tokenizer files, transformers makes an empty vocabulary, for which every word is unknown or
+    gives no token. A text without tokens counts as one unknown token.
 
     Raises:
-        UserError: more than half of the tokens are unknown; above 5 % it is said once.
+        UserError: more than half of the tokens are unknown; above 5 % there is a warning.
     """
     rows = frame.iloc[np.unique(np.linspace(0, len(frame) - 1, BATCH).astype(int))]
     texts = [text for text in _texts(rows) if text.strip()]
@@ -70,11 +70,11 @@ def _texts(frame: pd.DataFrame) -> Iterator[str]:
 
 
 def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -> Examples:
-    """One or two sentences a row, cut to ``max_len`` tokens in all; of a pair, the longer sentence is cut first.
+    """Tokenize one or two sentences per row, truncated to ``max_len`` tokens; of a pair, the longer one first.
 
     Args:
         frame: columns ``text``, perhaps ``text_pair``, and ``label``.
-        max_len: in tokens, special ones included; lowered to what the tokenizer states as the model's limit.
+        max_len: in tokens, including special tokens; at most the tokenizer's ``model_max_length``.
 
     Raises:
         UserError: ``max_len`` leaves no room for text.
@@ -101,18 +101,18 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
 def tokenize_causal(
     frame: pd.DataFrame, tokenizer: Any, max_len: int, template: str = "auto", loss_on: str = "answer"
 ) -> tuple[Examples, np.ndarray]:
-    """Prompt, answer and end-of-sequence token a row, cut on the right to ``max_len`` tokens.
+    """Tokenize prompt, answer and end-of-sequence token of each row, truncated on the right to ``max_len`` tokens.
 
-    Prompt and answer are tokenized apart, so that training sees the boundary that generation will meet.
+    Prompt and answer are tokenized separately, so that the boundary between them is the same as in generation.
 
     Args:
         frame: columns ``instruction``, ``input``, ``output``; or ``messages``, whose last turn is the answer.
-        template: ``chat`` for the tokenizer's own, ``alpaca``, or ``auto``: the tokenizer's own if it has one.
+        template: ``chat`` for the tokenizer's chat template, ``alpaca``, or ``auto``: ``chat`` if it has one.
         loss_on: ``answer`` (and its end-of-sequence token) or ``all`` tokens.
 
     Returns:
-        the examples, and a bool array over the rows of ``frame``: False where the prompt alone fills ``max_len``, and
-        the row is left out.
+        the examples, and a bool array over the rows of ``frame``: False for rows left out because the prompt alone
+        fills ``max_len``.
 
     Raises:
         UserError: no chat template, or no row left.
@@ -124,7 +124,7 @@ def tokenize_causal(
     chat = has_chat and template != "alpaca"
     if "messages" in frame and not chat:
         raise UserError("conversations ('messages') need the tokenizer's chat template; use one that has it")
-    start = [] if chat else _start(tokenizer)  # a chat template writes its own first token
+    start = [] if chat else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
     kept = np.zeros(len(frame), dtype=bool)
@@ -172,11 +172,11 @@ def _pad_id(tokenizer: Any) -> int:
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             return int(candidate)
-    return 0  # padding is masked, so any id serves
+    return 0  # padding is masked, so any id works
 
 
 def _start(tokenizer: Any) -> list[int]:
-    """The token with which this tokenizer begins a sequence, if it does."""
+    """The token that the tokenizer puts at the beginning of a sequence, if any."""
     bos = tokenizer.bos_token_id
     probe = tokenizer("a")["input_ids"]
     return [int(bos)] if bos is not None and probe[:1] == [bos] else []
@@ -204,6 +204,6 @@ def _turns(frame: pd.DataFrame) -> Iterator[list[dict[str, str]]]:
 def _chat(tokenizer: Any, turns: list[dict[str, str]]) -> tuple[str, str]:
     prompt = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
-    # What follows the answer in the template (its end-of-turn token) belongs to the answer; a final newline does not.
+    # The answer includes the end-of-turn token that follows it in the template, but not a final newline.
     answer = whole[len(prompt) :].rstrip() if whole.startswith(prompt) else turns[-1]["content"]
     return prompt, answer

@@ -1,6 +1,6 @@
-"""Putting LoRA on a model through PEFT, and loading named tensors into it, of any rank.
+"""Add adapters to a model through PEFT, and load named tensors of any rank into it.
 
-PEFT is imported where a model is at hand: it takes seconds, and what only reads a configuration has no need of it.
+PEFT is imported inside functions that have a model, because its import takes seconds.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, zero_at_start
 if TYPE_CHECKING:
     import peft
 
-#: by ``llm.adapter.args``' adapter_method
+#: by ``adapter_method`` of ``llm.adapter.args``
 _CLASSES = {"lora": "LoraConfig", "loha": "LoHaConfig", "lokr": "LoKrConfig"}
 
 
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """The model's transformer blocks: the longest ``ModuleList`` and its name; None if it has none."""
+    """The name of the longest ``ModuleList`` and the list itself, which holds the transformer blocks; None without."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=lambda item: len(item[1]), default=None)
 
 
 def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
-    """Wrap ``model`` in PEFT's model of ``spec``; the base is frozen and changed in place.
+    """Wrap ``model`` in PEFT's model for ``spec``; the base is frozen and changed in place.
 
-    The same ``seed`` draws the same ``lora_A`` everywhere, so a frozen half needs no message.
+    The same ``seed`` gives the same ``lora_A`` everywhere, so a frozen ``lora_A`` need not be sent.
 
     Raises:
-        UserError: no such module or layer (with the nearest that exists), a rank above a layer's width,
-            an adapter method that is not known, or what else PEFT refuses.
+        UserError: an unknown module or layer (the message suggests the nearest), a rank above the width of a layer,
+            an unknown adapter method, or another value that PEFT refuses.
     """
     from peft import get_peft_model
 
@@ -54,7 +54,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     config = _config(model, spec)
     torch.manual_seed(derive(seed, "adapter"))
     with warnings.catch_warnings():
-        # PEFT asks transformers for an attribute by its old name.
+        # PEFT uses a deprecated attribute of transformers.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         with _complaints():
             wrapped = get_peft_model(model, config)
@@ -70,7 +70,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     for name, module in wrapped.named_modules():
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
-            # Of convolutions the longer side counts: the papers put rank 128 on layers of 64 channels.
+            # For convolutions the longer side is the limit: the papers use rank 128 on layers of 64 channels.
             widest = (max if down.ndim > 2 else min)(down.flatten(1).shape[1], up.shape[0])
             if spec.r > widest:
                 raise UserError(
@@ -81,14 +81,14 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
 
 def _freeze_inside(wrapped: nn.Module, spec: AdapterSpec) -> None:
-    """Freeze what PEFT took for a head inside the base, where ``names.tags`` calls it base.
+    """Freeze modules inside the base that PEFT treats as a head and ``names.tags`` as base.
 
-    For classifiers PEFT keeps and trains every module whose name ends in ``classifier`` or ``score``, wherever it
-    stands, and does so again whenever the adapter is loaded; so its copies stay, and stay equal to the base.
+    For classifiers, PEFT copies and trains every module whose name ends in ``classifier`` or ``score``, anywhere in the
+    model, also when the adapter is loaded again. The copies therefore remain, and stay equal to the base.
 
     Raises:
-        UserError: such a module is named in ``modules_to_save``; or an adapter was to go on it or into it, where PEFT
-            puts none.
+        UserError: such a module is named in ``modules_to_save``, or an adapter was requested on it or inside it, where
+            PEFT adds none.
     """
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils import ModulesToSaveWrapper
@@ -119,7 +119,7 @@ def _freeze_inside(wrapped: nn.Module, spec: AdapterSpec) -> None:
 
 
 def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
-    """PEFT's config of ``spec`` for ``model``; LoHa and LoKr drop rows of the update (``rank_dropout``), not inputs."""
+    """PEFT's config for ``spec``. Dropout of LoHa and LoKr is ``rank_dropout``, on rows of the update."""
     if spec.method not in _CLASSES:
         raise UserError(
             f"llm.adapter.args: adapter_method {spec.method!r} is not known"
@@ -151,7 +151,7 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
 
 @contextlib.contextmanager
 def _complaints() -> Iterator[None]:
-    """What PEFT refuses is a wrong value in ``llm.adapter.args``, and said to be."""
+    """Turn an error of PEFT into a ``UserError`` about ``llm.adapter.args``."""
     try:
         yield
     except (TypeError, ValueError, KeyError, AttributeError, ImportError, NotImplementedError) as error:
@@ -159,10 +159,10 @@ def _complaints() -> Iterator[None]:
 
 
 def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
-    """Full names of the modules that ``add_adapter`` would put an adapter on.
+    """Full names of the modules to which ``add_adapter`` would add an adapter.
 
     Raises:
-        UserError: as ``add_adapter``; or it would put none.
+        UserError: as for ``add_adapter``; or there is no such module.
     """
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -181,7 +181,7 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
 
 
 def _own_targets(model: nn.Module) -> list[str] | None:
-    """What a network of ours wants adapters on (``models.vision``); None for all others."""
+    """The layers for adapters of one of our networks (``models.vision``); None for other models."""
     return getattr(model, "adapter_targets", None)
 
 
@@ -218,10 +218,10 @@ def _layers(model: nn.Module, spec: AdapterSpec) -> list[int] | None:
 
 
 def start_at_zero(model: nn.Module, seed: int) -> None:
-    """Layers with an adapter start at ``W = 0`` with no half of the pair zero, as in the FedLoRU authors' code.
+    """Initialise layers with an adapter to ``W = 0``, A and B random, as in the FedLoRU authors' code.
 
     Args:
-        model: PEFT's model from scratch; one without adapters is left as it is.
+        model: PEFT's model, trained from scratch. A model without adapters is not changed.
     """
     torch.manual_seed(derive(seed, "adapter", "from zero"))
     tensors = all_tensors(model)
@@ -235,16 +235,16 @@ def start_at_zero(model: nn.Module, seed: int) -> None:
 _LORA_WEIGHT = re.compile(r"^(?P<module>.+)\.lora_[AB]\.(?P<adapter>[^.]+)\.weight$")
 _ADAPTER_TENSOR = re.compile(r"^(?P<module>.+)\.(?:lora|hada|lokr)_\w+\.(?P<adapter>[^.]+)(?:\.weight)?$")
 
-#: an adapter of products that were accumulated; their scale is in its B
+#: name of the adapter of accumulated products; its B includes their scale
 ACCUMULATED = "accumulated"
 
 
 def add_beside(model: nn.Module, name: str, seed: int, *, r: int | None = None) -> nn.Module:
-    """Put a second adapter called ``name`` beside the shared one, on the same layers; both act from then on.
+    """Add a second adapter ``name`` on the layers of the shared one; both are active afterwards.
 
     Args:
-        model: PEFT's model, as ``add_adapter`` returns it.
-        r: another rank than the shared adapter's.
+        model: PEFT's model from ``add_adapter``.
+        r: its rank; None: the rank of the shared adapter.
     """
     config = copy.deepcopy(model.peft_config["default"])
     config.modules_to_save = None
@@ -259,11 +259,11 @@ def add_beside(model: nn.Module, name: str, seed: int, *, r: int | None = None) 
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy named tensors into the model's own.
+    """Copy named tensors into the model.
 
-    A LoRA half may come at another rank than the model's: the parameter takes the new shape and PEFT's
-    scaling follows (``alpha / r``, or ``alpha / √r`` with rsLoRA), so one model serves clients of all ranks;
-    so may nested pairs and factors, and the weights of layers that may grow (``models.chain``).
+    The rank of LoRA matrices may differ from the model's: the parameter takes the new shape, and PEFT's scaling is
+    updated (``alpha / r``, or ``alpha / √r`` with rsLoRA), so one model serves clients of all ranks. The same holds
+    for nested pairs and factors, and for weights of layers that may grow (``models.chain``).
 
     Raises:
         KeyError: a name that the model does not have. ValueError: a shape that cannot be loaded.
@@ -297,11 +297,11 @@ def _set_rank(layer: nn.Module, adapter: str) -> None:
 
 
 def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> None:
-    """``W ← W + up @ down`` in the layer whose ``lora_A`` parameter is called ``down_name``.
+    """``W ← W + up @ down`` in the layer whose ``lora_A`` parameter is ``down_name``.
 
     Args:
-        up: ``(d_out, q)``, any scaling already in it. down: ``(q, d_in)``; ``q`` is free. A convolution's
-            halves may come in their own shapes.
+        up: ``(d_out, q)``, including any scale. down: ``(q, d_in)``, for any ``q``. The pair of a convolution may
+            have its 4-D shapes.
     """
     layer = model.get_submodule(_LORA_WEIGHT.match(down_name)["module"])
     weight = layer.get_base_layer().weight
@@ -314,7 +314,7 @@ def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> No
 
 
 def merge_adapter(model: nn.Module, names: Iterable[str]) -> None:
-    """``W ← W + ΔW`` of the shared adapter as it stands, scale included, in the layers that ``names`` belong to."""
+    """``W ← W + ΔW`` of the shared adapter, including its scale, in the layers of the tensors ``names``."""
     for module in sorted({_ADAPTER_TENSOR.match(n)["module"] for n in names}):
         layer = model.get_submodule(module)
         with torch.no_grad():
@@ -323,7 +323,7 @@ def merge_adapter(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> None:
-    """Append a pair to the adapter ``ACCUMULATED`` beside ``lora_A`` called ``down_name``; the base stays as it is.
+    """Append a pair to the adapter ``ACCUMULATED`` of the layer with ``lora_A`` ``down_name``; the base is unchanged.
 
     Args:
         up, down: as for ``merge_pair``.
@@ -331,7 +331,7 @@ def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) 
     down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
     up_all = down_all.replace(".lora_A.", ".lora_B.")
     own = dict(model.named_parameters())
-    # What it starts with, one pair with B = 0, stands for nothing.
+    # Its initial pair has B = 0 and is replaced.
     kept = bool(own[up_all].any())
     load_tensors(
         model,
@@ -343,10 +343,10 @@ def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) 
 
 
 def one_adapter(model: nn.Module) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
-    """The adapter ``ACCUMULATED`` and the shared one as a single LoRA adapter, in PEFT's names.
+    """The adapter ``ACCUMULATED`` and the shared one as a single LoRA adapter, with PEFT's names.
 
     Returns:
-        Its config, of the rank of both together and scale 1, and its tensors with the head's.
+        Its config, with the sum of both ranks and scale 1, and its tensors with those of the head.
     """
     from peft import get_peft_model_state_dict
 
@@ -377,10 +377,10 @@ def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[s
 
 
 def adapter_name(name: str) -> str:
-    """The adapter that the tensor called ``name`` belongs to; the shared one is PEFT's ``default``."""
+    """The adapter to which tensor ``name`` belongs; the shared one is PEFT's ``default``."""
     return _ADAPTER_TENSOR.match(name)["adapter"]
 
 
 def base_weight_name(name: str) -> str:
-    """The name of the frozen weight beside the adapter's tensor called ``name``."""
+    """The name of the frozen weight of the layer of adapter tensor ``name``."""
     return _ADAPTER_TENSOR.match(name)["module"] + ".base_layer.weight"

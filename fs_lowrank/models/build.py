@@ -1,4 +1,4 @@
-"""A model and its tokenizer, by name or path."""
+"""Load a model and its tokenizer by name or path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .loaded import check_loaded
 
 
 def locate(name: str) -> str:
-    """Where the model ``name`` is: a folder of the user's, a fetched one, else a hub name as it stands.
+    """The place of model ``name``: the user's folder, the folder of a fetched model, else the name itself for a hub.
 
     Raises:
         UserError: a fetchable model that has not been fetched, or a path that does not exist.
@@ -42,12 +42,12 @@ def model_name(model_type: str) -> str:
 
 @contextlib.contextmanager
 def _complaints(what: str, place: str) -> Iterator[None]:
-    """What transformers raises over the files at ``place``, of whatever kind, becomes one line that names them."""
+    """Turn any error of transformers about the files at ``place`` into a ``UserError`` of one line."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # a damaged file shows itself by any error: of safetensors, JSON, torch, a model's code
+    except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code
         hint = (
             ""
             if Path(place).is_dir()
@@ -63,7 +63,7 @@ def _complaints(what: str, place: str) -> Iterator[None]:
 
 
 def _check_type(config: Settings) -> None:
-    """Raise ``UserError`` for a bare name that is none of our networks: all other models have a suffix."""
+    """Raise ``UserError`` for a name without suffix that is not one of our networks."""
     name = config.model.type
     if "@" not in name and name not in VISION_MODELS:
         raise UserError(
@@ -74,11 +74,11 @@ def _check_type(config: Settings) -> None:
 
 
 def build_tokenizer(config: Settings):
-    """The model's tokenizer, with a padding token (the end-of-text token where it has none); None for images.
+    """Load the tokenizer, with the end-of-text token as padding token if it has none; None for image networks.
 
     Raises:
-        UserError: it cannot be found or loaded; it has tokens that the model's embedding has not; ``llm.tok_len`` is
-            above the model's positions.
+        UserError: it cannot be found or loaded; it has more tokens than the embedding of the model; ``llm.tok_len`` is
+            greater than the number of positions of the model.
     """
     _check_type(config)
     if config.is_vision:
@@ -108,11 +108,11 @@ def build_tokenizer(config: Settings):
 
 
 def positions(model: nn.Module) -> int | None:
-    """How many tokens a text may have; None where the model sets no limit (relative positions, ALiBi, states).
+    """The maximum number of tokens; None if the model has no limit (relative positions, ALiBi, state spaces).
 
-    With learned or sinusoidal positions it is the rows of their embedding, less those that a model with a padding
-    position (RoBERTa) or an offset (OPT, BART) leaves unused; with rotary ones the configuration's
-    ``max_position_embeddings``, above which the model was never trained.
+    For learned or sinusoidal positions, this is the number of rows of their embedding, without those that models with a
+    padding position (RoBERTa) or an offset (OPT, BART) do not use. For rotary positions it is
+    ``max_position_embeddings``, the length that the model was trained for.
     """
     found = [
         module.num_embeddings - (getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1)
@@ -132,16 +132,16 @@ def build_model(
     image_shape: tuple[int, int, int] | None = None,
     label_names: Sequence[str] = (),
 ) -> nn.Module:
-    """The model in evaluation mode, in ``lowrank.dtype``, what is new in it drawn from the run's seed.
+    """Load or create the model, in evaluation mode and ``lowrank.dtype``. New weights are drawn with the run's seed.
 
-    Its attribute ``new_weights`` lists the names of the weights that came from no file.
+    Its attribute ``new_weights`` lists the names of the weights that were not loaded from a file.
 
     Args:
-        num_labels: classes; ignored for ``CausalLM``.
+        num_labels: number of classes; ignored for ``CausalLM``.
         image_shape: ``(channels, height, width)``, for ``ImageClassification``.
-        label_names: of the classes; a text classifier is saved with them.
+        label_names: names of the classes, saved with a text classifier.
     Raises:
-        UserError: the model cannot be found or loaded; its checkpoint lacks weights, or has them in another shape.
+        UserError: the model cannot be found or loaded; its checkpoint lacks weights or has other shapes.
     """
     _check_type(config)
     if config.is_vision:
@@ -155,7 +155,7 @@ def build_model(
             "lowrank.save_merged True"
         )
     classifies = config.model.task == "SequenceClassification"
-    # Shapes that differ are refused by check_loaded, which knows what they mean.
+    # check_loaded refuses shapes that differ, with a better message.
     options = {"dtype": getattr(torch, config.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
     if classifies:
         loader = transformers.AutoModelForSequenceClassification
@@ -164,7 +164,7 @@ def build_model(
         loader = transformers.AutoModelForCausalLM
     torch.manual_seed(derive(config.seed, "model"))
     verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
-    # Of what the loader reports, check_loaded says what matters.
+    # check_loaded reports what matters of the loader's messages.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -184,7 +184,7 @@ def build_model(
 
 
 def build_skeleton(config: Settings, image_shape: tuple[int, int, int] = (3, 32, 32)) -> nn.Module:
-    """The model without its weights, on torch's ``meta`` device: in milliseconds, to see what fits onto it.
+    """Create the model without weights on the ``meta`` device, which takes milliseconds, to check adapters for it.
 
     Args:
         image_shape: as for ``build_model``.
@@ -231,5 +231,5 @@ def _build_vision(config: Settings, num_classes: int, image_shape: tuple[int, in
     model.to(getattr(torch, config.dtype))
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.float()  # running statistics move by less than 16 bits can show
+            module.float()  # updates of running statistics are too small for 16 bits
     return model.eval()

@@ -1,4 +1,4 @@
-"""Nets whose neurons can be reordered: plain chains of convolutional and linear layers without biases."""
+"""Networks whose neurons can be reordered: chains of convolutional and linear layers without biases."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ..errors import UserError
 
 
 def chain(model: nn.Module, method: str) -> list[str]:
-    """Names of the weights of ``model``'s layers, from the first to the last, each fed by the one before it.
+    """Names of the weights of the layers, from the first to the last, if each layer feeds only the next.
 
-    Registration order is taken for the order of use; that every layer's inputs are the neurons of the one before (times
-    the positions of an image that was flattened) is checked by the shapes.
+    The order of registration is assumed to be the order of use. Shapes are checked: the inputs of a layer must be the
+    neurons of the one before, times the number of positions of a flattened image.
 
     Args:
-        method: whose the wish is, for the message.
+        method: name of the method that needs a chain, for the message.
     Raises:
-        UserError: a bias, a norm or any other parameter whose neurons would have to move along, or a branch.
+        UserError: the model has a bias, a norm, another parameter that belongs to neurons, or a branch.
     """
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
     plain = {f"{n}.weight" for n, _ in layers}
@@ -54,14 +54,14 @@ def chain(model: nn.Module, method: str) -> list[str]:
 
 
 def allow_growth(model: nn.Module) -> None:
-    """Let ``load_tensors`` give the model's layers other widths than they have."""
+    """Allow ``load_tensors`` to change the widths of the layers."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             module.may_grow = True
 
 
 def resize(layer: nn.Module, weight: Tensor) -> None:
-    """Give ``layer`` a weight of another shape, and the widths that follow."""
+    """Give ``layer`` a weight of another shape, and the corresponding widths."""
     layer.weight.data = weight.detach().clone().to(layer.weight)
     if isinstance(layer, nn.Conv2d):
         layer.out_channels, layer.in_channels = weight.shape[:2]

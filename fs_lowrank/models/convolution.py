@@ -1,13 +1,13 @@
-"""Convolutions with an adapter, in one convolution.
+"""Layers that compute a convolution and its adapter as one convolution.
 
-PEFT convolves twice: the input by ``W``, and again by the adapter. But a ``k×k`` convolution into ``r`` channels and a
-``1×1`` one out of them are one convolution by the product of their kernels, and convolutions add up:
+PEFT convolves twice, with ``W`` and with the adapter. However, a ``k×k`` convolution to ``r`` channels followed by a
+``1×1`` convolution is one convolution with the product of their kernels, and convolution is linear in the kernel:
 
     W * x + s B * (A * x) = (W + s B A) * x
 
-so the sum is formed once a step and applied once. The result is the same to rounding, gradients reach ``A`` and ``B``
-through the product, and names, saving and merging stay PEFT's. For a rank that is small beside the channels of a small
-image the two thin convolutions cost less than the product; which is taken is decided by counting, layer by layer.
+so the sum is computed once per step and applied once. The result is equal up to rounding, gradients reach ``A`` and
+``B`` through the product, and names, saving and merging remain PEFT's. If the rank is small and the image is small, the
+two thin convolutions cost less than the product; each layer chooses by counting operations.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from peft.tuners.lora.layer import Conv2d as LoRAConv2d
 from torch import Tensor, nn
 from torch.func import functional_call
 
-#: what a number that passes through memory costs, in multiplications
+#: cost of moving one number through memory, in multiplications
 _TRAFFIC = 40
 
 
 class _Composed:
-    """What the layers share: one convolution of the whole weight where that is possible and cheaper."""
+    """Base of the layers: one convolution with the sum of the kernels if that is possible and cheaper."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         weight = None
@@ -35,7 +35,7 @@ class _Composed:
         return functional_call(self.get_base_layer(), {"weight": weight}, (x,))
 
     def _plain(self) -> bool:
-        """Whether the layer is of the kind whose kernels add up, at full precision."""
+        """Whether the kernels of the layer can be added, at full precision."""
         base = self.get_base_layer()
         return (
             type(base) is nn.Conv2d
@@ -45,7 +45,7 @@ class _Composed:
         )
 
     def _whole_weight(self, x: Tensor) -> Tensor | None:
-        """The kernel of base and active adapters together; None leaves the layer to PEFT."""
+        """The sum of the kernels of base and active adapters; None: PEFT computes the layer."""
         raise NotImplementedError
 
 
@@ -75,19 +75,19 @@ class ComposedLoRA(_Composed, LoRAConv2d):
         return flat.view(shape)
 
     def _pays(self, x: Tensor, rank: int) -> bool:
-        """Whether forming the product costs less than the two thin convolutions, in multiplications a step."""
+        """Whether the product costs less than the two thin convolutions, in multiplications per step."""
         outside, inside = self.get_base_layer().weight.flatten(1).shape
         up, across = self.get_base_layer().stride
         positions = x.shape[0] * -(-x.shape[-2] // up) * -(-x.shape[-1] // across)
         thin, full = rank * (inside + outside) + _TRAFFIC * (rank + outside), outside * inside
         if not torch.is_grad_enabled():
             return positions * thin > rank * full
-        # Forward and twice backward; but W itself takes no gradient unless it is in the sum.
+        # One forward and two backward passes; W has a gradient only if it is in the sum.
         return positions * (3 * thin - full) > 3 * rank * full
 
 
 class _ComposedLycoris(_Composed):
-    """PEFT forms the adapter's kernel anyway, and convolves by it a second time."""
+    """PEFT computes the kernel of the adapter anyway and convolves with it a second time."""
 
     def _whole_weight(self, x):
         active = [a for a in self.active_adapters if a in self.r]
@@ -115,11 +115,11 @@ _FORMS = {LoRAConv2d: ComposedLoRA, LoHaConv2d: ComposedLoHa, LoKrConv2d: Compos
 
 
 def compose(model: nn.Module) -> None:
-    """Let every convolution of ``model`` that carries an adapter run as one; in place, parameters untouched.
+    """Let every convolution of ``model`` with an adapter run as one convolution; parameters do not change.
 
-    The class of PEFT's layer is exchanged for its subclass here: PEFT offers no public way to choose the class of a
-    layer, and a new module would have to copy whatever state PEFT keeps in the old one. What the subclasses rely on is
-    named in ``tests/models/test_borrowed.py``.
+    The class of PEFT's layer is replaced by its subclass here: PEFT offers no public way to choose the class of a
+    layer, and a new module would have to copy whatever state PEFT keeps in the old one.
+    ``tests/models/test_borrowed.py`` names what the subclasses rely on.
     """
     for module in model.modules():
         if type(module) in _FORMS:

@@ -1,8 +1,8 @@
-"""What a layer's inputs and gradients say about a model on some data: Fisher information and input Grams.
+"""Fisher information, and Gram matrices of layer inputs, of a model on some data.
 
-The Fisher is that of the model's own distribution, ``F = (1/n) Σ_x E_{y ~ p(y|x)} [∇log p(y|x) ∇log p(y|x)ᵀ]``
-(Jhunjhunwala et al. 2024, equation 3): no label of the data enters. ``draws`` is the number of ``y`` drawn for each
-``x``; 0 takes the expectation exactly, at the cost of one backward pass a class.
+The Fisher is that of the model's predictive distribution, ``F = (1/n) Σ_x E_{y ~ p(y|x)} [∇log p(y|x) ∇log p(y|x)ᵀ]``
+(Jhunjhunwala et al. 2024, equation 3): labels of the data are not used. ``draws`` is the number of ``y`` drawn for each
+``x``; 0 computes the exact expectation, with one backward pass per class.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..errors import UserError
 
 Batches = Iterable[Mapping[str, Tensor]]
 
-#: a full Fisher of more parameters than this would not fit into memory (a square matrix of 8-byte numbers)
+#: maximum number of parameters of a full Fisher, which is a square matrix of 8-byte numbers
 LARGEST_FULL = 4096
-#: classes up to which the expectation over labels is taken exactly unless asked otherwise: one backward pass a class
+#: number of classes up to which the expectation over labels is exact by default, with one backward pass per class
 LARGEST_EXACT = 100
 
 
 def require_curvlinops() -> None:
-    """Raise ``UserError`` unless the library of the K-FAC estimate is installed."""
+    """Raise ``UserError`` unless curvlinops, which estimates K-FAC, is installed."""
     if importlib.util.find_spec("curvlinops") is None:
         raise UserError(
             'fisher: kfac needs curvlinops; run: pip install "fs-lowrank[oneshot]", then: '
@@ -35,9 +35,9 @@ def require_curvlinops() -> None:
 
 
 def matrix_layers(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
-    """Linear and convolutional layers whose weight is among the parameters ``names``: layer -> whether its bias is too.
+    """Linear and convolutional layers with their weight in ``names``: layer -> whether the bias is in ``names`` too.
 
-    A convolution in groups is left out: its Fisher has not one factor for all its inputs.
+    Grouped convolutions are left out, because their Fisher has no single factor for all inputs.
     """
     names, found = set(names), {}
     for name, module in model.named_modules():
@@ -49,7 +49,7 @@ def matrix_layers(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
 
 @contextmanager
 def _only(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, nn.Parameter]]:
-    """The parameters ``names``, which alone have gradients inside; dropout is off and norms use what they have kept."""
+    """A context in which only the parameters ``names`` have gradients, in evaluation mode; yields them."""
     own, wanted = dict(model.named_parameters()), set(names)
     before, training = {n: p.requires_grad for n, p in own.items()}, {m: m.training for m in model.modules()}
     model.eval()
@@ -83,20 +83,20 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def count_classes(model: nn.Module, batches: Batches) -> int:
-    """Classes that ``model`` tells apart, by its answer to the first batch."""
+    """The number of classes of ``model``, from its output for the first batch."""
     with _only(model, ()):
         return _logits(model, next(_on(model, batches))).shape[1]
 
 
 def _log_likelihoods(logits: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Scalars: for each draw (or each class) the batch's summed log-likelihood.
+    """For each draw (or class), the summed log-likelihood of the batch, a scalar.
 
-    Each sample's is scaled so that the outer products of its gradients add up to the sample's Fisher.
+    The term of each sample is scaled so that the outer products of its gradients add up to its Fisher.
     """
     logs = logits.log_softmax(-1)
     weights = logs.detach().exp()
     for _ in range(draws):
-        # Drawn on the CPU, so that a seed means the same everywhere.
+        # Drawn on the CPU, so that a seed gives the same labels on every device.
         drawn = torch.multinomial(weights.cpu(), 1, generator=generator).to(logs.device)
         yield logs.gather(1, drawn).sum() * draws**-0.5
     for label in range(logits.shape[1] if draws == 0 else 0):
@@ -107,7 +107,7 @@ def _log_likelihoods(logits: Tensor, draws: int, generator: torch.Generator) -> 
 
 
 def _known(module: nn.Module) -> bool:
-    """Whether ``_squares`` knows each sample's gradients in ``module``."""
+    """Whether ``_squares`` supports ``module``."""
     if isinstance(module, nn.Conv2d):
         return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
     if isinstance(module, nn.BatchNorm2d):
@@ -118,7 +118,7 @@ def _known(module: nn.Module) -> bool:
 
 
 def _squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Sums over samples of each sample's squared gradients, from a layer's input and its output's gradient."""
+    """Squared gradients, summed over samples, from a layer's input and the gradient of its output."""
     x, g = x.detach(), g.detach().float()
     if isinstance(module, nn.Embedding):
         return {"weight": _embedding_squares(module, x, g)}
@@ -129,7 +129,7 @@ def _squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         x = nn.functional.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
         x, g = x.transpose(1, 2), g.flatten(2).transpose(1, 2)
     elif x.ndim == 2:
-        # One outer product a sample, so its square is one of squares.
+        # One outer product per sample: its square is the outer product of the squares.
         return {"weight": (g * g).T @ (x * x), "bias": (g * g).sum(0)}
     x, g = x.flatten(1, -2), g.flatten(1, -2)  # (samples, positions, width)
     total = x.new_zeros(g.shape[-1], x.shape[-1])
@@ -158,7 +158,7 @@ def _embedding_squares(module: nn.Embedding, ids: Tensor, g: Tensor) -> Tensor:
     rows, ids, g = module.num_embeddings, ids.flatten(1), g.flatten(1, -2)
     if module.padding_idx is not None:
         g = g * (ids != module.padding_idx)[..., None]
-    # A word that comes twice in a sample has one gradient there.
+    # Occurrences of a token in one sample are summed before squaring.
     own = ids + rows * torch.arange(len(ids), device=ids.device)[:, None]
     kinds, place = own.flatten().unique(return_inverse=True)
     summed = g.new_zeros(len(kinds), g.shape[-1]).index_add_(0, place, g.flatten(0, 1))
@@ -170,14 +170,14 @@ def diagonal_fisher(
 ) -> dict[str, Tensor]:
     """The diagonal of the Fisher over the parameters ``names``.
 
-    Where all of them belong to linear or convolutional layers, norms and embeddings, whole batches go through at the
-    cost of an epoch or two; otherwise one sample at a time, which any model allows.
+    If all of them belong to linear or convolutional layers, norms and embeddings, whole batches are used, at the cost
+    of one or two epochs. For other models, samples are processed one at a time.
 
     Args:
         batches: the data once, as model inputs; ``labels`` are ignored.
-        draws, seed: see the module.
+        draws, seed: see the docstring of the module.
     Returns:
-        float32 tensors of the parameters' shapes, none below zero, by name.
+        nonnegative float32 tensors by name, with the shapes of the parameters.
     """
     owners = {n: model.get_submodule(n.rpartition(".")[0]) for n in names}
     by_sample = any(not _known(m) or n.rpartition(".")[2] not in ("weight", "bias") for n, m in owners.items())
@@ -233,7 +233,7 @@ def _add_by_layer(model, batch, parameters, layers, total, draws, generator) -> 
             hook.remove()
     scalars, used = list(_log_likelihoods(logits, draws, generator)), sorted(seen)
     for scalar in scalars:
-        # Gradients of outputs only: those of weights would be sums over the batch, which nobody wants.
+        # Only gradients of outputs: gradients of weights would be sums over the batch.
         grads = torch.autograd.grad(
             scalar, [seen[n][1] for n in used], retain_graph=scalar is not scalars[-1], allow_unused=True
         )
@@ -249,7 +249,7 @@ def _add_by_layer(model, batch, parameters, layers, total, draws, generator) -> 
 
 
 class _Logits(nn.Module):
-    """A model as a function of its inputs that answers logits alone."""
+    """A model that maps its inputs to logits only."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -264,14 +264,14 @@ def kronecker_fisher(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """K-FAC (Martens and Grosse 2015; convolutions: Grosse and Martens 2016) of ``layers``, by curvlinops.
 
-    A layer's Fisher is about ``A ⊗ G``: ``A`` of its inputs (with a last entry of one where its bias counts), ``G`` of
-    its outputs' gradients. Only the product has a meaning; how it is shared between the two is the library's way.
+    The Fisher of a layer is approximated by ``A ⊗ G``: ``A`` of its inputs (with a last entry of one if the bias is
+    included), ``G`` of the gradients of its outputs. Only the product is determined; its scale may be in either factor.
 
     Args:
         layers: from ``matrix_layers``.
     Returns:
-        ``(A, G)`` in float32, ``(d_in, d_in)`` and ``(d_out, d_out)``, by layer; ``d_in`` of a convolution counts its
-        inputs times its kernel, as its weight flattened from the second dimension on.
+        ``(A, G)`` in float32, ``(d_in, d_in)`` and ``(d_out, d_out)``, by layer; ``d_in`` of a convolution is
+        its input channels times its kernel size, as in its weight flattened from the second dimension on.
     """
     require_curvlinops()
     from curvlinops import KFACLinearOperator
@@ -302,11 +302,11 @@ def kronecker_fisher(
     return made
 
 
-# -- all of it -----------------------------------------------------------------------------------------
+# -- full ---------------------------------------------------------------------------------------------
 
 
 def full_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, draws: int = 0, seed: int = 0) -> Tensor:
-    """The whole Fisher over the parameters ``names`` in sorted order, each flattened: float64 ``(d, d)``.
+    """The full Fisher over the parameters ``names``, sorted and flattened: float64 ``(d, d)``.
 
     Raises:
         UserError: more parameters than ``LARGEST_FULL``.

@@ -1,4 +1,4 @@
-"""A layer that runs either its full weight or two thin factors in its place."""
+"""A layer that uses either its full weight or two thin factors instead."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..errors import UserError
 
 
 class Factorised(nn.Module):
-    """A linear layer or convolution beside its factors.
+    """A linear layer or convolution with factors.
 
-    With factors of rank 0, which is how it starts, the full weight acts; otherwise the factors do, and the
-    full weight lies idle. Loading tensors therefore decides (``models.adapters.load_tensors``).
+    With factors of rank 0, the initial state, the full weight is used; otherwise the factors are used instead. The
+    choice is therefore made by loading tensors (``models.adapters.load_tensors``).
 
     Args:
-        base_layer: ``nn.Linear`` or an ungrouped, zero-padded ``nn.Conv2d``. It stays as ``base_layer``.
+        base_layer: ``nn.Linear`` or an ungrouped, zero-padded ``nn.Conv2d``, kept as attribute ``base_layer``.
     Raises:
-        UserError: another kind of layer.
+        UserError: another type of layer.
     """
 
     def __init__(self, base_layer: nn.Module, name: str):
@@ -55,7 +55,7 @@ class Factorised(nn.Module):
 
 
 def factorise_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Replace the modules called ``names`` by ``Factorised`` ones, in place."""
+    """Replace the modules ``names`` by ``Factorised`` layers, in place."""
     for name in sorted(names):
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, Factorised(model.get_submodule(name), name))
@@ -68,7 +68,7 @@ def factorised_layers(model: nn.Module) -> dict[str, Factorised]:
 
 
 def empty_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of rank 0 for ``weight``: those with which the full weight acts."""
+    """Factors of rank 0 for ``weight``, with which the full weight is used."""
     left, right = factor_shapes(weight.shape, 0)
     return weight.new_empty(left), weight.new_empty(right)
 
@@ -79,7 +79,7 @@ def full_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """Put the base layers back, in place: what is saved is the model that came."""
+    """Replace ``Factorised`` layers by their base layers, in place, so that the original model is saved."""
     for name, layer in factorised_layers(model).items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, layer.base_layer)

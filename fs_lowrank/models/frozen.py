@@ -1,12 +1,12 @@
-"""Nothing frozen is computed twice.
+"""A cache of the hidden states below the first trainable layer, so that frozen layers are not computed twice.
 
-Below the first layer with a trainable parameter no gradient flows, and with dropout off there the hidden
-states of a sample are the same in every epoch and round. They are computed once a sample and kept; while a
-batch runs, the layers below pass their input through and the first layer above is given the kept states.
+Below the first layer with a trainable parameter, no gradient flows. Without dropout in these layers, the hidden states
+of a sample are the same in every epoch and round. They are computed once per sample and cached. For a batch, the frozen
+layers return their input, and the first layer above them receives the cached states.
 
-That is exact where the blocks stand in one ``ModuleList``, hand on nothing but hidden states, and these do not
-depend on how far a batch is padded: in BERT, DeBERTa, GPT-2, Llama and most others, but not in XLM, XLNet, FNet
-or ConvBERT. A few samples are run both ways before anything trains; where the outcomes differ, nothing is kept.
+This is exact if the blocks are in one ``ModuleList``, pass only hidden states to the next block, and the states do not
+depend on the padding of the batch. That holds for BERT, DeBERTa, GPT-2, Llama and most models, but not for XLM, XLNet,
+FNet or ConvBERT. Before training, a few samples are run with and without the cache; if they differ, it is not used.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .names import tags
 logger = logging.getLogger("fs_lowrank")
 
 _BATCH = 32
-#: samples that are run with kept states and without, before anything is kept
+#: number of samples that are run with and without cached states before the cache is used
 _TRIED = 4
 
 
 class FrozenPrefix:
-    """The blocks below the first trainable one, and the hidden states that leave them.
+    """The cache of the hidden states that enter the first trainable block.
 
     Args:
         model: the adapted model.
-        trainable: tags of all parameters that any phase trains.
-        limit: bytes of hidden states to keep, at most; the rest is computed anew each time.
-        folder: keep the states in memory-mapped files there instead of in memory.
+        trainable: tags of all parameters that are trained in any phase.
+        limit: maximum size of the cache in bytes; other states are computed each time.
+        folder: folder for memory-mapped files, instead of memory.
     """
 
     def __init__(self, model: nn.Module, trainable: set[str], limit: float, folder: str | Path | None = None):
@@ -50,7 +50,7 @@ class FrozenPrefix:
         name = stack[0] + "." if stack else ""
         learns = [n for n, _ in model.named_parameters() if tags(n) & trainable]
         in_stack = [int(n.removeprefix(name).split(".")[0]) for n in learns if stack and n.startswith(name)]
-        # A trainable tensor outside the blocks is a head above them, or an embedding below, which forbids it.
+        # A trainable tensor outside the blocks is a head above them, or an embedding below, which excludes a cache.
         below = [n for n in learns if not n.startswith(name) and "head" not in tags(n)]
         self.depth = min(in_stack, default=len(self.layers)) if not below else 0
         if self.depth >= len(self.layers):
@@ -58,7 +58,7 @@ class FrozenPrefix:
         self.learns = frozenset(learns)
         self.limit, self.folder = limit, Path(folder) if folder else None
         self.below: list[nn.Module] = []
-        #: of each block that has run: how many outputs it gives, 0 for a bare tensor
+        #: number of outputs of each block that has run; 0 for a bare tensor
         self.outputs: dict[nn.Module, int] = {}
         self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
         self.budget: dict[str, bool] = {}
@@ -67,21 +67,21 @@ class FrozenPrefix:
         return self.depth > 0
 
     def eval_below(self) -> None:
-        """Dropout off in everything that runs before the first trainable block; call after ``model.train()``."""
+        """Turn off dropout in all modules before the first trainable block; call after ``model.train()``."""
         for module in self.below:
             module.training = False
 
     def plan(self, owners: dict[str, tuple[object, float]]) -> None:
-        """Decide once, by use and size and in the order given, whose states are kept.
+        """Decide once whose states are cached, by number of uses and size, in the given order.
 
-        The decision must not depend on who trained first: a run that resumes has to make the same one.
-        Where the model does not give the same with kept states, a warning says why and nothing is kept.
+        The decision must not depend on the order of training, because a resumed run has to make the same one. If the
+        results of the model differ with cached states, a warning gives the reason and the cache is not used.
 
         Args:
-            owners: name -> (examples, how often the run will go through them). Keeping costs one pass, so
-                what is seen less than twice is not kept.
+            owners: name -> (examples, number of passes over them). Filling the cache takes one pass, so examples with
+                fewer than two passes are not cached.
         Raises:
-            UserError: states are to be kept in a folder that cannot be made or written to.
+            UserError: the folder cannot be created or written to.
         """
         if self:
             self._probe(next(iter(owners.values()))[0])
@@ -97,7 +97,7 @@ class FrozenPrefix:
         if wrong:
             inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
             logger.warning(
-                "train.cache_frozen: %s's layers cannot be left out (%s); the frozen layers are computed each time",
+                "train.cache_frozen: the cache cannot be used with %s (%s); the frozen layers are computed each time",
                 type(inner).__name__,
                 wrong,
             )
@@ -107,7 +107,7 @@ class FrozenPrefix:
 
     @contextlib.contextmanager
     def states(self, owner: str, examples, indices: np.ndarray) -> Iterator[None]:
-        """While open, a forward pass of the batch ``indices`` starts from the kept states of ``owner``."""
+        """A context in which the forward pass of the batch ``indices`` uses the cached states of ``owner``."""
         if not self or not self.budget.get(owner):
             yield
             return
@@ -146,7 +146,7 @@ class FrozenPrefix:
 
     @torch.no_grad()
     def _probe(self, examples) -> None:
-        """Run one sample up to the first trainable block, to see what runs below it and what enters it."""
+        """Run one sample up to the first trainable block, to find the modules below it and its inputs."""
         seen: dict[nn.Module, None] = {}
 
         def note(module, args, output):
@@ -160,23 +160,23 @@ class FrozenPrefix:
         finally:
             for hook in hooks:
                 hook.remove()
-        if states is None:  # the blocks are not what runs on this data
+        if states is None:  # the blocks are not used for these data
             self.depth = 0
             return
         self.width, self.dtype = states.shape[-1], states.dtype
-        # With their parts, also those that run in training only.
+        # All submodules, also those that run only in training.
         self.below = list({part: None for module in seen for part in module.modules()})
         frozen = {id(p) for module in self.below for p in module.parameters()}
         if any(id(p) in frozen for n, p in self.model.named_parameters() if n in self.learns):
-            self.depth = 0  # something of modules_to_save that trains, such as an embedding, runs below the blocks
+            self.depth = 0  # a trained module of modules_to_save, such as an embedding, runs below the blocks
 
     @torch.no_grad()
     def _differs(self, owners: list) -> str:
-        """What is wrong with kept states in this model, by a few short samples run both ways; empty if nothing is.
+        """Compare results with and without cached states on a few short samples; returns the difference, or ``""``.
 
-        The states are those of each sample alone, the batch is padded: a batch holds samples of one owner, so
-        where none has samples of two lengths, padding need not be tried. Done as in evaluation and as in training,
-        with the same dropout; random numbers and the model's mode are afterwards as before.
+        States are computed for each sample alone and then used in a padded batch. Padding is not tested if no owner
+        has samples of different lengths, because a batch holds samples of one owner. Both evaluation mode and training
+        mode are tested, with the same dropout; random state and mode of the model are restored.
         """
         examples = max(owners, key=lambda e: min(len(np.unique(e.lengths)), _TRIED))
         lengths = examples.lengths
@@ -185,13 +185,13 @@ class FrozenPrefix:
         device = next(self.model.parameters()).device
         batch = {k: v.to(device) for k, v in examples.batch(chosen).items() if k != "labels"}
         modes = {m: m.training for m in self.model.modules()}
-        # The error of a rounding grows from layer to layer.
+        # Rounding errors grow from layer to layer.
         allowed = max(1e-4, 8 * torch.finfo(self.dtype).eps)
         try:
             rows = [self._hidden(examples, np.array([i]))[0] for i in chosen]
             for row, i in zip(rows, chosen):
                 if row.shape != (lengths[i], self.width):
-                    return f"the states of {lengths[i]} tokens come as {tuple(row.shape)}"
+                    return f"the states of {lengths[i]} tokens have shape {tuple(row.shape)}"
             states = nn.utils.rnn.pad_sequence(rows, batch_first=True)
             for training in (False, True):
                 self.model.train(training)
@@ -203,7 +203,7 @@ class FrozenPrefix:
                     apart, scale = float((a - b).abs().max()), float(a.abs().max())
                     if not apart <= allowed * scale:  # NaN too
                         return f"{what} up to {scale:.2g} differ by {apart:.2g}"
-        except Exception as error:  # whatever a model's code may say to inputs it does not expect
+        except Exception as error:  # a model's code may raise any error for inputs that it does not expect
             return f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
             for module, was in modes.items():
@@ -211,7 +211,7 @@ class FrozenPrefix:
         return ""
 
     def _ends(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """Logits, and what leaves the last block, where there is no padding; dropout draws the same each time."""
+        """Logits and outputs of the last block, without padding positions; dropout is the same each time."""
         left: list[Tensor] = []
         hook = self.layers[-1].register_forward_hook(
             lambda module, args, output: left.append(output[0] if isinstance(output, tuple) else output)
@@ -228,9 +228,9 @@ class FrozenPrefix:
 
     @torch.no_grad()
     def _hidden(self, examples, indices: np.ndarray) -> Tensor | None:
-        """What enters the first trainable block for a batch, ``(len(indices), longest, width)``; dropout off.
+        """The input of the first trainable block for a batch, ``(len(indices), longest, width)``, without dropout.
 
-        None where that block does not run, or is given no ``hidden_states``.
+        None if that block does not run or receives no ``hidden_states``.
         """
         seen: list[Tensor | None] = []
 
@@ -253,7 +253,7 @@ class FrozenPrefix:
         return seen[0] if seen else None
 
     def _compute(self, owner: str, examples) -> tuple[Tensor, np.ndarray]:
-        """Hidden states of every sample, in fixed batches, so that they never depend on what ran before."""
+        """Hidden states of all samples, computed in fixed batches, so that they do not depend on earlier calls."""
         lengths = examples.lengths
         starts = np.concatenate([[0], np.cumsum(lengths)])
         shape, dtype = (int(starts[-1]), self.width), self.dtype
@@ -263,7 +263,7 @@ class FrozenPrefix:
             path = self.folder / f"{owner}-{os.getpid()}.states"
             _reserve(path, shape[0] * shape[1] * dtype.itemsize)
             buffer = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=dtype).view(shape)
-            path.unlink()  # the mapping lives on, and nothing is left behind however the process ends
+            path.unlink()  # the mapping remains valid, and no file is left when the process ends
         order = np.argsort(-lengths, kind="stable")
         for first in range(0, len(order), _BATCH):
             indices = order[first : first + _BATCH]
@@ -273,7 +273,7 @@ class FrozenPrefix:
 
 
 def _passing(outputs: int) -> Callable:
-    """A ``forward`` that gives its input back, as the first of so many ``outputs``; 0: as the tensor itself."""
+    """A ``forward`` that returns its input as the first of ``outputs`` outputs; 0: as a bare tensor."""
 
     def forward(hidden_states, *args, **kwargs):
         return (hidden_states, *[None] * (outputs - 1)) if outputs else hidden_states
@@ -282,7 +282,7 @@ def _passing(outputs: int) -> Callable:
 
 
 def _make(folder: Path) -> None:
-    """Make the folder, and see that a file can be made in it."""
+    """Create the folder and check that it is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -294,7 +294,7 @@ def _make(folder: Path) -> None:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Make the file, with its room on the disk: a mapping that finds the disk full later ends the process."""
+    """Create the file and allocate its disk space; a full disk would later crash the process at the mapping."""
     try:
         with open(path, "wb") as file:
             if size and hasattr(os, "posix_fallocate"):  # not on macOS
@@ -302,10 +302,10 @@ def _reserve(path: Path, size: int) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise UserError(
-            f"train.cache_frozen_dir: {path.parent} does not take the {size / 1e6:.3g} MB of the frozen "
-            f"layers' states ({error.strerror}); name a folder with room, or say train.cache_frozen: off"
+            f"train.cache_frozen_dir: {path.parent} has no room for the {size / 1e6:.3g} MB of cached "
+            f"states ({error.strerror}); choose another folder, or set train.cache_frozen: off"
         ) from None
 
 
 class _Enough(Exception):
-    """Ends a forward pass once the states are there."""
+    """Ends a forward pass when the states are available."""

@@ -1,8 +1,7 @@
-"""What a loader reports about a checkpoint: which weights it brought, and which of them may be new.
+"""Checks of the loading report of a checkpoint: which weights are missing, and which of them may be new.
 
-A loader fills in what a checkpoint lacks with random numbers. That is right for the head of a new task and wrong
-for everything else, so the report of transformers (``output_loading_info``) is read here and nothing is left to its
-warnings.
+A loader initialises weights that the checkpoint lacks at random. This is right for the head of a new task and wrong for
+everything else, so the report of transformers (``output_loading_info``) is checked here.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ _SHOWN = 3
 
 
 def check_loaded(model: nn.Module, report: Mapping[str, Any], place: str, classes: int | None) -> list[str]:
-    """Whether the checkpoint at ``place`` holds ``model``; new heads and dropped tensors are said once.
+    """Check that the checkpoint at ``place`` holds all weights of ``model``; warn about new heads and unused tensors.
 
-    A head may be new: a whole module outside the base model (``base_model_prefix``) of which the checkpoint has no
-    tensor, and the base's ``pooler``, which encoders without a classifier are saved without. Tied weights are not in
-    the report; buffers of whole numbers (``position_ids``) are made and not loaded.
+    Two kinds of modules may be new: a head, which is a module outside the base model (``base_model_prefix``) without
+    any tensor in the checkpoint, and the ``pooler`` of the base, which encoders saved without a classifier lack. Tied
+    weights are not in the report; integer buffers (``position_ids``) are not loaded.
 
     Args:
         report: what ``from_pretrained(…, output_loading_info=True, ignore_mismatched_sizes=True)`` returned: sets of
-            ``missing_keys`` and ``unexpected_keys``, and ``mismatched_keys`` of (name, its shape in the file, the
-            model's).
-        classes: of the data, for a classifier; None for a language model, which has no new parts.
+            ``missing_keys`` and ``unexpected_keys``, and ``mismatched_keys`` of (name, shape in the file, shape in
+            the model).
+        classes: number of classes of the data; None for a language model, which cannot have new weights.
     Returns:
-        The names of the weights that are new, sorted.
+        The sorted names of the new weights.
     Raises:
         UserError: a weight is missing or has another shape.
     """
@@ -60,7 +59,7 @@ def check_loaded(model: nn.Module, report: Mapping[str, Any], place: str, classe
 
 
 def _new_module(model: nn.Module, name: str) -> str:
-    """The module of ``name`` that may be new as a whole; empty where the weight must come from the checkpoint."""
+    """The module of weight ``name`` that may be new; empty if the weight must be in the checkpoint."""
     base = model.base_model_prefix
     first, _, rest = name.partition(".")
     if not base or not hasattr(model, base):
@@ -84,7 +83,7 @@ def _check_shapes(mismatched: Iterable[tuple], place: str, classes: int | None) 
 
 
 def _instead(lacking: Collection[str], unexpected: Collection[str], base: str) -> str:
-    """What the checkpoint has in the place of the missing weights: their names under a prefix, or others."""
+    """What the checkpoint has instead of the missing weights: the names with another prefix, or other names."""
     short = {n.removeprefix(f"{base}."): n for n in lacking}
     for name in sorted(unexpected):
         parts = name.split(".")

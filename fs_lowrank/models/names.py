@@ -1,19 +1,17 @@
-"""What a tensor is, read off its name.
-
-A tag is a word that a method uses to say what trains and what is sent:
+"""Tags of tensors, derived from their names. Methods use tags to say what is trained and what is sent:
 
 ========== ==============================================================================
 ``lora_A``   the down-projection of the shared adapter, ``(r, d_in)``, random at start
 ``lora_B``   the up-projection of the shared adapter, ``(d_out, r)``, zero at start
 ``adapter``  any tensor of the shared adapter (also LoHa's and LoKr's)
-``personal`` any tensor of an adapter called ``personal``; so for any adapter that is not PEFT's ``default``
-``head``     the classifier: a module of that name at the top of the model, or what PEFT keeps in ``modules_to_save``;
-             a module of the same name inside the base is base
-``rest``     any tensor of ``base`` that carries no adapter; it trains only in a model from scratch
+``personal`` any tensor of the adapter ``personal``; likewise for any adapter other than PEFT's ``default``
+``head``     the classifier: a module of such a name at the top of the model, or in PEFT's ``modules_to_save``;
+             a module of the same name inside the base model is ``base``
+``rest``     any tensor of ``base`` without an adapter; trained only in a model from scratch
 ``nested``   a pair nested in the shared one (``models.nested``)
-``factor``   a thin factor in the place of a full weight (``models.factorised``)
-``x``        a name ``x:…`` is no tensor of the model but what a method keeps or sends beside them
-``base``     everything else: the weights the model came with, and the running statistics of its norms
+``factor``   a thin factor in place of a full weight (``models.factorised``)
+``x``        a name ``x:…`` is not a tensor of the model but an additional one that a method stores or sends
+``base``     everything else: the original weights of the model, and the running statistics of its norms
 ========== ==============================================================================
 """
 
@@ -24,11 +22,11 @@ from functools import lru_cache
 
 from torch import Tensor, nn
 
-#: what a head is called; it is one only at the top of the model, beside the base and not inside it
+#: names of heads; such a module is a head only at the top of the model, not inside the base
 HEAD_MODULES = ("classifier", "score", "fc")
-#: what PEFT takes for the head of a classifier, by the end of the name and wherever it stands
+#: endings of names that PEFT treats as the head of a classifier, anywhere in the model
 PEFT_HEADS = ("classifier", "score")
-#: under what PEFT's model holds the model that it wraps
+#: prefix of the wrapped model in PEFT's model
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_PARTS = (
     "lora_A",
@@ -49,18 +47,18 @@ _ADAPTER_PARTS = (
 )
 
 
-#: the adapter's tensors that are zero at the start, so that it changes nothing
+#: tensors of adapters that are initialised to zero, so that the adapter has no effect
 _ZERO_AT_START = frozenset({"lora_B", "hada_w2_b", "lokr_w1", "lokr_w1_a"})
 
 
 def zero_at_start(name: str) -> bool:
-    """Whether the adapter's tensor called ``name`` starts at zero; the others are drawn."""
+    """Whether the adapter tensor ``name`` is initialised to zero; other tensors are random."""
     return bool(tags(name) & _ZERO_AT_START)
 
 
 @lru_cache(maxsize=1 << 16)
 def tags(name: str) -> frozenset[str]:
-    """The tags of the tensor called ``name`` in ``model.named_parameters()``."""
+    """The tags of tensor ``name``, a name of ``model.named_parameters()``."""
     if ":" in name:
         return frozenset({name.split(":", 1)[0]})
     parts = name.split(".")
@@ -77,7 +75,7 @@ def tags(name: str) -> frozenset[str]:
     path = name.removeprefix(_PEFT_PREFIX).split(".")
     if "modules_to_save" in path:
         module = path[: path.index("modules_to_save")]
-        # Inside the base it is a head only if the user named it; PEFT's own choice is by the end of the name.
+        # Inside the base it is a head only if the user named it; PEFT chooses by the end of the name.
         is_head = len(module) == 1 or not module[-1].endswith(PEFT_HEADS)
     else:
         is_head = path[0] in HEAD_MODULES
@@ -87,7 +85,7 @@ def tags(name: str) -> frozenset[str]:
 
 
 def select(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
-    """The names that carry one of the ``wanted`` tags, sorted."""
+    """The sorted names that have one of the tags ``wanted``."""
     wanted = frozenset(wanted)
     return sorted(n for n in names if tags(n) & wanted)
 
@@ -109,16 +107,16 @@ def entries_of(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_statistic(name: str) -> bool:
-    """Whether ``name`` is a running statistic of a batch-norm: shared and averaged, but no gradient trains it."""
+    """Whether ``name`` is a running statistic of a batch norm: sent and averaged, but not trained by gradients."""
     return name.endswith((".running_mean", ".running_var"))
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own parameters, and the running statistics of its norms (not copies)."""
+    """The parameters of the model and the running statistics of its norms, not copied."""
     return {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if is_statistic(n)}}
 
 
 def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
-    """The model's own tensors (not copies) that carry one of the ``wanted`` tags, sorted by name."""
+    """The tensors of the model, not copied, that have one of the tags ``wanted``, sorted by name."""
     tensors = all_tensors(model)
     return {n: tensors[n] for n in select(tensors, wanted)}

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Nested(nn.Module):
-    """The nested pairs of one LoRA layer; they act through hooks on the two halves of its shared pair.
+    """The nested pairs of one LoRA layer, applied by hooks on ``lora_A`` and ``lora_B`` of its shared pair.
 
-    ``A_d (r, r_A)``, ``A_u (r_A, d_in)``, ``B_d (d_out, r_B)``, ``B_u (r_B, r)``; for a convolution the
-    same with a kernel: ``A_u (r_A, d_in, k, k)``, the others ``1 × 1``. Rank 0 means none.
+    ``A_d (r, r_A)``, ``A_u (r_A, d_in)``, ``B_d (d_out, r_B)``, ``B_u (r_B, r)``; for a
+    convolution, ``A_u`` is ``(r_A, d_in, k, k)`` and the others are ``1 × 1``. Rank 0 means no pair.
     """
 
     def __init__(self, layer: LoraLayer, scale: float):
@@ -28,7 +28,7 @@ class Nested(nn.Module):
         a, b = layer.lora_A["default"], layer.lora_B["default"]
         for name, shape in nested_shapes(a.weight.shape, b.weight.shape, 0, 0).items():
             self.register_parameter(name, nn.Parameter(a.weight.new_empty(shape)))
-        # Bound methods, so that a deep copy of the model hooks up its own.
+        # Bound methods, so that a deep copy of the model uses its own hooks.
         a.register_forward_hook(self.beside_a)
         b.register_forward_hook(self.beside_b)
 
@@ -48,7 +48,7 @@ class Nested(nn.Module):
 
 
 def nested_shapes(a: torch.Size, b: torch.Size, rank_a: int, rank_b: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the nested pairs beside ``lora_A`` of shape ``a`` and ``lora_B`` of shape ``b``."""
+    """Shapes of the nested pairs for ``lora_A`` of shape ``a`` and ``lora_B`` of shape ``b``."""
     ones = (1,) * (len(a) - 2)
     return {
         "A_d": (a[0], rank_a, *ones),
@@ -73,7 +73,7 @@ def cut_nested(layers: Iterable[Layer], rank_a: int, rank_b: int) -> dict[str, T
 
 
 def add_nested(model: nn.Module, scale: float) -> nn.Module:
-    """Put nested pairs of rank 0 beside every shared LoRA pair, in place."""
+    """Add nested pairs of rank 0 to every shared LoRA pair, in place."""
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():

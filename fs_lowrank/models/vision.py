@@ -1,10 +1,10 @@
-"""Networks for small images that are trained from scratch: ResNet-10 and -18 in their CIFAR form, LeNet, the FedMA CNN.
+"""Networks for small images, trained from scratch: ResNet-10 and -18 (CIFAR form), LeNet, and the FedMA CNN.
 
 =============== ==================================================== ======================================
 name            layers                                               parameters (10 classes)
 =============== ==================================================== ======================================
 ``resnet10``    3×3 stem, four stages of one block of two 3×3        4,902,090 on 1 × 28 × 28 (4.90 M)
-``resnet18``    the same with two blocks a stage                     11,173,962 on 3 × 32 × 32 (11.17 M);
+``resnet18``    the same with two blocks per stage                   11,173,962 on 3 × 32 × 32 (11.17 M);
                                                                      11,220,132 with 100 classes (11.22 M)
 ``lenet``       5×5 conv 6, 5×5 conv 16, then 256-120-84-10          44,426 on 1 × 28 × 28
 ``fedma_cnn``   5×5 conv 32, 5×5 conv 64, then 1600-512-128-10       940,362 on 3 × 32 × 32
@@ -13,12 +13,13 @@ name            layers                                               parameters 
 The ResNets are Table A2 of Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its
 Connection to Implicit Regularization" (2024); LeNet and the CNN are those of Jhunjhunwala et al., "FedFisher"
 (AISTATS 2024), the latter from Wang et al., "Federated Learning with Matched Averaging" (ICLR 2020). The widths of
-their linear layers above follow from images of 28 × 28 and 32 × 32; others work as well.
+their linear layers above are for images of 28 × 28 and 32 × 32; other sizes work as well.
 
-Adapters go on all convolutions of ``layer1`` to ``layer4``, the 1×1 ones of the shortcuts among them. That is how the
-paper counts: with rank 128, 96, 64, what trains in ResNet-18 is 4.59 M, 3.44 M, 2.30 M of 11.17 M (41, 31, 21 %), in
-ResNet-10 2.13 M, 1.60 M, 1.07 M of 4.90 M (43, 33, 22 %; the paper has 44 for the first). In the other two nets they go
-on the second convolution and the hidden linear layers. What carries no adapter trains whole.
+Adapters are on all convolutions of ``layer1`` to ``layer4``, including the 1×1 convolutions of the shortcuts. This
+agrees with the paper: with rank 128, 96, 64, the trained parameters of ResNet-18 are 4.59 M, 3.44 M, 2.30 M of 11.17 M
+(41, 31, 21 %), those of ResNet-10 2.13 M, 1.60 M, 1.07 M of 4.90 M (43, 33, 22 %; the paper has 44 for the first). In
+the other two networks they are on the second convolution and the hidden linear layers. Layers without an adapter are
+trained in full.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ WEIGHTS, OPTIONS = "model.safetensors", "config.json"
 
 @dataclass(frozen=True)
 class VisionOptions:
-    """All that a network's shape depends on.
+    """The options that determine the shape of a network.
 
     Attributes:
-        type: a name from the module's table.
+        type: a name from the table of the module.
         num_classes: width of the last layer.
         image_shape: ``(channels, height, width)``.
-        width: multiplies all hidden widths; below 1 for machines without a GPU.
-        norm: ``batch``; ``static``, batch-norm without running statistics, as in the FedLoRU authors' code (it
-            evaluates by the statistics of the batch); ``group``; or ``none``. The nets other than ResNets have none.
-        use_bias: biases in linear layers and in convolutions that no norm follows.
+        width: factor on all hidden widths; below 1 for machines without a GPU.
+        norm: ``batch``; ``static``, batch norm without running statistics, as in the FedLoRU authors' code (evaluation
+            uses the statistics of the batch); ``group``; or ``none``. Only ResNets have norms.
+        use_bias: whether linear layers, and convolutions without a norm, have biases.
     """
 
     type: str
@@ -71,11 +72,11 @@ class VisionOptions:
 
 
 class VisionModel(nn.Module):
-    """Base of the networks: loss, saving, and what they tell adapters.
+    """Base class of the networks: loss, saving, and default layers for adapters.
 
     Attributes:
-        options: what it was built from.
-        adapter_targets: full names of the layers that carry an adapter unless others are asked for.
+        options: the options it was built with.
+        adapter_targets: full names of the layers that have an adapter by default.
     """
 
     def __init__(self, options: VisionOptions):
@@ -93,7 +94,7 @@ class VisionModel(nn.Module):
         return self.get_submodule("fc" if hasattr(self, "fc") else "classifier")
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **_) -> ImageClassifierOutput:
-        """Logits, and the mean cross entropy where ``labels`` are given.
+        """Logits, and the mean cross entropy if ``labels`` are given.
 
         Args:
             pixel_values: float ``(batch, channels, height, width)``.
@@ -104,7 +105,7 @@ class VisionModel(nn.Module):
         return ImageClassifierOutput(loss=loss, logits=logits)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``model.safetensors`` and ``config.json``; ``load_vision`` reads them back."""
+        """Write ``model.safetensors`` and ``config.json``, which ``load_vision`` reads."""
         folder = Path(folder)
         with replacing(folder / WEIGHTS) as aside:
             save_file({n: t.detach().cpu().contiguous() for n, t in self.state_dict().items()}, aside)
@@ -117,7 +118,7 @@ def _norm(options: VisionOptions, channels: int) -> nn.Module:
     if options.norm == "none":
         return nn.Identity()
     if options.norm == "group":
-        # At most the usual 32 groups, and never a channel by itself.
+        # At most the usual 32 groups, and at least two channels in each.
         groups = next(g for g in range(min(32, channels), 0, -1) if channels % g == 0 and (channels > g or g == 1))
         return nn.GroupNorm(groups, channels)
     return nn.BatchNorm2d(channels, track_running_stats=options.norm == "batch")
@@ -130,7 +131,7 @@ def _conv(options: VisionOptions, inside: int, outside: int, kernel: int, stride
 
 
 class _Block(nn.Module):
-    """Two 3×3 convolutions and a shortcut (He et al., 2016), under torchvision's names."""
+    """Two 3×3 convolutions and a shortcut (He et al., 2016), with torchvision's names."""
 
     def __init__(self, options: VisionOptions, inside: int, outside: int, stride: int):
         super().__init__()
@@ -171,7 +172,7 @@ class ResNet(VisionModel):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         if options.norm == "none":
-            # Nothing else keeps the sum over the blocks from growing with their number.
+            # Without norms, the sum over the blocks would otherwise grow with their number.
             for module in self.modules():
                 if isinstance(module, _Block):
                     module.conv2.weight.data /= (4 * blocks) ** 0.5
@@ -182,7 +183,7 @@ class ResNet(VisionModel):
 
 
 class ConvNet(VisionModel):
-    """Two 5×5 convolutions, each with ReLU and 2×2 max-pooling, hidden linear layers and a last one.
+    """Two 5×5 convolutions, each with ReLU and 2×2 max-pooling, hidden linear layers and an output layer.
 
     Args:
         convs: channels of the convolutions. hidden: widths of the hidden linear layers.
@@ -223,10 +224,10 @@ assert set(_BUILDERS) == set(VISION_MODELS)
 
 
 def build_vision(options: VisionOptions) -> VisionModel:
-    """The network, its weights drawn by torch's global generator.
+    """Create a network, with weights drawn from torch's global generator.
 
     Raises:
-        UserError: no network of that name (with the nearest), or images that are too small for it.
+        UserError: an unknown name (the message suggests the nearest), or images that are too small.
     """
     if options.type not in _BUILDERS:
         raise UserError(
@@ -237,10 +238,10 @@ def build_vision(options: VisionOptions) -> VisionModel:
 
 
 def load_vision(folder: str | Path) -> VisionModel:
-    """The network that ``save_pretrained`` wrote to ``folder``, in evaluation mode.
+    """Load the network that ``save_pretrained`` wrote to ``folder``, in evaluation mode.
 
     Raises:
-        UserError: no such folder, or files that do not belong together.
+        UserError: no such folder, or files that do not match.
     """
     folder = Path(folder)
     try:
@@ -248,7 +249,7 @@ def load_vision(folder: str | Path) -> VisionModel:
         grown = dict(values.pop("grown", {}))
         options = VisionOptions(**{**values, "image_shape": tuple(values["image_shape"])})
         model = build_vision(options)
-        for name, shape in grown.items():  # widths that a method gave it
+        for name, shape in grown.items():  # widths changed by a method
             layer = model.get_submodule(name)
             resize(layer, layer.weight.new_empty([int(size) for size in shape]))
             layer.may_grow = True
@@ -261,10 +262,10 @@ def load_vision(folder: str | Path) -> VisionModel:
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
+    """Read the tensors of a safetensors file.
 
     Raises:
-        UserError: no such file, or not one of safetensors.
+        UserError: no such file, or not a safetensors file.
     """
     try:
         return load_file(str(Path(path).expanduser()))
@@ -273,19 +274,19 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) -> list[str]:
-    """Load ``model``'s weights and running statistics from a safetensors file; in place.
+    """Load weights and running statistics of ``model`` in place from a safetensors file.
 
     Args:
-        new_head: the last layer may be missing in the file as a whole, or have another number of classes; it then
-            stays new, which is said once.
+        new_head: allow the last layer to be missing in the file or to have another number of classes. It then keeps
+            its new weights, and a warning says so.
     Returns:
-        The names of the parameters that stay new.
+        The names of the parameters that keep new weights.
     Raises:
-        UserError: the file cannot be read, or a name or shape differs; nothing has been loaded by then.
+        UserError: the file cannot be read, or a name or shape differs; the model is not changed then.
     """
     given, own = read_weights(path), model.state_dict()
     head = {n for n in own if model.get_submodule(n.rpartition(".")[0]) is model.head}
-    # A counter that nothing reads.
+    # The counters of batch norms are not used.
     counters = {n for n in own if n.endswith("num_batches_tracked")}
     other = sorted(n for n in head & given.keys() if given[n].shape != own[n].shape)
     if new_head and (other or not head & given.keys()):

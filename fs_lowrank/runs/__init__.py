@@ -1,4 +1,4 @@
-"""What a run leaves behind: records, checkpoints, the saved adapter, plots."""
+"""The files of a run: records, checkpoints, the saved adapter, plots."""
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .result import RunResult

@@ -1,8 +1,8 @@
-"""Checkpoints: safetensors and JSON, written aside and renamed, checked by their sums when read.
+"""Checkpoints in safetensors and JSON, written atomically, with checksums that are verified when they are read.
 
-``checkpoint/round_000012/`` holds ``<part>.safetensors`` for each part (the method's state, the base weights
-it changed, the clients' personal tensors) and ``meta.json`` with everything that is not a tensor, the
-SHA-256 of every file and its own. A folder without a valid ``meta.json`` is no checkpoint.
+``checkpoint/round_000012/`` contains ``<part>.safetensors`` for each part (the method's state, changed base weights,
+the clients' personal tensors) and ``meta.json`` with everything that is not a tensor, the SHA-256 of every file, and
+its own. A folder without a valid ``meta.json`` is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("fs_lowrank")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint read back: the round it was taken after, its tensors by part, its metadata."""
+    """A loaded checkpoint: the last round it includes, its tensors by part, its metadata."""
 
     round: int
     parts: dict[str, dict[str, Tensor]]
@@ -46,10 +46,10 @@ def _meta_sum(meta: Mapping) -> str:
 def save_checkpoint(
     folder: Path, round: int, parts: Mapping[str, Mapping[str, Tensor]], meta: Mapping, keep: int = 2
 ) -> Path:
-    """Write the checkpoint of ``round`` and drop all but the newest ``keep``.
+    """Write the checkpoint of ``round`` and delete all but the newest ``keep``.
 
     Raises:
-        RunFailed: it could not be written (a full disk, say); the earlier checkpoints are as they were.
+        RunFailed: it could not be written, for instance on a full disk; earlier checkpoints are unchanged.
     """
     final = folder / f"round_{round:06d}"
     for left in folder.glob(".*"):  # by a process that was killed while it wrote
@@ -64,7 +64,7 @@ def save_checkpoint(
                 sums[path.name] = _sum(path)
             content = {"round": round, "files": sums, **meta}
             (aside / "meta.json").write_text(json.dumps({"sha256": _meta_sum(content), **content}))
-    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         kept = sorted(p.name for p in folder.glob("round_*")) if folder.is_dir() else []
         raise RunFailed(
             f"could not save the checkpoint of round {round} in {folder}: {error}; "
@@ -87,12 +87,12 @@ def _read(path: Path) -> Checkpoint:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None where there is none at all.
+    """Load the newest valid checkpoint; None if there is no checkpoint.
 
-    A damaged one is named in a warning and the one before it is used.
+    If a checkpoint is damaged, a warning names it, and the previous one is used.
 
     Raises:
-        UserError: there are checkpoints, and every one is damaged.
+        UserError: all checkpoints are damaged.
     """
     found = sorted(folder.glob("round_*"), reverse=True) if folder.is_dir() else []
     for path in found:

@@ -1,4 +1,4 @@
-"""What a run ran on, and on what versions."""
+"""The machine and the package versions of a run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Version of Python and of each package that decides a result; ``not installed`` where it is missing."""
+    """Versions of Python and of the packages that affect a result; ``not installed`` for a missing package."""
     return {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
 
 
 def environment() -> dict:
-    """Versions and machine, as kept in ``environment.json``."""
+    """Versions and machine, for ``environment.json``."""
     return {
         "versions": versions(),
         "platform": platform.platform(),
@@ -39,7 +39,7 @@ def environment() -> dict:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """12 hexadecimal digits over names, shapes, dtypes and values of all parameters."""
+    """A hash over names, shapes, dtypes and values of all parameters, 12 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().cpu().contiguous().view(-1)

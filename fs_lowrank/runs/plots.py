@@ -1,4 +1,4 @@
-"""Learning curves as a picture."""
+"""Plots of learning curves."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: float | None = None) -> Path:
-    """Draw held-out accuracy (or loss, for a causal LM) and training loss by round, and against uplink bytes.
+    """Plot held-out accuracy (for a causal LM: loss) by round and by bytes, and training loss by round.
 
     Args:
-        histories: records by label (a method's name); majority: the share of the most frequent class.
+        histories: records by label (the name of a method). majority: fraction of the most frequent class.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""``rounds.jsonl``: one JSON object a round."""
+"""``rounds.jsonl``: one JSON object per round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Records:
     """The records of a run, on disk and in memory.
 
     Args:
-        path: the file; created with its folder. keep: records of an interrupted run to go on from.
+        path: the file; created with its folder. keep: records of the interrupted run that is continued.
     """
 
     def __init__(self, path: Path, keep: list[dict] | None = None):
@@ -24,12 +24,12 @@ class Records:
         line = json.dumps(record)
         with self.path.open("a") as file:
             file.write(line + "\n")
-        # As a resumed run reads it, so that both hold the same history.
+        # Parsed again, so that the history is the same as in a resumed run.
         self.history.append(json.loads(line))
 
 
 def read_records(path: Path, up_to: int) -> list[dict]:
-    """The records of rounds 1 … ``up_to``; a line cut short by a crash is left out."""
+    """The records of rounds 1 … ``up_to``, without a line truncated by a crash."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -16,16 +16,16 @@ from ..models.factorised import plain
 
 @dataclass
 class RunResult:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
-        history: one record a round, as in ``rounds.jsonl``.
-        final: metrics of the last evaluated round, as ``{"test_acc": …, "test_loss": …}``, with ``best_round``
+        history: one record per round, as in ``rounds.jsonl``.
+        final: metrics of the last evaluated round, such as ``{"test_acc": …, "test_loss": …}``, and ``best_round``
             by ``eval.best_res_update_round_wise_key``.
-        outdir: where the run left its files.
-        model: the adapted model with the global tensors in it.
-        saved: what was written, by name (``adapter``, ``model``, ``curves``), as paths.
-        facts: about the run: method, source of the data, sizes of clients, majority class, fingerprints.
+        outdir: folder of the run's files.
+        model: the adapted model with the global tensors.
+        saved: paths of written files by name (``adapter``, ``model``, ``curves``).
+        facts: method, source of the data, sizes of clients, majority class, fingerprints.
     """
 
     history: list[dict]
@@ -38,14 +38,14 @@ class RunResult:
 
     @property
     def bytes(self) -> Mapping[str, int]:
-        """Bytes handed over in the whole run, both directions, with and without the head."""
+        """Bytes sent in the whole run, in both directions, with and without the head."""
         keys = ("uplink_bytes", "uplink_bytes_without_head", "downlink_bytes", "downlink_bytes_without_head")
         return {key: sum(record[key] for record in self.history) for key in keys}
 
     def bytes_to(self, target: float, metric: str = "test_acc") -> int | None:
-        """Bytes handed over, both ways, by the end of the first evaluated round that reached ``target``.
+        """Bytes sent in both directions until the end of the first evaluated round that reached ``target``.
 
-        None if none did. ``metric`` is a split and a metric, as in ``final``; a loss is to fall to the target.
+        None if no round reached it. ``metric`` is a key of ``final``; a loss must be at most the target.
         """
         split, _, name = metric.rpartition("_")
         total = 0
@@ -59,11 +59,11 @@ class RunResult:
     def save_adapter(self, folder: str | Path) -> Path:
         """Save the global adapter (and head) in PEFT's format.
 
-        A network for images comes with it, in the folder ``base``: what it trained beside the adapter is in there.
-        ``PeftModel.from_pretrained(load_vision(folder / "base"), folder)`` is the whole.
+        For an image network, the folder ``base`` has the network with everything trained outside the adapter;
+        ``PeftModel.from_pretrained(load_vision(folder / "base"), folder)`` loads both.
 
         Raises:
-            UserError: there is no adapter that holds the result: the method trained or changed the base.
+            UserError: the method trained or changed the base weights, so that an adapter cannot represent the result.
         """
         peft_config = getattr(self.model, "peft_config", {})
         if self.base_changed or "default" not in peft_config:
@@ -79,9 +79,9 @@ class RunResult:
         return Path(folder)
 
     def save_model(self, folder: str | Path) -> Path:
-        """Save the whole model, any adapter merged into it; loads with plain transformers.
+        """Save the model with any adapter merged into it, for transformers.
 
-        A network for images loads with ``fs_lowrank.models.vision.load_vision``.
+        Image networks are loaded with ``fs_lowrank.models.vision.load_vision``.
         """
         model = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):

@@ -1,4 +1,4 @@
-"""Figures of a whole run, from its records."""
+"""Summary figures of a run, from its records."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 def per_client_and_round(history: Sequence[dict]) -> dict[str, float]:
-    """Mean bytes that one client sends and receives in one round, with and without the head.
+    """Mean bytes that a client sends and receives in a round, with and without the head.
 
-    The downlink leaves out round 1, where everything comes from the seed and nothing is sent.
+    The downlink excludes round 1, in which everything comes from the seed and nothing is sent.
 
     Returns:
         ``uplink``, ``uplink_without_head``, ``downlink``, ``downlink_without_head`` in bytes.

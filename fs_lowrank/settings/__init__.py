@@ -1,7 +1,7 @@
-"""What can be configured: the schema, the adapter's arguments, checking one value, reading YAML.
+"""The settings of a run: the schema, the arguments of the adapter, checks of values, reading YAML.
 
-Everything else is typed with ``Settings``. Nothing here knows a method, a model or an engine, and nothing here
-imports torch.
+The other packages use ``Settings`` as the type of a configuration. This package does not depend on methods, models or
+engines, and does not import torch.
 """
 
 from . import framework

@@ -20,7 +20,7 @@ SHORT = {
     "rank": "r",
 }
 _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
-#: names that PEFT has besides; only to tell a misspelling from an argument of a later version
+#: other names of PEFT, used only to tell a misspelling from an argument of a later version
 _PEFT_KEYS = (
     "alpha_pattern",
     "arrow_config",
@@ -62,10 +62,10 @@ class AdapterSpec:
 
     Attributes:
         method: ``lora``, ``lokr``, ``loha`` (the framework also has ``prefix``, ``prompt``, ``p-tuning``).
-        lora_dropout: of the adapter's input; for ``lokr`` and ``loha`` it is PEFT's ``rank_dropout``.
+        lora_dropout: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``.
         target_modules: names of modules, or None for PEFT's choice.
         layers: indices from 0, or None for all.
-        extra: further arguments of PEFT's config, as they came.
+        extra: further arguments of PEFT's config, unchanged.
     """
 
     method: str = "lora"
@@ -78,7 +78,7 @@ class AdapterSpec:
     extra: dict = field(default_factory=dict)
 
     def scale(self, rank: int | None = None) -> float:
-        """What multiplies ``B A``: ``alpha / r``, with rsLoRA ``alpha / √r``; for another rank if one is given."""
+        """The factor on ``B A`` for ``rank`` (default: ``r``): ``alpha / r``, with rsLoRA ``alpha / √r``."""
         rank = self.r if rank is None else rank
         return self.lora_alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -146,7 +146,7 @@ class AdapterSpec:
 
 
 def resolved_name(key: str) -> str:
-    """The key as a resolved config has it: PEFT's name for a short spelling."""
+    """The key as it is in a loaded config, with PEFT's name instead of a short spelling."""
     section, _, name = key.rpartition(".")
     return f"{section}.{SHORT[name]}" if section == "llm.adapter.args.0" and name in SHORT else key
 

@@ -1,4 +1,4 @@
-"""From plain nested data to checked sections; and the checks that need more than one key."""
+"""Build checked sections from plain nested data, and check values that depend on each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sections import VISION_MODELS, Eval
 
 
 def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[str, Any]) -> Any:
-    """An instance of ``cls`` from its part of the file; the framework's further keys go to ``others``."""
+    """An instance of ``cls`` from its section of the file. FederatedScope's other keys go to ``others``."""
     if raw is None:
         raw = {}
     if not isinstance(raw, Mapping):
@@ -39,7 +39,7 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
         elif rest is None:
             unknown_key(name, origin)
         else:
-            # the section takes any key, so only a clear misspelling can be told
+            # the section accepts any key, so only a clear misspelling can be recognised
             close = misspelt(key, fields) if rest == "extra" else None
             if close and (key.lower() == close or cls is Eval):
                 raise UserError(f"{origin.where(name)}unknown key {name!r}; did you mean {prefix + close!r}?")
@@ -50,7 +50,7 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
 def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn:
     candidates = [*known_keys(), *more]
     candidates += {key.rsplit(".", depth)[0] for key in candidates for depth in range(1, key.count(".") + 1)}
-    # a key of the same section is meant more often than a like-sounding one elsewhere
+    # a key of the same section is more likely than a similar one elsewhere
     section = name.rpartition(".")[0]
     beside = [key for key in candidates if key.rpartition(".")[0] == section]
     close = misspelt(name.rpartition(".")[2], [key.rpartition(".")[2] for key in beside], 0.6)
@@ -59,7 +59,7 @@ def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn
 
 
 def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]) -> bool:
-    """True if the framework has this key; noted in ``others`` unless it is at its default."""
+    """Whether FederatedScope has this key. A value other than its default is added to ``others``."""
     if name in framework.DEFAULTS:
         default = framework.DEFAULTS[name]
         value = check_value(name, value, type(default), {}, origin)
@@ -80,7 +80,7 @@ def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]
 
 
 def check_together(config: Settings, origin: Origin) -> None:
-    """What one key alone does not show."""
+    """Check values that depend on each other."""
     federate = config.federate
     if federate.client_num < 1:
         origin.fail("federate.client_num", f"= {federate.client_num}: set it to the number of clients, 1 or more")

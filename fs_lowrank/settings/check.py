@@ -1,4 +1,4 @@
-"""Checking one value against its key: type, bounds, choices. Everything that a user configures is checked here."""
+"""Checks of values against the type, bounds and choices of their key, for everything that a user configures."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from .tree import plain
 def key(default: Any, **meta: Any) -> Any:
     """A key of a section.
 
-    Meta: ``min``, ``above``, ``max``, ``below`` bound a number or each in a list (``above`` and ``below``
-    exclude); ``choices``; ``items``, the choices for each item of a list; ``fold``, case does not matter;
-    ``also``, other spellings; ``filled``, a list or mapping must not be empty; ``words``, what is expected, where the
-    type says too little; ``result=False``, does not decide the result; ``local``, the only value that the
-    local engine honours; ``idle``, why the local engine has no use for it; ``open``, takes unknown keys.
+    Meta: ``min``, ``above``, ``max``, ``below`` are bounds of a number or of each item of a list (``above`` and
+    ``below`` are exclusive); ``choices``; ``items``, the choices for each item of a list; ``fold``, ignore upper and
+    lower case; ``also``, other spellings; ``filled``, a list or mapping must not be empty; ``words``, a description
+    of the expected value, if the type is not enough; ``result=False``, the key does not affect the result; ``local``,
+    the only value that the local engine supports; ``idle``, why the key has no effect in the local engine; ``open``,
+    unknown keys are accepted.
     """
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=meta)
@@ -36,12 +37,12 @@ def key(default: Any, **meta: Any) -> Any:
 
 @cache
 def hints_of(cls: type) -> dict[str, Any]:
-    """The annotations of a class, evaluated: which takes longer than all checks by them."""
+    """The evaluated annotations of a class, cached because evaluating them takes longer than all checks."""
     return typing.get_type_hints(cls)
 
 
 def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: Origin) -> Any:
-    """``value`` checked against the key's type and bounds."""
+    """``value``, converted to the type of the key and checked against its bounds and choices."""
     given = value
     for spelling, meant in meta.get("also", {}).items():
         folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
@@ -69,16 +70,16 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
     for item in items:
         is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
         if is_number and not all(holds(item, limit) for limit, holds, _ in bounds):
-            wanted = " and ".join(
+            limits = " and ".join(
                 f"{words} {limit if isinstance(limit, int) else f'{limit:g}'}" for limit, _, words in bounds
             )
-            origin.wrong(name, given, f"{_expected(hint, meta)}, {wanted}")
+            origin.wrong(name, given, f"{_expected(hint, meta)}, {limits}")
     return value
 
 
 @dataclass(frozen=True)
 class Key:
-    """What is known of a key: its type, what ``key`` notes of it, and whether it must be given."""
+    """The description of a key: its type, the metadata given to ``key``, and whether it is required."""
 
     hint: Any
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -89,8 +90,8 @@ class Key:
 def keys_of(what: type | Callable, skip: int = 0) -> dict[str, Key]:
     """The fields of a dataclass, or the arguments of a function after the first ``skip``, as keys.
 
-    A function notes by ``Annotated[float, {"above": 0.0}]`` what a dataclass notes by ``key``; an argument without a
-    type takes anything.
+    A function gives by ``Annotated[float, {"above": 0.0}]`` the metadata that a dataclass gives by ``key``. An argument
+    without a type accepts any value.
     """
     if dataclasses.is_dataclass(what):
         missing = dataclasses.MISSING
@@ -116,10 +117,10 @@ def check_keys(
 
     Args:
         at: the dotted name of ``given``, for messages.
-        only: those of ``keys`` that are allowed here; None: all.
+        only: the subset of ``keys`` that is allowed here; None: all.
     Raises:
-        UserError: no mapping; an unknown key, with the nearest; a missing one; a value of the wrong type or out of
-            range. The message names file, line, dotted key, value, and what was expected.
+        UserError: not a mapping; an unknown key (the message suggests the nearest); a missing key; a value of the
+            wrong type or out of range. The message names file, line, dotted key, value, and what was expected.
     """
     if not isinstance(given, Mapping):
         origin.wrong(at or "the whole", given, "a mapping")
@@ -140,7 +141,7 @@ def check_keys(
 
 
 def one_mapping(name: str, given: Any, origin: Origin) -> dict[str, Any]:
-    """The mapping in a list of at most one, as FederatedScope writes arguments; ``{}`` if there is none."""
+    """The mapping in a list of at most one mapping, FederatedScope's form of arguments; ``{}`` for an empty list."""
     entries = [given] if isinstance(given, Mapping) else given or []
     if not isinstance(entries, (list, tuple)) or len(entries) > 1 or not all(isinstance(e, Mapping) for e in entries):
         origin.wrong(name, given, "a list of one mapping")
@@ -189,7 +190,7 @@ class _Mismatch(Exception):
 
 
 def _coerce(value: Any, hint: Any) -> Any:
-    """``value`` as ``hint`` has it, if that takes no guess: an int for a float, a number written as text."""
+    """``value`` converted to ``hint`` if that is unambiguous: an int for a float, a number given as text."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -235,7 +236,7 @@ def _coerce(value: Any, hint: Any) -> Any:
 
 
 def misspelt(key: str, known: Any, cutoff: float = 0.8) -> str | None:
-    """The known name that ``key`` was surely meant to be, or None."""
+    """The known name of which ``key`` is very likely a misspelling, or None."""
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(key.lower(), list(lower), n=1, cutoff=cutoff)
     return lower[close[0]] if close else None

@@ -1,7 +1,7 @@
-"""FederatedScope's other keys: the ones that our typed sections do not hold.
+"""The keys of FederatedScope that our typed sections do not have.
 
-Names and defaults as branch ``llm`` (7f086944) has them, so that its files load unchanged. What the local engine
-makes of each: nothing at the default; nothing either if the key is inert or harmless; else it is refused.
+Names and defaults are those of branch ``llm`` (7f086944), so that its files load unchanged. The local engine accepts a
+key at its default, or a key that has no effect on the result, and refuses any other.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ _SECTIONS = {
 #: dotted name -> FederatedScope's default
 DEFAULTS = {f"{section}.{key}".lstrip("."): value for section, keys in _SECTIONS.items() for key, value in keys.items()}
 
-#: sections that take any further key
+#: sections that accept unknown keys
 OPEN = (
     "aggregator.BFT_args",
     "finetune.optimizer",
@@ -332,7 +332,7 @@ OPEN = (
     "llm.offsite_tuning.emu_align.train.optimizer",
 )
 
-#: keys and sections that decide nothing about the result of a run in one process
+#: keys and sections that do not affect the result of a run in one process
 HARMLESS = (
     "check_completeness",
     "print_decimal_digits",
@@ -358,7 +358,7 @@ HARMLESS = (
     "trainer.disp_freq",
     "train.data_para_dids",
     "eval.monitoring",
-    # read by methods or trainers that bear these names only
+    # read only by methods or trainers of these names
     "fedsageplus",
     "gcflplus",
     "flitplus",
@@ -367,14 +367,14 @@ HARMLESS = (
     "data.quadratic",
 )
 
-#: values that say what the local engine does anyway
+#: values that describe what the local engine does anyway
 SAME_AS_OURS = {
     "trainer.type": ("general", "llmtrainer", "cvtrainer", "nlptrainer", "torchtrainer"),
     "criterion.type": ("CrossEntropyLoss",),
     "model.model_num_per_trainer": (1,),
 }
 
-#: a section does nothing while this key is at its default (for the rest, while its key ``use`` is)
+#: section -> the key that turns it on; other sections have the key ``use``
 SWITCHES = {
     "attack": "attack.attack_method",
     "feat_engr": "feat_engr.type",
@@ -385,17 +385,17 @@ SWITCHES = {
     "personalization": "personalization.local_param",
 }
 
-#: a method of FederatedScope, and what it is here once ``llm.adapter.use`` is True
+#: method of FederatedScope -> our method, if ``llm.adapter.use`` is True
 WITH_ADAPTERS = {"fedavg": "fedlora"}
 
 
 def within(name: str, sections: Iterable[str]) -> bool:
-    """True if ``name`` is one of ``sections`` or lies inside one."""
+    """Whether ``name`` is one of ``sections`` or a key inside one."""
     return any(name == s or name.startswith(s + ".") for s in sections)
 
 
 def inert(name: str, given: Mapping[str, object]) -> bool:
-    """True if ``given`` leaves a part of the framework to which ``name`` belongs turned off."""
+    """Whether ``name`` belongs to a feature of FederatedScope that ``given`` does not turn on."""
     parts = name.split(".")
     for end in range(1, len(parts)):
         section = ".".join(parts[:end])
@@ -406,5 +406,5 @@ def inert(name: str, given: Mapping[str, object]) -> bool:
 
 
 def decides_nothing(name: str, given: Mapping[str, object]) -> bool:
-    """True if a run in one process ends the same with or without ``given[name]``."""
+    """Whether ``given[name]`` does not affect the result of a run in one process."""
     return within(name, HARMLESS) or inert(name, given) or given[name] in SAME_AS_OURS.get(name, ())

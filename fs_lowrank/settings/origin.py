@@ -1,4 +1,4 @@
-"""Where a value came from, for messages: file, line, dotted key."""
+"""The origin of a value, for error messages: file, line, dotted key."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..errors import UserError
 
 @dataclass(frozen=True)
 class Origin:
-    """Where values came from."""
+    """The file and lines that values were read from."""
 
     file: str = ""
-    #: dotted key -> line, from 1
+    #: dotted key -> line number, from 1
     lines: Mapping[str, int] = field(default_factory=dict)
-    #: keys that an override has set
+    #: keys set by an override
     overridden: frozenset[str] = frozenset()
 
     def where(self, key: str) -> str:
-        """``"FILE, line N: "``, or as much of it as is known."""
+        """``"FILE, line N: "``, without the parts that are not known."""
         parts = key.split(".")
         if key not in self.lines and any(name.startswith(key + ".") for name in self.overridden):
             return "override: "

@@ -1,4 +1,4 @@
-"""The hyperparameters of a method, its dataclass ``Params``, as keys of the section ``lowrank``."""
+"""The hyperparameters of a method (its dataclass ``Params``) as keys of the section ``lowrank``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def params_defaults(cls: Any) -> dict[str, Any]:
 
 
 def general_keys() -> list[str]:
-    """The keys of ``lowrank`` that are not a method's."""
+    """The keys of ``lowrank`` that are not hyperparameters of a method."""
     return [f.name for f in dataclasses.fields(Lowrank) if not f.metadata.get("open")]
 
 
 def taken_keys(cls: Any, keys: Iterable[str]) -> list[str]:
-    """Those of ``keys``, such as ``lowrank.ranks``, that are the method's."""
+    """The subset of ``keys``, such as ``lowrank.ranks``, that are hyperparameters of the method."""
     fields = params_fields(cls)
     return [key for key in keys if key.split(".")[1] in fields]
 
@@ -52,7 +52,7 @@ def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoRet
 
 
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:
-    """All hyperparameters of the method: the given ones checked, the others at their defaults."""
+    """All hyperparameters of the method: the given values, checked, and defaults for the others."""
     fields, origin = params_fields(cls), origin or Origin()
     keys = keys_of(cls.Params) if fields else {}
     values = {}

@@ -1,4 +1,4 @@
-"""Reading YAML strictly, with the line of every key; and overrides, such as those of a command line."""
+"""Strict reading of YAML with the line of every key, and of overrides such as those of a command line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .origin import Origin
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.1 as the framework reads it, except that ``5e-3`` is a number and ``2026-01-01`` is text."""
+    """YAML 1.1 as FederatedScope reads it, except that ``5e-3`` is a number and ``2026-01-01`` is text."""
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what ``Loader`` reads back: text such as ``5e-3`` needs quotes."""
+    """The writer for ``Loader``: text such as ``5e-3`` is quoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -80,7 +80,7 @@ def read_yaml(path: str | os.PathLike) -> tuple[Origin, dict[str, Any]]:
 
 
 def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, above: tuple[int, ...]) -> None:
-    """Note the line of every key, and refuse one that is given twice: YAML would keep the last without a word."""
+    """Record the line of every key. A key given twice is an error; YAML would silently use the last one."""
     if id(node) in above:
         raise UserError(f"{file}, line {node.start_mark.line + 1}: an alias that contains itself")
     above = (*above, id(node))

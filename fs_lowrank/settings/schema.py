@@ -1,4 +1,4 @@
-"""All settings of a run in one frozen dataclass, ``Settings``, and what can be read off it."""
+"""``Settings``: all settings of a run in one frozen dataclass, and values derived from them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from .tree import assign, plain
 
 @dataclass(frozen=True)
 class Settings:
-    """A checked configuration, as ``config.load_config`` makes it; ``config.Config`` adds how it is changed."""
+    """A checked configuration. ``config.Config``, which ``load_config`` returns, adds ``replace``."""
 
     seed: int = key(0, min=0)
-    #: index of the GPU, -1 for any; or ``cpu``. Counts only with ``use_gpu: True``
+    #: index of the GPU, -1 for any; or ``cpu``. Has an effect only with ``use_gpu: True``
     device: int | str = key(-1, result=False)
     use_gpu: bool = key(False, result=False)
     outdir: str = key("exp", result=False)
@@ -59,14 +59,14 @@ class Settings:
     eval: Eval = field(default_factory=Eval)
     fedopt: FedOpt = field(default_factory=FedOpt)
     lowrank: Lowrank = field(default_factory=Lowrank)
-    #: the framework's other keys, by dotted name, where they differ from its default
+    #: other keys of FederatedScope whose values differ from its defaults, by dotted name
     framework: dict = field(default_factory=dict, metadata={"hidden": True})
-    #: the file it came from, for messages
+    #: the file it was read from, for messages
     source: Origin = field(default_factory=lambda: Origin(), compare=False, repr=False, metadata={"hidden": True})
 
     @property
     def adapter(self) -> AdapterSpec:
-        """The adapter that was asked for; a method without adapters ignores it."""
+        """The configured adapter; methods without adapters ignore it."""
         return AdapterSpec.from_args(self.llm.adapter.args[0], self.source)
 
     @property
@@ -76,20 +76,20 @@ class Settings:
 
     @property
     def is_vision(self) -> bool:
-        """Whether the model is one of our networks for images."""
+        """Whether the model is one of our image networks."""
         return self.model.type in VISION_MODELS
 
     @property
     def from_scratch(self) -> bool:
-        """Whether the model was not pre-trained: what carries no adapter then trains whole."""
+        """Whether the model is not pre-trained. Then all layers without an adapter are trained in full."""
         return self.is_vision and not self.lowrank.weights
 
     @property
     def sampled_per_round(self) -> int:
-        """How many clients a round asks, at least 1."""
+        """The number of clients selected in a round, at least 1."""
         federate = self.federate
         if federate.sample_client_rate > 0:
-            # the framework's own rounding, so that both engines ask as many
+            # FederatedScope's rounding, so that both engines select equally many
             return max(1, int(federate.sample_client_rate * federate.client_num))
         return federate.client_num if federate.sample_client_num < 1 else federate.sample_client_num
 
@@ -100,7 +100,7 @@ class Settings:
 
     @property
     def torch_device(self) -> str:
-        """``cpu``, ``cuda`` or ``cuda:N``: what was asked for, whether or not the machine has it."""
+        """``cpu``, ``cuda`` or ``cuda:N``, as configured; the machine may not have it."""
         if not self.use_gpu or self.device == "cpu":
             return "cpu"
         return "cuda" if self.device == -1 else f"cuda:{self.device}"
@@ -109,7 +109,7 @@ class Settings:
         """The value of a dotted key, such as ``train.optimizer.lr``.
 
         Raises:
-            UserError: no such key; names the nearest.
+            UserError: unknown key; the message suggests the nearest.
         """
         node: Any = self.to_dict()
         for part in name.split("."):
@@ -123,7 +123,7 @@ class Settings:
         return node
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, resolved, as plain nested data that ``load_config`` reads back to an equal config."""
+        """The complete configuration as plain nested data, from which ``load_config`` makes an equal config."""
         tree = as_tree(self)
         for name, value in self.framework.items():
             assign(tree, name, copy.deepcopy(value))
@@ -135,11 +135,11 @@ class Settings:
             yaml.dump(self.to_dict(), file, Dumper, sort_keys=False, allow_unicode=True)
 
     def fingerprint(self) -> str:
-        """12 hex digits over every value that decides the result."""
+        """A hash of ``decisive()``, 12 hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()[:12]
 
     def decisive(self) -> dict[str, Any]:
-        """Every value that decides the result, by dotted key: not devices, folders, or what is kept."""
+        """Every value that affects the result, by dotted key; devices, folders and saved files do not."""
         found = {name: value for name, value, meta in flat_keys(self) if meta.get("result", True)}
         found.update(
             (name, value)
@@ -147,13 +147,13 @@ class Settings:
             if not framework.decides_nothing(name, self.framework)
         )
         if self.fedopt.optimizer.lr is None:
-            # Where it is not used it counts as the framework's default.
+            # Without fedopt.use, the value is FederatedScope's default, so that it does not change the hash.
             found["fedopt.optimizer.lr"] = server_lr(self.fedopt.optimizer.type) if self.fedopt.use else 0.01
         return canonical(found)
 
 
 def known_keys() -> list[str]:
-    """All dotted keys that a file may have, ours and the framework's, without methods' hyperparameters."""
+    """All dotted keys that a file may have, ours and FederatedScope's, without hyperparameters of methods."""
     return sorted({name for name, _, _ in flat_keys(Settings())} | set(framework.DEFAULTS))
 
 
@@ -167,7 +167,7 @@ def infer_task(model_type: str) -> str:
 
 
 def flat_keys(section: Any, prefix: str = "") -> list[tuple[str, Any, Mapping[str, Any]]]:
-    """Every key below ``section``: dotted name, value, and the field's metadata."""
+    """Every key below ``section``: dotted name, value, and metadata of the field."""
     keys: list[tuple[str, Any, Mapping[str, Any]]] = []
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
@@ -198,7 +198,7 @@ def as_tree(section: Any) -> dict[str, Any]:
 
 
 def canonical(value: Any) -> Any:
-    """Numbers that are equal become the same text: 1 and 1.0."""
+    """``value`` with equal numbers in the same form, so that 1 and 1.0 give the same hash."""
     if isinstance(value, Mapping):
         return {str(key): canonical(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The sections of a configuration: every key with its default, its bounds and what it is for.
+"""The sections of a configuration: every key with its default, bounds and meaning.
 
 Defaults are FederatedScope's (branch ``llm``), except where a comment says otherwise.
 """
@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 
 from .check import key
 
-#: networks of ours, by ``model.type`` (``models.vision``)
+#: our image networks, by ``model.type`` (``models.vision``)
 VISION_MODELS = ("lenet", "fedma_cnn", "resnet10", "resnet18")
 
 
 @dataclass(frozen=True)
 class Federate:
     client_num: int = key(0)
-    #: clients a round; -1 is all of them. ``sample_client_rate`` goes first if both are given
+    #: number of clients in a round; -1 is all. ``sample_client_rate`` takes precedence if both are given
     sample_client_num: int = key(-1, min=-1)
     sample_client_rate: float = key(-1.0, max=1.0)
     total_round_num: int = key(50, min=1)
     mode: str = key("standalone", choices=("standalone", "distributed"), local="standalone")
-    #: never ``FedAvg`` with adapters: see the module's docstring
+    #: with adapters, ``fedavg`` becomes ``fedlora``: see the docstring of ``config``
     method: str = key("fedavg")
-    #: True weighs clients equally; False by their number of samples
+    #: True weights clients equally, False by their number of samples
     ignore_weight: bool = key(False)
-    #: the framework's default is False
+    #: FederatedScope's default is False
     make_global_eval: bool = key(True)
     sampler: str = key("uniform", local="uniform")
     use_ss: bool = key(False, local=False)
@@ -41,19 +41,19 @@ class Federate:
 @dataclass(frozen=True)
 class Data:
     root: str = key("data")
-    #: a data set by name, or ``FILE@…``; the framework's default is a toy of its own
+    #: the name of a data set, or ``FILE@…``; FederatedScope's default is its toy data set
     type: str = key("")
     args: list = key([])
-    #: the framework's default is empty: data that comes in parts
+    #: FederatedScope's default is empty: data that are already split into clients
     splitter: str = key("iid")
     splitter_args: list = key([])
-    #: shares of train, validation, test
+    #: fractions for train, validation, test
     splits: list[float] = key([0.8, 0.1, 0.1], min=0.0)
     subsample: float = key(1.0, above=0.0, max=1.0)
-    #: of images: steps such as ``[['RandomHorizontalFlip'], ['ToTensor'], ['Normalize', {'mean': …, 'std': …}]]``,
-    #: under torchvision's names; empty: normalised as is usual for the set
+    #: for images: steps such as ``[['RandomHorizontalFlip'], ['ToTensor'], ['Normalize', {'mean': …, 'std': …}]]``,
+    #: with torchvision's names; empty: the usual normalisation for the data set
     transform: list = key([])
-    #: of held-out images; empty: ``transform`` without its random steps
+    #: for held-out images; empty: ``transform`` without its random steps
     val_transform: list = key([])
     test_transform: list = key([])
 
@@ -68,19 +68,19 @@ class Dataloader:
 
 @dataclass(frozen=True)
 class Model:
-    #: ``NAME_OR_PATH@huggingface_llm``, ``NAME_OR_PATH@transformers``, or a model of ours by name
+    #: ``NAME_OR_PATH@huggingface_llm``, ``NAME_OR_PATH@transformers``, or the name of one of our image networks
     type: str = key("")
-    #: inferred from the suffix of ``type`` if empty; ``node`` is the framework's default and says nothing
+    #: inferred from the suffix of ``type`` if empty; ``node``, FederatedScope's default, counts as empty
     task: str = key("", choices=("", "CausalLM", "SequenceClassification", "ImageClassification"), also={"node": ""})
-    #: of our networks for images
+    #: for our image networks
     use_bias: bool = key(True)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    #: None: as the method has it
+    #: None: decided by the method
     use: bool | None = key(None)
-    #: one mapping in a list, as in the framework; resolved to PEFT's names. Read ``config.adapter`` instead
+    #: a list of one mapping, as in FederatedScope, with PEFT's names; ``config.adapter`` is the parsed form
     args: list[dict] = key([{}])
     mv_to_cpu: bool = key(False, result=False)
 
@@ -94,12 +94,12 @@ class Chat:
 @dataclass(frozen=True)
 class Cache:
     #: folder for downloaded models
-    model: str = key("", result=False, idle="downloaded models lie where HF_HOME says")
+    model: str = key("", result=False, idle="HF_HOME is the folder for downloaded models")
 
 
 @dataclass(frozen=True)
 class LLM:
-    #: tokens
+    #: in tokens
     tok_len: int = key(128, min=1)
     retry_on_nan_loss: bool = key(False, local=False)
     adapter: Adapter = field(default_factory=Adapter)
@@ -142,30 +142,30 @@ class Scheduler:
 class Train:
     local_update_steps: int = key(1, min=1)
     batch_or_epoch: str = key("batch", choices=("batch", "epoch"))
-    #: 16-bit weights: float16 in the framework, bfloat16 in the local engine
+    #: 16-bit weights: float16 in FederatedScope, bfloat16 in the local engine
     is_enable_half: bool = key(False)
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
-    #: ours: keep what the frozen layers below the first adapter put out. YAML reads a bare ``off`` as False
+    #: ours: cache the outputs of the frozen layers below the first adapter. YAML reads a bare ``off`` as False
     cache_frozen: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)
-    #: bytes
+    #: maximum size of the cache in bytes
     cache_frozen_bytes: float = key(4e9, min=0.0, result=False)
-    #: in memory if empty, else a folder for memory-mapped files
+    #: folder for memory-mapped files; empty: in memory
     cache_frozen_dir: str = key("", result=False)
-    #: dropout in those layers; False lets their output be kept
+    #: dropout in those layers; False allows caching
     frozen_dropout: bool = key(False)
 
 
 @dataclass(frozen=True)
 class Grad:
-    #: largest norm; negative is off
+    #: maximum norm; negative: off
     grad_clip: float = key(-1.0)
     grad_accum_count: int = key(1, min=1)
 
 
 @dataclass(frozen=True)
 class EarlyStop:
-    #: evaluations without improvement; 0 is off, and the default here (5 in the framework)
+    #: number of evaluations without improvement; 0: off, our default (5 in FederatedScope)
     patience: int = key(0, min=0)
     delta: float = key(0.0, min=0.0)
     improve_indicator_mode: str = key("best", choices=("best", "mean"), local="best")
@@ -175,10 +175,10 @@ class EarlyStop:
 class Eval:
     #: rounds between evaluations; 0 or -1: after the last round only
     freq: int = key(1, min=-1)
-    #: the framework's default is an empty list
+    #: FederatedScope's default is an empty list
     metrics: list[str] = key(["acc"], items=("acc", "loss"))
     split: list[str] = key(["test", "val"], items=("train", "val", "test"))
-    #: which round is the best: ``SPLIT_METRIC``
+    #: the metric that selects the best round, ``SPLIT_METRIC``
     best_res_update_round_wise_key: str = key("val_loss")
     #: ours; 0: as ``dataloader.batch_size``
     batch_size: int = key(0, min=0)
@@ -188,14 +188,14 @@ class Eval:
 
 
 def server_lr(kind: str) -> float:
-    """The default ``fedopt.optimizer.lr``: 1 for SGD, which then is FedAvg; 0.01 for the adaptive ones."""
+    """The default ``fedopt.optimizer.lr``: 1 for SGD, which is then FedAvg; 0.01 for adaptive optimizers."""
     return 1.0 if kind.lower() == "sgd" else 0.01
 
 
 @dataclass(frozen=True)
 class ServerOptimizer:
     type: str = key("SGD", choices=("SGD", "Adam", "Adagrad", "Yogi"), fold=True)
-    #: None: ``server_lr`` of the type; the framework's default is 0.01 for all
+    #: None: ``server_lr`` of the type; FederatedScope's default is 0.01 for all
     lr: float | None = key(None, above=0.0)
     #: further arguments: ``momentum``, ``betas``, …
     extra: dict = key({}, open=True)
@@ -212,46 +212,45 @@ class FedOpt:
 
 @dataclass(frozen=True)
 class Lowrank:
-    """What the framework has no key for. Every other key belongs to the method."""
+    """Settings that FederatedScope has no key for. All other keys of this section belong to the method."""
 
-    #: a round stops when fewer clients than this have sent a usable update
+    #: minimum number of usable updates in a round; with fewer, the run stops
     min_clients: int = key(1, min=1)
-    #: the largest training set that a client may claim; an update of one that claims more is refused
+    #: the largest number of training samples that a client may declare; updates that declare more are refused
     max_samples: int = key(10**9, min=1)
-    #: an update whose norm, of its change against what the client was sent, is larger is refused; 0: off
+    #: maximum norm of the difference between an update and what the client was sent; 0: off
     max_update_norm: float = key(0.0, min=0.0)
-    #: the same, as a factor over the median of the round's updates; 0: off
+    #: the same, as a factor of the median over the updates of the round; 0: off
     max_update_norm_factor: float = key(0.0, min=0.0)
-    #: when the server's step fails on admitted updates, or gives what is not finite: end the run, or leave the round
-    #: out
+    #: if the server step fails or its result is not finite: stop the run, or skip the round
     on_bad_round: str = key("stop", choices=("stop", "skip"))
-    #: chance that a client drops out of a round it was chosen for, drawn from the seed: to try what a method stands
+    #: probability that a selected client drops out of a round, drawn with the seed; tests the robustness of a method
     drop_rate: float = key(0.0, min=0.0, max=1.0)
-    #: seconds that a process waits for another one: between machines, and with ``federate.process_num``
+    #: seconds that a process waits for another: in distributed runs, and with ``federate.process_num``
     timeout: float = key(600.0, above=0.0, result=False)
-    #: of the frozen weights and the arithmetic; trained tensors are the method's business
+    #: dtype of the frozen weights and of the computation; methods decide the dtype of trained tensors
     dtype: str = key("float32", choices=("float32", "bfloat16"))
-    #: norm of a ResNet; ``static`` is batch-norm that evaluates by the batch's own statistics
+    #: normalisation of a ResNet; ``static`` is batch norm that uses the statistics of the batch in evaluation too
     norm: str = key("batch", choices=("batch", "static", "group", "none"))
-    #: multiplies the hidden widths of a network for images
+    #: factor on the hidden widths of an image network
     width: float = key(1.0, above=0.0, max=8.0)
-    #: a ``.safetensors`` file that a network for images starts from; without one it is trained from scratch
+    #: a ``.safetensors`` file with the initial weights of an image network; empty: trained from scratch
     weights: str = key("")
-    #: where layers with an adapter start in a network from scratch: at random, the adapter changing nothing; or at
-    #: zero, both halves of the pair random
+    #: initialisation of layers with an adapter when training from scratch: random weights and a zero adapter, or zero
+    #: weights and a pair of random matrices
     base_init: str = key("random", choices=("random", "zero"))
-    #: held-out samples by which a method chooses, drawn from the validation split; fewer where it has fewer
+    #: number of validation samples, at most, with which a method selects
     validation_samples: int = key(500, min=1)
-    #: seed that cuts off the test set of data that come without one; -1: the run's. It is to be the same in a search
-    #: and in the runs that follow, or what the search saw lies in their test sets
+    #: seed of the split into training and test data, for data without a test set; -1: the run's seed. A search and the
+    #: runs that follow must use the same value; otherwise samples of the search are in their test sets
     test_seed: int = key(-1, min=-1)
-    #: folder to keep clients' trained tensors in: what was trained once, from the same start on the same data, is
-    #: taken from there; empty: off
+    #: folder for the trained tensors of clients, which are reused if a client trains from the same start on the same
+    #: data; empty: off
     reuse_clients: str = key("", result=False)
-    #: also write the model with the adapter merged in
+    #: also save the model with the adapter merged into it
     save_merged: bool = key(False, result=False)
     #: rounds between checkpoints; 0: none
     checkpoint_freq: int = key(1, min=0, result=False)
     keep_checkpoints: int = key(2, min=1, result=False)
-    #: hyperparameters of the method, complete
+    #: all hyperparameters of the method
     params: dict = key({}, open=True)

@@ -1,4 +1,4 @@
-"""Nested plain data under dotted keys: take apart, look up, set, merge."""
+"""Nested plain data with dotted keys: flatten, look up, assign, merge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .origin import show
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key; sections, however deep, are taken apart, lists are values."""
+    """Values by dotted key. Sections are flattened at all levels; lists are values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str):
@@ -27,7 +27,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Put ``changes`` into ``tree``: sections merge, anything else is replaced."""
+    """Merge ``changes`` into ``tree``: sections are merged, all other values replaced."""
     for key, value in flatten(changes).items():
         if value == {} and isinstance(value, dict):
             if lookup(tree, key) is None:
@@ -37,7 +37,7 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def assign(tree: Any, key: str, value: Any) -> None:
-    """Set a dotted key; a segment that is a number is an index, and one past the end of a list adds to it."""
+    """Set a dotted key. A number is an index into a list; the index after the last item appends."""
     parts = key.split(".")
     if "" in parts:
         raise UserError(f"unknown key {key!r}: a name is missing beside a dot")
@@ -79,7 +79,7 @@ def lookup(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as YAML can write it: lists for tuples, Python's numbers for NumPy's, text for paths."""
+    """``value`` in types that YAML can write: lists for tuples, Python numbers for NumPy's, text for paths."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

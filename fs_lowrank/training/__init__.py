@@ -1,4 +1,4 @@
-"""Local training and evaluation, on one model, for any method."""
+"""Local training and evaluation of one model, for any method."""
 
 from .evaluate import evaluate
 from .local import LocalResult, train_client

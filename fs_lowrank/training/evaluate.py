@@ -16,11 +16,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss and accuracy over ``examples``.
 
-    Batches go by falling length, so that little is padding; the result does not depend on it beyond rounding.
+    Samples are sorted by length to reduce padding, which changes the result only by rounding.
 
     Returns:
         ``loss`` and ``acc``. For a classifier both are per sample; for a causal LM per predicted token
-        (positions whose label is -100 do not count).
+        (positions with label -100 are ignored).
     """
     model.eval()
     device = next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""One client's local training: the method's phases, one after the other."""
+"""Local training of one client: the phases of the method, one after another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .optimizer import make_optimizer
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What came of a client's training: mean loss a step, optimizer steps, samples processed."""
+    """The result of local training: mean loss per step, number of optimizer steps, number of samples processed."""
 
     loss: float
     steps: int
@@ -29,7 +29,7 @@ class LocalResult:
 def batch_indices(
     size: int, batch_size: int, generator: np.random.Generator, shuffle: bool = True, drop_last: bool = False
 ) -> Iterator[np.ndarray]:
-    """One epoch of index batches; a client smaller than a batch always gives its one short batch."""
+    """One epoch of index batches. A client with fewer samples than a batch always gives one short batch."""
     order = generator.permutation(size) if shuffle else np.arange(size)
     for start in range(0, size, batch_size):
         batch = order[start : start + batch_size]
@@ -38,7 +38,7 @@ def batch_indices(
 
 
 def _batches(size: int, config: Settings, steps: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """Index batches of a phase: ``steps`` epochs, or ``steps`` optimizer steps, going round the data."""
+    """Index batches of a phase: ``steps`` epochs, or ``steps`` optimizer steps over repeated epochs."""
     limit = None if config.train.batch_or_epoch == "epoch" else steps * config.grad.grad_accum_count
     epoch, given = 0, 0
     while (epoch < steps) if limit is None else (given < limit):
@@ -60,9 +60,9 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]:
-    """Freeze everything but the parameters with one of the tags ``wanted``; return those.
+    """Freeze all parameters except those with one of the tags ``wanted``, which are returned.
 
-    A batch-norm that is frozen uses its running statistics and leaves them as they are.
+    A frozen batch norm uses its running statistics and does not update them.
     """
     chosen = []
     for name, parameter in model.named_parameters():
@@ -77,13 +77,12 @@ def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The model's mean loss on a batch.
+    """The mean loss of the model on a batch.
 
-    A causal LM's head is wide, and its logits are wanted only where a loss is taken, so it is given only
-    those positions; the loss is the same.
+    The head of a causal LM is wide, so it is applied only to the positions that have a label. The loss is the same.
     """
     if batch["labels"].ndim == 1 or getattr(model.config, "output_router_logits", False):
-        return model(**batch).loss  # a mixture of experts adds a loss of its own
+        return model(**batch).loss  # a mixture of experts adds its own loss
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     following = batch["labels"][:, 1:]
     taken = following != -100
@@ -108,16 +107,16 @@ def train_client(
 ) -> LocalResult:
     """Train ``model`` in place on one client's examples.
 
-    A frozen parameter has no gradient and is in no optimizer, so weight decay and momentum cannot move it;
-    each phase starts with a new optimizer, so nothing it remembers survives a switch of halves.
+    Frozen parameters have no gradient and are not in the optimizer, so weight decay and momentum do not change them.
+    Each phase has a new optimizer, so its state is not used for the parameters of another phase.
 
     Args:
         examples: the client's data: ``len``, ``batch(indices, augment) -> dict of tensors`` with ``labels``.
-        phases: what trains, and how long.
+        phases: what is trained, and for how long.
         config: ``train``, ``dataloader`` and ``grad`` of the run's configuration.
-        lr: this round's learning rate. seed: decides the order of the data, dropout, and how images are varied.
-        owner: whose data it is, for ``prefix``'s kept states.
-        prefix: the part below the first trainable layer, to be computed once (``models.frozen``).
+        lr: learning rate of this round. seed: for the order of the data, dropout, and augmentation of images.
+        owner: key of the examples in the cache ``prefix``.
+        prefix: cache of the hidden states below the first trainable layer (``models.frozen``).
     """
     device = next(model.parameters()).device
     order, augment = np.random.default_rng(seed), np.random.default_rng(derive(seed, "augment"))

@@ -1,4 +1,4 @@
-"""A client's optimizer: made by its name in ``torch.optim``, and tried before a run."""
+"""The optimizer of a client: created by its name in ``torch.optim``, and tested before a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..settings import Optimizer
 
 
 def make_optimizer(parameters: list[nn.Parameter], kind: str, lr: float, extra: dict) -> torch.optim.Optimizer:
-    """``torch.optim``'s optimizer of that name.
+    """Create the optimizer ``torch.optim.<kind>``.
 
     Raises:
-        UserError: no such optimizer, or a keyword it does not take.
+        UserError: an unknown optimizer, or an argument that it does not accept.
     """
     known = {
         n.lower(): c
@@ -28,14 +28,14 @@ def make_optimizer(parameters: list[nn.Parameter], kind: str, lr: float, extra: 
         raise UserError(f"train.optimizer: {kind} does not take {extra}: {error}") from error
 
 
-def check_optimizer(wanted: Optimizer) -> None:
-    """Raise ``UserError`` if ``train.optimizer`` cannot be made or cannot take a step: some values show only there."""
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ``UserError`` if ``train.optimizer`` cannot be created or cannot take a step, where some values fail."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.ones(1)
-    # What depends on the device says nothing here.
-    extra = {key: value for key, value in wanted.extra.items() if key not in ("capturable", "fused")}
-    optimizer = make_optimizer([parameter], wanted.type, wanted.lr, extra)
+    # Arguments that depend on the device are not tested.
+    extra = {key: value for key, value in optimizer.extra.items() if key not in ("capturable", "fused")}
+    made = make_optimizer([parameter], optimizer.type, optimizer.lr, extra)
     try:
-        optimizer.step()
-    except Exception as error:  # whatever torch stumbles over, it is these values
-        raise UserError(f"train.optimizer: {wanted.type} does not take {extra}: {error}") from error
+        made.step()
+    except Exception as error:  # torch raises various errors for invalid values
+        raise UserError(f"train.optimizer: {optimizer.type} does not take {extra}: {error}") from error

@@ -10,22 +10,22 @@ from ..settings import Origin, Scheduler, Settings, check_keys, key, keys_of
 
 @dataclass(frozen=True)
 class Schedule:
-    """``train.scheduler`` as this package follows it; FederatedScope's own trainers know other types."""
+    """The keys of ``train.scheduler``. FederatedScope's own trainers have other types."""
 
     type: str = key("", choices=("", "constant", "linear", "cosine"), fold=True)
-    #: share of the rounds in which the rate rises linearly
+    #: fraction of the rounds with a linearly increasing rate
     warmup_ratio: float = key(0.0, min=0.0, max=1.0)
-    #: what ``linear`` and ``cosine`` fall to
+    #: final rate of ``linear`` and ``cosine``
     min_lr: float = key(0.0, min=0.0, words="a learning rate")
-    #: rounds after which they start again; 0: they fall once, over the whole run
+    #: number of rounds after which they restart; 0: no restart
     cycle: int = key(0, min=0, words="a whole number of rounds, 0 for the whole run")
 
 
 def schedule_of(scheduler: Scheduler, origin: Origin | None = None) -> Schedule:
-    """The schedule that ``train.scheduler`` asks for.
+    """The schedule configured by ``train.scheduler``.
 
     Raises:
-        UserError: an unknown type or key, with the nearest; a value of the wrong type or out of range.
+        UserError: an unknown type or key (the message suggests the nearest); a value of the wrong type or out of range.
     """
     given = asdict(scheduler)
     values = {**given.pop("extra"), **given}
@@ -35,8 +35,8 @@ def schedule_of(scheduler: Scheduler, origin: Origin | None = None) -> Schedule:
 def lr_at(round: int, rounds: int, lr: float, schedule: Schedule) -> float:
     """The learning rate of ``round`` (from 1): ``train.optimizer.lr`` under ``schedule``.
 
-    ``linear`` and ``cosine`` fall from ``lr`` to ``min_lr`` over the run, or over every ``cycle`` rounds;
-    the first ``warmup_ratio`` of the rounds rise linearly. A server that schedules sends a number a round.
+    ``linear`` and ``cosine`` decrease from ``lr`` to ``min_lr`` over the run, or over every ``cycle`` rounds. In the
+    first ``warmup_ratio`` of the rounds, the rate increases linearly.
     """
     warmup = math.ceil(schedule.warmup_ratio * rounds)
     if round <= warmup:

@@ -1,4 +1,4 @@
-"""The error of averaging A and B apart: by hand, where it is zero, and through real runs."""
+"""The error of averaging A and B separately: by hand, where it is zero, and through real runs."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fs_lowrank
-from benchmark.analysis import Seen, watch
+from benchmark.analysis import ServerStep, watch
 from benchmark.analysis import aggregation_error as ae
 
 pytestmark = pytest.mark.usefixtures("no_curves")
@@ -24,10 +24,10 @@ def test_the_error_by_hand():
     before = pair([0.0, 1.0], [1.0, 0.0, 0.0])
     # mean of the products: 0.5, 0; 0, 1.5. Product of the means: 0.125, 0.375; 0.375, 1.125. Before: 0, 0; 1, 0.
     expected = (4 * 0.375**2) ** 0.5 / (0.5**2 + 1 + 1.5**2) ** 0.5
-    assert ae.relative_error(Seen(1, clients, weights, mean, before, 4.0)) == pytest.approx(expected)
+    assert ae.relative_error(ServerStep(1, clients, weights, mean, before, 4.0)) == pytest.approx(expected)
     same = [clients[0], clients[0]]
-    assert ae.relative_error(Seen(1, same, weights, clients[0], before, 4.0)) == 0
-    assert ae.relative_error(Seen(1, [before, before], weights, before, before, 4.0)) == 0
+    assert ae.relative_error(ServerStep(1, same, weights, clients[0], before, 4.0)) == 0
+    assert ae.relative_error(ServerStep(1, [before, before], weights, before, before, 4.0)) == 0
 
 
 @pytest.mark.parametrize("method", ["rolora", "ffa_lora"])

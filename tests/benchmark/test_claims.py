@@ -1,11 +1,11 @@
-"""Verdicts by rule, on numbers one can check by hand."""
+"""Verdicts by rule, on numbers that can be checked by hand."""
 
 import statistics
 
 import pytest
 
 from benchmark.claims import FAILS, HOLDS, UNTESTED, check_rule, judge, noise, paired_noise, spread, verdict
-from benchmark.results import Found, best_of, scale_of, shown, value
+from benchmark.results import ExperimentResults, best_of, scale_of, shown, value
 from fs_lowrank import UserError
 from fs_lowrank.settings import Origin
 
@@ -138,7 +138,7 @@ def test_a_target_that_a_seed_missed_has_no_mean():
             "history": {"evaluated": [{"round": 1, "val_acc": 0.9 if reached else 0.5, "uplink": 10, "downlink": 0}]},
         }
 
-    found = Found(
+    found = ExperimentResults(
         None,
         None,
         {("a", ""): [record(0, True), record(1, False)], ("b", ""): [record(0, True)], ("c", ""): [record(0, False)]},

@@ -13,7 +13,7 @@ pytest.importorskip("sklearn")
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Tensors this small lose far more than they gain by being shared between threads."""
+    """One thread, because multithreading slows down operations on such small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -95,7 +95,7 @@ def place(tmp_path_factory, tiny_encoder, reviews_csv):
 
 @pytest.fixture(scope="module")
 def surroundings(place):
-    """What a process that works there needs in its environment."""
+    """The environment variables of a process that works there."""
     return {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -105,7 +105,7 @@ def surroundings(place):
 
 @pytest.fixture(scope="module")
 def bench(place, surroundings):
-    """The command in this process, which has the libraries already; returns its exit code and what it printed."""
+    """Run the command in this process, which has imported the libraries; returns exit code and output."""
     list_methods()  # the built-in ones are registered once, not into the copy
 
     def run(*args):

@@ -1,4 +1,4 @@
-"""Scorers: forms taken apart without loss, lm-eval's own tasks on local rows, generated answers, wrong input."""
+"""Scorers: instructions parsed without loss, lm-eval's own tasks on local rows, generated answers, wrong input."""
 
 import csv
 import json
@@ -107,7 +107,7 @@ def row(instruction, answer):
 
 @pytest.fixture(scope="module", autouse=True)
 def manager():
-    """lm-eval's index of the folders that are asked for here; all 14,000 files take it 15 seconds."""
+    """lm-eval's index of the necessary folders only; indexing all 14,000 files takes 15 seconds."""
     if find_spec("lm_eval") is None:
         yield None
         return

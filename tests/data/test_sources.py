@@ -145,7 +145,7 @@ def test_empty_texts_are_dropped_and_counted(tmp_path):
 
 BROKEN = [
     ("a.csv", "", "the file is empty"),
-    ("a.csv", "text,label\n", "holds no row"),
+    ("a.csv", "text,label\n", "has no rows"),
     ("a.csv", "text,label\na,1\nb\n", "line 3: 1 columns came, the header has 2"),
     ("a.csv", 'text,label\na,1\n"b,0\n', "line 3: .*truncated"),
     ("a.csv", "text,text\na,1\n", "names a column twice"),
@@ -159,7 +159,7 @@ BROKEN = [
     ("a.json", '[{"text": "a",\n "label": 1},\n {"text"', "line 3: invalid JSON.*truncated"),
     ("a.json", '[{"text": "a"},\n {"text": x}, {"text": "b"}]', "line 2: invalid JSON: Expecting value$"),
     ("a.json", '"text"', "expected a list of objects, got str"),
-    ("a.json", "[]", "holds no row"),
+    ("a.json", "[]", "has no rows"),
     ("a.json", '[{"text": "a", "label": 1}, {"text": "b"}]', "row 2: no label"),
     ("a.jsonl@llm", '{"instruction": "a", "answer": "b"}\n', "no column 'output'.*there are: instruction, answer"),
     ("a.jsonl@llm", '{"instruction": "a", "output": ""}\n', "every row has an empty instruction or answer"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fs_lowrank
-from fs_lowrank.methods import requirements
+from fs_lowrank.methods import get_method_class, requirements
 
 ENGINE = Path(__file__).with_name("files_engine.py")
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]

@@ -15,7 +15,7 @@ from fs_lowrank.settings import AdapterSpec
 
 
 class Net(nn.Module):
-    """Convolutions of every kind that matters: strides, unequal sides, valid, with bias, 1 × 1."""
+    """Convolutions of all relevant kinds: strides, unequal sides, valid, with bias, 1 × 1."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def pair(method="lora", monkeypatch=None, **spec):
-    """The same adapted net with our convolutions and with PEFT's, its adapter moved off the start."""
+    """The same adapted net with our convolutions and with PEFT's, with an adapter that is not zero."""
     nets = []
     for ours in (True, False):
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ def pair(method="lora", monkeypatch=None, **spec):
 
 @pytest.fixture(params=[True, False], ids=["composed", "thin"])
 def always(request, monkeypatch):
-    """The count decides for one form throughout."""
+    """Let the cost estimate always choose the same form."""
     monkeypatch.setattr(ComposedLoRA, "_pays", lambda self, x, rank: request.param)
     return request.param
 

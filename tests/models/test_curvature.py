@@ -43,7 +43,7 @@ class Sequences(nn.Module):
 
 
 class Words(nn.Module):
-    """Words that come twice, padding, positions looked up once for all samples, and a layer norm."""
+    """Repeated words, padding, positions looked up once for all samples, and a layer norm."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Normed(nn.Module):
 
 
 class Own(nn.Module):
-    """A parameter that is no layer's: one sample at a time."""
+    """A parameter outside any layer, which requires one sample at a time."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The kept states are those that the frozen layers would have given."""
+"""Cached states are equal to those that the frozen layers would compute."""
 
 import copy
 import logging
@@ -244,7 +244,7 @@ def logits(prefix, data, batch, kept):
 
 
 def trained(name, data, limit):
-    """All that has learned after three steps with dropout on above the prefix."""
+    """All trained tensors after three steps with dropout above the prefix."""
     prefix = planned(name, data, limit)
     prefix.model.train()
     prefix.eval_below()
@@ -268,7 +268,7 @@ def test_every_architecture_is_as_without_kept_states(name, caplog):
     said = [r.getMessage() for r in caplog.records if r.name == "fs_lowrank"]
     inner = type(prefix.model.get_base_model()).__name__
     assert [s.partition(" (")[0] for s in said] == (
-        [] if name in KEPT else [f"train.cache_frozen: {inner}'s layers cannot be left out"]
+        [] if name in KEPT else [f"train.cache_frozen: the cache cannot be used with {inner}"]
     )
     for batch in (np.arange(9), np.array([3, 0]), np.array([7])):
         plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)

@@ -1,4 +1,4 @@
-"""The head is what stands at the top of the model, whatever modules inside the base are called."""
+"""The head is at the top of the model, whatever the names of modules inside the base."""
 
 import pytest
 import torch

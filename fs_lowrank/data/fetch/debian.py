@@ -1,4 +1,4 @@
-"""Debian packages, through apt-get and the sources that it is set to; apt checks the archive."""
+"""Downloads of Debian packages by apt-get from its configured sources. apt checks the archive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fs_lowrank.data.fetch.items import Item
 
 
 def download(item: Item, folder: Path, progress: Say) -> Path:
-    """The item's package, in ``folder``."""
+    """Download the package of ``item`` to ``folder``."""
     unknown = f"apt-get knows no package {item.package!r}; run: apt-get update"
     return client_download(
         item,

