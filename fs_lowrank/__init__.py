@@ -10,7 +10,7 @@ Everything heavy is imported on first use, so that ``import fs_lowrank`` is fast
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+from .versions import __version__ as __version__
 
 _LAZY = {
     "load_config": "config",

@@ -13,6 +13,7 @@ from .config import Config, load_config, load_for
 from .errors import RunFailed, UserError, nearest
 from .runs.plots import plot_curves
 from .runs.result import RunResult
+from .versions import SCHEMA
 
 #: engine name -> the module that has ``run(config, resume, on_round, on_client)``
 ENGINES = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
@@ -99,6 +100,7 @@ def compare(
             json.dumps(
                 {
                     n: {
+                        "schema": SCHEMA,
                         "final": r.final,
                         "bytes_per_client_and_round": per_client_and_round(r.history),
                         "seconds": seconds(r.history),

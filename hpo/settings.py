@@ -11,6 +11,7 @@ import optuna
 
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.errors import nearest
+from fs_lowrank.versions import check_schema
 
 from .space import Space, space_from
 
@@ -182,8 +183,9 @@ def settings_of(study: optuna.Study) -> Settings:
     """What the study was started with.
 
     Raises:
-        UserError: it is not a study of ours.
+        UserError: it is not a study of ours, or a newer version of fs-lowrank made it.
     """
+    check_schema(study.user_attrs, f"the study {study.study_name!r}")
     try:
         return Settings.from_dict(study.user_attrs[META])
     except (KeyError, TypeError):

@@ -22,6 +22,7 @@ from ..runs.environment import environment
 from ..runs.plots import plot_curves
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult
+from ..versions import SCHEMA
 from .evaluator import Evaluator
 from .site import Site
 
@@ -128,9 +129,11 @@ class RecordKeeper:
                 )
         self._records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
-        about = {**environment(), "new_weights": self.site.new_weights}
+        about = {"schema": SCHEMA, **environment(), "new_weights": self.site.new_weights}
         (self.outdir / "environment.json").write_text(json.dumps(about, indent=1))
-        (self.outdir / "data.json").write_text(json.dumps(self.site.data.record(), separators=(",", ":")))
+        (self.outdir / "data.json").write_text(
+            json.dumps({"schema": SCHEMA, **self.site.data.record()}, separators=(",", ":"))
+        )
         return checkpoint
 
     def checkpoint_due(self, round: int) -> bool:
@@ -280,6 +283,7 @@ class RecordKeeper:
             {self.method.name: history}, self.outdir / "curves.png", self.site.data.majority
         )
         summary = {
+            "schema": SCHEMA,
             "final": final,
             "bytes": dict(result.bytes),
             **result.facts,

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import RunFailed, UserError
+from ..versions import SCHEMA, NewerSchema, check_schema
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -70,7 +71,7 @@ def save_checkpoint(
             _sync(path)
             sums[path.name] = _sum(path)
         path = aside / "meta.json"
-        content = {"round": round, "files": sums, **meta}
+        content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
         path.write_text(json.dumps({"sha256": _meta_sum(content), **content}))
         _sync(path)
         if final.exists():
@@ -93,6 +94,7 @@ def _read(path: Path) -> Checkpoint:
     meta = json.loads((path / "meta.json").read_text())
     if meta.pop("sha256") != _meta_sum(meta):
         raise ValueError("meta.json is damaged: its checksum does not match")
+    check_schema(meta, path / "meta.json")
     for name, expected in meta["files"].items():
         if _sum(path / name) != expected:
             raise ValueError(f"{name} is damaged: its checksum does not match")
@@ -106,12 +108,14 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
     A damaged one is named in a warning and the one before it is used.
 
     Raises:
-        UserError: there are checkpoints, and every one is damaged.
+        UserError: there are checkpoints, and every one is damaged; or the newest is of a newer version of fs-lowrank.
     """
     found = sorted(folder.glob("round_*"), reverse=True) if folder.is_dir() else []
     for path in found:
         try:
             return _read(path)
+        except NewerSchema:  # going back to an older checkpoint would undo rounds that are done
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("checkpoint %s cannot be used (%s); trying the one before", path.name, error)
     if found:

@@ -11,7 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import nn
 
-PACKAGES = ("fs-lowrank", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
+from ..versions import __version__
+
+PACKAGES = ("torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 
 
 @cache
@@ -23,8 +25,9 @@ def _version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Version of Python and of each package that decides a result; ``not installed`` where it is missing."""
-    return {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
+    """Version of Python, of this package and of each that decides a result; ``not installed`` where it is missing."""
+    own = {"python": platform.python_version(), "fs-lowrank": __version__}
+    return {**own, **{package: _version(package) for package in PACKAGES}}
 
 
 def environment() -> dict:
