@@ -10,10 +10,11 @@ from pathlib import Path
 
 from fs_lowrank import Config, Method, UserError, create_method
 from fs_lowrank.api import ENGINES
+from fs_lowrank.jobs.crew import check_gpus
+from fs_lowrank.jobs.files import write_text
 
 from .execute import permitted
 from .plan import Cell, Job, Options, Script, Search, make_training_file
-from .store import write_text
 from .suite import import_all
 
 #: what a process needs beside the model: libraries, data, clients' tensors, activations
@@ -49,7 +50,7 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
                 note(where, error)
     try:
         _check_memory(jobs, workers, gpus)
-        _check_gpus(gpus)
+        check_gpus(gpus)
     except UserError as error:
         note("this machine", error)
     for folder in (options.results, options.work):
@@ -264,14 +265,3 @@ def available_bytes() -> float | None:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (OSError, ValueError):
         return None
-
-
-def _check_gpus(gpus: Sequence[str]) -> None:
-    if not gpus:
-        return
-    import torch
-
-    count = torch.cuda.device_count()
-    for gpu in gpus:
-        if not gpu.isdigit() or int(gpu) >= count:
-            raise UserError(f"--gpus {gpu}: torch finds {count} GPU{'s' * (count != 1)} here, numbered from 0")

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from fs_lowrank import UserError
 from fs_lowrank.errors import nearest
+from fs_lowrank.jobs import shell
 
 from .plan import Options, Search, check_only, chosen, jobs_of
 from .run import run
 from .suite import SIZES, load_suite, shipped
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+console = shell.make_console(140)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(prog="python -m benchmark", description="Suites in, results and a report out.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -56,26 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("suites", nargs="*", metavar="SUITE", help="default: all that have results")
     common(report, "all")
     report.set_defaults(do=_report)
-    return parser
+    return parser, commands.choices.values()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 success, 1 a cell failed, 2 wrong use, 130 interrupted)."""
-    args = _parser().parse_args(argv)
-    try:
-        return args.do(args) or OK
-    except UserError as error:
-        from rich.markup import escape
+    """Run one command; returns the exit code.
 
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        return WRONG_USE
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    0 success; 1 a cell failed, or it could not go on (a full disk); 2 wrong use; 130 interrupted.
+    """
+    return shell.run(_parser, argv, console)
 
 
 def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
@@ -95,8 +82,8 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
         args.engine,
         args.results,
         data=data,
-        only=_names(args.only),
-        methods=_names(args.methods),
+        only=shell.names(args.only),
+        methods=shell.names(args.methods),
         **extra,
     )
 
@@ -139,18 +126,8 @@ def _list(args: argparse.Namespace) -> None:
         console.print("* only where --only names it")
 
 
-def _gpus(text: str) -> tuple[str, ...]:
-    if text != "all":
-        return _names(text)
-    import torch
-
-    if not torch.cuda.device_count():
-        raise UserError("--gpus all: torch finds no GPU here")
-    return tuple(str(i) for i in range(torch.cuda.device_count()))
-
-
 def _run(args: argparse.Namespace) -> int:
-    gpus = _gpus(args.gpus)
+    gpus = shell.gpus(args.gpus)
     workers = max(1, len(gpus)) if args.workers is None else args.workers
     if workers < 1:
         raise UserError(f"--workers {workers}: expected 1 or more")
@@ -168,9 +145,9 @@ def _run(args: argparse.Namespace) -> int:
         )
     if outcome.interrupted:
         console.print("interrupted; the same command goes on where it stopped")
-        return INTERRUPTED
+        return shell.INTERRUPTED
     console.print("next: python -m benchmark report")
-    return FAILED if outcome.failed else OK
+    return shell.FAILED if outcome.failed else shell.OK
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -203,20 +203,13 @@ def permitted(spec: dict, unsafe_code: bool) -> dict:
 
 def _search(search: Search, progress: Progress) -> dict:
     import hpo
-    from hpo.cli import main as hpo_main
-    from hpo.plots import points_of
-    from hpo.storage import load_study, open_storage
 
     import_all(search.suite.imports)
-    folder = search.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    space_file, best = folder / "space.json", folder / "best.yaml"
-    space_file.write_text(json.dumps(search.spec["space"]))  # JSON is YAML
     progress({"doing": "search"})
     options = hpo.Search(
         "search",
         objectives=(search.spec.get("objective", "val_acc"),),
-        folder=folder,
+        folder=search.folder,
         workers=0,
         seeds=search.spec.get("seeds", 1),
         confirm=0,
@@ -225,30 +218,27 @@ def _search(search: Search, progress: Progress) -> dict:
     )
     ended = hpo.tune(
         search.config,
-        hpo.load_space(str(space_file)),
+        hpo.space_from(search.spec["space"]),
         options,
         say=lambda text: progress({"doing": text.splitlines()[0][:60]}),
     )
     if ended.how != "done":
         raise Interrupted
-    study = load_study(open_storage(options.where), "search")
-    broken = hpo.failures(study)
-    if lost := [text for kind, text in broken if kind != "nan"]:
+    found = hpo.results(options.where, "search")
+    if lost := [reason for kind, reason in found["failed"] if kind != "nan"]:
         raise UserError(f"{len(lost)} of its trials failed, so it chose among fewer than it should: {lost[0]}")
-    with contextlib.redirect_stdout(sys.stderr):
-        code = hpo_main(["best", "--dir", str(folder), "--study", "search", "--out", str(best), "--unconfirmed"])
-    if code:
-        raise UserError("no trial of the search completed: " + (broken[0][1] if broken else "none was started"))
-    found = hpo.read_header(best)
-    tried = sorted(({**p.point, "value": p.value} for p in points_of(study)), key=lambda p: json.dumps(p))
+    if not found["winners"]:
+        reason = found["failed"][0][1] if found["failed"] else "none was started"
+        raise UserError(f"no trial of the search completed: {reason}")
+    winner = found["winners"][0]
     return {
         "method": search.method.label,
         "setting": dict(search.setting),
         "engine": search.options.engine,
         "objective": found["objectives"][0],
-        "winner": {"point": found["point"], "values": found["values"]},
-        "tried": tried,
-        "diverged": len(broken),
+        "winner": {"point": winner["point"], "values": winner["values"]},
+        "tried": found["tried"],
+        "diverged": len(found["failed"]),
         "budget": found["budget"],
         "trials": found["trials"],
         "space": search.spec["space"],

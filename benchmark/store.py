@@ -7,16 +7,15 @@ process that died is free again, and ``HASH.json`` beside it says how far that p
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 
-from fs_lowrank import UserError
+from fs_lowrank.jobs.files import write_text
+from fs_lowrank.jobs.locks import claimed
 from fs_lowrank.versions import SCHEMA, NewerSchema, check_schema
 
 KINDS = ("cells", "failed", "searches")
@@ -81,7 +80,7 @@ class Store:
         """Write a result under its ``hash``; a finished one takes the place of a failed one.
 
         Raises:
-            UserError: it cannot be written, a full disk perhaps; what was there is as it was.
+            RunFailed: it cannot be written, a full disk perhaps; what was there is as it was.
         """
         path = self.path(kind, record["hash"])
         content = {"schema": SCHEMA, **json.loads(json.dumps(record))}
@@ -99,22 +98,13 @@ class Store:
     def _claim_file(self, key: str, suffix: str) -> Path:
         return self.work / "claims" / f"{key}.{suffix}"
 
-    @contextlib.contextmanager
-    def claim(self, key: str) -> Iterator[bool]:
+    def claim(self, key: str) -> AbstractContextManager[bool]:
         """Whether ``key`` is ours alone; it is as long as the block runs."""
-        path = self._claim_file(key, "lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+        return claimed(self._claim_file(key, "lock"))
 
     def mark(self, key: str, content: Mapping) -> None:
         """Say how far the work on ``key`` is."""
-        write_text(self._claim_file(key, "json"), json.dumps(content), sync=False)
+        write_text(self._claim_file(key, "json"), json.dumps(content), durable=False)
 
     def marked(self, key: str) -> dict | None:
         """What was last said of ``key``; left behind by a process that died."""
@@ -125,27 +115,3 @@ class Store:
 
     def unmark(self, key: str) -> None:
         self._claim_file(key, "json").unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str, sync: bool = True) -> None:
-    """Write aside and rename.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise UserError(
-            f"{path} cannot be written: {error.strerror or error}; make room or choose another --results, "
-            "and give the same command again"
-        ) from error

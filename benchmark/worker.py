@@ -1,26 +1,21 @@
-"""A process that takes one job after the other until none is left: ``python -m benchmark.worker < options.json``."""
+"""A process that takes one job after the other until none is left."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-import json
 import logging
 import os
 import shutil
 import signal
-import sys
 import time
-from importlib import import_module
 
-from fs_lowrank import UserError
+from fs_lowrank import RunFailed
+from fs_lowrank.jobs.shell import INTERRUPTED, OK
 
 from .execute import Interrupted, execute
 from .plan import Job, Options, plan
 from .store import Store
 
-#: exit codes of a worker: nothing is left; told to stop; cannot go on at all
-DONE, STOPPED, STUCK = 0, 130, 2
 #: how often a job is begun again that its worker did not survive
 _DEATHS = 2
 #: seconds between two signs of life in the marker
@@ -28,10 +23,10 @@ _BEAT = 0.5
 
 
 class Marker:
-    """Says in the job's marker how far it is, and ends the work when the parent has gone."""
+    """Says in the job's marker how far it is."""
 
     def __init__(self, store: Store, job: Job, deaths: int):
-        self.store, self.key, self.parent, self.written = store, job.key, os.getppid(), 0.0
+        self.store, self.key, self.written = store, job.key, 0.0
         self.content = {
             **job.identity(),
             "pid": os.getpid(),
@@ -42,8 +37,6 @@ class Marker:
         store.mark(self.key, self.content)
 
     def __call__(self, news: dict) -> None:
-        if os.getppid() != self.parent:
-            raise Interrupted
         self.content.update(news)
         if time.monotonic() - self.written > _BEAT:
             self.written = time.monotonic()
@@ -54,7 +47,7 @@ def work(options: Options) -> int:
     """Take jobs until every one is finished or has failed, here or in another process.
 
     Raises:
-        UserError: results cannot be written.
+        RunFailed: results cannot be written.
     """
     store, jobs = options.store, plan(options)
     while True:
@@ -80,7 +73,7 @@ def work(options: Options) -> int:
                 waiting = True
         else:
             if not waiting:
-                return DONE
+                return OK
             time.sleep(0.3)
 
 
@@ -115,7 +108,7 @@ def _do(store: Store, job: Job) -> None:
     except Exception as error:  # whatever a cell does must not end the others; it is kept with its reason
         if disk_full(error):
             store.unmark(job.key)
-            raise UserError(f"{job.where}: {job.label}: {error}") from error
+            raise RunFailed(f"{job.where}: {job.label}: {error}") from error
         logging.getLogger("fs_lowrank").exception("%s: %s failed", job.where, job.label)
         _fail(store, job, type(error).__name__, str(error))
         return
@@ -148,24 +141,12 @@ def _interrupt(number, frame) -> None:
     raise Interrupted
 
 
-def main() -> int:
-    given = json.load(sys.stdin)
-    threads = given.pop("threads")
-    options = Options(
-        **{f.name: tuple(v) if isinstance(v := given[f.name], list) else v for f in dataclasses.fields(Options)}
-    )
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
-    sys.path.insert(0, os.getcwd())  # where a suite's own modules may lie
-    import_module("torch").set_num_threads(threads)
+def main(given: dict) -> int:
+    """A worker of the crew, with the fields of ``Options`` as plain data; returns the exit code."""
+    options = Options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         return work(options)
     except Interrupted:
-        return STOPPED
-    except UserError as error:
-        print(f"stuck: {error}", file=sys.stderr, flush=True)
-        return STUCK
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        return INTERRUPTED

@@ -11,8 +11,10 @@ from typing import Any
 
 from .config import Config, load_config, load_for
 from .errors import RunFailed, UserError, nearest
+from .jobs.files import replacing
 from .runs.plots import plot_curves
 from .runs.result import RunResult
+from .seeds import generators_kept
 from .versions import SCHEMA
 
 #: engine name -> the module that has ``run(config, resume, on_round, on_client)``
@@ -42,7 +44,8 @@ def run(
     config = config if isinstance(config, Config) else load_config(config)
     if engine not in ENGINES:
         raise UserError(f"no engine {engine!r}{nearest(engine, ENGINES)}; there are: {', '.join(ENGINES)}")
-    return import_module(ENGINES[engine]).run(config, resume=resume, on_round=on_round, on_client=on_client)
+    with generators_kept():
+        return import_module(ENGINES[engine]).run(config, resume=resume, on_round=on_round, on_client=on_client)
 
 
 def _check_config(config: object) -> None:
@@ -96,25 +99,26 @@ def compare(
     majority = next(iter(results.values())).facts["majority"]
     try:
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)
-        (outdir / "comparison.json").write_text(
-            json.dumps(
-                {
-                    n: {
-                        "schema": SCHEMA,
-                        "final": r.final,
-                        "bytes_per_client_and_round": per_client_and_round(r.history),
-                        "seconds": seconds(r.history),
-                        "majority": majority,
-                        **{k: r.facts[k] for k in ("source", "data", "model", "config")},
-                        "seed": config.seed,
-                        "versions": environment()["versions"],
-                        "settings": configs[n].to_dict(),
-                    }
-                    for n, r in results.items()
-                },
-                indent=1,
+        with replacing(outdir / "comparison.json") as aside:
+            aside.write_text(
+                json.dumps(
+                    {
+                        n: {
+                            "schema": SCHEMA,
+                            "final": r.final,
+                            "bytes_per_client_and_round": per_client_and_round(r.history),
+                            "seconds": seconds(r.history),
+                            "majority": majority,
+                            **{k: r.facts[k] for k in ("source", "data", "model", "config")},
+                            "seed": config.seed,
+                            "versions": environment()["versions"],
+                            "settings": configs[n].to_dict(),
+                        }
+                        for n, r in results.items()
+                    },
+                    indent=1,
+                )
             )
-        )
     except OSError as error:
         raise RunFailed(
             f"all methods ran, but their comparison could not be written to {outdir}: {error}; when that "

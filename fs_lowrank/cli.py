@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
-import os
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.logging import RichHandler
+from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
-from .errors import RunFailed, UserError, nearest
+from .jobs import shell
 
-# A pipe has no width of its own; 80 columns would turn every table in a log.
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+console = shell.make_console(120)
 _CODES = "exit code: 0; 1 if a run could not go on, or doctor misses something; 2 for wrong use; 130 if interrupted"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(prog="fs-lowrank", description="Federated low-rank fine-tuning.", epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"fs-lowrank {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -59,9 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     fetch = commands.add_parser("fetch", help="get the small models and data sets of the quick start")
     fetch.add_argument("names", nargs="*", metavar="NAME", help="what to get; without any, the list")
     fetch.set_defaults(do=_fetch)
-    for command in commands.choices.values():
-        command.set_defaults(parser=command)
-    return parser
+    return parser, commands.choices.values()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,47 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success; 1 a run that could not go on, though it was asked for rightly (a full disk, too few usable clients), or
     doctor misses something; 2 wrong use; 130 interrupted.
     """
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(message)s",
-        handlers=[RichHandler(console=console, show_path=False, show_time=False)],
-    )
-    args = _arguments(sys.argv[1:] if argv is None else argv)
-    try:
-        return args.do(args) or OK
-    except UserError as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
-        return FAILED if isinstance(error, RunFailed) else WRONG_USE
-    except KeyboardInterrupt:
-        how = f"; continue with: fs-lowrank {args.command} --cfg {args.cfg} … --resume" if hasattr(args, "cfg") else ""
-        console.print(f"\ninterrupted{how}")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`); what is left to print has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
 
+    def again(args: argparse.Namespace) -> str:
+        resumes = hasattr(args, "cfg")
+        return f"; continue with: fs-lowrank {args.command} --cfg {args.cfg} … --resume" if resumes else ""
 
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line read; overrides may stand before, between and after options."""
-    # To argparse -1e0 is an option; with a blank before it, it is a value.
-    args, rest = _parser().parse_known_args([f" {text}" if re.match(r"-\.?\d", text) else text for text in argv])
-    options = [text for text in rest if text.startswith("-")]
-    takes_overrides = hasattr(args, "overrides")
-    if options or (rest and not takes_overrides):
-        hint = nearest(options[0], re.findall(r"--[a-z]+", args.parser.format_usage())) if options else ""
-        plain = " (overrides are plain `key value` pairs, without dashes)" if takes_overrides else ""
-        args.parser.error(f"unrecognised: {' '.join(options or rest)}{hint}{plain}")
-    if takes_overrides:
-        # argparse takes the first row of them and leaves the others over, in their order.
-        args.overrides = [text[1:] if text.startswith(" -") else text for text in (*args.overrides, *rest)]
-    return args
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    return shell.run(_parser, argv, console, again)
 
 
 class _Live:
@@ -280,7 +237,7 @@ def _compare(args: argparse.Namespace) -> None:
     from .api import compare
     from .config import load_for
 
-    methods = [m.strip() for m in args.methods.split(",") if m.strip()]
+    methods = list(shell.names(args.methods))
     config, _ = load_for(args.cfg, methods, args.overrides)
     live = _Live(config.federate.total_round_num)
     try:
@@ -344,9 +301,9 @@ def _doctor(args: argparse.Namespace) -> int:
     checks = examine()
     for check in checks:
         mark = "[green]ok[/]" if check.ok else ("[red]missing[/]" if check.required else "[yellow]absent[/]")
-        table.add_row(mark, *map(_escape, (check.what, check.found, "" if check.ok else check.remedy)))
+        table.add_row(mark, *map(escape, (check.what, check.found, "" if check.ok else check.remedy)))
     console.print(table)
-    return OK if all(c.ok or not c.required for c in checks) else FAILED
+    return shell.OK if all(c.ok or not c.required for c in checks) else shell.FAILED
 
 
 def _fetch(args: argparse.Namespace) -> None:

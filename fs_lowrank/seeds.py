@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def derive(seed: int, *purpose: str | int) -> int:
@@ -12,3 +14,22 @@ def derive(seed: int, *purpose: str | int) -> int:
     """
     text = ":".join(map(str, (seed, *purpose)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """After the block, the global generators of Python, NumPy and torch are as they were before it."""
+    import random
+
+    import numpy as np
+    import torch
+
+    python, array = random.getstate(), np.random.get_state()
+    # To ask a GPU for its generator's state would start CUDA in processes that never use it.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)

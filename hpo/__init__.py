@@ -1,7 +1,7 @@
 """Search of hyperparameters with Optuna, over any config: ``python -m hpo tune | status | best | plot``."""
 
-from .best import failures, read_header
-from .space import Space, load_space
+from .best import read_header, results
+from .space import Space, load_space, space_from
 from .tune import Search, tune
 
-__all__ = ["Search", "Space", "failures", "load_space", "read_header", "tune"]
+__all__ = ["Search", "Space", "load_space", "read_header", "results", "space_from", "tune"]

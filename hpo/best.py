@@ -5,18 +5,20 @@ from __future__ import annotations
 import io
 import json
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 import optuna
 
 from fs_lowrank import Config, UserError, __version__
+from fs_lowrank.jobs.files import replacing
 from fs_lowrank.versions import SCHEMA, check_schema
 
 from .search import budget, draw_of, front, kind
 from .settings import settings_of
-from .storage import CONFIRM, load_study
+from .storage import CONFIRM, load_study, open_storage, quiet
 from .trial import one_test_set
-from .worker import FRESH, point_of
+from .worker import point_of
 
 _HEADER = "# hpo: "
 
@@ -108,6 +110,52 @@ def failures(study) -> list[tuple[str, str]]:
     )
 
 
+@dataclass(frozen=True)
+class Point:
+    """A trial with a value, which is the last one reported where it was pruned."""
+
+    number: int
+    point: dict
+    value: float
+    complete: bool
+    values: tuple[float, ...]
+
+
+def points_of(study) -> list[Point]:
+    """Every trial with a value, and of a point that was promoted the longest trial only."""
+    found: dict = {}
+    for trial in study.get_trials(deepcopy=False):
+        if kind(trial) not in ("complete", "pruned"):
+            continue
+        complete = kind(trial) == "complete"
+        reported = trial.intermediate_values
+        value = trial.values[0] if complete else reported[max(reported)] if reported else None
+        if value is not None:
+            found[trial.user_attrs.get("draw", trial.number)] = Point(
+                trial.number, point_of(study, trial), value, complete, tuple(trial.values or ())
+            )
+    return list(found.values())
+
+
+@quiet()
+def results(where: str, name: str) -> dict:
+    """Everything that a search found, as plain data.
+
+    Args:
+        where: the storage, as ``Search.where``. name: the study, as in ``Ended.studies``.
+    Returns:
+        ``winners``: the best trial, or the Pareto front, each with its ``point`` and ``values``; empty if none was
+        completed. ``tried``: every point with its ``value``. ``failed``: kind (nan, memory, error, lost) and reason of
+        each trial that failed and that no other attempt made good. ``objectives``, ``budget``, ``trials`` and more.
+    Raises:
+        UserError: there is no such storage.
+    """
+    storage = open_storage(where)
+    study = load_study(storage, name)
+    tried = sorted(({**p.point, "value": p.value} for p in points_of(study)), key=json.dumps)
+    return {**summary(storage, name), "tried": tried, "failed": failures(study)}
+
+
 def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> dict:
     """The winner to report.
 
@@ -185,9 +233,9 @@ def write(path: str | Path, config: Config, text: str) -> Path:
     """
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        config.dump(path)
-        path.write_text(text + path.read_text(encoding="utf-8"), encoding="utf-8")
+        with replacing(path) as aside:
+            config.dump(aside)
+            aside.write_text(text + aside.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
     return path
@@ -218,6 +266,3 @@ def budget_text(cost: dict) -> str:
 
 def _counts(counts: dict) -> str:
     return ", ".join(f"{n} {k}" for k, n in sorted(counts.items())) or "none"
-
-
-__all__ = ["FRESH", "budget_text", "choose", "config_of", "confirmation", "header", "read_header", "summary", "write"]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from fs_lowrank import UserError
+from fs_lowrank.jobs import shell
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+console = shell.make_console(140)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
     from .settings import OBJECTIVES, PRUNERS, SAMPLERS
 
     parser = argparse.ArgumentParser(prog="python -m hpo", description="Search hyperparameters over any config.")
@@ -93,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     storage_options(plot)
     plot.add_argument("--out", metavar="FOLDER", type=Path, help="default: plots in --dir")
     plot.set_defaults(do=_plot)
-    return parser
+    return parser, commands.choices.values()
 
 
 def _natural(text: str) -> int:
@@ -104,31 +101,16 @@ def _natural(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 success, 1 failure, 2 wrong use, 130 interrupted)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        parser = _parser()
-        args, unknown = parser.parse_known_args(argv)
-        if unknown:
-            parser.error(f"unrecognised: {' '.join(unknown)} (overrides are plain `key value` pairs, without dashes)")
-        args.again = shlex.join(["python", "-m", "hpo", *argv])
-        return args.do(args) or OK
-    except UserError as error:
-        from rich.markup import escape
+        from .storage import quiet
 
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        return WRONG_USE
+        with quiet():
+            return shell.run(_parser, argv, console)
     except ImportError as error:
         if (error.name or "").split(".")[0] != "optuna":
             raise
         print("error: hpo needs Optuna: pip install 'fs-lowrank[hpo]'", file=sys.stderr)
-        return WRONG_USE
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-
-
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+        return shell.WRONG_USE
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -150,17 +132,17 @@ def _tune(args: argparse.Namespace) -> int:
     studies = dict(space.studies)
     for key, text in (("federate.method", args.methods), ("data.type", args.data)):
         if text:
-            studies[key] = _names(text)
+            studies[key] = shell.names(text)
     if any(p.key in studies for p in space.parameters):
         raise UserError(
             f"{args.space}: {', '.join(studies)} is searched, and also given a study for each value; keep one"
         )
     space = dataclasses.replace(space, studies=studies)
     try:
-        rungs = tuple(int(r) for r in _names(args.rungs))
+        rungs = tuple(int(r) for r in shell.names(args.rungs))
     except ValueError:
         raise UserError(f"--rungs {args.rungs}: expected numbers of rounds, such as 4,8,16") from None
-    gpus = _gpus(args.gpus)
+    gpus = shell.gpus(args.gpus)
     name = args.study or re.sub(r"[^\w+-]+", "_", f"{Path(args.cfg).stem}-{Path(args.space).stem}")
     options = Search(
         name=name,
@@ -183,43 +165,25 @@ def _tune(args: argparse.Namespace) -> int:
     )
     ended = tune(config, space, options, say=_say)
     if ended.how == "interrupted":
-        console.print(f"interrupted; continue with:\n  {args.again}", soft_wrap=True, markup=False)
-        return INTERRUPTED
+        _say(f"interrupted; continue with:\n  {args.again}")
+        return shell.INTERRUPTED
     storage = open_storage(options.where)
     found = [summary(storage, n) for n in ended.studies]
     _print_table(found)
     if ended.how == "timeout":
-        console.print(f"time is up; continue with:\n  {args.again}", soft_wrap=True, markup=False)
-        return OK
+        _say(f"time is up; continue with:\n  {args.again}")
+        return shell.OK
     if not all(f["winners"] for f in found):
         missing = ", ".join(f["study"] for f in found if not f["winners"])
-        console.print(
-            f"no trial completed in {missing}; see the reasons with: python -m hpo status {_where(args)}",
-            soft_wrap=True,
-            markup=False,
-        )
-        return FAILED
-    console.print(
-        f"next: python -m hpo best {_where(args)}--study {ended.studies[0]} --out best.yaml",
-        soft_wrap=True,
-        markup=False,
-    )
-    return OK
+        _say(f"no trial completed in {missing}; see the reasons with: python -m hpo status {_where(args)}")
+        return shell.FAILED
+    _say(f"next: python -m hpo best {_where(args)}--study {ended.studies[0]} --out best.yaml")
+    return shell.OK
 
 
 def _where(args: argparse.Namespace) -> str:
     where = f"--dir {args.dir} " if str(args.dir) != "runs/hpo" else ""
     return where + (f"--storage {args.storage} " if args.storage else "")
-
-
-def _gpus(text: str | None) -> tuple[str, ...]:
-    if text != "all":
-        return _names(text)
-    import torch
-
-    if not torch.cuda.device_count():
-        raise UserError("--gpus all: torch finds no GPU here")
-    return tuple(str(i) for i in range(torch.cuda.device_count()))
 
 
 def _say(text: str) -> None:
@@ -307,11 +271,7 @@ def _status(args: argparse.Namespace) -> None:
             markup=False,
         )
         for failure in f["failures"]:
-            console.print(
-                f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} at {failure['point']}",
-                soft_wrap=True,
-                markup=False,
-            )
+            _say(f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} at {failure['point']}")
 
 
 def _best(args: argparse.Namespace) -> None:
@@ -330,7 +290,7 @@ def _best(args: argparse.Namespace) -> None:
     chosen = [(f, choose(f, args.trial, args.unconfirmed)) for f in found]
     for f, winner in chosen:
         path = write(args.out.replace("{study}", f["study"]), config_of(storage, f, winner), header(f, winner))
-        console.print(f"{path}: run it with: fs-lowrank run --cfg {path}", soft_wrap=True, markup=False)
+        _say(f"{path}: run it with: fs-lowrank run --cfg {path}")
 
 
 def _plot(args: argparse.Namespace) -> None:
@@ -339,4 +299,4 @@ def _plot(args: argparse.Namespace) -> None:
     storage, names = _chosen(args)
     out = args.out or args.dir / "plots"
     for path in draw(panels(storage, names), out, args.study or "studies"):
-        console.print(str(path), soft_wrap=True, markup=False)
+        _say(str(path))

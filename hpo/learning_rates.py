@@ -20,8 +20,8 @@ from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.settings import parse_overrides
 from fs_lowrank.versions import SCHEMA
 
-from .best import budget_text, summary
-from .plots import Panel, draw_png, learning_rate_panel, points_of
+from .best import budget_text, points_of, summary
+from .plots import Panel, draw_png, learning_rate_panel
 from .search import kind
 from .space import load_space
 from .storage import load_study, open_storage

@@ -1,4 +1,8 @@
-"""Pictures of studies, as PNG and as one HTML page: history, slices, a key against the objective, Pareto front."""
+"""Pictures of studies, as PNG and as one HTML page: history, slices, a key against the objective, Pareto front.
+
+Not Optuna's own: those leave out pruned trials, which with rungs are most of them, draw the slices of one study at a
+time, and know nothing of fresh seeds.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,9 @@ from pathlib import Path
 
 from fs_lowrank import UserError
 
-from .best import summary
-from .search import kind
+from .best import Point, points_of, summary
 from .settings import OBJECTIVES, settings_of, space_of
 from .storage import load_study
-from .worker import point_of
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 
@@ -35,33 +37,6 @@ class Panel:
     y: str
     series: list[Series] = field(default_factory=list)
     log: bool = False
-
-
-@dataclass(frozen=True)
-class Point:
-    """A trial as the pictures need it; ``value`` is the last one reported where it was pruned."""
-
-    number: int
-    point: dict
-    value: float
-    complete: bool
-    values: tuple[float, ...]
-
-
-def points_of(study) -> list[Point]:
-    """Every trial with a value, and of a point that was promoted the longest trial only."""
-    found: dict = {}
-    for trial in study.get_trials(deepcopy=False):
-        if kind(trial) not in ("complete", "pruned"):
-            continue
-        complete = kind(trial) == "complete"
-        reported = trial.intermediate_values
-        value = trial.values[0] if complete else reported[max(reported)] if reported else None
-        if value is not None:
-            found[trial.user_attrs.get("draw", trial.number)] = Point(
-                trial.number, point_of(study, trial), value, complete, tuple(trial.values or ())
-            )
-    return list(found.values())
 
 
 def panels(storage, names: Sequence[str]) -> dict[str, list[Panel]]:

@@ -8,13 +8,10 @@ the folder of their config, so that they go on from its checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import socket
 import time
-import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +20,13 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from fs_lowrank import UserError
+from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.methods import revisions
 from fs_lowrank.versions import SCHEMA
 
 from .settings import META, OBJECTIVES, Settings, make_sampler, settings_of
 from .space import encode
-from .storage import CONFIRM
+from .storage import CONFIRM, set_attribute, trial_of
 
 #: seconds between signs of life, and without one until a worker of another machine counts as dead
 BEAT, STALE = 30.0, 600.0
@@ -57,9 +55,7 @@ def create(storage, name: str, settings: Settings) -> optuna.Study:
             study.set_user_attr("schema", SCHEMA)
             study.set_user_attr(META, settings.to_dict())
             optuna.create_study(study_name=name + CONFIRM, storage=storage, directions=directions[:1])
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                study.set_metric_names(list(settings.objectives))
+            study.set_metric_names(list(settings.objectives))
         except optuna.exceptions.DuplicatedStudyError:
             time.sleep(1)  # another machine is making it
     study = optuna.load_study(study_name=name, storage=storage)
@@ -138,8 +134,8 @@ def requeue(study: optuna.Study, trial: FrozenTrial) -> None:
 
 def fail(study: optuna.Study, trial: FrozenTrial, kind: str, reason: str) -> None:
     """End a trial as failed, with its reason; nothing happens if it has ended."""
-    study._storage.set_trial_user_attr(trial._trial_id, "kind", kind)
-    study._storage.set_trial_user_attr(trial._trial_id, "reason", reason)
+    set_attribute(study, trial, "kind", kind)
+    set_attribute(study, trial, "reason", reason)
     study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
 
@@ -193,22 +189,6 @@ def budget(trials: Sequence[FrozenTrial]) -> dict[str, float]:
     return {"trials": len(started), **total}
 
 
-@contextmanager
-def exclusive(path: Path, stop=lambda: False):
-    """Only one process of this machine at a time; waits, but no longer than until ``stop``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if stop():
-                    raise KeyboardInterrupt from None
-                time.sleep(0.05)
-        yield
-
-
 @dataclass
 class Queue:
     """Which trial of a study is next.
@@ -259,7 +239,7 @@ class Queue:
                 for t in before
             )
         if surplus:
-            fail(self.study, self.study._storage.get_trial(trial._trial_id), "surplus", "another worker has this point")
+            fail(self.study, trial_of(self.study, trial.number), "surplus", "another worker has this point")
             return None
         if "draw" not in attrs:
             trial.set_user_attr("draw", trial.number)

@@ -12,11 +12,21 @@ import optuna
 
 from fs_lowrank import UserError
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)
-warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-
 #: seconds to wait for a SQLite file that another process is writing to
 WAIT = 20.0
+
+
+@contextmanager
+def quiet():
+    """Optuna says nothing but errors for the block, or for the function that this decorates."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 def open_storage(where: str, create: bool = False) -> optuna.storages.BaseStorage:
@@ -132,6 +142,21 @@ def study_names(storage) -> list[str]:
 
 def load_study(storage, name: str, **kwargs) -> optuna.Study:
     return optuna.load_study(study_name=name, storage=storage, **kwargs)
+
+
+def trial_of(study: optuna.Study, number: int) -> optuna.trial.FrozenTrial:
+    """A trial as it stands in the storage now."""
+    return next(t for t in study.get_trials(deepcopy=False) if t.number == number)
+
+
+def set_attribute(study: optuna.Study, trial: optuna.trial.FrozenTrial, key: str, value: object) -> None:
+    """Set a user attribute of a trial that another process asked for.
+
+    Optuna sets attributes through the ``Trial`` alone, which only the process that asked for it has; one that died
+    cannot say how its trial ended. So this takes the storage below the study, and the trial's number there: the two
+    private names of Optuna that are used here, and a test looks whether they are still there.
+    """
+    study._storage.set_trial_user_attr(trial._trial_id, key, value)
 
 
 #: what the study of a search's confirmation is called: the search's name and this

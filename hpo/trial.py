@@ -16,8 +16,9 @@ import optuna
 
 import fs_lowrank
 from fs_lowrank import Config, UserError
+from fs_lowrank.jobs.locks import exclusive
 
-from .search import BEAT, exclusive
+from .search import BEAT
 from .settings import Settings
 
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from fs_lowrank import Config, UserError
+from fs_lowrank.jobs.crew import Crew, check_gpus, stop_signals
 
 from . import search
 from .search import kind
 from .settings import Settings, check_config, check_fit, space_keys
 from .space import Space
-from .storage import CONFIRM, load_study, open_storage, storage_errors
+from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors
 from .worker import work
-
-#: how often the place of a worker that died is taken by another
-_REPLACED = 5
 
 
 @dataclass(frozen=True)
@@ -71,6 +63,7 @@ class Ended:
     studies: list[str]
 
 
+@quiet()
 def tune(config: Config, space: Space, options: Search, say: Callable[[str], None] = print) -> Ended:
     """Search ``space`` around ``config``; what is there already is continued.
 
@@ -78,7 +71,7 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
         UserError: config, space, options and storage do not fit together; the message says how.
     """
     plans = _plans(config, space, options)
-    _check_gpus(options.gpus)
+    check_gpus(options.gpus)
     with storage_errors(options.where):
         storage = open_storage(options.where, create=True)
         for name, (settings, points, _) in plans.items():
@@ -92,8 +85,9 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
                 _retry_failed(load_study(storage, name + CONFIRM))
     wanted = {name: plan[2] for name, plan in plans.items()}
     shared = {"wanted": wanted, "confirm": options.confirm, "limit": options.limit}
+    ended = False
     deadline = time.monotonic() + options.timeout if options.timeout else None
-    with _stop_signals() as stopped:
+    with stop_signals() as stopped:
 
         def late() -> bool:
             return deadline is not None and time.monotonic() > deadline
@@ -112,8 +106,10 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
             except KeyboardInterrupt:
                 stopped.append(signal.SIGINT)
         else:
-            _run_workers(options, list(plans), shared, stopped, late, say)
-        how = "interrupted" if stopped else "timeout" if late() else "done"
+            order = {"where": options.where, "names": list(plans), "folder": str(options.folder), **shared}
+            crew = Crew("hpo.worker:main", order, options.workers, gpus=options.gpus, say=say)
+            ended = crew.run(stopped, late) and not late()
+        how = "interrupted" if stopped or ended else "timeout" if late() else "done"
     return Ended(how, list(plans))
 
 
@@ -187,108 +183,5 @@ def _retry_failed(study) -> None:
             search.requeue(study, trial)
 
 
-def _check_gpus(gpus: Sequence[str]) -> None:
-    if not gpus:
-        return
-    import torch
-
-    count = torch.cuda.device_count()
-    for gpu in gpus:
-        if not gpu.isdigit():
-            raise UserError(f"--gpus {gpu!r}: expected numbers, such as 0,1; or all")
-        if int(gpu) >= count:
-            raise UserError(
-                f"--gpus {gpu}: torch finds {count} GPU{'' if count == 1 else 's'} here"
-                + (f", numbered from 0 to {count - 1}" if count else "")
-            )
-
-
 def _device(gpus: Sequence[str]) -> dict:
     return {"use_gpu": True, "device": int(gpus[0])} if gpus else {}
-
-
-@contextmanager
-def _stop_signals():
-    """A list that holds a signal once one has come; the second ends everything at once."""
-    stopped: list[int] = []
-
-    def handle(number, frame) -> None:
-        stopped.append(number)
-        if len(stopped) > 1:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
-    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _start(options: Search, index: int, names: list[str], shared: dict) -> subprocess.Popen:
-    environment = dict(os.environ)
-    root = str(Path(__file__).resolve().parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-    if not options.gpus:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
-    overrides = {}
-    if options.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = options.gpus[index % len(options.gpus)]
-        overrides = {"use_gpu": True, "device": 0}
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from hpo.worker import main; sys.exit(main())"],
-        stdin=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    json.dump(
-        {"where": options.where, "names": names, "folder": str(options.folder), **shared, "overrides": overrides},
-        process.stdin,
-    )
-    process.stdin.close()
-    return process
-
-
-def _run_workers(options, names, shared, stopped, late, say) -> None:
-    workers = {i: _start(options, i, names, shared) for i in range(options.workers)}
-    replaced, told, failed = 0, False, ""
-    try:
-        while workers:
-            if (stopped or late() or failed) and not told:
-                told = True
-                if not failed:
-                    say(
-                        f"{'stopping' if stopped else 'time is up'}: running trials end now; "
-                        "once more Ctrl-C kills them"
-                    )
-                for process in workers.values():
-                    process.send_signal(signal.SIGTERM)
-            for index, process in list(workers.items()):
-                code = process.poll()
-                if code is None:
-                    continue
-                del workers[index]
-                if code == 2:
-                    failed = "a worker stopped; its error stands above"
-                elif code not in (0, 130) and not told:
-                    say(
-                        f"worker {index} died ({'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}"
-                        f"{': out of memory, perhaps' if code == -9 else ''}); its trial is queued again"
-                    )
-                    replaced += 1
-                    if replaced > _REPLACED:
-                        failed = f"workers died {replaced} times"
-                    else:
-                        workers[index] = _start(options, index, names, shared)
-            time.sleep(0.1)
-    except KeyboardInterrupt:
-        for process in workers.values():
-            process.kill()
-        for process in workers.values():
-            process.wait()
-        return
-    if failed and not stopped:
-        raise UserError(failed)

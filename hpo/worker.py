@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,17 +11,21 @@ import optuna
 from optuna.trial import TrialState
 
 from fs_lowrank import UserError
+from fs_lowrank.jobs.crew import stop_signals
+from fs_lowrank.jobs.locks import exclusive
+from fs_lowrank.jobs.shell import INTERRUPTED, OK
 
-from .search import Queue, draw_of, exclusive, fail, front, kind, reap, requeue, worker_identity
+from .search import Queue, draw_of, fail, front, kind, reap, requeue, worker_identity
 from .settings import OBJECTIVES, make_pruner, settings_of, space_of
 from .space import decode
-from .storage import CONFIRM, load_study, open_storage, storage_errors
+from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
 from .trial import Failed, Runner, Stopped
 
 #: seeds of a confirmation start this far from those of the search
 FRESH = 1000
 
 
+@quiet()
 def work(
     where: str,
     names: list[str],
@@ -120,7 +120,7 @@ class _Search:
             self.say(f"{study.study_name} #{trial.number}: another worker took it for dead; its result is left out")
 
     def _guarded(self, study, trial, label, run) -> None:
-        frozen = lambda: study._storage.get_trial(trial._trial_id)  # noqa: E731
+        frozen = lambda: trial_of(study, trial.number)  # noqa: E731
         try:
             run()
         except Stopped:
@@ -169,7 +169,7 @@ class _Search:
             trial = self.checks.ask()
             trial.set_user_attr("worker", worker_identity())
         if "of" not in trial.user_attrs:
-            fail(self.checks, self.checks._storage.get_trial(trial._trial_id), "surplus", "another worker has this")
+            fail(self.checks, trial_of(self.checks, trial.number), "surplus", "another worker has this")
             return "wait"
         self._check(trial)
         return "ran"
@@ -213,25 +213,12 @@ def _number(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def main() -> int:
-    """One worker process; its options are JSON on standard input."""
-    options = json.load(sys.stdin)
-    stopped, parent = [], os.getppid()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.append(1))
-    stopping = lambda: bool(stopped) or os.getppid() != parent  # noqa: E731  # an orphan has nobody to work for
-    try:
-        work(
-            options.pop("where"),
-            options.pop("names"),
-            Path(options.pop("folder")),
-            **options,
-            stopping=stopping,
-            say=lambda text: print(text, flush=True),
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        pass
-    return 130 if stopped else 0
+def main(options: dict) -> int:
+    """A worker of the crew: ``work`` with ``options``, which are plain data; returns the exit code."""
+    with stop_signals() as stopped:
+        try:
+            folder = Path(options.pop("folder"))
+            work(**options, folder=folder, stopping=lambda: bool(stopped), say=lambda text: print(text, flush=True))
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    return INTERRUPTED if stopped else OK

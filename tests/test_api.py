@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 import fs_lowrank
@@ -188,3 +189,20 @@ def test_a_disk_that_is_full_at_the_end(path, runs, monkeypatch, where):
     monkeypatch.setattr(*((api, where) if where == "plot_curves" else (Path, where)), full)
     with pytest.raises(RunFailed, match="No space left on device"):
         fs_lowrank.compare(path, ["rolora"])
+
+
+def test_a_run_leaves_what_is_global_as_it_was(settings, no_curves):
+    import random
+
+    import numpy as np
+    import transformers
+
+    def state():
+        bars = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), bars
+
+    transformers.logging.enable_progress_bar()
+    torch.manual_seed(11)
+    before = state()
+    fs_lowrank.run(fs_lowrank.load_config({**settings, "federate": {**settings["federate"], "total_round_num": 1}}))
+    assert state() == before

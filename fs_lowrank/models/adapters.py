@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import UserError, nearest
+from ..jobs.files import replacing
 from ..seeds import derive
 from ..settings import AdapterSpec
 from .chain import resize
@@ -367,12 +368,8 @@ def one_adapter(model: nn.Module) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
 def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[str, Tensor]) -> Path:
     """Write an adapter in PEFT's format."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {n: t.detach().cpu().contiguous() for n, t in tensors.items()},
-        folder / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
+    with replacing(folder / "adapter_model.safetensors") as aside:
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside, metadata={"format": "pt"})
     config = copy.deepcopy(config)
     config.inference_mode = True
     config.save_pretrained(str(folder))

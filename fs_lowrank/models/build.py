@@ -163,7 +163,7 @@ def build_model(
     else:
         loader = transformers.AutoModelForCausalLM
     torch.manual_seed(derive(config.seed, "model"))
-    verbosity = transformers.logging.get_verbosity()
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     # Of what the loader reports, check_loaded says what matters.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -172,6 +172,8 @@ def build_model(
             model, report = loader.from_pretrained(place, **options)
     finally:
         transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
     model.new_weights = check_loaded(model, report, place, num_labels if classifies else None)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id

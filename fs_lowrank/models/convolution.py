@@ -17,6 +17,7 @@ from peft.tuners.loha.layer import Conv2d as LoHaConv2d
 from peft.tuners.lokr.layer import Conv2d as LoKrConv2d
 from peft.tuners.lora.layer import Conv2d as LoRAConv2d
 from torch import Tensor, nn
+from torch.func import functional_call
 
 #: what a number that passes through memory costs, in multiplications
 _TRAFFIC = 40
@@ -31,8 +32,7 @@ class _Composed:
             weight = self._whole_weight(x)
         if weight is None:
             return super().forward(x, *args, **kwargs)
-        base = self.get_base_layer()
-        return base._conv_forward(x, weight, base.bias)
+        return functional_call(self.get_base_layer(), {"weight": weight}, (x,))
 
     def _plain(self) -> bool:
         """Whether the layer is of the kind whose kernels add up, at full precision."""
@@ -90,7 +90,7 @@ class _ComposedLycoris(_Composed):
     """PEFT forms the adapter's kernel anyway, and convolves by it a second time."""
 
     def _whole_weight(self, x):
-        active = [a for a in self.active_adapters if a in self._available_adapters]
+        active = [a for a in self.active_adapters if a in self.r]
         weight = self.get_base_layer().weight
         if not active or not self._plain() or any(self.training and self.module_dropout[a] for a in active):
             return None
@@ -115,7 +115,12 @@ _FORMS = {LoRAConv2d: ComposedLoRA, LoHaConv2d: ComposedLoHa, LoKrConv2d: Compos
 
 
 def compose(model: nn.Module) -> None:
-    """Let every convolution of ``model`` that carries an adapter run as one; in place, parameters untouched."""
+    """Let every convolution of ``model`` that carries an adapter run as one; in place, parameters untouched.
+
+    The class of PEFT's layer is exchanged for its subclass here: PEFT offers no public way to choose the class of a
+    layer, and a new module would have to copy whatever state PEFT keeps in the old one. What the subclasses rely on is
+    named in ``tests/models/test_borrowed.py``.
+    """
     for module in model.modules():
         if type(module) in _FORMS:
             module.__class__ = _FORMS[type(module)]

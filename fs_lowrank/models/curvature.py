@@ -294,11 +294,11 @@ def kronecker_fisher(
             batch_size_fn=lambda inputs: len(next(iter(inputs.values()))),
         )
         operator.compute_kronecker_factors()
+        factors = operator.state_dict()
     made = {}
     for name in layers:
-        inputs = operator._input_covariances[f"model.{name}"]
-        outputs = operator._gradient_covariances[f"model.{name}"]
-        made[name] = tuple((0.5 * (m + m.T)).detach().float() for m in (inputs, outputs))
+        pair = (factors[kind][f"model.{name}"] for kind in ("input_covariances", "gradient_covariances"))
+        made[name] = tuple((0.5 * (m + m.T)).detach().float() for m in pair)
     return made
 
 

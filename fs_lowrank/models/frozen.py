@@ -122,6 +122,12 @@ class FrozenPrefix:
 
     @contextlib.contextmanager
     def _bypass(self, states: Tensor) -> Iterator[None]:
+        """While open, the blocks below pass on what they are given, and the first trainable one gets ``states``.
+
+        ``forward`` is replaced on the instance, since no hook of torch's can leave a module's own computation out.
+        That a model bears it is tried on samples first (``_differs``).
+        """
+
         def give(module, args, kwargs):
             if args:
                 return (states, *args[1:]), kwargs

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from ..errors import UserError, nearest, say_once
+from ..jobs.files import replacing, write_text
 from ..settings import VISION_MODELS
 from .chain import resize
 
@@ -105,11 +106,11 @@ class VisionModel(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``model.safetensors`` and ``config.json``; ``load_vision`` reads them back."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({n: t.detach().cpu().contiguous() for n, t in self.state_dict().items()}, folder / WEIGHTS)
+        with replacing(folder / WEIGHTS) as aside:
+            save_file({n: t.detach().cpu().contiguous() for n, t in self.state_dict().items()}, aside)
         options = dataclasses.asdict(self.options)
         grown = {n: list(m.weight.shape) for n, m in self.named_modules() if getattr(m, "may_grow", False)}
-        (folder / OPTIONS).write_text(json.dumps({**options, **({"grown": grown} if grown else {})}, indent=1) + "\n")
+        write_text(folder / OPTIONS, json.dumps({**options, **({"grown": grown} if grown else {})}, indent=1) + "\n")
 
 
 def _norm(options: VisionOptions, channels: int) -> nn.Module:

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import peft
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch import Tensor
 
 from ..algebra import nbytes
 from ..config import Config, load_config
 from ..errors import RunFailed, UserError
+from ..jobs.files import write_text
+from ..jobs.locks import take
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
 from ..models.names import tags
@@ -100,14 +102,9 @@ class RecordKeeper:
         Raises:
             RunFailed: another run writes into it.
         """
-        self.outdir.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.outdir / ".lock", timeout=0)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise RunFailed(
-                f"another run is writing into {self.outdir}; wait for it, or choose another outdir"
-            ) from None
+        self._lock = take(self.outdir / ".lock")
+        if self._lock is None:
+            raise RunFailed(f"another run is writing into {self.outdir}; wait for it, or choose another outdir")
 
     def release(self) -> None:
         if self._lock is not None:
@@ -130,10 +127,9 @@ class RecordKeeper:
         self._records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
         about = {"schema": SCHEMA, **environment(), "new_weights": self.site.new_weights}
-        (self.outdir / "environment.json").write_text(json.dumps(about, indent=1))
-        (self.outdir / "data.json").write_text(
-            json.dumps({"schema": SCHEMA, **self.site.data.record()}, separators=(",", ":"))
-        )
+        write_text(self.outdir / "environment.json", json.dumps(about, indent=1))
+        data = {"schema": SCHEMA, **self.site.data.record()}
+        write_text(self.outdir / "data.json", json.dumps(data, separators=(",", ":")))
         return checkpoint
 
     def checkpoint_due(self, round: int) -> bool:
@@ -290,5 +286,5 @@ class RecordKeeper:
             "versions": environment()["versions"],
             "seed": self.config.seed,
         }
-        (self.outdir / "summary.json").write_text(json.dumps(summary, indent=1))
+        write_text(self.outdir / "summary.json", json.dumps(summary, indent=1))
         return result

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import RunFailed, UserError
+from ..jobs.files import replacing
 from ..methods import Phase
 from ..models.names import all_tensors, is_statistic, select
 from ..runs.environment import versions
@@ -112,12 +112,10 @@ class Reuse:
         names = {*select(own, {tag for phase in phases for tag in phase.train}), *filter(is_statistic, own)}
         tensors = {n: own[n].detach().cpu().contiguous().clone() for n in sorted(names)}
         path = self.folder / f"{key}.safetensors"
-        aside = path.with_suffix(f".writing_{os.getpid()}")
         try:
-            save_file(tensors, aside, {"facts": json.dumps({**facts, "digest": digest_of(tensors)})})
-            os.replace(aside, path)
+            with replacing(path, durable=False) as aside:
+                save_file(tensors, aside, {"facts": json.dumps({**facts, "digest": digest_of(tensors)})})
         except (OSError, SafetensorError) as error:
-            aside.unlink(missing_ok=True)
             raise RunFailed(
                 f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "
                 "make room, or leave the key out"

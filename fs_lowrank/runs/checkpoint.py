@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import RunFailed, UserError
+from ..jobs.files import replacing
 from ..versions import SCHEMA, NewerSchema, check_schema
 
 logger = logging.getLogger("fs_lowrank")
@@ -44,14 +44,6 @@ def _meta_sum(meta: Mapping) -> str:
     return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def save_checkpoint(
     folder: Path, round: int, parts: Mapping[str, Mapping[str, Tensor]], meta: Mapping, keep: int = 2
 ) -> Path:
@@ -60,26 +52,20 @@ def save_checkpoint(
     Raises:
         RunFailed: it could not be written (a full disk, say); the earlier checkpoints are as they were.
     """
-    final, aside = folder / f"round_{round:06d}", folder / f".writing_{round:06d}"
+    final = folder / f"round_{round:06d}"
+    for left in folder.glob(".*"):  # by a process that was killed while it wrote
+        shutil.rmtree(left, ignore_errors=True)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        sums = {}
-        for part, tensors in parts.items():
-            path = aside / f"{part}.safetensors"
-            save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, path)
-            _sync(path)
-            sums[path.name] = _sum(path)
-        path = aside / "meta.json"
-        content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
-        path.write_text(json.dumps({"sha256": _meta_sum(content), **content}))
-        _sync(path)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(aside, final)
-        _sync(folder)
+        with replacing(final) as aside:
+            aside.mkdir()
+            sums = {}
+            for part, tensors in parts.items():
+                path = aside / f"{part}.safetensors"
+                save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, path)
+                sums[path.name] = _sum(path)
+            content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
+            (aside / "meta.json").write_text(json.dumps({"sha256": _meta_sum(content), **content}))
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
-        shutil.rmtree(aside, ignore_errors=True)
         kept = sorted(p.name for p in folder.glob("round_*")) if folder.is_dir() else []
         raise RunFailed(
             f"could not save the checkpoint of round {round} in {folder}: {error}; "

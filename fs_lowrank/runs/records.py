@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+
+from ..jobs.files import write_text
 
 
 class Records:
@@ -17,9 +18,7 @@ class Records:
     def __init__(self, path: Path, keep: list[dict] | None = None):
         self.path = path
         self.history: list[dict] = list(keep or [])
-        aside = path.with_suffix(".writing")
-        aside.write_text("".join(json.dumps(r) + "\n" for r in self.history))
-        os.replace(aside, path)
+        write_text(path, "".join(json.dumps(r) + "\n" for r in self.history))
 
     def add(self, record: dict) -> None:
         line = json.dumps(record)

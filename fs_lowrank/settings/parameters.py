@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError, nearest
-from .check import check_keys, keys_of
+from .check import check_value, keys_of
 from .origin import Origin
 from .sections import Lowrank
 
@@ -54,15 +54,17 @@ def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoRet
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:
     """All hyperparameters of the method: the given ones checked, the others at their defaults."""
     fields, origin = params_fields(cls), origin or Origin()
-    for key in given:
-        if key not in fields:
-            unknown_parameter(key, [cls], origin)
-    missing = [key for key in fields if key not in given and key not in params_defaults(cls)]
+    keys = keys_of(cls.Params) if fields else {}
+    values = {}
+    for name, value in given.items():
+        if name not in keys:
+            unknown_parameter(name, [cls], origin)
+        values[name] = check_value(f"lowrank.{name}", value, keys[name].hint, keys[name].meta, origin)
+    missing = [key for key in fields if key not in values and key not in params_defaults(cls)]
     if missing:
         origin.fail(f"lowrank.{missing[0]}", f"is missing: federate.method = {cls.name} needs it")
     if not fields:
         return {}
-    values = check_keys(given, keys_of(cls.Params), origin, "lowrank")
     try:
         made = cls.Params(**values)
     except ValueError as error:

@@ -56,6 +56,9 @@ def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str,
     return {k: v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]:
     """Freeze everything but the parameters with one of the tags ``wanted``; return those.
 
@@ -68,7 +71,7 @@ def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]
         if parameter.requires_grad:
             chosen.append(parameter)
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
+        if isinstance(module, _BATCH_NORMS) and module.weight is not None:
             module.train(model.training and module.weight.requires_grad)
     return chosen
 

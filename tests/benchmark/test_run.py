@@ -5,11 +5,8 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import textwrap
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
@@ -23,7 +20,7 @@ from benchmark.plan import Options, plan
 from benchmark.report import _at_the_end, _setting
 from benchmark.results import find
 from benchmark.suite import import_all, load_suite
-from benchmark.worker import DONE, disk_full, work
+from benchmark.worker import disk_full
 from fs_lowrank import UserError, list_methods, register_method
 from fs_lowrank.methods import registry
 from fs_lowrank.methods.fedlora import FedLoRA
@@ -187,37 +184,6 @@ def test_a_report_after_the_searches_alone(place, done, bench):
     code, said = bench("report", "tiny.yaml", "--results", "early")
     assert code == 0, said
     assert "**0 of 8 cells are there.**" in (place / "early" / "report.md").read_text()
-
-
-def test_an_interrupted_cell_goes_on_from_its_checkpoint(place, surroundings, monkeypatch):
-    text = (place / "tiny.yaml").read_text().replace("total_round_num: 4", "total_round_num: 20")
-    (place / "long.yaml").write_text(
-        text[: text.index("experiments:")]
-        .replace("[0, 1]", "[0]")
-        .replace("[rolora, fedlora]", "[fedlora]")
-        .replace("imports: [own_methods]", "")
-    )
-    first = subprocess.Popen(
-        [sys.executable, "-m", "benchmark", "run", "long.yaml", "--results", "long"],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **surroundings},
-    )
-    for _ in range(600):
-        reached = sorted(place.glob("runs/benchmark/*/checkpoint/round_*"))
-        if reached:
-            break
-        time.sleep(0.1)
-    first.send_signal(signal.SIGTERM)
-    out, _ = first.communicate(timeout=60)
-    assert first.returncode == 130 and "the same command goes on where it stopped" in out
-    records = reached[0].parents[1] / "rounds.jsonl"
-    before = records.read_text().splitlines()[: int(reached[0].name[-6:])]
-    monkeypatch.chdir(place)
-    assert work(Options(("long.yaml",), results="long", keep=True)) == DONE  # as its worker does
-    after = records.read_text().splitlines()
-    assert len(after) == 20 and after[: len(before)] == before  # seconds and all: those rounds were not run again
 
 
 def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+import warnings
 
+import optuna
 import pytest
 
 from fs_lowrank import UserError
@@ -69,3 +71,21 @@ def test_a_password_is_never_shown():
     with pytest.raises(UserError) as caught:
         open_storage("postgresql://me:secret@nowhere/hpo", create=True)
     assert "secret" not in str(caught.value)
+
+
+def test_what_we_use_of_optunas_private_names_is_still_there():
+    study = optuna.create_study()
+    study.ask()
+    (trial,) = study.trials
+    changed = "Optuna has renamed it; hpo.storage.set_attribute has to find another way to a dead worker's trial"
+    assert hasattr(study, "_storage"), changed
+    assert hasattr(trial, "_trial_id"), changed
+    storage.set_attribute(study, trial, "kind", "lost")
+    assert storage.trial_of(study, 0).user_attrs == {"kind": "lost"}
+
+
+def test_optunas_settings_are_set_back():
+    before, filters = optuna.logging.get_verbosity(), list(warnings.filters)
+    with storage.quiet():
+        assert optuna.logging.get_verbosity() == optuna.logging.ERROR
+    assert optuna.logging.get_verbosity() == before and list(warnings.filters) == filters

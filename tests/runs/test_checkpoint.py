@@ -115,7 +115,7 @@ def test_what_an_interrupted_write_leaves_is_no_checkpoint(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round_000001", "round_000002"]
 
 
-@pytest.mark.parametrize("call", ["save_file", "_sync", "replace", "write_text"])
+@pytest.mark.parametrize("call", ["save_file", "fsync", "replace", "write_text"])
 def test_a_write_that_fails_leaves_the_last_one_whole(tmp_path, monkeypatch, call):
     save(tmp_path, 1, 2)
 
@@ -123,8 +123,8 @@ def test_a_write_that_fails_leaves_the_last_one_whole(tmp_path, monkeypatch, cal
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        if call == "replace":
-            patch.setattr(os, "replace", full)
+        if call in ("replace", "fsync"):
+            patch.setattr(os, call, full)
         elif call == "write_text":
             patch.setattr(module.Path, "write_text", full)
         else:

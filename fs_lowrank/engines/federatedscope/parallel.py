@@ -8,16 +8,9 @@ after the other and says when each is done: neither side ever writes while the o
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import socket
-import struct
-import subprocess
-import sys
-import time
 import traceback
 from collections import deque
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +23,7 @@ from federatedscope.core.message import Message
 
 from ...config import load_config
 from ...errors import RunFailed, UserError
+from ...jobs.pool import Member, Pool
 from ...models.adapters import load_tensors
 from ...runs.checkpoint import load_checkpoint
 from .client import shared_tensors
@@ -80,7 +74,7 @@ class ParallelRunner(StandaloneRunner):
         Raises:
             UserError: a process died, did not answer within ``lowrank.timeout`` or could not go on.
         """
-        self.sites: list[_Site] = []
+        self.pool = Pool()
         self.session.on_message = self._follow
         try:
             self._begin()
@@ -92,27 +86,22 @@ class ParallelRunner(StandaloneRunner):
                         f"do; the logs are in {self.session.outdir}{self._kept()}"
                     )
                 self._listen()
-            for site in self.sites:
-                site.connection.close()  # it then ends by itself
-            for site in self.sites:
-                site.ends_within(10.0)
+            self.pool.dismiss()
         finally:
-            for site in self.sites:
-                site.connection.close()
-            for site in self.sites:
-                site.end()
+            self.pool.end()
         self.server._monitor.finish_fed_runner(fl_mode=self.mode)
         return self.server.best_results
 
     def _nothing_left(self) -> bool:
-        return not self.shared_comm_queue and all(site.idle and not site.waiting for site in self.sites)
+        return not self.shared_comm_queue and self.pool.idle
 
     def _begin(self) -> None:
         numbers, session = list(self.client), self.session
         count = min(self.processes - 1, len(numbers))
         for i in range(count):
-            self.sites.append(_Site(i + 1, numbers[i::count], session.config.lowrank.timeout))
-            self.sites[i].send(
+            site = _Site(i + 1, numbers[i::count], session.config.lowrank.timeout)
+            self.pool.members.append(site)
+            site.send(
                 Parcel(
                     {},
                     config=session.config.to_dict(),
@@ -122,11 +111,11 @@ class ParallelRunner(StandaloneRunner):
                     resume=session.resume,
                 )
             )
-        self.home = {number: site for site in self.sites for number in site.numbers}
+        self.home = {number: site for site in self.pool.members for number in site.numbers}
 
     def _follow(self, message, round: int) -> None:
         if self.session.shares_model:
-            for site in self.sites:
+            for site in self.pool.members:
                 site.waiting.append(Parcel(message, kind="follow", round=round))
 
     def _hand_out(self) -> None:
@@ -139,7 +128,7 @@ class ParallelRunner(StandaloneRunner):
                 continue
             for number in receivers:
                 self.home[int(number)].waiting.append(_packed(message, int(number)))
-        for site in self.sites:
+        for site in self.pool.members:
             begun = site.next()
             if begun is not None and begun.facts.get("facts", {}).get("train"):
                 self.session.on_client(
@@ -148,17 +137,13 @@ class ParallelRunner(StandaloneRunner):
 
     def _listen(self) -> None:
         """Take what the processes have sent; wait for it if every one of them is at work."""
-        timeout = self.session.config.lowrank.timeout
-        busy = [site for site in self.sites if not site.idle]
-        heard = wait([site.connection for site in busy], timeout=0 if self.shared_comm_queue else 1.0)
-        for site in busy:
-            if site.connection in heard:
-                self._take(site, site.receive())
-            elif time.monotonic() - site.since > timeout:
-                raise RunFailed(
-                    f"{site} has not answered within lowrank.timeout, {timeout:g} s; it is ended. Raise "
-                    f"lowrank.timeout if its clients need longer{self._kept()}"
-                )
+        for site in self.pool.heard(0 if self.shared_comm_queue else 1.0):
+            self._take(site, site.receive())
+        if (site := self.pool.silent()) is not None:
+            raise RunFailed(
+                f"{site} has not answered within lowrank.timeout, {site.timeout:g} s; it is ended. Raise "
+                f"lowrank.timeout if its clients need longer{self._kept()}"
+            )
 
     def _take(self, site: _Site, parcel: Parcel | None) -> None:
         if parcel is None:
@@ -185,78 +170,26 @@ class ParallelRunner(StandaloneRunner):
         return f"; the last checkpoint is in {self.session.outdir / 'checkpoint'}; continue with --resume" * kept
 
 
-class _Site:
-    """This side of a process with some of the clients; ``idle`` when it waits for the next message.
+class _Site(Member):
+    """This side of a process with some of the clients.
 
     Args:
-        timeout: seconds that a message may take to go in or out.
+        timeout: seconds that a message may take to go in or out, and a process for its answer.
     """
 
     def __init__(self, rank: int, numbers: list[int], timeout: float):
         self.rank, self.numbers = rank, numbers
-        self.connection, theirs = multiprocessing.Pipe()
-        bound = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-        with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                pipe.setsockopt(socket.SOL_SOCKET, option, bound)
-        # Not multiprocessing's own start, which would first run the user's main module again.
-        start = (
-            f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import {__name__} as parallel; "
-            f"parallel.serve({theirs.fileno()})"
-        )
-        path = os.pathsep.join(p for p in sys.path if p)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", start],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-        )
-        theirs.close()
-        #: parcels that have not been sent yet
-        self.waiting: deque[Parcel] = deque()
-        self.idle = True
+        super().__init__(f"{__name__}:serve", timeout)
 
     def __str__(self) -> str:
         clients = ", ".join(map(str, self.numbers[:3])) + (", …" if len(self.numbers) > 3 else "")
         return f"process {self.rank} (client{'s' if len(self.numbers) > 1 else ''} {clients})"
 
-    def send(self, parcel: Parcel) -> None:
-        self.idle, self.since = False, time.monotonic()
-        try:
-            self.connection.send_bytes(parcel.to_bytes())
-        except OSError:
-            logger.debug("%s is gone or stuck", self)  # which the next look at the connection finds and reports
+    def encode(self, item: Parcel) -> bytes:
+        return item.to_bytes()
 
-    def next(self) -> Parcel | None:
-        """Send the first that waits, if the process does too; what was sent."""
-        if not (self.idle and self.waiting):
-            return None
-        parcel = self.waiting.popleft()
-        self.send(parcel)
-        return parcel
-
-    def receive(self) -> Parcel | None:
-        """What it has sent; None if it is gone."""
-        try:
-            return Parcel.of(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            self.end()
-            return None
-
-    def end(self) -> None:
-        self.connection.close()
-        if not self.ends_within(0.5):
-            self.process.terminate()
-            if not self.ends_within(5.0):
-                self.process.kill()
-                self.process.wait()
-
-    def ends_within(self, seconds: float) -> bool:
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+    def decode(self, data: bytes) -> Parcel:
+        return Parcel.of(data)
 
 
 def _packed(message: Message, receiver: int) -> Parcel:
@@ -289,9 +222,8 @@ def _unpacked(parcel: Parcel) -> Message:
 # -- in a client's process -----------------------------------------------------------------------------
 
 
-def serve(handle: int) -> None:
-    """Be the clients that the server's process names, until it closes the connection whose file descriptor this is."""
-    connection = Connection(handle)
+def serve(connection: Connection) -> None:
+    """Be the clients that the server's process names, until it closes the connection."""
 
     def send(kind: str, tensors=None, **facts) -> None:
         connection.send_bytes(Parcel(tensors or {}, kind=kind, **facts).to_bytes())

@@ -1,0 +1,192 @@
+"""Worker processes that take their work from a store by themselves, and the supervisor that keeps them at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ..errors import RunFailed, UserError
+from .process import Process
+from .shell import INTERRUPTED, OK, WRONG_USE
+
+#: how often the place of a worker that died is taken by another
+RESTARTS = 8
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM, as a scheduler sends it, are put into the list; the second raises ``KeyboardInterrupt``.
+
+    SIGINT even where this process was started in the background, which ignores it. In another thread than the main
+    one, signals cannot be caught, and the list stays empty.
+    """
+    stopped: list[int] = []
+
+    def handle(number, frame) -> None:
+        stopped.append(number)
+        if len(stopped) > 1:
+            raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_gpus(gpus: Sequence[str]) -> None:
+    """Refuse what is no number of a GPU.
+
+    Raises:
+        UserError: names it, and what torch finds.
+    """
+    if not gpus:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    for gpu in gpus:
+        if not gpu.isdigit():
+            raise UserError(f"--gpus {gpu!r}: expected numbers, such as 0,1; or all")
+        if int(gpu) >= count:
+            raise UserError(
+                f"--gpus {gpu}: torch finds {count} GPU{'' if count == 1 else 's'} here"
+                + (f", numbered from 0 to {count - 1}" if count else "")
+            )
+
+
+class Crew:
+    """Workers that each call one function until nothing is left in the store; one that dies is replaced.
+
+    Args:
+        target: ``module:function``, called in each worker with ``options``. It returns an exit code: 0 if nothing is
+            left, 130 if it was stopped by a signal. A ``UserError`` from it ends the whole crew.
+        options: plain data. workers: how many processes; they share the cores.
+        gpus: each worker sees one of them alone, as device 0; config keys that say so are added to the options'
+            ``overrides``.
+        logs: a folder for the workers' output; without one, it goes where this process's goes.
+        patience: seconds a worker that is told to stop may take before it is killed; None: until the second signal.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        options: Mapping[str, Any],
+        workers: int,
+        *,
+        gpus: Sequence[str] = (),
+        logs: Path | None = None,
+        patience: float | None = None,
+        say: Callable[[str], object] = print,
+    ):
+        self.target, self.options, self.workers, self.gpus = target, dict(options), workers, tuple(gpus)
+        self.logs, self.patience, self.say = logs, patience, say
+        self.processes: dict[int, Process] = {}
+
+    def _start(self, index: int) -> None:
+        environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(self._threads())}
+        options = self.options
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[index % len(self.gpus)]
+            options = {**options, "overrides": {**options.get("overrides", {}), "use_gpu": True, "device": 0}}
+        log = self.logs / f"worker_{index}.log" if self.logs else None
+        process = self.processes[index] = Process(f"{__name__}:serve", environment=environment, log=log)
+        with suppress(OSError):  # it died at once, as its exit code will say
+            process.connection.send_bytes(json.dumps({"target": self.target, "options": options}).encode())
+
+    def _threads(self) -> int:
+        return max(1, (os.cpu_count() or 1) // self.workers)
+
+    def run(
+        self,
+        stopped: Sequence[int],
+        late: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Start the workers and wait until all have ended; returns whether any was stopped by a signal.
+
+        Args:
+            stopped: from ``stop_signals``: when a signal is in it, the workers are told to stop.
+            late: when it says so, they are told to stop too. meanwhile: called a few times a second.
+        Raises:
+            UserError: what a worker raised, after all were stopped; ``RunFailed``: too many died.
+        """
+        told, ended, replaced, error = 0.0, False, 0, None
+        try:
+            for index in range(self.workers):
+                self._start(index)
+            while self.processes:
+                meanwhile()
+                if not told and (stopped or error or late()):
+                    told = time.monotonic()
+                    if not error:
+                        why = "stopping" if stopped else "time is up"
+                        self.say(f"{why}: what runs ends now, and is continued next time; once more Ctrl-C kills it")
+                    for process in self.processes.values():
+                        process.process.terminate()
+                for index, process in list(self.processes.items()):
+                    if told and self.patience and time.monotonic() - told > self.patience:
+                        process.kill()
+                    code = process.process.poll()
+                    if code is None:
+                        continue
+                    del self.processes[index]
+                    error = error or _error_of(process)
+                    process.connection.close()
+                    ended |= code == INTERRUPTED
+                    if code in (OK, WRONG_USE, INTERRUPTED) or told:
+                        continue
+                    replaced += 1
+                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                    how += ": out of memory, perhaps" * (code == -signal.SIGKILL)
+                    self.say(f"worker {index} died ({how}); another takes its place")
+                    if replaced <= RESTARTS:
+                        self._start(index)
+                    else:
+                        error = RunFailed(f"workers died {replaced} times" + f"; see {self.logs}" * bool(self.logs))
+                time.sleep(0.1)
+        except KeyboardInterrupt:
+            if not stopped:
+                raise
+        finally:
+            for process in self.processes.values():
+                process.kill()
+        if error and not stopped:
+            raise error
+        return ended or bool(stopped)
+
+
+def _error_of(process: Process) -> UserError | None:
+    """What a worker that has ended raised for the user."""
+    try:
+        if not process.connection.poll():
+            return None
+        kind, text = json.loads(process.connection.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    return RunFailed(text) if kind == RunFailed.__name__ else UserError(text)
+
+
+def serve(connection: Connection) -> int:
+    """Be a worker: call what the supervisor names."""
+    order = json.loads(connection.recv_bytes())
+    module, _, name = order["target"].partition(":")
+    try:
+        return getattr(import_module(module), name)(order["options"])
+    except UserError as error:
+        kind = RunFailed if isinstance(error, RunFailed) else UserError
+        connection.send_bytes(json.dumps([kind.__name__, str(error)]).encode())
+        return WRONG_USE

@@ -1,0 +1,101 @@
+"""A Python process that runs one function and does not outlive the process that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+#: seconds that a process without a parent may take to end by itself, after SIGTERM
+GRACE = 60.0
+
+
+class Process:
+    """A function that runs in a process of its own, with a connection to this one.
+
+    Not multiprocessing's own start, which would first run the user's main module again. The process finds the modules
+    that this one finds, stands in a session of its own, so that Ctrl-C reaches only this one, and has this one's life
+    line as its standard input: when it closes, because this process ends or dies, it is ended as by SIGTERM.
+
+    Args:
+        target: ``module:function``; it is called with the ``Connection`` and returns the exit code, or None for 0.
+        timeout: seconds that a message may take to go in or out; 0: as long as it takes.
+        environment: variables beside this process's own. log: a file that its output is appended to.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout: float = 0.0,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ):
+        self.connection, theirs = multiprocessing.Pipe()
+        if timeout:
+            bound = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+                for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                    pipe.setsockopt(socket.SOL_SOCKET, option, bound)
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        with theirs, log.open("a") if log else contextlib.nullcontext() as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import serve; serve({target!r}, {theirs.fileno()})"],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **(environment or {}), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,
+            )
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it has ended, after waiting ``seconds`` at most."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it at once, with the processes that it started; it has no time to write anything."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.connection.close()
+
+    def end(self) -> None:
+        """Close the connection, and end the process: by itself, by SIGTERM, or killed."""
+        self.connection.close()
+        if not self.ends_within(0.5):
+            self.process.terminate()
+            self.ends_within(5.0)
+        self.kill()
+
+
+def serve(target: str, handle: int) -> None:
+    """What the process runs: ``target`` with the connection whose file descriptor is ``handle``."""
+    lifeline = os.dup(0)  # no process that this one starts inherits it
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    module, _, name = target.partition(":")
+    raise SystemExit(getattr(import_module(module), name)(Connection(handle)))
+
+
+def _end_with_parent(lifeline: int) -> None:
+    os.read(lifeline, 1)  # nothing is ever written; it returns when the parent has gone
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE)
+    os._exit(1)

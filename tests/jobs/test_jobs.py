@@ -1,0 +1,149 @@
+"""Files written whole, processes that end with their parent, members of a pool, and how commands end."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fs_lowrank import RunFailed, UserError
+from fs_lowrank.jobs import shell
+from fs_lowrank.jobs.files import replacing, write_text
+from fs_lowrank.jobs.locks import claimed, exclusive
+from fs_lowrank.jobs.pool import Member, Pool
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path):
+    write_text(tmp_path / "new" / "a.txt", "one")
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "new" / "a.txt") as aside:
+        aside.write_text("two")
+        1 / 0  # noqa: B018
+    with pytest.raises(RunFailed, match="a.txt/b.txt cannot be written: File exists; make room"):
+        write_text(tmp_path / "new" / "a.txt" / "b.txt", "three")
+    assert (tmp_path / "new" / "a.txt").read_text() == "one"
+    with replacing(tmp_path / "new") as aside:  # a folder takes the place of a folder
+        aside.mkdir()
+        (aside / "b.txt").write_text("four")
+    assert [p.name for p in tmp_path.rglob("*")] == ["new", "b.txt"]
+
+
+def test_a_lock_that_is_held_is_waited_for_until_told_otherwise(tmp_path):
+    path, asked = tmp_path / "locks" / "one.lock", []
+    with exclusive(path):
+        with claimed(path) as ours:
+            assert not ours
+        with pytest.raises(KeyboardInterrupt), exclusive(path, stop=lambda: bool(asked.append(1)) or len(asked) > 2):
+            pass
+    assert len(asked) == 3
+    with claimed(path) as ours:
+        assert ours
+
+
+def echo(connection):
+    """What a member of the pools below runs."""
+    while True:
+        item = connection.recv_bytes()
+        if item == b"die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if item == b"think":
+            time.sleep(60)
+        connection.send_bytes(item.upper())
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    pool = Pool()
+    yield pool
+    pool.end()
+    assert all(member.process.poll() is not None for member in pool.members)
+
+
+def test_members_answer_die_and_fall_silent(pool):
+    pool.members += [Member("test_jobs:echo", 1.0) for _ in range(3)]
+    for member, item in zip(pool.members, (b"word", b"die", b"think")):
+        member.waiting.append(item)
+        assert member.next() == item and not member.idle and member.next() is None
+    heard, deadline = {}, time.monotonic() + 60
+    while len(heard) < 2 and time.monotonic() < deadline:
+        for member in pool.heard(1.0):
+            heard[pool.members.index(member)] = member.receive()
+            member.idle = True
+    assert heard == {0: b"WORD", 1: None}
+    while pool.silent() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert pool.silent() is pool.members[2] and not pool.idle
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path):
+    code = (
+        "import time; from fs_lowrank.jobs.pool import Member\n"
+        "member = Member('test_jobs:echo', 60.0); member.send(b'word'); member.receive(); member.send(b'think')\n"
+        "print(member.process.pid, flush=True); time.sleep(60)\n"
+    )
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, text=True
+    )
+    member = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and _runs(member):
+        time.sleep(0.1)
+    assert not _runs(member)
+
+
+def _runs(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+        state = Path(f"/proc/{number}/stat")
+        return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+    except ProcessLookupError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "raised, code",
+    [(None, 0), (UserError("[no] such thing"), 2), (RunFailed("no room"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_how_a_command_ends(raised, code, capsys):
+    def do(args):
+        if raised:
+            raise raised
+
+    def make_parser():
+        parser = argparse.ArgumentParser(prog="python -m thing")
+        commands = parser.add_subparsers()
+        commands.add_parser("go").set_defaults(do=do)
+        return parser, commands.choices.values()
+
+    console = shell.make_console(120)
+    assert shell.run(make_parser, ["go"], console, lambda args: f"; again: {args.again}") == code
+    said = "".join(capsys.readouterr())
+    assert "Traceback" not in said
+    assert {0: "", 2: "error: [no] such thing", 1: "no room", 130: "interrupted; again: python -m thing go"}[
+        code
+    ] in said
+    shell.run(make_parser, ["go", "--debug"], console)
+    assert ("Traceback" in "".join(capsys.readouterr())) == (code in (1, 2))
+
+
+@pytest.mark.parametrize("package, others", [("benchmark", ("fs_lowrank", "hpo")), ("hpo", ("fs_lowrank",))])
+def test_packages_use_only_what_others_declare_public(package, others):
+    found = []
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in others and not node.level:
+                names = [*node.module.split("."), *(alias.name for alias in node.names)]
+                found += [f"{path.name}: {node.module}: {n}" for n in names if n.startswith("_") and n != "__version__"]
+    assert not found

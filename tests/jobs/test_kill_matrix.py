@@ -1,0 +1,169 @@
+"""Searches and suites that are ended from outside: exit codes, no process left alive, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("optuna")
+
+from benchmark.plan import Options  # noqa: E402
+from benchmark.worker import work  # noqa: E402
+from fs_lowrank import load_config  # noqa: E402
+from hpo.search import kind  # noqa: E402
+from hpo.space import space_from  # noqa: E402
+from hpo.storage import load_study, open_storage  # noqa: E402
+from hpo.tune import Search, tune  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("no_curves"),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc"),
+]
+ROUNDS = 40
+#: by this variable every process that a command started is found, whoever its parent is now
+MARK = "FS_LOWRANK_TEST_FAMILY"
+
+
+class Command:
+    """A search or a suite of one run of 40 rounds."""
+
+    def __init__(self, which: str, folder: Path, settings: dict):
+        self.which, self.folder, self.mark = which, folder, str(uuid.uuid4())
+        run = {
+            **{k: settings[k] for k in ("data", "model", "llm", "train")},
+            "federate": {"method": "fedlora", "client_num": 2, "total_round_num": ROUNDS},
+            "dataloader": {"batch_size": 4},
+            "eval": {"freq": 20},
+        }
+        run["data"] = {**run["data"], "splitter": "iid", "splitter_args": [], "subsample": 0.2}
+        if which == "hpo":
+            (folder / "run.yaml").write_text(yaml.safe_dump({**run, "outdir": str(folder / "run")}))
+            (folder / "space.yaml").write_text("train.optimizer.lr: {grid: [0.01]}")
+            self.arguments = "-m hpo tune --cfg run.yaml --space space.yaml --dir hpo --confirm 0 --study s"
+        else:
+            del run["federate"]["method"]
+            search = {"space": {"train.optimizer.lr": {"grid": [0.01]}}}
+            (folder / "one.yaml").write_text(
+                yaml.safe_dump(
+                    {
+                        "title": "One search and one cell",
+                        "config": run,
+                        "methods": ["fedlora"],
+                        "seeds": [0],
+                        "metrics": ["test_acc"],
+                        "learning_rates": {"search": search},
+                    }
+                )
+            )
+            self.arguments = "-m benchmark run one.yaml --keep"
+
+    def start(self, workers: int) -> subprocess.Popen:
+        self.log = (self.folder / "out.txt").open("w+")
+        return subprocess.Popen(
+            [sys.executable, *self.arguments.split(), "--workers", str(workers)],
+            cwd=self.folder,
+            stdout=self.log,
+            stderr=self.log,
+            env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+
+    def said(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def alive(self) -> dict[int, str]:
+        """Command lines of the processes that this command started, and of itself, by number."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it is another user's, or has ended meanwhile
+        return found
+
+    def checkpoints(self) -> list[Path]:
+        return sorted(self.folder.glob("**/checkpoint/round_*"))
+
+    def busy(self) -> int:
+        """The worker that trains."""
+        if self.which == "hpo":
+            study = load_study(open_storage(str(self.folder / "hpo" / "journal.log")), "s")
+            return next(t.user_attrs["worker"]["pid"] for t in study.get_trials() if kind(t) == "running")
+        return json.loads(next(self.folder.glob("runs/benchmark/claims/*.json")).read_text())["pid"]
+
+    def finish(self, monkeypatch) -> None:
+        """The same command once more, in this process."""
+        monkeypatch.chdir(self.folder)
+        if self.which == "hpo":
+            options = Search("s", folder=Path("hpo"), confirm=0, workers=0)
+            ended = tune(load_config("run.yaml"), space_from({"train.optimizer.lr": {"grid": [0.01]}}), options)
+            assert ended.how == "done"
+        else:
+            assert work(Options(("one.yaml",), keep=True)) == 0
+
+    def check_finished(self) -> None:
+        if self.which == "hpo":
+            study = load_study(open_storage(str(self.folder / "hpo" / "journal.log")), "s")
+            assert "complete" in [kind(t) for t in study.get_trials()]
+        else:
+            assert len(list(self.folder.glob("results/cells/*.json"))) == 1
+            assert len(list(self.folder.glob("results/searches/*.json"))) == 1
+
+
+@pytest.mark.parametrize("event", ["SIGTERM", "two SIGINTs", "kill -9 of a worker", "kill -9 of the parent"])
+@pytest.mark.parametrize("which", ["hpo", "benchmark"])
+def test_ended_from_outside(which, event, settings, tmp_path, monkeypatch):
+    command = Command(which, tmp_path, settings)
+    # The second worker has nothing to do but wait, and nobody to wait for once the parent is gone.
+    parent = command.start(workers=2 if event == "kill -9 of the parent" else 1)
+    try:
+        deadline = time.monotonic() + 120
+        while not command.checkpoints():
+            assert parent.poll() is None and time.monotonic() < deadline, command.said()
+            time.sleep(0.05)
+        reached = command.checkpoints()[-1]
+        records = reached.parents[1] / "rounds.jsonl"
+        before = records.read_text().splitlines()[: int(reached.name[-6:])]
+        if event == "SIGTERM":
+            parent.send_signal(signal.SIGTERM)
+        elif event == "two SIGINTs":
+            os.kill(command.busy(), signal.SIGSTOP)  # a worker that does not end when it is told to
+            parent.send_signal(signal.SIGINT)
+            time.sleep(1)
+            parent.send_signal(signal.SIGINT)
+        elif event == "kill -9 of a worker":
+            os.kill(command.busy(), signal.SIGKILL)
+        else:
+            parent.kill()
+        code = parent.wait(120)
+        for _ in range(200):  # a worker without a parent ends at its next client
+            if not (left := command.alive()):
+                break
+            time.sleep(0.1)
+        expected = {"kill -9 of a worker": 0, "kill -9 of the parent": -9}.get(event, 130)
+        assert code == expected, command.said()
+        assert not left
+        assert "Traceback" not in command.said(), command.said()
+        if event == "kill -9 of a worker":
+            assert "died (signal 9: out of memory, perhaps)" in command.said()
+        else:
+            assert len(records.read_text().splitlines()) < ROUNDS, "it went on without a parent"
+            command.finish(monkeypatch)
+        command.check_finished()
+        after = records.read_text().splitlines()
+        assert len(after) == ROUNDS and after[: len(before)] == before  # seconds and all: they were not run again
+    finally:
+        for number in command.alive():
+            os.kill(number, signal.SIGKILL)
+        parent.wait()
+        command.log.close()

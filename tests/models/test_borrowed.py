@@ -1,0 +1,99 @@
+"""What this package relies on in other libraries beyond their documented interfaces, each use with its place.
+
+A failure here says that a library has changed: look at the place that the message names before anything else.
+"""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model
+from torch import nn
+
+import fs_lowrank
+from fs_lowrank.models import convolution
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+@pytest.mark.parametrize("config", [LoraConfig, LoHaConfig, LoKrConfig])
+def test_peft_s_convolutions_are_what_ours_stand_in_for(config):
+    place = "fs_lowrank/models/convolution.py exchanges the class of PEFT's layer"
+    layer = get_peft_model(Net(), config(r=2, target_modules=["conv"])).base_model.model.conv
+    assert type(layer) in convolution._FORMS, f"{place}; PEFT puts a {type(layer)} there now"
+    ours = convolution._FORMS[type(layer)]
+    assert issubclass(ours, type(layer)) and "__slots__" not in vars(type(layer)), f"{place}; it has slots now"
+    assert list(inspect.signature(type(layer).forward).parameters)[1] == "x", f"{place}; its forward takes others now"
+    for name in ("active_adapters", "disable_adapters", "merged", "r", "get_base_layer"):
+        assert hasattr(layer, name), f"{place} and reads {name}, which is gone"
+    for name in (
+        ("lora_A", "lora_B", "lora_dropout", "scaling", "lora_variant")
+        if config is LoraConfig
+        else (
+            "module_dropout",
+            "rank_dropout",
+            "get_delta_weight",
+        )
+    ):
+        assert hasattr(layer, name), f"{place} and reads {name}, which is gone"
+
+
+def test_a_module_s_forward_can_be_replaced_on_the_instance():
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: x
+    x = torch.ones(1, 2)
+    assert torch.equal(layer(x), x), (
+        "fs_lowrank/models/frozen.py replaces forward on the instance, which torch no longer calls"
+    )
+    del layer.forward
+    assert not torch.equal(layer(x), x)
+
+
+#: private names of other libraries that are used, by file; each has its reason there
+#: names with an underscore that are documented: ``os._exit``, and of named tuples
+DOCUMENTED = {"_exit", "_replace"}
+BORROWED = {
+    "hpo/storage.py": {"_storage", "_trial_id"},
+    # the framework is one pinned version, checked when it is imported (engines/federatedscope/locate.py)
+    "fs_lowrank/engines/federatedscope/config.py": {"_immutable"},
+    "fs_lowrank/engines/federatedscope/parallel.py": {"_immutable", "_monitor"},
+    # torch has no public way to ask whether a module has hooks; with one, PEFT's own two convolutions run
+    "fs_lowrank/models/convolution.py": {"_forward_hooks"},
+}
+
+
+def test_no_other_private_name_of_a_library_is_used():
+    """Attributes with a leading underscore of anything but ``self``, ``cls`` and ``super()``, by reading the code."""
+    import ast
+
+    root = Path(fs_lowrank.__file__).parent.parent
+    ours, used = set(), {}
+    trees = {
+        path.relative_to(root).as_posix(): ast.parse(path.read_text())
+        for room in ("fs_lowrank", "benchmark", "hpo")
+        for path in (root / room).rglob("*.py")
+    }
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                ours.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                ours.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id)
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not own and node.attr not in ours and node.attr not in DOCUMENTED:
+                used.setdefault(name, set()).add(node.attr)
+    assert used == BORROWED
