@@ -21,7 +21,8 @@ import torch
 
 from fs_lowrank import create_method
 from fs_lowrank.algebra import nbytes
-from fs_lowrank.methods import Update, check_update
+from fs_lowrank.methods import Update
+from fs_lowrank.rounds.admission import check_update
 from fs_lowrank.settings import AdapterSpec
 
 from .script import script

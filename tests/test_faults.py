@@ -20,9 +20,10 @@ import fs_lowrank.rounds.site as site
 import fs_lowrank.runs.checkpoint as checkpoint
 from fs_lowrank import cli, load_config
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.engines.server import Server
 from fs_lowrank.errors import RunFailed, UserError
 from fs_lowrank.models.names import named_tensors
+from fs_lowrank.rounds.ledger import Ledger
+from fs_lowrank.rounds.round import Round
 from fs_lowrank.runs import load_checkpoint
 from fs_lowrank.runs.records import Records
 from fs_lowrank.settings import Settings
@@ -61,7 +62,7 @@ def make(settings, tmp_path, no_curves):
 
 def tensors_of(engine):
     return {
-        **{f"state {n}": t for n, t in engine.server.state.items()},
+        **{f"state {n}": t for n, t in engine.ledger.state.items()},
         **{f"model {n}": p.detach() for n, p in engine.model.named_parameters()},
         **{f"client {c} {n}": t for c, own in engine.site.personal.items() for n, t in own.items()},
     }
@@ -102,8 +103,8 @@ def check_equal_runs(engine, reference):
     ]
     assert drop[0] == drop[1]
     equal(saved_by(engine.keeper.outdir), saved_by(reference.keeper.outdir))
-    assert engine.server.synced == reference.server.synced
-    sizes = [{n: (came, t.shape, t.dtype) for n, (came, t) in e.server.outbox.items()} for e in (engine, reference)]
+    assert engine.ledger.synced == reference.ledger.synced
+    sizes = [{n: (came, t.shape, t.dtype) for n, (came, t) in e.ledger.outbox.items()} for e in (engine, reference)]
     assert sizes[0] == sizes[1]
 
 
@@ -112,7 +113,7 @@ def check_equal_runs(engine, reference):
 #: every step of a round that touches the disk, and the training between them
 STEPS = [
     (site, "train_client"),
-    (Server, "finish"),
+    (Round, "finish"),
     (Records, "add"),
     (checkpoint, "save_file"),
     (checkpoint, "_sync"),
@@ -513,9 +514,9 @@ ALL = {"federate.sample_client_num": -1}
 
 
 def without_client_2(monkeypatch, rounds=(2,)):
-    select = Server.select
+    select = Ledger.select
     monkeypatch.setattr(
-        Server, "select", lambda self, round: [c for c in select(self, round) if c != 2 or round not in rounds]
+        Ledger, "select", lambda self, round: [c for c in select(self, round) if c != 2 or round not in rounds]
     )
 
 
@@ -701,9 +702,8 @@ def test_a_bad_round_stops_the_run_and_leaves_the_last_good_one(make, monkeypatc
         RunFailed, match="round 2: the server's step failed: ArithmeticError: no convergence .*on_bad_r"
     ):
         engine.run()
-    assert (
-        load_checkpoint(engine.keeper.outdir / "checkpoint").round == 1 and len(records_of(engine.keeper.outdir)) == 1
-    )
+    assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 1
+    assert len(records_of(engine.keeper.outdir)) == 1
     engine = make("run", keys)
     engine.run(resume=True)
     equal(tensors_of(engine), tensors_of(reference))
@@ -721,13 +721,13 @@ def test_a_bad_round_is_left_out_if_the_user_says_so(make, monkeypatch, run):
     seen, engines = [], []
 
     def note(record):
-        seen.append(({n: t.clone() for n, t in tensors_of(engines[-1]).items()}, dict(engines[-1].server.outbox)))
+        seen.append(({n: t.clone() for n, t in tensors_of(engines[-1]).items()}, dict(engines[-1].ledger.outbox)))
 
     engines.append(make("run", keys, on_round=note))
     breaking(monkeypatch, engines[0], (2,))
     history = engines[0].run().history
     equal(seen[1][0], seen[0][0])  # state, model and personal parts
-    assert seen[1][1] == seen[0][1] and engines[0].server.synced == dict.fromkeys((1, 2, 3, 4), 2)
+    assert seen[1][1] == seen[0][1] and engines[0].ledger.synced == dict.fromkeys((1, 2, 3, 4), 1)
     good, bad, later = history
     assert bad["skipped"] == "round 2: the server's step failed: ArithmeticError: no convergence"
     assert bad["clients"] == [] and bad["selected"] == [1, 2, 3, 4] and bad["failed"] == []

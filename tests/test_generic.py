@@ -88,7 +88,7 @@ def make(settings, causal_settings, vision_settings, tmp_path, no_curves):
 
 
 def state_of(engine):
-    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in engine.server.state.items()}
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in engine.ledger.state.items()}
 
 
 def equal(a, b):
@@ -170,7 +170,7 @@ def test_a_run_what_it_saves_and_the_same_again(make, bases, method, task):
     )
 
     def on_round(record):
-        view = engine.method.view(engine.server.state)
+        view = engine.method.view(engine.ledger.state)
         own = all_tensors(engine.model)
         assert all(torch.equal(own[n], view[n]) for n in view), "the model stands where the state does"
         seen.append(record["round"])
@@ -181,10 +181,10 @@ def test_a_run_what_it_saves_and_the_same_again(make, bases, method, task):
     assert seen == [1, 2] and len(result.history) == 2
     for record in result.history:
         assert math.isfinite(record["loss"]) and record["selected"] == record["clients"] and len(record["clients"]) == 2
-        own = {"client_test"} if engine.site.untrained_personal else set()
+        own = {"client_test"} if engine.site.personal.untrained else set()
         assert record["metrics"].keys() == {"test", "val"} | own and not record["failed"]
         assert all(math.isfinite(v) for m in record["metrics"].values() for v in m.values())
-    allowed = set(engine.method.view(engine.server.state)) | set(engine.method.changed_base(engine.model))
+    allowed = set(engine.method.view(engine.ledger.state)) | set(engine.method.changed_base(engine.model))
     moved = {n for n, p in engine.model.named_parameters() if not torch.equal(p, start[n])}
     assert moved and moved <= allowed, "nothing frozen has moved"
     on_disk = [json.loads(line) for line in (engine.keeper.outdir / "rounds.jsonl").read_text().splitlines()]
@@ -219,7 +219,7 @@ def test_it_learns_and_saves_no_more_than_was_asked(make, method):
     )
     result = engine.run()
     assert result.history[-1]["loss"] < 0.93 * result.history[0]["loss"]
-    own = {"personal"} if engine.site.untrained_personal else set()
+    own = {"personal"} if engine.site.personal.untrained else set()
     assert set(result.saved) == {"model" if result.base_changed else "adapter", "curves"} | own
     assert (engine.keeper.outdir / "model").exists() == result.base_changed
     assert result.base_changed == (method in ("fedavg", "flora")) or method not in (
@@ -263,19 +263,19 @@ def test_bytes_are_what_was_handed_over(make, monkeypatch, method, keys):
         {"federate.client_num": 5, "federate.sample_client_rate": 0.45, "federate.total_round_num": 6, **keys},
     )
     sent, messages = {}, {}
-    upload, finish = engine.method.upload, engine.server.finish
+    upload, commit = engine.method.upload, engine.ledger.commit
 
     def spy_upload(model, round, client):
         tensors = upload(model, round, client)
         sent[round, client.id] = {n: t.detach().clone() for n, t in tensors.items()}
         return tensors
 
-    def spy_finish(round, model=None):
-        messages[round] = {n: t.clone() for n, t in finish(round, model).items()}
-        return messages[round]
+    def spy_commit(round, state, message):
+        messages[round] = {n: t.clone() for n, t in message.items()}
+        commit(round, state, message)
 
     monkeypatch.setattr(engine.method, "upload", spy_upload)
-    monkeypatch.setattr(engine.server, "finish", spy_finish)
+    monkeypatch.setattr(engine.ledger, "commit", spy_commit)
     result = engine.run()
     stands_at = {}
     for record in result.history:
@@ -378,9 +378,9 @@ def test_weights_by_samples_or_equal(make, monkeypatch, method):
         sizes = [1 if uniform else len(e) for e in engine.site.data.clients]
         assert uniform or len(set(sizes)) > 1
         if get_method_class(method).averages_head:
-            head = next(n for n in engine.server.state if "classifier" in n and "weight" in n)
+            head = next(n for n in engine.ledger.state if "classifier" in n and "weight" in n)
             mean = sum(n / sum(sizes) * sent[i][head].double() for i, n in enumerate(sizes, start=1))
-            torch.testing.assert_close(engine.server.state[head].double(), mean, atol=1e-7, rtol=1e-6)
+            torch.testing.assert_close(engine.ledger.state[head].double(), mean, atol=1e-7, rtol=1e-6)
         states.append(state_of(engine))
     assert not equal(*states)
 
@@ -396,7 +396,7 @@ def test_one_client_one_round_is_local_training(make, method):
     }
     alone, engine = (make("encoder", method, keys) for _ in range(2))
     engine.run()
-    load_tensors(alone.model, alone.method.view(alone.server.state, 1))
+    load_tensors(alone.model, alone.method.view(alone.ledger.state, 1))
     from fs_lowrank.seeds import derive
 
     before = logits(alone.model, alone.data.test)
@@ -410,7 +410,7 @@ def test_one_client_one_round_is_local_training(make, method):
         owner="client 1",
         prefix=alone.prefix,
     )
-    load_tensors(alone.model, alone.untrained_personal)
+    load_tensors(alone.model, alone.site.personal.untrained)
     trained = logits(alone.model, alone.data.test)
     assert not torch.allclose(before, trained, atol=1e-4)
     torch.testing.assert_close(logits(engine.model, engine.site.data.test), trained, atol=1e-5, rtol=1e-4)
@@ -483,7 +483,7 @@ def test_half_precision(make, monkeypatch, method, task):
         for name in sent[1, 1]:
             mean = sum(n / sum(sizes) * sent[1, i][name].double() for i, n in enumerate(sizes, start=1))
             torch.testing.assert_close(states[0][name].double(), mean, atol=1e-6, rtol=2**-7)
-    moved = [n for n in before if not torch.equal(before[n], engine.server.state[n])]
+    moved = [n for n in before if not torch.equal(before[n], engine.ledger.state[n])]
     assert moved and (task == "causal" or any("classifier" in n for n in moved))
     assert result.saved["model" if result.base_changed else "adapter"].exists()
 
@@ -501,6 +501,6 @@ def test_a_server_optimizer_over_every_averaging_method(make, method):
         each.run()
     # The same change, another step: FedAdam's first is lr · 0.1 Δ / (√(0.01 Δ² + 0.99 τ²) + τ).
     for name in engine.method.sent(start, 1):
-        delta = (plain.server.state[name] - start[name]).double()
+        delta = (plain.ledger.state[name] - start[name]).double()
         wanted = start[name] + 0.01 * 0.1 * delta / ((0.01 * delta**2 + 0.99e-6).sqrt() + 1e-3)
-        torch.testing.assert_close(engine.server.state[name].double(), wanted, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(engine.ledger.state[name].double(), wanted, atol=1e-6, rtol=1e-4)

@@ -50,9 +50,9 @@ def measure(settings: dict, train: bool) -> dict:
             "clients": len(engine.site.clients),
             "setup_seconds": time.process_time() - started,
             "base_bytes": sum(
-                p.numel() * p.element_size() for n, p in engine.model.named_parameters() if n not in engine.server.state
+                p.numel() * p.element_size() for n, p in engine.model.named_parameters() if n not in engine.ledger.state
             ),
-            "adapter_bytes": nbytes(engine.method.view(engine.server.state)),
+            "adapter_bytes": nbytes(engine.method.view(engine.ledger.state)),
             "imported_peak_bytes": imported,
             "setup_peak_bytes": peak_bytes(),
         }

@@ -82,7 +82,7 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
     trained: dict[str, dict] = {}
 
     def steps(name):
-        load_tensors(model, engine.server.state)
+        load_tensors(model, engine.ledger.state)
         losses[name] = train_client(
             model,
             examples,

@@ -8,8 +8,9 @@ import os
 import torch
 from torch import Tensor, nn
 
-from fs_lowrank.methods import Method, Update, check_update, create_method
+from fs_lowrank.methods import Method, Update, create_method
 from fs_lowrank.models.names import pairs
+from fs_lowrank.rounds.admission import check_update
 from fs_lowrank.settings import AdapterSpec
 
 from . import difference, race, row, threads

@@ -10,19 +10,19 @@ import logging
 import time
 from collections.abc import Callable
 
-import torch
 from safetensors import SafetensorError
 
 from ..config import check_local
 from ..errors import RunFailed, UserError
-from ..methods import RefusedUpdate
+from ..rounds.ending import end_round
 from ..rounds.evaluator import Evaluator
 from ..rounds.keeper import RecordKeeper, check_outdir, outdir_of
-from ..rounds.record import round_record
+from ..rounds.ledger import Ledger
+from ..rounds.parcel import Parcel
+from ..rounds.round import Round
 from ..rounds.site import Site
 from ..runs.result import RunResult
 from ..settings import Settings
-from .server import BadRound, Server, TooFewClients
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -48,84 +48,42 @@ class LocalEngine:
         self.evaluator = Evaluator(self.site)
         self.evaluator.check_watched()
         self.method, self.model = self.site.method, self.site.model
-        self.server = Server.of(config, self.method, self.site.initial_state, self.site.clients)
-        self.keeper = RecordKeeper(self.site, self.evaluator, self.server, outdir_of(config))
+        self.ledger = Ledger.of(config, self.method, self.site.initial_state, self.site.clients)
+        self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
 
-    def _round(self, round: int) -> dict:
+    def _round(self, number: int) -> dict:
         started = time.perf_counter()
-        server, site, selected = self.server, self.site, self.server.select(round)
-        before = dict(server.synced), dict(site.personal)
-        uplink, downlink, losses, failed = {}, {}, {}, []
-        for done, client in enumerate(selected):
-            self.on_client(round, done, len(selected))
-            downlink[client] = server.sizes(server.downlink(client, round))
-            if server.drops_out(client, round):
-                failed.append({"client": client, "kind": "dropped", "reason": "drawn by lowrank.drop_rate"})
+        site, round = self.site, Round(number, self.ledger)
+        for done, client in enumerate(round.selected):
+            self.on_client(number, done, len(round.selected))
+            order = round.ask(client)
+            round.delivered(order)
+            if order.purpose != "train":
                 continue
-            server.ask(client, round)
             try:
-                site.load_client(server.state, client)
+                site.load_client(self.ledger.state, client)
                 update, result = site.fit(
-                    site.clients[client - 1], site.data.clients[client - 1], round, site.model, site.prefix
+                    site.clients[client - 1], site.data.clients[client - 1], number, site.model, site.prefix
                 )
-                server.receive(update, round, result.loss)
-            except RefusedUpdate as refusal:
-                failed.append({"client": client, "kind": "refused", "reason": str(refusal)})
-                logger.warning("round %d: refused the update of %s", round, refusal)
-                continue
             except UserError:
                 raise
             except Exception as error:  # one client's failure must not end the others' round; it is recorded
-                failed.append({"client": client, "kind": "failed", "reason": f"{type(error).__name__}: {error}"})
-                logger.warning("round %d: client %d failed: %s", round, client, failed[-1]["reason"])
+                round.fail(client, "failed", f"{type(error).__name__}: {error}")
                 logger.debug("client %d", client, exc_info=True)
                 continue
-            uplink[client], losses[client] = server.sizes(update.tensors), result.loss
-            site.keep_personal(client)
-        trained, skipped = time.perf_counter(), ""
-        for client, reason in server.sift().items():
-            failed.append({"client": client, "kind": "refused", "reason": reason})
-            logger.warning("round %d: refused the update of %s", round, reason)
-            del uplink[client], losses[client]
-            if site.personal.pop(client, None) is not None and client in before[1]:
-                site.personal[client] = before[1][client]
-        site.load_global(server.state)
-        try:
-            message = server.finish(round, site.model)
-        except (TooFewClients, BadRound) as error:
-            site.personal = before[1]
-            if isinstance(error, TooFewClients) or self.config.lowrank.on_bad_round == "stop":
-                server.synced = before[0]
-                raise self.keeper.stopped(round, error, failed) from error
-            # What was sent down has arrived all the same: the ledger of deliveries stays.
-            message, skipped = None, str(error)
-            logger.warning("%s; the round is left out", error)
-            site.load_global(server.state)  # the server's step may have used the model
-        if message is not None:
-            with torch.no_grad():
-                self.method.apply(site.model, message, round)
+            if round.take(client, Parcel(update.tensors, round=number, samples=update.num_samples, loss=result.loss)):
+                site.keep_personal(client, number)
+        trained = time.perf_counter()
+        end_round(round, self.keeper)
         aggregated = time.perf_counter()
-        metrics = self.evaluator.evaluate(server.state) if self.evaluator.due(round) else {}
-        evaluated = time.perf_counter()
-        return round_record(
-            self.method.view(server.state),
-            round,
-            selected=selected,
-            failed=failed,
-            losses=losses,
-            uplink=uplink,
-            downlink=downlink,
-            samples={c.id: c.num_samples for c in site.clients},
-            metrics=metrics,
-            spent=site.take_spent(),
-            skipped=skipped,
-            seconds={
-                "training": trained - started,
-                "aggregation": aggregated - trained,
-                "evaluation": evaluated - aggregated,
-            },
-        )
+        metrics = self.evaluator.evaluate(self.ledger.state) if self.evaluator.due(number) else {}
+        seconds = {
+            "training": trained - started,
+            "aggregation": aggregated - trained,
+            "evaluation": time.perf_counter() - aggregated,
+        }
+        return round.record(metrics, seconds, site.take_spent())
 
     def run(self, resume: bool = False) -> RunResult:
         """All rounds, from the start or from the last checkpoint.

@@ -1,6 +1,6 @@
 """The federated methods, one file each, and the registry that finds them."""
 
-from .base import Client, Method, Phase, RefusedUpdate, Setting, State, Tensors, Update, Workbench, check_update
+from .base import Client, Method, Phase, RefusedUpdate, Setting, State, Tensors, Update, Workbench
 from .catalogue import create_method, get_method_class, list_methods, revisions
 from .registry import register_method
 
@@ -14,7 +14,6 @@ __all__ = [
     "Tensors",
     "Update",
     "Workbench",
-    "check_update",
     "create_method",
     "get_method_class",
     "list_methods",

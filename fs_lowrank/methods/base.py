@@ -19,7 +19,6 @@ Rounds count from 1; round 0 is the start, which every copy draws from the seed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -27,8 +26,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..algebra import FlatTensors, weighted_mean
-from ..errors import UserError, nearest
+from ..algebra import weighted_mean
+from ..errors import UserError
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
@@ -318,81 +317,3 @@ def split_merges(message: Tensors) -> tuple[dict[int, dict[str, Tensor]], dict[s
     for round, name in sorted((int(n.split(":", 2)[1]), n.split(":", 2)[2]) for n in message.keys() - rest.keys()):
         merges.setdefault(round, {})[name] = message[f"merge:{round}:{name}"]
     return merges, rest
-
-
-#: the largest training set that an update may claim, unless the caller says otherwise
-MAX_SAMPLES = 10**9
-#: characters of a name from outside that a message shows
-_SHOWN = 200
-
-
-def is_whole(value: object) -> bool:
-    """Whether ``value`` is a whole number; True and 3.0 are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def check_update(update: Update, expected: Tensors, max_samples: int = MAX_SAMPLES) -> Update:
-    """A copy of the update if it is what was asked for, in one flat buffer where its tensors share a dtype.
-
-    A tensor is to be plain: of the class Tensor or Parameter, dense, not quantised, with its values on the device of
-    what is expected. Whether it needs a gradient, is contiguous or a view of something larger does not matter.
-
-    Args:
-        expected: names, shapes, dtypes and device; tensors on ``meta`` say nothing of the device.
-        max_samples: the largest ``num_samples`` to take.
-    Raises:
-        RefusedUpdate: a missing, unknown, misshapen or wrongly typed tensor, one that is not finite, or a number of
-            samples that is no whole number from 1 to ``max_samples``; the message names client and tensor. Nothing has
-            been touched by then.
-    """
-    who, got = f"client {update.client}", update.tensors
-    if not isinstance(got, Mapping):
-        raise RefusedUpdate(f"{who}: sent {type(got).__name__}, expected named tensors")
-    for name in got:
-        if not isinstance(name, str):
-            raise RefusedUpdate(f"{who}: the name {repr(name)[:_SHOWN]} of a tensor is no text")
-    for name in sorted(got.keys() - expected.keys()):
-        hint = nearest(name, expected) if len(name) <= _SHOWN else ""
-        raise RefusedUpdate(f"{who}: unknown tensor {name[:_SHOWN]!r}{hint}")
-    for name in sorted(expected.keys() - got.keys()):
-        raise RefusedUpdate(f"{who}: tensor {name!r} is missing")
-    device = next((t.device for t in expected.values() if not t.is_meta), None)
-    for name, want in expected.items():
-        tensor = got[name]
-        problem = _not_plain(tensor, device)
-        if problem:
-            raise RefusedUpdate(f"{who}: {name} is {problem}")
-        if tensor.shape != want.shape:
-            raise RefusedUpdate(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(want.shape)}")
-        if tensor.dtype != want.dtype:
-            raise RefusedUpdate(f"{who}: {name} has dtype {tensor.dtype}, expected {want.dtype}")
-    said = update.num_samples
-    if not is_whole(said) or not 1 <= said <= max_samples:
-        # A number of 400 digits is not written out.
-        shown = f"2^{said.bit_length() - 1} or more" if is_whole(said) and abs(said) > 2**63 else repr(said)[:_SHOWN]
-        raise RefusedUpdate(f"{who}: says it has {shown} samples, expected a whole number from 1 to {max_samples}")
-    # A copy, because what came may be a model's own parameters, which the next client overwrites.
-    one_dtype = len({t.dtype for t in got.values()}) == 1
-    copy = FlatTensors.pack(got) if one_dtype else {n: t.detach().clone() for n, t in got.items()}
-    # One NaN or Inf makes the sum one too; only then is it worth looking for.
-    if not (one_dtype and torch.isfinite(copy.flat.sum())):
-        for name, tensor in copy.items():
-            bad = int((~torch.isfinite(tensor)).sum())
-            if bad:
-                raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
-    return dataclasses.replace(update, tensors=copy)
-
-
-def _not_plain(tensor: object, device: torch.device | None) -> str:
-    """What is wrong with what stands for a tensor; empty if it is a plain dense one on ``device`` (None: any)."""
-    if type(tensor) not in (Tensor, nn.Parameter):
-        return f"of the class {type(tensor).__name__}, expected a tensor"
-    if tensor.layout is not torch.strided:
-        return f"of the layout {str(tensor.layout).removeprefix('torch.')}, expected a dense tensor"
-    if tensor.is_quantized:
-        return f"quantised ({str(tensor.dtype).removeprefix('torch.')}), expected plain numbers"
-    if tensor.is_meta or (device is not None and tensor.device != device):
-        return f"on the device {tensor.device}, expected {device or 'one with values'}"
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return "a tensor without its values"
-    return ""

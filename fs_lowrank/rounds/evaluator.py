@@ -38,7 +38,7 @@ class Evaluator:
     def splits(self) -> list[str]:
         """The names of what ``evaluate`` measures."""
         everywhere = self.config.federate.make_global_eval
-        clients = (self.site.untrained_personal or not everywhere) and self.site.data.test is not None
+        clients = (self.site.personal.untrained or not everywhere) and self.site.data.test is not None
         return [*(self.site.held_out() if everywhere else ()), *([CLIENTS] if clients else ())]
 
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import peft
-import torch
 from filelock import FileLock
-from torch import Tensor
 
 from ..algebra import nbytes
 from ..config import Config, load_config
@@ -26,6 +24,7 @@ from ..runs.records import Records, read_records
 from ..runs.result import RunResult
 from ..versions import SCHEMA
 from .evaluator import Evaluator
+from .ledger import Ledger
 from .site import Site
 
 
@@ -57,12 +56,14 @@ class RecordKeeper:
 
     Args:
         site, evaluator: of the process that keeps it.
-        server: whose state is saved and restored.
+        ledger: whose state is saved and restored.
         outdir: the folder. config_name: the file in it that the resolved configuration is written to.
     """
 
-    def __init__(self, site: Site, evaluator: Evaluator, server, outdir: Path, config_name: str = "config.yaml"):
-        self.site, self.evaluator, self.server = site, evaluator, server
+    def __init__(
+        self, site: Site, evaluator: Evaluator, ledger: Ledger, outdir: Path, config_name: str = "config.yaml"
+    ):
+        self.site, self.evaluator, self.ledger = site, evaluator, ledger
         self.config, self.method = site.config, site.method
         self.outdir, self.config_name = outdir, config_name
         self._lock: FileLock | None = None
@@ -97,7 +98,7 @@ class RecordKeeper:
         return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {kept}")
 
     def claim(self) -> None:
-        """Hold the folder until ``_release``, or until this process ends, however it does.
+        """Hold the folder until ``release``, or until this process ends, however it does.
 
         Raises:
             RunFailed: another run writes into it.
@@ -137,24 +138,18 @@ class RecordKeeper:
         return freq > 0 and (round % freq == 0 or round == self.config.federate.total_round_num)
 
     def save(self, round: int) -> None:
-        state = self.server.state
         changed = set(self.method.changed_base(self.site.model))
-        parts = {
-            "state": {n: v for n, v in state.items() if isinstance(v, Tensor)},
+        parts, known = self.ledger.saved(round)
+        parts |= {
             "base": {n: p for n, p in self.site.model.named_parameters() if n in changed},
             "personal": {f"{c}/{n}": t for c, own in self.site.personal.items() for n, t in own.items()},
-        }
-        outbox = {
-            n: [came, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, (came, t) in self.server.outbox.items()
         }
         save_checkpoint(
             self.outdir / "checkpoint",
             round,
             {n: p for n, p in parts.items() if p},
             {
-                "numbers": {n: v for n, v in state.items() if not isinstance(v, Tensor)},
-                "synced": self.server.synced,
-                "outbox": outbox,
+                **known,
                 "config": self.config.to_dict(),
                 "revisions": revisions(self.config),
                 "data": self.site.data.fingerprint,
@@ -172,17 +167,12 @@ class RecordKeeper:
         self._check_same_run(checkpoint.meta["config"])
         self._check_revisions(checkpoint.meta.get("revisions", {}))
         to = lambda tensors: {n: t.to(self.site.device) for n, t in tensors.items()}  # noqa: E731
-        self.server.state = {**to(checkpoint.parts.get("state", {})), **checkpoint.meta["numbers"]}
-        self.server.synced = {int(c): r for c, r in checkpoint.meta["synced"].items()}
-        self.server.outbox = {
-            n: (came, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
-            for n, (came, shape, dtype) in checkpoint.meta["outbox"].items()
-        }
+        self.ledger.restore(checkpoint.round, checkpoint.parts, checkpoint.meta, self.site.device)
         for key, tensor in to(checkpoint.parts.get("personal", {})).items():
             client, name = key.split("/", 1)
             self.site.personal.setdefault(int(client), {})[name] = tensor
         load_tensors(self.site.model, to(checkpoint.parts.get("base", {})))
-        load_tensors(self.site.model, self.method.view(self.server.state))
+        load_tensors(self.site.model, self.method.view(self.ledger.state))
 
     def _check_same_run(self, then: dict) -> None:
         then, now = load_config(then).decisive(), self.config.decisive()
@@ -215,7 +205,7 @@ class RecordKeeper:
         ``P`` is of each round, since what is sent may alternate. It leaves out that round 1 sends nothing down, what a
         late client needs more, and ranks that differ.
         """
-        state = self.server.state
+        state = self.ledger.state
         sent = sum(nbytes(self.method.expected(state, record["round"], 1)) for record in self.history)
         return 2 * self.config.sampled_per_round * sent
 
@@ -223,14 +213,14 @@ class RecordKeeper:
         """Every client's own adapter, in PEFT's format, in a folder of its number."""
         folder = self.outdir / "personal"
         for client in self.site.personal:
-            self.site.load_client(self.server.state, client)
+            self.site.load_client(self.ledger.state, client)
             for name in {adapter_name(n) for n in self.site.personal[client]}:
                 save_adapter(
                     folder / f"client_{client}",
                     self.site.model.peft_config[name],
                     peft.get_peft_model_state_dict(self.site.model, adapter_name=name),
                 )
-        self.site.load_global(self.server.state)
+        self.site.load_global(self.ledger.state)
         return folder
 
     def finish(self) -> RunResult:

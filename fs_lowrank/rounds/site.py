@@ -29,6 +29,7 @@ from ..settings import Eval
 from ..training import train_client
 from ..training.local import LocalResult
 from ..training.schedule import evaluation_due, lr_at, schedule_of
+from .personal import PersonalParts
 from .reuse import Reuse
 
 logger = logging.getLogger("fs_lowrank")
@@ -78,7 +79,7 @@ class Site:
 
     Attributes:
         initial_state: the method's state before round 1.
-        personal: by client, the tensors that stay with it; of a client that has not trained, ``untrained_personal``.
+        personal: by client, the tensors that stay with it; of one that has not trained, ``personal.untrained``.
         parameters: how many the plain model has, and the most that any client trains in the course of the run.
         base_fingerprint: of the plain model. new_weights: names of those that no checkpoint had, such as a new head's.
     """
@@ -101,8 +102,7 @@ class Site:
         self.method.workbench = self._workbench() if serves and self.method.selects else None
         self.clients = [Client(i + 1, len(e), batches=self.in_batches(e)) for i, e in enumerate(self.data.clients)]
         self.initial_state = self.method.initial_state(self.model)
-        self.personal: dict[int, dict[str, Tensor]] = {}
-        self.untrained_personal = self.personal_now()
+        self.personal = PersonalParts(self.personal_now())
         self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
         self._spent: dict[int, dict] = {}
         self.parameters = {"total": total, "trainable": max(self._trained_by(c.id) for c in self.clients)}
@@ -124,7 +124,7 @@ class Site:
         """How many numbers ``client`` trains in some phase of some round."""
         rounds = range(1, self.config.federate.total_round_num + 1)
         trained = {tag for t in rounds for phase in self.method.phases(t, client) for tag in phase.train}
-        held = {**self.method.view(self.initial_state, client), **self.untrained_personal}
+        held = {**self.method.view(self.initial_state, client), **self.personal.untrained}
         return sum(t.numel() for n, t in held.items() if tags(n) & trained and not is_statistic(n))
 
     def in_batches(self, examples, size: int = 0):
@@ -217,9 +217,9 @@ class Site:
         found = {split: getattr(self.data, SPLITS[split]) for split in self.config.eval.split if split in SPLITS}
         return {split: examples for split, examples in found.items() if examples is not None}
 
-    def personal_now(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """A copy of the personal tensors in ``model``, or in the site's own."""
-        return {n: p.detach().clone() for n, p in named_tensors(model or self.model, self.method.personal).items()}
+    def personal_now(self) -> dict[str, Tensor]:
+        """A copy of the personal tensors in the model."""
+        return {n: p.detach().clone() for n, p in named_tensors(self.model, self.method.personal).items()}
 
     def fit(
         self, client: Client, examples, round: int, model: nn.Module, prefix: FrozenPrefix | None
@@ -261,16 +261,15 @@ class Site:
     def load_client(self, state: State, client: int) -> None:
         """Put the model of ``client`` into the one model."""
         load_tensors(self.model, self.method.view(state, client))
-        load_tensors(self.model, self.personal.get(client, self.untrained_personal))
+        load_tensors(self.model, self.personal.of(client))
 
     def load_global(self, state: State) -> None:
         """Make the one model a copy that stands at the last round, as every other copy would."""
-        load_tensors(self.model, {**self.method.view(state), **self.untrained_personal})
+        load_tensors(self.model, {**self.method.view(state), **self.personal.untrained})
 
-    def keep_personal(self, client: int, model: nn.Module | None = None) -> None:
-        """Note the personal tensors of ``client`` as they stand in ``model``, if the method has any."""
-        if self.untrained_personal:
-            self.personal[client] = self.personal_now(model)
+    def keep_personal(self, client: int, round: int) -> None:
+        """``client`` has trained in ``round``: note its personal tensors, if the method has any."""
+        self.personal.keep(client, round, self.personal_now())
 
 
 def check_task(config: Config, raw) -> None:

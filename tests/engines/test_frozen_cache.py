@@ -38,9 +38,9 @@ def make(settings, causal_settings, tmp_path, no_curves):
 
 
 def close(one, other, tolerance=1e-6):
-    assert one.server.state.keys() == other.server.state.keys()
-    for name, value in one.server.state.items():
-        torch.testing.assert_close(value, other.server.state[name], atol=tolerance, rtol=tolerance)
+    assert one.ledger.state.keys() == other.ledger.state.keys()
+    for name, value in one.ledger.state.items():
+        torch.testing.assert_close(value, other.ledger.state[name], atol=tolerance, rtol=tolerance)
     for a, b in zip(one.keeper.history, other.keeper.history):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
@@ -72,7 +72,7 @@ def test_dropout_above_stays_on(make):
     with_all = make("encoder", {"train.frozen_dropout": True})
     assert with_all.prefix is None
     with_all.run()
-    assert any(not torch.equal(engine.server.state[n], with_all.server.state[n]) for n in engine.server.state)
+    assert any(not torch.equal(engine.ledger.state[n], with_all.ledger.state[n]) for n in engine.ledger.state)
 
 
 @pytest.mark.parametrize("task", ["encoder", "causal"])
@@ -82,7 +82,7 @@ def test_in_memory_and_in_files(make, task, tmp_path):
     memory.run()
     files.run()
     assert files.prefix.kept and folder.is_dir() and not list(folder.iterdir())
-    assert all(torch.equal(memory.server.state[n], files.server.state[n]) for n in memory.server.state)
+    assert all(torch.equal(memory.ledger.state[n], files.ledger.state[n]) for n in memory.ledger.state)
 
 
 def test_a_file_in_place_of_the_folder_is_said_before_anything_trains(make, tmp_path):
@@ -131,8 +131,8 @@ def test_half_precision(make):
     for engine in (kept, computed):
         engine.run()
     assert {buffer.dtype for buffer, _ in kept.prefix.kept.values()} == {torch.bfloat16}
-    for name, value in kept.server.state.items():
-        torch.testing.assert_close(value, computed.server.state[name], atol=0.02, rtol=0.05)
+    for name, value in kept.ledger.state.items():
+        torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
 
 
 def test_resumed_with_states_kept(make, tmp_path):
@@ -145,7 +145,7 @@ def test_resumed_with_states_kept(make, tmp_path):
     resumed = make("causal", {**keys, "outdir": str(tmp_path / "stopped")})
     resumed.run(resume=True)
     assert resumed.prefix.kept
-    assert all(torch.equal(whole.server.state[n], resumed.server.state[n]) for n in whole.server.state)
+    assert all(torch.equal(whole.ledger.state[n], resumed.ledger.state[n]) for n in whole.ledger.state)
 
 
 def test_a_model_whose_layers_cannot_be_left_out(make, tiny_encoder, tmp_path, caplog):
@@ -176,4 +176,4 @@ def test_a_model_whose_layers_cannot_be_left_out(make, tiny_encoder, tmp_path, c
     resumed.run(resume=True)
     assert not any(kept.prefix.budget.values()) and resumed.prefix.budget == kept.prefix.budget
     for engine in (computed, resumed):
-        assert all(torch.equal(value, engine.server.state[n]) for n, value in kept.server.state.items())
+        assert all(torch.equal(value, engine.ledger.state[n]) for n, value in kept.ledger.state.items())

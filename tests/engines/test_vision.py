@@ -100,7 +100,7 @@ def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypa
         "batch",
         lambda self, indices, augment=None: seen.append(augment is not None) or batch(self, indices, augment),
     )
-    engine.evaluator.evaluate(engine.server.state)
+    engine.evaluator.evaluate(engine.ledger.state)
     list(engine.site.clients[0].batches())
     assert seen and not any(seen)
     seen.clear()
@@ -115,7 +115,7 @@ def test_both_ways_to_begin(make):
     bases = [n for n in all_tensors(zero.model) if "base_layer" in n]
     assert bases and not any(all_tensors(zero.model)[n].any() for n in bases)
     assert all(all_tensors(random.model)[n].any() for n in bases)
-    assert all(zero.server.state[n].any() != random.server.state[n].any() for n in zero.server.state if "lora_B" in n)
+    assert all(zero.ledger.state[n].any() != random.ledger.state[n].any() for n in zero.ledger.state if "lora_B" in n)
     result = zero.run()
     assert not any(all_tensors(result.model)[n].any() for n in bases)
 
@@ -139,7 +139,7 @@ def test_a_server_optimizer_leaves_statistics_to_the_mean(make, kind):
     engine.run()
     variances = [t for n, t in all_tensors(engine.model).items() if n.endswith("running_var")]
     assert variances and all((t > 0).all() for t in variances)
-    assert not any(is_statistic(n) and ":" in n for n in engine.server.state)
+    assert not any(is_statistic(n) and ":" in n for n in engine.ledger.state)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,6 @@ def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):
             {"federate.method": "flexlora", "llm.adapter.args.0.r": 8, "federate.total_round_num": 2, "eval.freq": -1},
         )
     )
-    assert any(a.shape[0] > a[0].numel() for n, a in engine.server.state.items() if ".lora_A." in n)
+    assert any(a.shape[0] > a[0].numel() for n, a in engine.ledger.state.items() if ".lora_A." in n)
     result = engine.run()
-    assert len(result.history) == 2 and all(t.isfinite().all() for t in engine.server.state.values())
+    assert len(result.history) == 2 and all(t.isfinite().all() for t in engine.ledger.state.values())

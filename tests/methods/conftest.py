@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fs_lowrank.engines.server import Server
-from fs_lowrank.methods import Client, Method, Update, create_method
+from fs_lowrank.methods import Client, Method, RefusedUpdate, Update, create_method
 from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.rounds.ledger import Ledger
+from fs_lowrank.rounds.parcel import Parcel
+from fs_lowrank.rounds.round import Round
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
@@ -114,18 +116,46 @@ class Federation:
         self.method, self.sizes = method, sizes
         self.copies = {k: method.adapt(Toy.net()) for k in range(1, len(sizes) + 1)}
         self.model = method.adapt(Toy.net())
-        self.server = Server(
+        self.ledger = Ledger(
             method, method.initial_state(self.model), len(sizes), len(sizes), min_clients, seed=0, keep_messages=True
         )
         for client, copy in self.copies.items():
-            load_tensors(copy, method.view(self.server.state, client))
+            load_tensors(copy, method.view(self.ledger.state, client))
         self.received: list[Update] = []
+        self.current: Round | None = None
+
+    def at(self, round: int) -> Round:
+        """The round ``round`` of all clients, begun when it is asked for first."""
+        if self.current is None or self.current.number != round:
+            self.current = Round(round, self.ledger)
+        return self.current
+
+    def downlink(self, client: int, round: int) -> Mapping[str, Tensor]:
+        """What ``client`` lacks at the start of ``round``; it has it then."""
+        order = self.at(round).ask(client)
+        self.at(round).delivered(order)
+        return order.parcel.tensors
 
     def catch_up(self, client: int, round: int) -> Mapping[str, Tensor]:
-        message = self.server.downlink(client, round)
+        message = self.downlink(client, round)
         if message:
             self.method.apply(self.copies[client], message, round - 1)
         return message
+
+    def receive(self, update: Update, round: int) -> None:
+        """Hand in an update, of a client that is asked for it if it was not yet; raises if it does not count."""
+        one, client = self.at(round), update.client
+        if client in one.waiting:
+            one.ask(client)
+        if not one.take(client, Parcel(update.tensors, round=round, samples=update.num_samples, loss=0.0)):
+            raise RefusedUpdate(next((f["reason"] for f in one.failed if f["client"] == client), "nobody waits for it"))
+
+    def finish(self, round: int) -> dict[str, Tensor]:
+        """End the round with what came; the message."""
+        one, self.current = self.at(round), None
+        for client in one.waiting:
+            one.fail(client, "absent", "it did not take part")
+        return one.finish().message
 
     def jump(self, client: int, round: int, size: float = 0.3) -> None:
         """What stands for local training: every tensor that trains moves, and nothing else does."""
@@ -136,7 +166,6 @@ class Federation:
                     parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
     def update(self, client: int, round: int) -> Update:
-        self.server.ask(client, round)
         size = self.sizes[client - 1]
         sent = self.method.upload(self.copies[client], round, Client(client, size))
         return Update(client, size, {n: t.detach().clone() for n, t in sent.items()})
@@ -149,8 +178,8 @@ class Federation:
             self.jump(client, round)
             self.received.append(self.update(client, round))
         for update in (order or list)(self.received):
-            self.server.receive(update, round)
-        message = self.server.finish(round)
+            self.receive(update, round)
+        message = self.finish(round)
         self.method.apply(self.model, message, round)
         return message
 

@@ -49,7 +49,7 @@ def test_what_accumulates_is_the_sum_of_the_pairs(toy, federation, init, merge):
             b = sum(w * toy.pair(u.tensors, layer)[0] for w, u in zip(p, fed.received))
             a = sum(w * toy.pair(u.tensors, layer)[1] for w, u in zip(p, fed.received))
             total[layer] = total[layer] + toy.alpha / 3 * b @ a
-    state = fed.server.state
+    state = fed.ledger.state
     open_pair = {layer: toy.change(state, layer) for layer in toy.layers}
     wanted = toy.dense_outputs({la: total[la] + open_pair[la] for la in toy.layers}, toy.head(state))
     close(toy.outputs(fed.model), wanted, 1e-5)
@@ -64,16 +64,18 @@ def test_a_random_restart_leaves_the_function_as_it_was(toy, federation, kind):
     method = other_adapter(toy, "fedloru", kind, tau=1)
     fed = federation(method, SIZES)
     for round in (1, 2):
+        fed.received = []
         for client in fed.copies:
             fed.catch_up(client, round)
             fed.jump(client, round)
-            fed.server.receive(fed.update(client, round), round)
-        view = method.view(fed.server.state)
-        mean, _ = method.average(fed.server.updates, fed.server.state)
+            fed.received.append(fed.update(client, round))
+            fed.receive(fed.received[-1], round)
+        view = method.view(fed.ledger.state)
+        mean, _ = method.average(fed.received, fed.ledger.state)
         load_tensors(fed.model, {**view, **mean})
         before = toy.outputs(fed.model)
         load_tensors(fed.model, view)
-        fed.method.apply(fed.model, fed.server.finish(round), round)
+        fed.method.apply(fed.model, fed.finish(round), round)
         close(toy.outputs(fed.model), before, 1e-6)
         adapter = named_tensors(fed.model, ("adapter",))
         assert any(not t.any() for t in adapter.values()) and any(t.any() for t in adapter.values())
@@ -82,8 +84,8 @@ def test_a_random_restart_leaves_the_function_as_it_was(toy, federation, kind):
 def test_a_momentum_restart_jumps_by_one_product(toy, federation):
     fed = federation(toy.method("fedloru", tau=1, init="momentum"), SIZES)
     fed.round(1)
-    change = {la: 2 * toy.change(fed.server.state, la) for la in toy.layers}
-    close(toy.outputs(fed.model), toy.dense_outputs(change, toy.head(fed.server.state)), 1e-5)
+    change = {la: 2 * toy.change(fed.ledger.state, la) for la in toy.layers}
+    close(toy.outputs(fed.model), toy.dense_outputs(change, toy.head(fed.ledger.state)), 1e-5)
 
 
 @pytest.mark.parametrize("schedule, rounds", [((), (3, 6)), ((1, 4, 5), (1, 4, 5))])
@@ -101,7 +103,7 @@ def test_the_accumulated_pairs_are_one_adapter_for_plain_peft(toy, federation, t
     assert LoraConfig.from_pretrained(str(tmp_path)).r == 4, "two accumulations of rank 2, and an open pair of zeros"
     net = toy.net()
     with torch.no_grad():
-        for name, value in toy.head(fed.server.state).items():
+        for name, value in toy.head(fed.ledger.state).items():
             getattr(net.classifier, name).copy_(torch.from_numpy(value))
     close(toy.outputs(PeftModel.from_pretrained(net, str(tmp_path))), toy.outputs(fed.model), 1e-5)
     fed.round(5)
@@ -145,7 +147,7 @@ def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, o
     changed = set(fed.method.changed_base(fed.model))
     for client in fed.copies:
         now = {**fed.everything(client), **named_tensors(fed.copies[client], fed.method.shared)}
-        view = fed.method.view(fed.server.state, client)
+        view = fed.method.view(fed.ledger.state, client)
         equal({n: now[n] for n in view}, view)
         # One merged copy and copies that merged for themselves are the same to the bit.
         assert all(torch.equal(now[n], fed.everything()[n]) for n in changed)
@@ -162,7 +164,7 @@ def test_other_adapters_average_and_accumulate(toy, federation, name, kind):
         merged = name == "fedloru" and round == 2
         for tensor in () if merged else fed.received[0].tensors:
             mean = sum(w * u.tensors[tensor].double() for w, u in zip(p, fed.received))
-            close(fed.server.state[tensor].double(), mean)
+            close(fed.ledger.state[tensor].double(), mean)
     fed.catch_up(3, 4)
     equal(fed.everything(3), fed.everything())
 
@@ -182,13 +184,13 @@ def test_other_adapters_average_and_accumulate(toy, federation, name, kind):
 def test_personal_parts_stay_at_home(toy, federation, name, options):
     fed = federation(toy.method(name, **options), SIZES)
     own = {n for n in fed.everything() if tags(n) & set(fed.method.personal)}
-    assert own and not own & set(fed.method.view(fed.server.state))
+    assert own and not own & set(fed.method.view(fed.ledger.state))
     for round in (1, 2):
         message = fed.round(round)
         assert not own & {n.split(":")[-1] for n in message}
         for update in fed.received:
             assert not own & update.tensors.keys()
-            assert not own & fed.method.expected(fed.server.state, round, update.client).keys()
+            assert not own & fed.method.expected(fed.ledger.state, round, update.client).keys()
     ups = [n for n in own if "lora_B" in n]
     assert ups and all(fed.everything(k)[n].any() for k in fed.copies for n in ups)
     assert all(not torch.equal(fed.everything(1)[n], fed.everything(2)[n]) for n in ups)
@@ -322,7 +324,7 @@ def test_the_server_recovers_the_pair_and_averages(toy, federation):
     fed = federation(toy.method("mfedloru", r=3, nested_ranks=(2, 0, 1), tau=9), SIZES)
     p = toy.weights(SIZES)
     for round in (1, 2):
-        before = {n: t.clone() for n, t in fed.server.state.items()}
+        before = {n: t.clone() for n, t in fed.ledger.state.items()}
         fed.round(round)
         for layer in toy.layers:
             old, halves = toy.pair(before, layer), []
@@ -333,7 +335,7 @@ def test_the_server_recovers_the_pair_and_averages(toy, federation):
                     halves.append([x + 0.5 * y for x, y in zip(old, nested(update.tensors, layer))])
             for half in (0, 1):
                 wanted = sum(w * h[half] for w, h in zip(p, halves))
-                close(toy.pair(fed.server.state, layer)[half], wanted, 1e-5)
+                close(toy.pair(fed.ledger.state, layer)[half], wanted, 1e-5)
 
 
 def test_uplink_is_the_papers_formula(toy, federation):
@@ -431,12 +433,12 @@ def test_fedhm_averages_the_products(toy, federation, average_by):
                 d_out = {"up": 12, "conv": 5, "down": 6}[layer]
                 assert v.shape[0] == max(round_half_even(d_out / (2, 4)[(update.client - 1) % 2]), 1)
             wanted = sum(w * x for w, x in zip(p, products))
-            close(fed.server.state[f"{layer}.base_layer.weight"].double(), wanted, 1e-5)
+            close(fed.ledger.state[f"{layer}.base_layer.weight"].double(), wanted, 1e-5)
         for name in ("classifier.weight", "up.base_layer.bias"):
-            close(fed.server.state[name].double(), sum(w * u.tensors[name].double() for w, u in zip(p, fed.received)))
+            close(fed.ledger.state[name].double(), sum(w * u.tensors[name].double() for w, u in zip(p, fed.received)))
     # Its next factors are the best approximation of what stands, at the client's rank.
     fed.catch_up(2, 3)
-    weight = fed.server.state["down.base_layer.weight"].double().numpy()
+    weight = fed.ledger.state["down.base_layer.weight"].double().numpy()
     u, s, vh = np.linalg.svd(weight, full_matrices=False)
     now = fed.everything(2)
     got = now["down.factor_U"].double().numpy() @ now["down.factor_V"].double().numpy()
@@ -470,9 +472,9 @@ def test_fedhm_of_rank_factor_one_is_the_full_layer(toy, federation, factors, av
                 full = update.client in whole
                 assert full == (FULL[0] in t) and full != (FULL[1] in t) and full != (FULL[2] in t)
                 total = total + w * (t[FULL[0]] if full else multiply(t[FULL[1]], t[FULL[2]]))
-            close(fed.server.state[layer + FULL[0]].double(), total, 1e-5)
+            close(fed.ledger.state[layer + FULL[0]].double(), total, 1e-5)
         for name in ("classifier.weight", "up.base_layer.bias"):
-            close(fed.server.state[name].double(), sum(w * u.tensors[name].double() for w, u in zip(p, fed.received)))
+            close(fed.ledger.state[name].double(), sum(w * u.tensors[name].double() for w, u in zip(p, fed.received)))
         assert any(n.startswith("svd:") for n in message) == (len(whole) < 3)
     for k in whole:
         received = fed.catch_up(k, 3)
@@ -481,14 +483,14 @@ def test_fedhm_of_rank_factor_one_is_the_full_layer(toy, federation, factors, av
         )
         assert sum(t.numel() for t in fed.received[k - 1].tensors.values()) == size
         for layer in toy.layers:
-            assert torch.equal(fed.everything(k)[layer + FULL[0]], fed.server.state[layer + FULL[0]])
+            assert torch.equal(fed.everything(k)[layer + FULL[0]], fed.ledger.state[layer + FULL[0]])
 
 
 def test_fedhm_s_master_is_one_more_client_where_nobody_has_the_smallest_factor(toy, federation):
     for master, clients, joins in ((True, (2, 3), True), (True, (1, 2), False), (False, (2, 3), False)):
         fed = federation(toy.method("fedhm", rank_factors=(1, 3, 2), master=master), SIZES)
         fed.round(1)
-        before = {n: t.double() for n, t in fed.server.state.items()}
+        before = {n: t.double() for n, t in fed.ledger.state.items()}
         fed.round(2, clients=clients)
         for layer in toy.layers:
             name, held = layer + FULL[0], []
@@ -496,9 +498,9 @@ def test_fedhm_s_master_is_one_more_client_where_nobody_has_the_smallest_factor(
                 t = {n.removeprefix(layer): v.double() for n, v in update.tensors.items() if n.startswith(layer)}
                 held.append(t[FULL[0]] if FULL[0] in t else multiply(t[FULL[1]], t[FULL[2]]))
             held += [before[name]] * joins
-            close(fed.server.state[name].double(), sum(held) / len(held), 1e-5)
+            close(fed.ledger.state[name].double(), sum(held) / len(held), 1e-5)
         heads = [u.tensors["classifier.weight"].double() for u in fed.received] + [before["classifier.weight"]] * joins
-        close(fed.server.state["classifier.weight"].double(), sum(heads) / len(heads))
+        close(fed.ledger.state["classifier.weight"].double(), sum(heads) / len(heads))
 
 
 def round_half_even(x):

@@ -13,19 +13,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fs_lowrank.engines.admission import Admission, change_norm, check_loss
-from fs_lowrank.engines.server import BadRound, Server
 from fs_lowrank.methods import (
     Client,
     RefusedUpdate,
     Update,
     Workbench,
-    check_update,
     create_method,
     get_method_class,
     list_methods,
 )
 from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.rounds.admission import Admission, change_norm, check_loss, check_update
+from fs_lowrank.rounds.ledger import Ledger
+from fs_lowrank.rounds.parcel import Parcel
+from fs_lowrank.rounds.round import BadRound, Round
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
@@ -99,14 +100,25 @@ def prepared(name):
     return SimpleNamespace(method=method, model=model, state=state, updates=updates)
 
 
-def server_of(made, **bounds):
-    server = Server(
+def round_of(made, number=1, clients=(1, 2, 3), **bounds):
+    """Round ``number``, whose ``clients`` have been asked."""
+    ledger = Ledger(
         made.method, dict(made.state), 3, 3, 1, 0, keep_messages=True, admission=Admission(3, SIZES, **bounds)
     )
-    for client in SIZES:
-        server.downlink(client, 1)
-        server.ask(client, 1)
-    return server
+    one = Round(number, ledger, clients)
+    for client in clients:
+        one.delivered(one.ask(client))
+    return one
+
+
+def parcel_of(update, round=1):
+    return Parcel(update.tensors, round=round, samples=update.num_samples, loss=1.0)
+
+
+def take(one, update):
+    """Hand in an update; raises where it is refused."""
+    if not one.take(update.client, parcel_of(update, one.number)):
+        raise RefusedUpdate(one.failed[-1]["reason"])
 
 
 def finite(tensors):
@@ -145,52 +157,57 @@ def enlarged(tensor, scale, how, seed):
 )
 def test_finite_values_of_any_size(name, exponent, clients, how, only_one, seed):
     made = prepared(name)
-    server, model = server_of(made), copy.deepcopy(made.model)
+    one, model = round_of(made), copy.deepcopy(made.model)
     for client, update in made.updates.items():
         tensors = dict(update.tensors)
         if client in clients:
             names = sorted(tensors)
             for n in [names[seed % len(names)]] if only_one else names:
                 tensors[n] = enlarged(tensors[n], min(10.0**exponent, LARGEST), how, seed)
-        server.receive(dataclasses.replace(update, tensors=tensors), 1)
-    before, outbox, synced = dict(server.state), dict(server.outbox), dict(server.synced)
+        take(one, dataclasses.replace(update, tensors=tensors))
+    ledger = one.ledger
+    before, outbox, synced = dict(ledger.state), dict(ledger.outbox), dict(ledger.synced)
     try:
-        message = server.finish(1, model)
+        message = one.finish(model).message
     except BadRound as error:
         assert "round 1: " in str(error) and clients
-        assert server.state.keys() == before.keys() and all(server.state[n] is before[n] for n in before)
-        assert (server.outbox, server.synced, server.updates) == (outbox, synced, [])
+        assert ledger.state.keys() == before.keys() and all(ledger.state[n] is before[n] for n in before)
+        assert (ledger.outbox, ledger.synced, ledger.stood) == (outbox, synced, 0)
         own, start = model.state_dict(), made.model.state_dict()
         assert own.keys() == start.keys() and all(torch.equal(own[n], start[n]) for n in own)
         # What was left out is over: the clients can be asked again, and honest updates are taken.
-        for update in made.updates.values():
-            server.ask(update.client, 2)
+        assert one.leave_out(str(error)).undone == {1, 2, 3}
+        again = Round(2, ledger)
+        for client in again.waiting:
+            assert again.ask(client).parcel.facts["undo"] == 1
     else:
         with torch.no_grad():
             made.method.apply(model, message, 1)
-        assert finite(server.state) and finite(message) and finite(model.state_dict())
+        assert finite(ledger.state) and finite(message) and finite(model.state_dict())
 
 
 @EACH
 def test_honest_updates_give_a_finite_model(name):
     """What the test above starts from: nothing is kept out of a round of honest clients."""
     made = prepared(name)
-    server, model = server_of(made), copy.deepcopy(made.model)
+    one, model = round_of(made), copy.deepcopy(made.model)
     for update in made.updates.values():
-        server.receive(update, 1)
+        take(one, update)
     with torch.no_grad():
-        made.method.apply(model, server.finish(1, model), 1)
-    assert finite(server.state) and finite(model.state_dict())
+        made.method.apply(model, one.finish(model).message, 1)
+    assert finite(one.ledger.state) and finite(model.state_dict())
 
 
 def test_a_merge_beyond_float32_is_found_before_the_model_is_touched():
     """B and A are finite, the product that FLoRA adds to the weights is not."""
     made = prepared("flora")
-    server, model = server_of(made), copy.deepcopy(made.model)
+    one, model = round_of(made), copy.deepcopy(made.model)
     tensors = {n: torch.full_like(t, 1e25) if "lora_" in n else t for n, t in made.updates[1].tensors.items()}
-    server.receive(dataclasses.replace(made.updates[1], tensors=tensors), 1)
+    for client in (2, 3):
+        one.fail(client, "failed", "left out")
+    take(one, dataclasses.replace(made.updates[1], tensors=tensors))
     with pytest.raises(BadRound, match="round 1: with the message, .*weight of the model would not be finite"):
-        server.finish(1, model)
+        one.finish(model)
     assert all(torch.equal(t, made.model.state_dict()[n]) for n, t in model.state_dict().items())
 
 
@@ -248,14 +265,14 @@ NAMES = st.one_of(
 @given(kind=st.sampled_from(sorted(JUNK)), which=st.integers(0, 99), client=st.sampled_from([1, 2, 3]))
 def test_what_is_no_plain_tensor_is_refused_by_name(name, kind, which, client):
     made = prepared(name)
-    server, update = server_of(made), made.updates[client]
+    one, update = round_of(made), made.updates[client]
     floats = sorted(n for n, t in update.tensors.items() if t.is_floating_point())
     tensor = floats[which % len(floats)]
     spoilt = {**update.tensors, tensor: JUNK[kind](update.tensors[tensor])}
     with pytest.raises(RefusedUpdate, match=f"^client {client}: ") as refusal:
-        server.receive(dataclasses.replace(update, tensors=spoilt), 1)
-    assert tensor in str(refusal.value) and not server.updates
-    server.receive(update, 1)  # a refusal is no answer
+        take(one, dataclasses.replace(update, tensors=spoilt))
+    assert tensor in str(refusal.value) and not one.samples
+    assert not one.take(client, parcel_of(update)), "it has had its turn"
 
 
 @few(60)
@@ -265,7 +282,7 @@ def test_names_that_are_none_are_refused(name, content):
     update = made.updates[1]
     tensors = {**(update.tensors if content == "more" else {}), name: torch.ones(2)}
     with pytest.raises(RefusedUpdate, match="^client 1: ") as refusal:
-        server_of(made).receive(dataclasses.replace(update, tensors=tensors), 1)
+        take(round_of(made), dataclasses.replace(update, tensors=tensors))
     assert len(str(refusal.value)) < 1000
 
 
@@ -302,7 +319,9 @@ def test_how_a_dense_tensor_lies_in_memory_does_not_matter(name, how):
     if how == "expanded" and any(not t.numel() for t in plain.values()):
         return
     update = Update(1, SIZES[1], {n: laid(t) for n, t in plain.items()})
-    checked = server_of(made).receive(update, 1)
+    one = round_of(made)
+    take(one, update)
+    (checked,) = one.intake.updates
     for n, tensor in checked.tensors.items():
         assert torch.equal(tensor, plain[n]) and not tensor.requires_grad and tensor.is_contiguous()
 
@@ -325,49 +344,46 @@ COUNTS = st.one_of(
 def test_a_count_is_whole_and_the_one_that_was_declared(name, count):
     made = prepared(name)
     with pytest.raises(RefusedUpdate, match="^client 2: says it has .* samples") as refusal:
-        server_of(made).receive(dataclasses.replace(made.updates[2], num_samples=count), 1)
+        take(round_of(made), dataclasses.replace(made.updates[2], num_samples=count))
     assert len(str(refusal.value)) < 400
 
 
 @pytest.mark.parametrize("count, good", [(50, True), (51, False), (1, True), (0, False), (True, False)])
 def test_without_a_declaration_the_bound_counts(count, good):
     made = prepared("fedlora")
-    server = Server(made.method, dict(made.state), 3, 3, 1, 0, admission=Admission(3, max_samples=50))
-    server.ask(1, 1)
+    one = round_of(made)
+    one.admission = Admission(3, max_samples=50)
     update = dataclasses.replace(made.updates[1], num_samples=count)
     if good:
-        assert server.receive(update, 1).num_samples == count
+        take(one, update)
+        assert one.samples == {1: count}
     else:
         with pytest.raises(RefusedUpdate, match="expected a whole number from 1 to 50"):
-            server.receive(update, 1)
+            take(one, update)
 
 
 @EACH
 def test_a_client_is_a_number_that_was_asked(name):
     made = prepared(name)
-    server = server_of(made)
+    one = round_of(made)
     for client in (True, False, 1.0, "1", None, [1], {}, float("nan"), 0, 4, -1, 10**400, b"1"):
-        with pytest.raises(RefusedUpdate, match="^client "):
-            server.receive(dataclasses.replace(made.updates[1], client=client), 1)
-    assert not server.updates
+        assert not one.take(client, parcel_of(made.updates[1]))
+    assert not one.samples and not one.failed and one.waiting == {1, 2, 3}
 
 
 def test_only_who_was_asked_in_this_round():
     made = prepared("fedlora")
-    server = Server(made.method, dict(made.state), 3, 2, 1, 0)
-    server.ask(1, 1)
-    server.ask(3, 1)
-    with pytest.raises(RefusedUpdate, match="client 2: was not asked for an update in round 1"):
-        server.receive(made.updates[2], 1)
-    server.receive(made.updates[1], 1)
-    with pytest.raises(RefusedUpdate, match="client 1: heard already in round 1"):
-        server.receive(made.updates[1], 1)
-    server.finish(1)
-    for round in (1, 2):
-        with pytest.raises(RefusedUpdate, match=f"client 3: was not asked for an update in round {round}"):
-            server.receive(made.updates[3], round)
-    server.ask(3, 2)
-    server.receive(made.updates[3], 2)
+    one = round_of(made, clients=(1, 3))
+    assert not one.take(2, parcel_of(made.updates[2])), "not asked"
+    assert one.take(1, parcel_of(made.updates[1])) and not one.take(1, parcel_of(made.updates[1])), "heard already"
+    one.fail(3, "failed", "no answer")
+    one.finish()
+    assert not one.take(3, parcel_of(made.updates[3])), "the round is over"
+    after = Round(2, one.ledger, (3,))
+    assert not after.take(3, parcel_of(made.updates[3], round=2)), "not asked yet"
+    after.ask(3)
+    assert not after.take(3, parcel_of(made.updates[3], round=1)), "of the round before"
+    assert after.take(3, parcel_of(made.updates[3], round=2))
 
 
 @few(60)
@@ -406,13 +422,13 @@ def test_a_bound_on_the_norm(name):
     made = prepared(name)
     norms = {c: norm_of(made, c, u.tensors) for c, u in made.updates.items()}
     smallest, middle, largest = sorted(norms, key=norms.get)
-    server = server_of(made, max_norm=(norms[middle] + norms[largest]) / 2)
+    one = round_of(made, max_norm=(norms[middle] + norms[largest]) / 2)
     for client, update in made.updates.items():
         if client == largest:
             with pytest.raises(RefusedUpdate, match=f"client {client}: the norm of its update is .*max_update_norm is"):
-                server.receive(update, 1)
+                take(one, update)
         else:
-            server.receive(update, 1)
+            take(one, update)
     for client, norm in norms.items():
         reference = made.method.view(made.state, client)
         assert change_norm(made.updates[client].tensors, reference) == pytest.approx(norm, rel=1e-9)
@@ -423,21 +439,18 @@ def test_a_bound_on_the_norm(name):
 @given(exponent=st.floats(4, 38))
 def test_a_factor_over_the_rounds_median(name, exponent):
     made = prepared(name)
-    server = server_of(made, norm_factor=1000.0)
+    one = round_of(made, norm_factor=1000.0)
     for client, update in made.updates.items():
         tensors = {n: enlarged(t, 10.0**exponent, "signs", 1) for n, t in update.tensors.items()}
-        server.receive(dataclasses.replace(update, tensors=tensors) if client == 2 else update, 1)
+        take(one, dataclasses.replace(update, tensors=tensors) if client == 2 else update)
     if max(norm_of(made, c, made.updates[c].tensors) for c in (1, 3)) * 1000 < 10.0**exponent:
-        refused = server.sift()
+        refused = one.admission.outliers(one.norms)
         assert list(refused) == [2] and "lowrank.max_update_norm_factor is 1000" in refused[2]
-        assert [u.client for u in server.updates] == [1, 3]
+        assert [u.client for u in one.intake.close(without=refused).updates] == [1, 3]
 
 
 def test_of_two_the_smaller_is_the_median_and_zero_is_none():
     admission = Admission(3, norm_factor=10.0)
-    admission.norms = {1: 1.0, 2: 10.5}
-    assert list(admission.outliers()) == [2]
-    admission.norms = {1: 1.0, 2: 10.0}
-    assert not admission.outliers()
-    admission.norms = {1: 0.0, 2: 0.0, 3: 5.0}
-    assert not admission.outliers()
+    assert list(admission.outliers({1: 1.0, 2: 10.5})) == [2]
+    assert not admission.outliers({1: 1.0, 2: 10.0})
+    assert not admission.outliers({1: 0.0, 2: 0.0, 3: 5.0})

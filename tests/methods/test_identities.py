@@ -41,14 +41,14 @@ def test_each_tensor_is_the_mean_of_what_was_sent(toy, federation, name, uniform
     fed = federation(toy.method(name, uniform=uniform), SIZES)
     p = np.full(3, 1 / 3) if uniform else toy.weights(SIZES)
     for round in (1, 2, 3):
-        before = dict(fed.server.state)
+        before = dict(fed.ledger.state)
         message = fed.round(round)
         assert message.keys() == fed.received[0].tensors.keys()
         for tensor in message:
             expected = sum(w * u.tensors[tensor].double().numpy() for w, u in zip(p, fed.received))
-            close(fed.server.state[tensor].double().numpy(), expected)
+            close(fed.ledger.state[tensor].double().numpy(), expected)
         for tensor in before.keys() - message.keys():
-            assert torch.equal(before[tensor], fed.server.state[tensor])
+            assert torch.equal(before[tensor], fed.ledger.state[tensor])
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedlora", "ffa_lora", "rolora"])
@@ -58,12 +58,12 @@ def test_three_unequal_clients_by_hand(toy, federation, name):
     for uniform, answer in ((False, 25.0), (True, 56 / 3)):
         method = toy.method(name, uniform=uniform)
         fed = federation(method, (1, 2, 5))
-        expected = method.expected(fed.server.state, 1, 1)
+        expected = method.expected(fed.ledger.state, 1, 1)
         updates = [
             Update(k, n, {tensor: torch.full_like(like, v) for tensor, like in expected.items()})
             for k, n, v in ((1, 1, 8.0), (2, 2, 16.0), (3, 5, 32.0))
         ]
-        state, message = method.aggregate(updates, fed.server.state, 1)
+        state, message = method.aggregate(updates, fed.ledger.state, 1)
         assert message and all((state[n] - answer).abs().max() <= (1e-5 if uniform else 0) for n in message)
 
 
@@ -80,7 +80,7 @@ def test_the_exact_methods_average_the_products(toy, federation, name, rsLoRA):
                 w * toy.change(fed_copy, layer, rsLoRA=rsLoRA)
                 for w, fed_copy in zip(p, map(fed.everything, fed.copies))
             )
-            close(toy.change(fed.server.state, layer, rsLoRA=rsLoRA), expected, 1e-5)
+            close(toy.change(fed.ledger.state, layer, rsLoRA=rsLoRA), expected, 1e-5)
 
 
 def test_fedlora_is_inexact_and_says_so(toy, federation):
@@ -93,7 +93,7 @@ def test_fedlora_is_inexact_and_says_so(toy, federation):
         mean_of_products = sum(w * scale * b @ a for w, (b, a) in zip(p, halves))
         mean_b, mean_a = (sum(w * pair[i] for w, pair in zip(p, halves)) for i in (0, 1))
         product_of_means = scale * mean_b @ mean_a
-        got = toy.change(fed.server.state, layer)
+        got = toy.change(fed.ledger.state, layer)
         close(got, product_of_means, 1e-5)
         assert np.linalg.norm(got - mean_of_products) > 0.1 * np.linalg.norm(mean_of_products)
 
@@ -102,7 +102,7 @@ def test_fedlora_is_inexact_and_says_so(toy, federation):
 
 
 def halves_sent(method, fed, round):
-    names = method.sent(fed.server.state, round)
+    names = method.sent(fed.ledger.state, round)
     return {half for half in ("lora_A", "lora_B", "classifier") if any(half in n for n in names)}
 
 
@@ -127,7 +127,7 @@ def test_what_the_other_methods_send(toy, federation):
         fed = federation(method, (1,))
         assert all(halves_sent(method, fed, round) == half | {"classifier"} for round in (1, 2, 5))
     fed = federation(toy.method("fedavg"), (1,))
-    assert fed.method.sent(fed.server.state, 1) == sorted(n for n, _ in toy.net().named_parameters())
+    assert fed.method.sent(fed.ledger.state, 1) == sorted(n for n, _ in toy.net().named_parameters())
 
 
 @pytest.mark.parametrize("name", ["ffa_lora", "rolora"])
@@ -167,7 +167,7 @@ def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, p
     equal(fed.everything(4), fed.everything(1))
     for client in fed.copies:
         now = fed.everything(client)
-        view = fed.method.view(fed.server.state, client)
+        view = fed.method.view(fed.ledger.state, client)
         equal({n: now[n] for n in view}, view)
         frozen = now.keys() - view.keys()
         equal({n: now[n] for n in frozen}, {n: fed.everything()[n] for n in frozen})
@@ -182,9 +182,9 @@ def test_a_late_clients_messages_hold_all_it_lacks_and_no_more(toy, federation, 
     assert not fed.catch_up(3, 1), "round 1 starts from the seed: nothing is sent"
     first = fed.round(1, (1, 2))
     second = fed.round(2, (1, 2))
-    assert fed.server.downlink(3, 3).keys() == first.keys() | second.keys()
-    assert not fed.server.downlink(3, 3)
-    assert fed.server.downlink(1, 3).keys() == second.keys()
+    assert fed.downlink(3, 3).keys() == first.keys() | second.keys()
+    assert not fed.downlink(3, 3)
+    assert fed.downlink(1, 3).keys() == second.keys()
     if name == "rolora":  # one half a round, so a client that missed a round needs both
         assert {h for h in ("lora_A", "lora_B") if any(h in n for n in first)} == {"lora_B"}
         assert {h for h in ("lora_A", "lora_B") if any(h in n for n in second)} == {"lora_A"}
@@ -198,7 +198,7 @@ def test_the_order_of_arrival_changes_no_bit(toy, federation, name):
         fed = federation(toy.method(name, **ranks), SIZES)
         for round in (1, 2):
             fed.round(round, order=lambda updates, order=order: [updates[i] for i in order])
-        results.append(fed.server.state)
+        results.append(fed.ledger.state)
     for other in results[1:]:
         equal(other, results[0])
 
@@ -209,7 +209,7 @@ def test_equal_clients_in_any_numbering_agree_but_for_rounding(toy, federation, 
     fed = federation(toy.method(name), SIZES)
     fed.round(1)
     updates = fed.received
-    state, changes = federation(toy.method(name), SIZES).server.state, []
+    state, changes = federation(toy.method(name), SIZES).ledger.state, []
     for order in ((0, 1, 2), (2, 0, 1)):
         again = [Update(k + 1, updates[i].num_samples, updates[i].tensors) for k, i in enumerate(order)]
         model = toy.method(name).adapt(toy.net())
@@ -235,8 +235,8 @@ def test_one_client_one_round_is_local_training(toy, federation, name, rank):
         optimizer.zero_grad()
     trained = toy.outputs(local)
     assert (trained - untrained).abs().max() > 0.05
-    fed.server.receive(fed.update(1, 1), 1)
-    message = fed.server.finish(1)
+    fed.receive(fed.update(1, 1), 1)
+    message = fed.finish(1)
     fed.method.apply(fed.model, message, 1)
     close(toy.outputs(fed.model), trained, 1e-5)
     # The client itself, once it has the answer, computes the same function as before.
@@ -251,10 +251,10 @@ def test_nothing_but_the_shared_tensors_moves(toy, federation, name):
     for round in (1, 2, 3):
         fed.round(round)
     now = fed.everything()
-    may_move = set(fed.method.view(fed.server.state)) | set(fed.method.changed_base(fed.model))
+    may_move = set(fed.method.view(fed.ledger.state)) | set(fed.method.changed_base(fed.model))
     equal({n: now[n] for n in now.keys() - may_move}, {n: start[n] for n in now.keys() - may_move})
     assert bool(fed.method.changed_base(fed.model)) == (name == "flora")
-    view = fed.method.view(fed.server.state)
+    view = fed.method.view(fed.ledger.state)
     equal({n: now[n] for n in view}, view)
 
 
@@ -262,7 +262,7 @@ def test_nothing_but_the_shared_tensors_moves(toy, federation, name):
 def test_aggregate_leaves_its_arguments_alone(toy, federation, name):
     fed = federation(toy.method(name), SIZES)
     fed.round(1)
-    state, updates = fed.server.state, fed.received
+    state, updates = fed.ledger.state, fed.received
     before = {n: t.clone() for n, t in state.items()}
     sent = [{n: t.clone() for n, t in u.tensors.items()} for u in updates]
     new, message = fed.method.aggregate(updates, state, 2)
@@ -293,7 +293,7 @@ def test_flexlora_loses_nothing_at_the_sum_of_ranks(toy, federation, ranks, r, s
     for round in (1, 2):
         fed.round(round)
         for layer in toy.layers:
-            got = toy.change(fed.server.state, layer, rsLoRA=rsLoRA)
+            got = toy.change(fed.ledger.state, layer, rsLoRA=rsLoRA)
             close(got, dense_average(toy, fed.received, layer, rsLoRA), 2e-5)
 
 
@@ -310,9 +310,9 @@ def test_flexlora_cuts_to_the_best_rank(toy, federation, split, rsLoRA):
             def best(rank, u=u, s=s, vh=vh):
                 return (u[:, :rank] * s[:rank]) @ vh[:rank]
 
-            close(toy.change(fed.server.state, layer, rsLoRA=rsLoRA), best(server_rank), 2e-5)
+            close(toy.change(fed.ledger.state, layer, rsLoRA=rsLoRA), best(server_rank), 2e-5)
             for client, rank in enumerate(ranks, start=1):
-                view = fed.method.view(fed.server.state, client)
+                view = fed.method.view(fed.ledger.state, client)
                 up, down = toy.pair(view, layer)
                 assert down.shape[0] == up.shape[1] == rank
                 # The client multiplies by its own s_k = alpha / r_k (or alpha / √r_k).
@@ -331,7 +331,7 @@ def test_flexloras_two_splits_hold_the_same_product(toy, federation):
     for split in ("b", "sqrt"):
         fed = federation(toy.method("flexlora", ranks=(1, 3, 2), split=split), SIZES)
         fed.round(1)
-        states.append(fed.server.state)
+        states.append(fed.ledger.state)
     for layer in toy.layers:
         close(toy.change(states[0], layer), toy.change(states[1], layer), 2e-5)
         assert not np.allclose(toy.pair(states[0], layer)[1], toy.pair(states[1], layer)[1])
@@ -342,10 +342,10 @@ def test_flexlora_keeps_every_direction_alive(toy, federation):
     fed = federation(toy.method("flexlora", ranks=(1, 3, 2)), SIZES)
     fed.round(1, (1,))
     for layer in toy.layers:
-        up, down = toy.pair(fed.server.state, layer)
+        up, down = toy.pair(fed.ledger.state, layer)
         close(down @ down.T, np.eye(3), 1e-5)
         assert not up[:, 1:].any()
-        close(toy.change(fed.server.state, layer), dense_average(toy, fed.received, layer), 2e-5)
+        close(toy.change(fed.ledger.state, layer), dense_average(toy, fed.received, layer), 2e-5)
 
 
 @pytest.mark.parametrize("name", RANKED)
@@ -356,7 +356,7 @@ def test_a_client_that_did_not_train_changes_nothing(toy, federation, name):
     for round in (1, 2):
         fed.round(round)
         close(toy.outputs(fed.model), before, 1e-5)
-        assert all(t.isfinite().all() for t in fed.server.state.values())
+        assert all(t.isfinite().all() for t in fed.ledger.state.values())
 
 
 @pytest.mark.parametrize("name", RANKED)
@@ -415,14 +415,14 @@ def test_floras_fresh_pair_leaves_the_function_alone(toy, federation):
     for round in (1, 2, 3):
         fed.round(round)
         total = {layer: base_change(toy, fed.model, layer) for layer in toy.layers}
-        merged = toy.dense_outputs(total, toy.head(fed.server.state))
+        merged = toy.dense_outputs(total, toy.head(fed.ledger.state))
         close(toy.outputs(fed.model), merged, 1e-5)
         for client in fed.copies:
             fed.catch_up(client, round + 1)
             close(toy.outputs(fed.copies[client]), merged, 1e-5)
-        names = [n for n in fed.server.state if "lora_A" in n]
-        assert not any(fed.server.state[n].any() for n in fed.server.state if "lora_B" in n)
-        fresh = torch.cat([fed.server.state[n].flatten() for n in names])
+        names = [n for n in fed.ledger.state if "lora_A" in n]
+        assert not any(fed.ledger.state[n].any() for n in fed.ledger.state if "lora_B" in n)
+        fresh = torch.cat([fed.ledger.state[n].flatten() for n in names])
         assert previous is None or not torch.isclose(fresh, previous).any()
         previous = fresh
 

@@ -55,7 +55,7 @@ def reference(options):
 def test_several_rounds_against_the_reference(toy, federation, name, label):
     options = OPTIMIZERS[label]
     fed = federation(toy.method(name, server_optimizer=options), SIZES)
-    x = {n: t.double().numpy() for n, t in fed.server.state.items()}
+    x = {n: t.double().numpy() for n, t in fed.ledger.state.items()}
     memory = {n: reference(options) for n in x}
     p = toy.weights(SIZES)
     for round in range(1, 6):
@@ -65,12 +65,12 @@ def test_several_rounds_against_the_reference(toy, federation, name, label):
             x[n] = memory[n].step(x[n], mean)
         for n, want in x.items():
             # Adam's step is a quotient: where the second moment is tiny, float32 is felt most.
-            np.testing.assert_allclose(fed.server.state[n].double().numpy(), want, atol=3e-4, rtol=3e-4)
+            np.testing.assert_allclose(fed.ledger.state[n].double().numpy(), want, atol=3e-4, rtol=3e-4)
         assert message.keys() == fed.received[0].tensors.keys(), "what the optimizer remembers does not travel"
     for client in fed.copies:
         fed.catch_up(client, 6)
         own = fed.everything(client)
-        assert all(torch.equal(own[n], fed.server.state[n]) for n in x)
+        assert all(torch.equal(own[n], fed.ledger.state[n]) for n in x)
 
 
 def test_yogi_takes_the_sign(toy, federation):
@@ -80,7 +80,7 @@ def test_yogi_takes_the_sign(toy, federation):
         fed = federation(toy.method("fedlora", server_optimizer={"type": kind, "lr": 0.05}), SIZES)
         for round in (1, 2, 3):
             fed.round(round)
-        states.append(fed.server.state)
+        states.append(fed.ledger.state)
     assert any(not torch.equal(states[0][n], states[1][n]) for n in states[0])
 
 
@@ -93,8 +93,8 @@ def test_sgd_of_rate_one_is_fedavg_to_the_bit(toy, federation, name):
     for round in (1, 2, 3):
         plain.round(round)
         wrapped.round(round)
-    assert plain.server.state.keys() == wrapped.server.state.keys()
-    assert all(torch.equal(plain.server.state[n], wrapped.server.state[n]) for n in plain.server.state)
+    assert plain.ledger.state.keys() == wrapped.ledger.state.keys()
+    assert all(torch.equal(plain.ledger.state[n], wrapped.ledger.state[n]) for n in plain.ledger.state)
 
 
 @pytest.mark.parametrize("label", OPTIMIZERS)
@@ -103,22 +103,22 @@ def test_a_half_that_was_not_sent_keeps_its_memory(toy, federation, label):
     fed.round(1)
     fed.round(2)
     for round, frozen in ((3, "lora_A"), (4, "lora_B")):
-        before = dict(fed.server.state)
+        before = dict(fed.ledger.state)
         fed.round(round)
         about = [n for n in before if frozen in n]
         remembered = [n for n in about if n.startswith("server_optimizer:")]
         assert remembered and len(about) > len(remembered)
-        assert all(torch.equal(before[n], fed.server.state[n]) for n in about)
+        assert all(torch.equal(before[n], fed.ledger.state[n]) for n in about)
         moved = "lora_B" if frozen == "lora_A" else "lora_A"
-        assert all(not torch.equal(before[n], fed.server.state[n]) for n in before if moved in n)
+        assert all(not torch.equal(before[n], fed.ledger.state[n]) for n in before if moved in n)
 
 
 def test_what_it_remembers_is_no_part_of_the_model(toy, federation):
     fed = federation(toy.method("fedlora", server_optimizer=OPTIMIZERS["FedAdam"]), SIZES)
     fed.round(1)
-    assert any(n.startswith("server_optimizer:") for n in fed.server.state)
-    assert not any(":" in n for n in fed.method.view(fed.server.state))
-    assert not any(":" in n for n in fed.method.expected(fed.server.state, 2, 1))
+    assert any(n.startswith("server_optimizer:") for n in fed.ledger.state)
+    assert not any(":" in n for n in fed.method.view(fed.ledger.state))
+    assert not any(":" in n for n in fed.method.expected(fed.ledger.state, 2, 1))
 
 
 @pytest.mark.parametrize("name", ["flexlora", "flora"])

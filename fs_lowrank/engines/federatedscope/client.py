@@ -6,82 +6,25 @@ import json
 import logging
 import time
 
-import torch
 from federatedscope.core.message import Message
 from federatedscope.core.workers import Client
-from torch import Tensor, nn
 
-from ...algebra import FlatTensors, nbytes
+from ...algebra import nbytes
 from ...errors import RunFailed, UserError
-from ...models.adapters import load_tensors
-from ...models.names import named_tensors
+from ...rounds.codec import Codec, Plain, Uniform
+from ...rounds.copies import LostCopy, OwnCopy, SharedCopy, answer, apology
+from ...rounds.parcel import Parcel
 from . import wire
 from .config import for_frameworks_workers
-from .session import Session, current
-from .sums import add_shares, dequantise, quantise, split_secret
-from .wire import Parcel
+from .session import current
+from .sums import add_shares, split_secret
 
 logger = logging.getLogger("federatedscope.lowrank")
 
 
-def shared_tensors(session: Session, model: nn.Module | None = None) -> dict[str, Tensor]:
-    """A copy of what the method shares of ``model``, or of the session's own."""
-    return {n: p.detach().clone() for n, p in named_tensors(model or session.site.model, session.method.shared).items()}
-
-
-class SharedCopy:
-    """A client whose model is everyone's: before it trains, its tensors are put in."""
-
-    def __init__(self, session: Session, model: nn.Module, number: int):
-        self.session, self.model, self.number = session, model, number
-        #: the last round it trained in, and its personal parts before that
-        self.before: tuple[int, dict[str, Tensor] | None] = (0, None)
-
-    def catch_up(self, parcel: Parcel) -> None:
-        load_tensors(self.model, parcel.tensors)
-        self._load_personal(parcel)
-
-    def _load_personal(self, parcel: Parcel) -> None:
-        round, before = self.before
-        if parcel.facts.get("undo") == round:  # what it trained in then was left out
-            self.session.site.personal.pop(self.number, None)
-            if before is not None:
-                self.session.site.personal[self.number] = before
-        load_tensors(self.model, self.session.site.personal.get(self.number, self.session.site.untrained_personal))
-
-    def keep_personal(self, round: int) -> None:
-        self.before = round, self.session.site.personal.get(self.number)
-        self.session.site.keep_personal(self.number, self.model)
-
-
-class OwnCopy(SharedCopy):
-    """A client with a model of its own, which stands at the end of some round.
-
-    What its training changes is put back before the next message, so that a message meets the copy that the
-    server thinks it has.
-    """
-
-    def __init__(self, session: Session, model: nn.Module, number: int):
-        super().__init__(session, model, number)
-        self.stands_at = 0
-        load_tensors(model, session.method.view(session.method.initial_state(model), number))
-        self.standing = shared_tensors(session, model)
-
-    def catch_up(self, parcel: Parcel) -> None:
-        """Apply what came, up to the end of the round ``parcel.facts["stands"]``."""
-        load_tensors(self.model, self.standing)
-        last = parcel.facts["stands"]
-        tensors = {n: t.to(next(self.model.parameters()).device) for n, t in parcel.tensors.items()}
-        if parcel.facts.get("whole"):
-            load_tensors(self.model, tensors)
-        elif last > self.stands_at:
-            if parcel.facts.get("quantised"):
-                tensors = dequantise(tensors, self.standing)
-            with torch.no_grad():
-                self.session.method.apply(self.model, tensors, last)
-        if last > self.stands_at:
-            self.stands_at, self.standing = last, shared_tensors(self.session, self.model)
-        self._load_personal(parcel)
+def codec_of(cfg) -> Codec:
+    """How messages and updates travel, by the framework's section ``quantization``."""
+    return Uniform(cfg.quantization.nbits) if cfg.quantization.method == "uniform" else Plain()
 
 
 class LowRankClient(Client):
@@ -122,7 +65,7 @@ class LowRankClient(Client):
             *args,
             **kwargs,
         )
-        self._cfg, self.ready = config, True
+        self._cfg, self.ready, self.codec = config, True, codec_of(config)
         if self.distributed and self.session.index > 0:
             self.ID = self.session.index
         self.timeout = self.session.config.lowrank.timeout
@@ -135,7 +78,7 @@ class LowRankClient(Client):
         if self.ID > 0:
             self._settle()
         # kbit, from which the framework simulates how long a message takes
-        sent = self.session.method.expected(self.session.server.state, 1, max(self.ID, 1))
+        sent = self.session.method.expected(self.session.ledger.state, 1, max(self.ID, 1))
         self.model_size = nbytes(sent) * 8 / 1000
         self.fragments: dict[int, list] = {}
         self.own: dict[int, dict] = {}
@@ -151,8 +94,9 @@ class LowRankClient(Client):
 
     def _settle(self) -> None:
         """Take up the client's number: its copy of the model, its data, its random numbers."""
-        kind = SharedCopy if self.session.shares_model else OwnCopy
-        self.copy = kind(self.session, self._model, self.ID)
+        site = self.session.site
+        parts = site.method, self._model, self.ID, site.personal
+        self.copy = SharedCopy(*parts) if self.session.shares_model else OwnCopy(*parts, self.codec)
         self.trainer.number = self.ID
         self.trainer.prefix = self.session.prefix_for(self._model, self.ID)
 
@@ -195,22 +139,24 @@ class LowRankClient(Client):
     def callback_funcs_for_model_para(self, message: Message):
         """Catch up, train, send."""
         if "ss" in message.msg_type:
-            return self._add_fragment(int(message.state), message.sender, Parcel.of(message.content).tensors)
-        parcel = Parcel.of(message.content)
+            return self._add_fragment(int(message.state), message.sender, wire.parcel_of(message.content).tensors)
+        parcel = wire.parcel_of(message.content)
         self.state, round = message.state, parcel.facts["round"]
-        self.copy.catch_up(parcel)
-        if not parcel.facts["train"]:
-            return
-        self.session.on_client(round, self.ID, self.session.config.sampled_per_round)
+        trains = parcel.facts["purpose"] == "train"
         try:
+            self.copy.catch_up(parcel)
+            if not trains:
+                return
+            self.session.on_client(round, self.ID, self.session.config.sampled_per_round)
             parcel, samples = self._train(round)
         except Exception as error:  # one client's failure must not end the others' round; the server records it
             if isinstance(error, UserError) and not self.distributed:
                 raise
             logger.warning("round %d: client %d failed: %s", round, self.ID, error)
             logger.debug("client %d", self.ID, exc_info=True)
-            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            return self._send(Parcel({}, error=reason), message, 0)
+            if trains:
+                self._send(apology(round, error), message, 0)
+            return
         if parcel is not None:
             self._send(parcel, message, samples)
 
@@ -221,15 +167,9 @@ class LowRankClient(Client):
         update = trainer.outcome
         self.copy.keep_personal(round)
         logger.info(self._monitor.format_eval_res(results, rnd=self.state, role=f"Client #{self.ID}", return_raw=True))
-        facts = {"samples": update.num_samples, "loss": trainer.loss}
         if self._cfg.federate.use_ss:
-            return self._share(update, facts), samples
-        # Where clients share a model, the next one trains before this is read.
-        flat = len({t.dtype for t in update.tensors.values()}) == 1
-        tensors = FlatTensors.pack(update.tensors) if flat else {n: t.clone() for n, t in update.tensors.items()}
-        if self._cfg.quantization.method == "uniform":
-            tensors = quantise(tensors, self._cfg.quantization.nbits)
-        return Parcel(tensors, **facts), samples
+            return self._share(update, {"round": round, "samples": update.num_samples, "loss": trainer.loss}), samples
+        return answer(round, update, trainer.loss, self.codec), samples
 
     def _send(self, parcel: Parcel, message: Message, samples: int) -> None:
         self._monitor.track_upload_bytes(nbytes(parcel.tensors))
@@ -241,7 +181,7 @@ class LowRankClient(Client):
                 receiver=[self.server_id],
                 state=self.state,
                 timestamp=timestamp,
-                content=parcel.encode() if self.distributed else parcel,
+                content=wire.content_of(parcel, self.distributed),
             )
         )
 
@@ -265,7 +205,7 @@ class LowRankClient(Client):
                     receiver=[other],
                     state=self.state,
                     timestamp=0,
-                    content=parcel.encode() if self.distributed else parcel,
+                    content=wire.content_of(parcel, self.distributed),
                 )
             )
         self.own[self.state] = facts
@@ -283,8 +223,13 @@ class LowRankClient(Client):
     # -- evaluation and end ------------------------------------------------------------------------
 
     def callback_funcs_for_evaluate(self, message: Message):
-        self.copy.catch_up(Parcel.of(message.content))
-        if not any(self.trainer.ctx.get(f"{split}_data") is not None for split in self._cfg.eval.split):
+        try:
+            self.copy.catch_up(wire.parcel_of(message.content))
+            standing = True
+        except LostCopy as error:
+            logger.warning("client %d does not evaluate: %s", self.ID, error)
+            standing = False
+        if not standing or not any(self.trainer.ctx.get(f"{split}_data") is not None for split in self._cfg.eval.split):
             self.comm_manager.send(
                 Message(
                     msg_type="metrics",

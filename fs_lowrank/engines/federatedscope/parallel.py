@@ -25,14 +25,15 @@ from ...config import load_config
 from ...errors import RunFailed, UserError
 from ...jobs.pool import Member, Pool
 from ...models.adapters import load_tensors
+from ...rounds.copies import copied
+from ...rounds.parcel import Parcel
 from ...runs.checkpoint import load_checkpoint
-from .client import shared_tensors
 from .config import our_method, to_framework
 from .data import handed_out
 from .logs import LogTo
 from .server import MethodAggregator
 from .session import close_session, current
-from .wire import Parcel
+from .wire import Sealed
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -130,7 +131,7 @@ class ParallelRunner(StandaloneRunner):
                 self.home[int(number)].waiting.append(_packed(message, int(number)))
         for site in self.pool.members:
             begun = site.next()
-            if begun is not None and begun.facts.get("facts", {}).get("train"):
+            if begun is not None and begun.facts.get("facts", {}).get("purpose") == "train":
                 self.session.on_client(
                     begun.facts["facts"]["round"], begun.facts["receiver"], self.session.config.sampled_per_round
                 )
@@ -161,7 +162,8 @@ class ParallelRunner(StandaloneRunner):
             self.session.site.add_spent({int(n): spent for n, spent in facts["spent"].items()})
             if parcel.tensors:
                 device = self.session.site.device
-                self.session.site.personal[number] = {n: t.to(device) for n, t in parcel.tensors.items()}
+                own = {n: t.to(device) for n, t in parcel.tensors.items()}
+                self.session.site.personal.keep(number, self.server.round.number, own)
         else:
             self.shared_comm_queue.append(_unpacked(parcel))
 
@@ -201,14 +203,15 @@ def _packed(message: Message, receiver: int) -> Parcel:
         "state": message.state,
         "timestamp": message.timestamp,
     }
-    if isinstance(content, Parcel):
-        return Parcel(content.tensors, facts=content.facts, **facts)
+    if isinstance(content, Sealed):
+        parcel = content.opened()
+        return Parcel(parcel.tensors, facts=parcel.facts, **facts)
     return Parcel({}, content=content, **facts)
 
 
 def _unpacked(parcel: Parcel) -> Message:
     facts = parcel.facts
-    content = facts["content"] if "content" in facts else Parcel(parcel.tensors, **facts["facts"])
+    content = facts["content"] if "content" in facts else Sealed(Parcel(parcel.tensors, **facts["facts"]))
     return Message(
         msg_type=facts["kind"],
         sender=facts["sender"],
@@ -249,7 +252,7 @@ def serve(connection: Connection) -> None:
 
 def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) -> None:
     session = current()
-    standing = shared_tensors(session) if session.shares_model else {}
+    standing = copied(session.site.model, session.method.shared) if session.shares_model else {}
     for client in clients.values():
         client.join_in()
     while True:
@@ -271,7 +274,7 @@ def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) 
                     {n: t.to(session.site.device) for n, t in parcel.tensors.items()},
                     parcel.facts["round"],
                 )
-            standing = shared_tensors(session)
+            standing = copied(session.site.model, session.method.shared)
         else:
             message, client = _unpacked(parcel), clients[parcel.facts["receiver"]]
             client._monitor.track_download_bytes(message.count_bytes()[0])

@@ -1,7 +1,7 @@
 """The framework's server, with our method's state, participation and aggregation in it.
 
 Its flow stays: who joins, when a round is full, evaluation, early stopping, best results, saving. What travels
-and what becomes of it is ``engines.server``'s business, the same as in the embedded engine.
+and what becomes of it is the business of ``rounds``, the same as in the embedded engine.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from federatedscope.core.message import Message
 from federatedscope.core.workers import Server
 from torch import Tensor
 
-from ...algebra import FlatTensors, nbytes
 from ...errors import RunFailed, UserError
-from ...methods import RefusedUpdate, Update
-from ...methods.base import is_whole
 from ...models.adapters import load_tensors
-from ...rounds.record import round_record
-from ..server import BadRound, TooFewClients, without_head
+from ...rounds.admission import is_whole
+from ...rounds.ending import end_round
+from ...rounds.intake import Kept, RunningMean
+from ...rounds.parcel import Parcel
+from ...rounds.round import Order, Round
 from . import wire
+from .client import codec_of
 from .config import for_frameworks_workers
 from .session import Session, current, differing
-from .sums import RunningMean, add_shares, dequantise, quantise, recover
-from .wire import Parcel
+from .sums import Shares
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -42,12 +42,12 @@ class MethodAggregator(Aggregator):
         self.session, self.model = session, session.site.model
 
     def aggregate(self, agg_info):
-        """Finish round ``agg_info["round"]`` with what the session's server has received; the message."""
-        return self.session.server.finish(agg_info["round"], self.model)
+        """End the round ``agg_info["round"]``; what it came to."""
+        return end_round(agg_info["round"], self.session.keeper)
 
     def save_model(self, path, cur_round=-1):
         """The shared tensors under the names of the framework's own adapters, and what else a run goes on from."""
-        session, server = self.session, self.session.server
+        session, ledger = self.session, self.session.ledger
         folder = os.path.dirname(path)
         if folder:
             os.makedirs(folder, exist_ok=True)
@@ -56,8 +56,8 @@ class MethodAggregator(Aggregator):
             {
                 "cur_round": cur_round,
                 "method": session.method.name,
-                "model": {n: t.detach().cpu() for n, t in session.method.view(server.state).items()},
-                "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in server.state.items()},
+                "model": {n: t.detach().cpu() for n, t in session.method.view(ledger.state).items()},
+                "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in ledger.state.items()},
                 "base": {n: p.detach().cpu() for n, p in self.model.named_parameters() if n in changed},
             },
             path,
@@ -78,7 +78,7 @@ class MethodAggregator(Aggregator):
             raise UserError(f"federate.restore_from: cannot read {path}: {error}") from error
         if not isinstance(saved, dict) or "model" not in saved:
             raise UserError(f"federate.restore_from: {path} was not saved by a run of this framework")
-        now = session.method.view(session.server.state)
+        now = session.method.view(session.ledger.state)
         then = saved["model"]
         bad = sorted(
             n for n in now.keys() | then.keys() if n not in now or n not in then or now[n].shape != then[n].shape
@@ -93,10 +93,14 @@ class MethodAggregator(Aggregator):
                 f"federate.restore_from: {path} is of method {saved['method']!r}, this run's is {session.method.name!r}"
             )
         # A file of the framework's own has the tensors only.
-        session.server.state = dict(saved.get("state") or {**session.server.state, **then})
+        state, done = dict(saved.get("state") or {**session.ledger.state, **then}), int(saved.get("cur_round", 0))
+        numbers = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
+        known = {"numbers": numbers, "synced": {}, "outbox": {}}
+        tensors = {n: v for n, v in state.items() if n not in numbers}
+        session.ledger.restore(done, {"state": tensors}, known, session.site.device)
         load_tensors(self.model, saved.get("base", {}))
-        load_tensors(self.model, session.method.view(session.server.state))
-        return int(saved.get("cur_round", 0))
+        load_tensors(self.model, session.method.view(session.ledger.state))
+        return done
 
     def reset(self):
         """The framework calls this before every broadcast where it aggregates online; each round starts anew here."""
@@ -146,9 +150,7 @@ class LowRankServer(Server):
             raise
         self._cfg = config
         lowrank = self.session.config.lowrank
-        self.core = self.session.server
-        if config.quantization.method == "uniform":
-            self.core.rounded = self._as_sent
+        self.ledger, self.codec = self.session.ledger, codec_of(config)
         self.timeout, self.min_clients = lowrank.timeout, lowrank.min_clients
         self.aggregator = MethodAggregator(self.session)
         self.aggregators = [self.aggregator]
@@ -156,28 +158,17 @@ class LowRankServer(Server):
             self.comm_manager = wire.BoundedComm.take_over(
                 self.comm_manager, self.timeout, config.distribute.grpc_max_send_message_length
             )
-        #: clients whose model stands at the start although the run is further: a resumed run's, or a process that came
-        self.fresh: set[int] = set()
-        self.asked: set[int] = set()
-        self.heard: set[int] = set()
+        #: the round that is under way, or that is done but for its evaluation
+        self.round: Round | None = None
         #: clients still to be sent this round's message, where they are asked one after the other
         self.waiting_room: list[int] = []
         self.asked_to_evaluate: set[int] = set()
         #: a round that begins when the clients' evaluation of the one before is in
         self.postponed = False
-        #: the round of a fresh client's parcel, and the changed base weights as they stood at its start
-        self.standing: tuple[int, dict[str, Tensor]] = (-1, {})
         self.started = self.stop_asked = False
-        self.pending: dict | None = None
-        self.shares: dict[int, dict[str, Tensor]] = {}
-        self.running: RunningMean | None = None
-        if config.federate.use_ss or config.federate.online_aggr:
-            self.core.min_clients = 1  # it sees one update, the mean; how many it came from is counted here
+        #: what is still to be told of the round when its evaluation is in: seconds, and those by client
+        self.pending: tuple[dict, dict] | None = None
         self.state = self._restored(config)
-        #: the last round that was not left out: what clients catch up to
-        self.stood = self.state
-        #: client -> the last round it was asked in that was left out, until it has been told
-        self.undone: dict[int, int] = {}
         if self.state >= self.total_round_num:
             raise UserError(
                 f"all {self.total_round_num} rounds are done already; raise federate.total_round_num to go on"
@@ -189,7 +180,7 @@ class LowRankServer(Server):
             done = self.aggregator.load_model(config.federate.restore_from)
             logger.info("restored round %d from %s", done, config.federate.restore_from)
         if done:
-            self.fresh = set(range(1, self.client_num + 1))
+            self.ledger.forget(range(1, self.client_num + 1))  # their copies stand at the start
         return done
 
     # -- joining -----------------------------------------------------------------------------------
@@ -217,14 +208,14 @@ class LowRankServer(Server):
         if known or self.started:
             # It begins with the seed's tensors whatever the process before it had.
             self.comm_manager.add_neighbors(neighbor_id=sender, address=content)
-            self.fresh.add(sender)
+            self.ledger.forget([sender])
             logger.info("client %d has come %s; it will be brought up to date", sender, "again" if known else "late")
-            if sender in self.asked - self.heard:
+            if sender in self._asked():
                 self._failed(sender, "failed", "its process ended and another one took its place")
                 return self.check_and_move_on()
             return False
         if sender == -1:  # the framework gives it the next number; it reads data of its own
-            self.core.admission.samples[self.join_in_client_num + 1] = samples
+            self.ledger.admission.samples[self.join_in_client_num + 1] = samples
         return super().callback_funcs_for_join_in(
             Message(
                 msg_type=message.msg_type,
@@ -257,7 +248,7 @@ class LowRankServer(Server):
             )
         if sender != -1 and not 1 <= sender <= self.client_num:
             return f"there is no client {sender}; federate.client_num is {self.client_num}"
-        admission = self.core.admission
+        admission = self.ledger.admission
         if not is_whole(samples) or not 1 <= samples <= admission.max_samples:
             return (
                 f"it declares {repr(samples)[:60]} training samples; expected a whole number from 1 to "
@@ -312,95 +303,64 @@ class LowRankServer(Server):
             self.msg_buffer["eval"][self.state - 1] = {}
             self.deadline = time.monotonic() + self.timeout
             for client in sorted(int(c) for c in self.comm_manager.neighbors):
-                parcel = self._parcel(client, round=self.state + 1, train=False)
-                if self._deliver(client, msg_type, parcel, self.state - 1):
+                if self._deliver(self.round.ask(client, purpose="evaluate"), msg_type, self.state - 1):
                     self.asked_to_evaluate.add(client)
             if not self.asked_to_evaluate:
                 self.check_and_move_on(check_eval_result=True)
             return
-        round = self.state + 1
         self.round_started = time.perf_counter()
         self.deadline = time.monotonic() + self.timeout
-        if self._cfg.federate.sampler == "uniform":
-            selected = self.core.select(round)
-        else:
-            selected = sorted(int(c) for c in self.sampler.sample(size=sample_client_num))
-        self.selected, self.failed, self.losses, self.samples = selected, [], {}, {}
-        self.uplink, self.downlink = {}, {}
-        self.before = dict(self.core.synced), dict(self.session.site.personal)
-        self.asked, self.heard, self.shares = set(), set(), {}
-        self.running = RunningMean() if self._cfg.federate.online_aggr else None
+        drawn = None if self._cfg.federate.sampler == "uniform" else self.sampler.sample(size=sample_client_num)
+        self.round = Round(
+            self.state + 1,
+            self.ledger,
+            None if drawn is None else map(int, drawn),
+            intake=self._intake(),
+            codec=self.codec,
+            base=self._changed_base,
+        )
         self.msg_buffer["train"].setdefault(self.state, {})
-        self.waiting_room = list(selected)
-        self._ask(1 if self.running is not None and not self.distributed else len(selected))
-        if not self.waiting_room and self.asked <= self.heard:
+        self.waiting_room = list(self.round.selected)
+        one_by_one = self._cfg.federate.online_aggr and not self.distributed
+        self._ask(1 if one_by_one else len(self.waiting_room))
+        if not self.round.waiting:
             self.check_and_move_on()
+
+    def _intake(self):
+        uniform = self.session.method.setting.uniform
+        if self._cfg.federate.use_ss:
+            return Shares(self.client_num, uniform, self.session.site.device)
+        return RunningMean(uniform) if self._cfg.federate.online_aggr else Kept()
+
+    def _changed_base(self) -> dict[str, Tensor]:
+        model = self.session.site.model
+        changed = set(self.session.method.changed_base(model))
+        return {n: p.detach().clone() for n, p in model.named_parameters() if n in changed}
 
     def _ask(self, count: int) -> None:
         """Send the round's message to the next ``count`` clients that will answer."""
-        round = self.state + 1
         while self.waiting_room and count > 0:
             client = self.waiting_room.pop(0)
-            drops = self.core.drops_out(client, round)
             if client not in self.comm_manager.neighbors:
                 self._failed(client, "absent", "it has not joined")
                 continue
-            parcel = self._parcel(client, round, train=not drops)
-            if not self._deliver(client, "model_para", parcel, self.state):
+            order = self.round.ask(client)
+            if not self._deliver(order, "model_para", self.state):
                 self._failed(client, "failed", f"it cannot be reached: {self._lost(client)}")
-                continue
-            if drops:
-                self._failed(client, "dropped", "drawn by lowrank.drop_rate")
-                continue
-            self.asked.add(client)
-            self.core.ask(client, round)
-            count -= 1
+            elif order.purpose == "train":
+                count -= 1
 
-    def _parcel(self, client: int, round: int, train: bool) -> Parcel:
-        """What brings ``client`` to the start of ``round``; its bytes are noted."""
-        method, session = self.session.method, self.session
-        whole = client in self.fresh
-        changes = self.core.downlink(client, round)
-        if whole:
-            # Its copy stands at the start, and what everyone else has got is not kept: it gets all that is.
-            if self.standing[0] != round:
-                changed = set(method.changed_base(session.site.model))
-                self.standing = (
-                    round,
-                    {n: p.detach().clone() for n, p in session.site.model.named_parameters() if n in changed},
-                )
-            changes = {**method.view(self.core.state, client), **self.standing[1]}
-            self.fresh.discard(client)
-        sizes = self.core.sizes(changes)
-        if self._cfg.quantization.method == "uniform" and not whole and changes:
-            sizes = self._quantised_sizes(changes)
-        before = self.downlink.get(client, (0, 0)) if train else (0, 0)
-        self.downlink[client] = (before[0] + sizes[0], before[1] + sizes[1])
-        self._monitor.track_upload_bytes(sizes[0])
-        facts = {"round": round, "train": train, "stands": self.stood}
-        if client in self.undone:
-            facts["undo"] = self.undone.pop(client)
-        if session.shares_model:
-            # One model for all: the merges in a message are in its base already, so the client takes what stands.
-            return Parcel(method.view(self.core.state, client), whole=True, counted=sizes[0], **facts)
-        if not whole and self._cfg.quantization.method == "uniform" and changes:
-            changes, facts["quantised"] = quantise(changes, self._cfg.quantization.nbits), True
-        return Parcel(changes, whole=whole, **facts)
+    def _asked(self) -> frozenset[int]:
+        """The clients whose updates are waited for."""
+        return self.round.waiting & self.round.trains if self.round else frozenset()
 
-    def _quantised_sizes(self, tensors) -> tuple[int, int]:
-        step = self._cfg.quantization.nbits // 8
-
-        def size(part):
-            return sum(
-                t.numel() * step + t.element_size() if t.is_floating_point() else nbytes({n: t})
-                for n, t in part.items()
-            )
-
-        return size(tensors), size(without_head(tensors))
-
-    def _deliver(self, client: int, kind: str, parcel: Parcel, state: int) -> bool:
+    def _deliver(self, order: Order, kind: str, state: int) -> bool:
         """Send; False if the client could not be reached, which then counts as new when it is there again."""
-        content = parcel.encode() if self.distributed else parcel
+        parcel, client = order.parcel, order.client
+        if self.session.shares_model:
+            # One model for all: the merges in a message are in its base already, so the client takes what stands.
+            view = self.session.method.view(self.ledger.state, client)
+            parcel = Parcel(view, **{**parcel.facts, "whole": True})
         self.comm_manager.send(
             Message(
                 msg_type=kind,
@@ -408,14 +368,14 @@ class LowRankServer(Server):
                 receiver=[client],
                 state=state,
                 timestamp=self.cur_timestamp,
-                content=content,
+                content=wire.content_of(parcel, self.distributed),
             )
         )
+        self._monitor.track_upload_bytes(order.sizes[0])
         if self.distributed and self._lost(client):
-            self.fresh.add(client)
-            if "undo" in parcel.facts:
-                self.undone[client] = parcel.facts["undo"]
+            self.ledger.forget([client])  # it may have got the message all the same
             return False
+        self.round.delivered(order)
         return True
 
     def _lost(self, client: int) -> str:
@@ -424,74 +384,48 @@ class LowRankServer(Server):
     # -- uplink ------------------------------------------------------------------------------------
 
     def _failed(self, client: int, kind: str, reason: str) -> None:
-        self.failed.append({"client": client, "kind": kind, "reason": reason})
-        self.heard.add(client)
+        self.round.fail(client, kind, reason)
+        self._give_up_shares(client)
+
+    def _give_up_shares(self, client: int) -> None:
+        """Where clients share secrets, the others' sums lack those of a client that failed: nobody is waited for."""
         if self._cfg.federate.use_ss:
-            # The others' sums lack its share: nobody is worth waiting for.
-            self.heard, self.waiting_room = self.heard | self.asked, []
-        if kind != "dropped":
-            logger.warning("round %d: client %d: %s", self.state + 1, client, reason)
+            self.waiting_room = []
+            for other in sorted(self.round.waiting):
+                self.round.fail(other, "failed", f"its sum is of no use without the share of client {client}")
 
     def callback_funcs_model_para(self, message: Message):
         if self.is_finish:
             return "finish"
-        client, round = _number(message.sender), self.state + 1
-        if client is None or message.state != self.state or client not in self.asked - self.heard:
+        client, round = _number(message.sender), self.round
+        if client is None or message.state != self.state or client not in self._asked():
             logger.info(
                 "left out what client %.60r sent for the framework's round %.60r: nobody waits for it in round %d",
                 message.sender,
                 message.state,
-                round,
+                self.state + 1,
             )
             return False
         self.sampler.change_state(client, "idle")
         if isinstance(message.timestamp, (int, float)):
             self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
         try:
-            self._take(client, round, Parcel.of(message.content))
-        except (RefusedUpdate, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            text = str(error) if str(error).startswith("client ") else f"client {client}: {error}"
-            self._failed(client, "refused", text)
+            parcel = wire.parcel_of(message.content)
+        except ValueError as error:
+            self._failed(client, "refused", f"client {client}: {error}")
         else:
-            self.heard.add(client)
+            self._monitor.track_download_bytes(parcel.nbytes if self.distributed else 0)
+            sizes = None
+            if self._cfg.federate.use_ss:
+                # A client sends a share of this size to every other one, and their sum to the server.
+                sizes = tuple(size * self.client_num for size in self.codec.sizes(parcel.tensors))
+            if round.take(client, parcel, sizes):
+                self.msg_buffer["train"].setdefault(self.state, {})[client] = round.samples[client]
+            else:
+                self._failed(client, "refused", f"client {client}: its answer is of another round")
         if self.waiting_room:
             self._ask(1)
         return self.check_and_move_on()
-
-    def _take(self, client: int, round: int, parcel: Parcel) -> None:
-        facts, tensors, admit = parcel.facts, parcel.tensors, self.core.admit
-        if "error" in facts:
-            return self._failed(client, "failed", str(facts["error"])[:1000])
-        samples, loss = facts.get("samples"), facts.get("loss")
-        self._monitor.track_download_bytes(0 if not self.distributed else nbytes(tensors))
-        expected = self.session.method.expected(self.core.state, round, client)
-        if self._cfg.federate.use_ss:
-            # A client sends a share of this size to every other one, and their sum to the server.
-            shares = {n: torch.empty(t.shape, dtype=torch.int64, device="meta") for n, t in expected.items()}
-            self.shares[client] = admit(Update(client, samples, tensors), round, loss, shares).tensors
-            sizes = tuple(size * self.client_num for size in self.core.sizes(tensors))
-        else:
-            sent = tensors
-            if self._cfg.quantization.method == "uniform":
-                tensors = self._unrounded(client, tensors, expected)
-            update = Update(client, samples, {n: t.to(self.session.site.device) for n, t in tensors.items()})
-            if self.running is None:
-                self.core.receive(update, round, loss)
-            else:
-                checked = admit(update, round, loss)
-                self.running.add(checked.tensors, 1 if self.session.method.setting.uniform else samples)
-            sizes = self._quantised_sizes(tensors) if tensors is not sent else self.core.sizes(sent)
-        self.uplink[client], self.losses[client], self.samples[client] = sizes, float(loss), samples
-        self.msg_buffer["train"].setdefault(self.state, {})[client] = samples
-
-    @staticmethod
-    def _unrounded(client: int, tensors, expected) -> dict[str, Tensor]:
-        try:
-            return dequantise(tensors, expected)
-        except Exception as error:  # the rounding is the framework's, and what it makes of wrong shapes its own affair
-            raise RefusedUpdate(f"client {client}: its rounded tensors cannot be read: {error}") from error
 
     # -- a round's end -----------------------------------------------------------------------------
 
@@ -499,101 +433,38 @@ class LowRankServer(Server):
         if check_eval_result:
             buffers = self.msg_buffer["eval"]
             return bool(buffers) and self.asked_to_evaluate <= buffers[max(buffers)].keys()
-        return not self.waiting_room and self.asked <= self.heard
+        return self.round is not None and not self.round.waiting
 
     def _perform_federated_aggregation(self):
-        round, session, method = self.state + 1, self.session, self.session.method
-        started = time.perf_counter()
-        skipped = ""
-        for client, reason in self.core.sift().items():
-            self._failed(client, "refused", reason)
-            for kept in (self.uplink, self.losses, self.samples):
-                del kept[client]
-        session.site.load_global(session.server.state)  # what stands in the model may be the last client's
-        try:
-            self._condense(round)
-            message = self.aggregator.aggregate({"round": round})
-        except (TooFewClients, BadRound) as error:
-            session.site.personal = self.before[1]
-            if isinstance(error, TooFewClients) or session.config.lowrank.on_bad_round == "stop":
-                self.core.synced = self.before[0]
-                raise session.keeper.stopped(round, error, self.failed) from error
-            # What was sent down has arrived all the same: the ledger of deliveries stays.
-            skipped = str(error)
-            logger.warning("%s; the round is left out", error)
-            session.site.load_global(session.server.state)  # the server's step may have used the model
-            self.undone.update(dict.fromkeys(self.asked, round))
-        else:
-            with torch.no_grad():
-                method.apply(session.site.model, message, round)
-            self.stood = round
-            session.on_message(message, round)
-        finished = time.perf_counter()
-        self.pending = {
-            "round": round,
-            "selected": self.selected,
-            "failed": self.failed,
-            "losses": self.losses,
-            "uplink": self.uplink,
-            "downlink": self.downlink,
-            "samples": self.samples,
-            "spent": session.site.take_spent(),
-            "skipped": skipped,
-            "seconds": {"training": started - self.round_started, "aggregation": finished - started},
-        }
-        self.evaluation_started = finished
-        total = {d: sum(b for b, _ in sent.values()) for d, sent in (("up", self.uplink), ("down", self.downlink))}
+        round, session, started = self.round, self.session, time.perf_counter()
+        finished = self.aggregator.aggregate({"round": round})
+        if finished.message is not None:
+            session.on_message(finished.message, round.number)
+        self.evaluation_started = time.perf_counter()
+        seconds = {"training": started - self.round_started, "aggregation": self.evaluation_started - started}
+        self.pending = seconds, session.site.take_spent()
         logger.info(
             "round %d: %d of %d clients, %d bytes up, %d bytes down",
-            round,
-            len(self.losses),
-            len(self.selected),
-            total["up"],
-            total["down"],
+            round.number,
+            len(round.losses),
+            len(round.selected),
+            sum(b for b, _ in round.uplink.values()),
+            sum(b for b, _ in round.downlink.values()),
         )
-        if not session.evaluator.due(round):
+        if not session.evaluator.due(round.number):
             self._close_round({})
-        return len(self.losses)
-
-    def _condense(self, round: int) -> None:
-        """Where the server sees only a sum, give the method the mean as one update."""
-        if self.running is None and not self._cfg.federate.use_ss:
-            return
-        if self._cfg.federate.use_ss and self.failed:
-            raise TooFewClients(f"round {round}: with federate.use_ss the shares of every client are needed")
-        if len(self.losses) < self.min_clients or not self.losses:
-            raise TooFewClients(
-                f"round {round}: {len(self.losses)} usable updates, lowrank.min_clients is {self.min_clients}"
-            )
-        if self.running is not None:
-            tensors = self.running.mean()
-        else:
-            uniform = self.session.method.setting.uniform
-            weight = len(self.samples) if uniform else sum(self.samples.values())
-            expected = self.session.method.expected(self.core.state, round, next(iter(self.losses)))
-            recovered = recover(add_shares(list(self.shares.values())), weight, expected)
-            tensors = {n: t.to(self.session.site.device) for n, t in recovered.items()}
-        one_dtype = len({t.dtype for t in tensors.values()}) == 1
-        self.core.updates = [
-            Update(1, sum(self.samples.values()), FlatTensors.pack(tensors) if one_dtype else dict(tensors))
-        ]
-
-    def _as_sent(self, message) -> dict:
-        """The message as clients will get it: rounded. The server's own copy follows, so that all stay one."""
-        return dequantise(quantise(message, self._cfg.quantization.nbits), message)
+        return len(round.losses)
 
     def _close_round(self, metrics: dict) -> None:
         """Write the round's record, and a checkpoint where one is due."""
         if self.pending is None:
             return
-        session, pending = self.session, self.pending
-        self.pending = None
-        pending["seconds"]["evaluation"] = time.perf_counter() - self.evaluation_started
-        record = round_record(
-            session.method.view(session.server.state), pending.pop("round"), metrics=metrics, **pending
+        (seconds, spent), self.pending = self.pending, None
+        record = self.round.record(
+            metrics, {**seconds, "evaluation": time.perf_counter() - self.evaluation_started}, spent
         )
-        session.keeper.add(record)
-        self.stop_asked = bool(session.on_round(record)) or self.stop_asked
+        self.session.keeper.add(record)
+        self.stop_asked = bool(self.session.on_round(record)) or self.stop_asked
 
     def _start_new_training_round(self, aggregated_num=0):
         if self.pending is not None:
@@ -653,9 +524,9 @@ class LowRankServer(Server):
                 for split in self._cfg.eval.split
             }
             metrics = {split: values for split, values in metrics.items() if values}
-        if self.session.role == "standalone" and self.session.site.untrained_personal and metrics:
+        if self.session.role == "standalone" and self.session.site.personal.untrained and metrics:
             # Between processes personal parts stay with their clients, who evaluate them without make_global_eval.
-            metrics["client_test"] = self.session.evaluator.clients(self.session.server.state)
+            metrics["client_test"] = self.session.evaluator.clients(self.ledger.state)
         is_best = self._is_best(metrics)
         self._close_round(metrics)
         if is_best and self._cfg.federate.make_global_eval and self._cfg.federate.save_to:
@@ -747,19 +618,19 @@ class LowRankServer(Server):
                 logger.warning("no evaluation from clients %s", sorted(gone))
                 self.asked_to_evaluate -= gone
                 self.check_and_move_on(check_eval_result=True)
-        missing = sorted(self.asked - self.heard)
+        missing = sorted(self._asked())
         for client in missing:
             if not wire.listening(self.comm_manager.neighbors[client]):
+                self.ledger.forget([client])
                 self._failed(
                     client,
                     "failed",
                     f"its process is gone (nothing listens on {self.comm_manager.neighbors[client]} any more)",
                 )
-                self.fresh.add(client)
             elif now > self.deadline:
+                self.ledger.forget([client])
                 self._failed(client, "failed", f"no answer within lowrank.timeout, {self.timeout:g} s")
-                self.fresh.add(client)
-        if missing and self.asked <= self.heard:
+        if missing and not self.round.waiting:
             self.check_and_move_on()
 
     def _stop_clients(self, reason: str) -> None:

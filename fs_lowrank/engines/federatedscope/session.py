@@ -1,4 +1,4 @@
-"""What the workers of one process share: the run's data, method and model, and the server's state.
+"""What the workers of one process share: the run's data, method and model, and the server's ledger.
 
 The framework hands its workers data, a model and a configuration separately, and to a model builder only the
 section ``model``. The session is made when the framework asks for the data, which it does first, and the rest
@@ -22,9 +22,9 @@ from ...methods import Client
 from ...models.frozen import FrozenPrefix
 from ...rounds.evaluator import Evaluator
 from ...rounds.keeper import RecordKeeper
+from ...rounds.ledger import Ledger
 from ...rounds.site import Site
 from ...runs.result import RunResult
-from ..server import Server
 from .config import from_framework
 
 logger = logging.getLogger("federatedscope.lowrank")
@@ -51,10 +51,10 @@ class Session:
         self.site = Site(config, serves=role != "client", undivided=self.has_own_data)
         self.method = self.site.method
         self.evaluator = Evaluator(self.site)
-        self.server = Server.of(
+        self.ledger = Ledger.of(
             config, self.method, self.site.initial_state, self.site.clients, keep_messages=not self.shares_model
         )
-        self.keeper = RecordKeeper(self.site, self.evaluator, self.server, outdir)
+        self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir)
         self.on_round: Callable[[dict], object] = lambda record: None
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
         #: called with the message of each round and the round, when the session's model has followed it
@@ -68,7 +68,7 @@ class Session:
             if role == "standalone"
             else {
                 "the base model": self.site.base_fingerprint,
-                **{name: _hash(t) for name, t in self.method.view(self.server.state).items()},
+                **{name: _hash(t) for name, t in self.method.view(self.ledger.state).items()},
             }
         )
 
@@ -124,7 +124,7 @@ class Session:
     def conclude(self) -> RunResult:
         """Write what a finished run leaves behind; once."""
         if self.result is None:
-            self.site.load_global(self.server.state)
+            self.site.load_global(self.ledger.state)
             self.result = self.keeper.finish()
         return self.result
 

@@ -71,10 +71,10 @@ class LowRank:
         load_tensors(self.ctx.model, model_parameters)
 
     def get_model_para(self):
-        return {n: t.detach() for n, t in self.session.method.view(self.session.server.state).items()}
+        return {n: t.detach() for n, t in self.session.method.view(self.session.ledger.state).items()}
 
     def save_model(self, path, cur_round=-1):
-        names = self.session.method.view(self.session.server.state)
+        names = self.session.method.view(self.session.ledger.state)
         tensors = all_tensors(self.ctx.model)
         torch.save({"cur_round": cur_round, "model": {n: tensors[n].detach().cpu() for n in names}}, path)
 

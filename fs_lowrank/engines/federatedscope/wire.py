@@ -11,82 +11,59 @@ import binascii
 import json
 import logging
 import socket
-import struct
 import time
-from collections.abc import Mapping
 
 import grpc
-import safetensors.torch
 from federatedscope.core.communication import gRPCCommManager
 from federatedscope.core.message import Message
 from federatedscope.core.proto import gRPC_comm_manager_pb2_grpc
-from safetensors import SafetensorError
-from torch import Tensor
 
-from ...algebra import nbytes
 from ...errors import UserError
+from ...rounds.parcel import Parcel
 
 logger = logging.getLogger("federatedscope.lowrank")
 
 
-class Parcel:
-    """Named tensors and a few facts: the content of a message.
+class Sealed:
+    """A parcel as the content of a message that stays in this process.
 
-    In one process the framework measures a message with ``sys.getsizeof`` and by what its attributes hold, which
-    misses the tensors' storage. A parcel keeps its content out of sight and states its size itself.
+    The framework measures a message with ``sys.getsizeof`` and by what its attributes hold, which misses the tensors'
+    storage. This keeps the parcel out of sight and states its size itself.
     """
 
-    __slots__ = ("_content",)
+    __slots__ = ("_opened",)
 
-    def __init__(self, tensors: Mapping[str, Tensor], /, **facts):
-        self._content = lambda: (tensors, facts)
+    def __init__(self, parcel: Parcel):
+        self._opened = lambda: parcel
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self._content()[0]
-
-    @property
-    def facts(self) -> dict:
-        return self._content()[1]
+    def opened(self) -> Parcel:
+        return self._opened()
 
     def __sizeof__(self) -> int:
-        return nbytes(self.tensors) + len(json.dumps(self.facts))
+        parcel = self.opened()
+        return parcel.nbytes + len(json.dumps(parcel.facts))
 
-    def to_bytes(self) -> bytes:
-        """As safetensors, with the facts in the header."""
-        plain = {n: t.detach().cpu().contiguous().clone() for n, t in self.tensors.items()}
-        return safetensors.torch.save(plain, {"facts": json.dumps(self.facts)})
 
-    def encode(self) -> str:
-        """As text for a message between machines."""
-        return base64.b64encode(self.to_bytes()).decode("ascii")
+def content_of(parcel: Parcel, distributed: bool) -> Sealed | str:
+    """What a message holds: the parcel itself in one process, its bytes as text between machines."""
+    return base64.b64encode(parcel.to_bytes()).decode("ascii") if distributed else Sealed(parcel)
 
-    @classmethod
-    def of(cls, content: object) -> Parcel:
-        """The parcel in a message's content: itself, its bytes, or its text.
 
-        Raises:
-            ValueError: it is not a parcel.
-        """
-        if isinstance(content, cls):
-            return content
-        if not isinstance(content, (str, bytes)):
-            raise ValueError(f"the content is {type(content).__name__}, not a parcel of tensors")
-        try:
-            data = base64.b64decode(content, validate=True) if isinstance(content, str) else content
-            tensors = safetensors.torch.load(data)
-            (length,) = struct.unpack("<Q", data[:8])
-            facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["facts"])
-        except (
-            *(binascii.Error, SafetensorError, struct.error, RuntimeError),  # RecursionError is a RuntimeError
-            *(AttributeError, KeyError, TypeError, ValueError),
-        ) as error:
-            raise ValueError(f"the content cannot be read: {str(error)[:300]}") from None
-        if not isinstance(facts, dict):
-            raise ValueError("the content cannot be read: its facts are no mapping")
-        if "self" in facts:
-            raise ValueError("the content cannot be read: no fact is called self")
-        return cls(tensors, **facts)
+def parcel_of(content: object) -> Parcel:
+    """The parcel in a message's content.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(content, Sealed):
+        return content.opened()
+    if not isinstance(content, str):
+        raise ValueError(f"the content is {type(content).__name__}, not a parcel of tensors")
+    try:
+        data = base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"the content cannot be read: {str(error)[:300]}") from None
+    return Parcel.of(data)
 
 
 def require_free(host: str, port: int) -> None:

@@ -258,7 +258,7 @@ FACTS = {
 def test_a_clients_facts_end_no_run(quick, monkeypatch, online):
     """Client 2 says something else in each round; the round goes on with the others."""
     from fs_lowrank.engines.federatedscope.client import LowRankClient
-    from fs_lowrank.engines.federatedscope.wire import Parcel
+    from fs_lowrank.rounds.parcel import Parcel
 
     train, said = LowRankClient._train, list(FACTS)
 
@@ -288,7 +288,7 @@ def test_a_clients_facts_end_no_run(quick, monkeypatch, online):
 def test_what_a_client_rounds_or_leaves_out_ends_no_run(quick, monkeypatch):
     """Rounded tensors of another kind, and tensors that are none."""
     from fs_lowrank.engines.federatedscope.client import LowRankClient
-    from fs_lowrank.engines.federatedscope.wire import Parcel
+    from fs_lowrank.rounds.parcel import Parcel
 
     train = LowRankClient._train
     spoil = {

@@ -117,7 +117,7 @@ def test_a_process_that_does_not_answer_is_not_waited_for(quick, sites):
 
 
 def test_a_process_that_is_stopped_is_sent_to_no_longer_than_the_bound():
-    from fs_lowrank.engines.federatedscope.wire import Parcel
+    from fs_lowrank.rounds.parcel import Parcel
 
     site = parallel()._Site(1, [1, 2], timeout=0.5)
     try:

@@ -1,4 +1,4 @@
-"""What travels: no pickle, real sizes; secret shares and rounding by themselves."""
+"""What the framework's messages hold: no pickle, real sizes; secret shares, and rounding as the framework's."""
 
 import base64
 import os
@@ -7,27 +7,18 @@ import pickle
 import pytest
 import torch
 
+from fs_lowrank.rounds.parcel import Parcel
+
 pytestmark = pytest.mark.federatedscope
 
 
-@pytest.fixture
-def Parcel():
-    from fs_lowrank.engines.federatedscope.wire import Parcel
+def test_as_text_and_in_one_process():
+    from fs_lowrank.engines.federatedscope.wire import content_of, parcel_of
 
-    return Parcel
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8])
-def test_there_and_back(Parcel, dtype):
-    tensors = {"a.lora_A.default.weight": torch.arange(6).reshape(2, 3).to(dtype), "merge:3:b": torch.ones(4)[::2]}
-    back = Parcel.of(Parcel(tensors, round=3, loss=0.1, train=True).encode())
-    assert back.facts == {"round": 3, "loss": 0.1, "train": True}
-    for name, tensor in tensors.items():
-        assert torch.equal(back.tensors[name], tensor) and back.tensors[name].dtype == tensor.dtype
-
-
-def test_nothing(Parcel):
-    assert not Parcel.of(Parcel({}, error="x").encode()).tensors
+    tensors = {"a.lora_A.default.weight": torch.arange(6.0).reshape(2, 3)}
+    for distributed in (True, False):
+        back = parcel_of(content_of(Parcel(tensors, round=3), distributed))
+        assert back.facts == {"round": 3} and torch.equal(back.tensors["a.lora_A.default.weight"], *tensors.values())
 
 
 class Harm:
@@ -50,35 +41,23 @@ class Harm:
     ],
     ids=range(9),
 )
-def test_what_is_no_parcel_is_refused_and_never_unpickled(Parcel, content, tmp_path, monkeypatch):
+def test_what_is_no_parcel_is_refused_and_never_unpickled(content, tmp_path, monkeypatch):
+    from fs_lowrank.engines.federatedscope.wire import parcel_of
+
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="the content"):
-        Parcel.of(content)
+        parcel_of(content)
     assert not (tmp_path / "harmed").exists()
 
 
-@pytest.mark.parametrize("facts", ['{"self": 1}', "[1]", "1", "x", "[" * 100_000, '{"samples": ' + "9" * 5000 + "}"])
-def test_facts_that_are_none_are_a_value_error(Parcel, facts):
-    from safetensors.torch import save
-
-    content = base64.b64encode(save({"a": torch.ones(2)}, {"facts": facts})).decode()
-    with pytest.raises(ValueError, match="the content cannot be read") as refusal:
-        Parcel.of(content)
-    assert len(str(refusal.value)) < 400
-
-
-def test_any_other_name_is_a_fact(Parcel):
-    from safetensors.torch import save
-
-    back = Parcel.of(save({"a": torch.ones(2)}, {"facts": '{"tensors": 3, "cls": 4}'}))
-    assert back.facts == {"tensors": 3, "cls": 4} and list(back.tensors) == ["a"]
-
-
-def test_the_framework_measures_what_it_holds(Parcel):
+def test_the_framework_measures_what_it_holds():
     from federatedscope.core.message import Message
 
+    from fs_lowrank.engines.federatedscope.wire import content_of
+
     tensors = {"a": torch.zeros(1000), "b": torch.zeros(10, dtype=torch.float64)}
-    down, up = Message(msg_type="model_para", receiver=[1, 2], content=Parcel(tensors)).count_bytes()
+    content = content_of(Parcel(tensors), distributed=False)
+    down, up = Message(msg_type="model_para", receiver=[1, 2], content=content).count_bytes()
     assert 4080 <= down < 4400 and up == 2 * down
 
 
@@ -107,25 +86,29 @@ def test_what_cannot_be_shared(value):
         split_secret({"w": torch.tensor([value])}, 1, 2)
 
 
-@pytest.mark.parametrize("nbits, worst", [(8, 1 / 127), (16, 1 / 32767)])
-def test_rounding(nbits, worst):
-    from fs_lowrank.engines.federatedscope.sums import dequantise, quantise
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nbits", [8, 16])
+def test_our_quantisation_is_the_frameworks_bit_for_bit(nbits, dtype):
+    """The framework rounds only weights whose names say ``fc`` or ``conv``."""
+    from federatedscope.core.compression import symmetric_uniform_dequantization, symmetric_uniform_quantization
 
-    torch.manual_seed(0)
-    tensors = {
-        "x.lora_A.default.weight": torch.randn(8, 16),
-        "zero": torch.zeros(3, 2),
-        "merge:1:a": torch.randn(5),
-        "x:count": torch.tensor([3]),
+    from fs_lowrank.rounds.codec import Uniform
+
+    drawn = torch.Generator().manual_seed(0)
+    values = {
+        "normal": torch.randn(40, 33, generator=drawn).to(dtype),
+        "small": (torch.randn(7, 5, 3, generator=drawn) * 1e-3).to(dtype),
+        "zero": torch.zeros(3, 2, dtype=dtype),
+        "halves": (torch.arange(-8, 9) / 2).to(dtype),
+        "one": torch.tensor([-3.25], dtype=dtype),
     }
-    packed = quantise(tensors, nbits)
-    back = dequantise(packed, tensors)
-    assert back.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert back[name].dtype == tensor.dtype
-        assert (back[name] - tensor).abs().max() <= 0.51 * worst * max(float(tensor.abs().max()), 1e-9)
-    again = dequantise(quantise(back, nbits), tensors)
-    for name in tensors:
-        torch.testing.assert_close(again[name], back[name], rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match="is not quantised"):
-        dequantise(tensors)
+    codec = Uniform(nbits)
+    ours = codec.encode(values)
+    back = codec.decode(ours, {})
+    for name, value in values.items():
+        theirs = symmetric_uniform_quantization({"fc.weight": value}, nbits)
+        assert torch.equal(ours[f"quantised:{name}"], theirs["fc.weight_quant"])
+        assert ours[f"quantised:{name}"].dtype == theirs["fc.weight_quant"].dtype
+        assert torch.equal(ours[f"scale:{name}"], theirs["fc.weight_scale"].reshape(1))
+        whole = symmetric_uniform_dequantization(theirs)["fc.weight"]
+        assert torch.equal(back[name], whole) and back[name].dtype == whole.dtype

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fs_lowrank.methods import Client, Update, Workbench, check_update, create_method
+from fs_lowrank.methods import Client, Update, Workbench, create_method
+from fs_lowrank.rounds.admission import check_update
 
 
 class Small(nn.Module):

@@ -1,0 +1,127 @@
+"""How tensors are written for the way, and what they then weigh.
+
+``Uniform`` is symmetric uniform quantisation, as FederatedScope has it: of a tensor x, with ``n`` bits,
+
+    s = max|x| / (2^(n-1) − 1),    q = round(x / s),    x ≈ s q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..algebra import nbytes
+from ..models.names import tags
+
+Sizes = tuple[int, int]
+
+_QUANTISED, _SCALE, _KEPT = "quantised:", "scale:", "kept:"
+_WHOLE_NUMBERS = {8: torch.int8, 16: torch.int16}
+
+
+def without_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` without those of the head.
+
+    What travels beside a tensor, as ``x:…`` of its name, belongs to the head where the tensor does.
+    """
+    return {n: t for n, t in tensors.items() if "head" not in tags(n.rsplit(":", 1)[-1])}
+
+
+class Codec(Protocol):
+    """How messages and updates are written. ``exact``: what is decoded is what was encoded, to the bit."""
+
+    exact: bool
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors as they travel."""
+
+    def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What ``encode`` was given, in the dtypes of ``like`` for the names in it. ValueError: it cannot be read."""
+
+    def sizes(self, tensors: Mapping[str, Tensor]) -> Sizes:
+        """Bytes of ``tensors`` when encoded, with and without the head; works on meta tensors."""
+
+
+class Plain:
+    """Tensors as they are."""
+
+    exact = True
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return tensors
+
+    def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return sent
+
+    def sizes(self, tensors: Mapping[str, Tensor]) -> Sizes:
+        return nbytes(tensors), nbytes(without_head(tensors))
+
+
+class Uniform:
+    """Each floating-point tensor as whole numbers of ``nbits`` (8 or 16) and one scale; others as they are."""
+
+    exact = False
+
+    def __init__(self, nbits: int):
+        if nbits not in _WHOLE_NUMBERS:
+            raise ValueError(f"quantisation to {nbits} bits: expected 8 or 16")
+        self.nbits, self.largest = nbits, 2 ** (nbits - 1) - 1
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As above.
+
+        Raises:
+            ValueError: a value is NaN or Inf.
+        """
+        sent = {}
+        for name in sorted(tensors):
+            tensor = tensors[name].detach()
+            if not tensor.is_floating_point() or not tensor.numel():
+                sent[_KEPT + name] = tensor
+                continue
+            scale = tensor.abs().max() / self.largest
+            if not torch.isfinite(scale):
+                raise ValueError(f"{name} holds values that are NaN or Inf, which cannot be quantised")
+            whole = tensor if scale == 0 else (tensor / scale).clamp_(-self.largest, self.largest).round_()
+            sent[_QUANTISED + name] = whole.to(_WHOLE_NUMBERS[self.nbits])
+            sent[_SCALE + name] = scale.reshape(1)
+        return sent
+
+    def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As above.
+
+        Raises:
+            ValueError: what came was not encoded so.
+        """
+        tensors = {}
+        for key, tensor in sent.items():
+            kind, colon, name = key.partition(":")
+            kind += colon
+            if kind == _KEPT:
+                tensors[name] = tensor
+            elif kind == _QUANTISED:
+                scale = sent.get(_SCALE + name)
+                if scale is None:
+                    raise ValueError(f"{name} came without its scale")
+                if scale.numel() != 1 or not scale.is_floating_point() or tensor.dtype != _WHOLE_NUMBERS[self.nbits]:
+                    raise ValueError(
+                        f"{name} came as {tensor.dtype} with a scale of {scale.numel()} × {scale.dtype}; expected "
+                        f"{_WHOLE_NUMBERS[self.nbits]} and one floating-point number"
+                    )
+                value = (tensor * scale.reshape(1)).reshape(tensor.shape)
+                tensors[name] = value.to(like[name].dtype) if name in like else value
+            elif kind != _SCALE:
+                raise ValueError(f"{key!r} is not quantised, but quantization.method is set")
+        return tensors
+
+    def sizes(self, tensors: Mapping[str, Tensor]) -> Sizes:
+        return self._size(tensors), self._size(without_head(tensors))
+
+    def _size(self, tensors: Mapping[str, Tensor]) -> int:
+        return sum(
+            t.numel() * self.nbits // 8 + t.element_size() if t.is_floating_point() and t.numel() else nbytes({n: t})
+            for n, t in tensors.items()
+        )

@@ -1,0 +1,46 @@
+"""The end of a round where the server's state and its copy of the model are: the same for every engine."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from .intake import TooFewClients
+from .keeper import RecordKeeper
+from .round import BadRound, Finished, Round
+
+logger = logging.getLogger("fs_lowrank")
+
+
+def end_round(round: Round, keeper: RecordKeeper) -> Finished:
+    """Finish ``round``: the model of the keeper's site follows, and nothing is left of training that did not count.
+
+    Raises:
+        RunFailed: too few clients, or a server's step that failed and ``lowrank.on_bad_round`` says stop. What stood
+            before the round is on disk, so that the run can be resumed.
+    """
+    site, ledger = keeper.site, round.ledger
+    site.load_global(ledger.state)  # what stands in the model may be the last client's
+    try:
+        finished = round.finish(site.model)
+    except (TooFewClients, BadRound) as error:
+        if isinstance(error, TooFewClients) or keeper.config.lowrank.on_bad_round == "stop":
+            round.roll_back()
+            _undo(round, round.trains, site.personal)
+            raise keeper.stopped(round.number, error, round.failed) from error
+        logger.warning("%s; the round is left out", error)
+        finished = round.leave_out(str(error))
+    _undo(round, finished.undone, site.personal)
+    if finished.message is None:
+        site.load_global(ledger.state)  # the server's step may have used the model
+    else:
+        with torch.no_grad():
+            site.method.apply(site.model, finished.message, round.number)
+    return finished
+
+
+def _undo(round, clients, personal) -> None:
+    for client in clients:
+        personal.undo(client, round.number)
+    personal.settle()

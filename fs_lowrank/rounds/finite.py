@@ -1,0 +1,57 @@
+"""Whether what a server's step gave is finite, and stays so in the model that follows it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..methods import Method
+
+#: Up to this magnitude a message is taken for harmless when it is merged into the base: a product of four of its
+#: values (LoHa), summed over any rank, is far from the end of float32. Beyond it, the merge is tried on a copy first.
+_HARMLESS = 1e8
+
+
+class NotFinite(ArithmeticError):
+    """What the server's step gave holds NaN or Inf, or leads to one."""
+
+
+def require_finite(
+    changed: Mapping[str, Tensor | float | int],
+    message: Mapping[str, Tensor],
+    method: Method,
+    round: int,
+    model: nn.Module | None,
+) -> None:
+    """Raise ``NotFinite`` if what has changed in the state, the message, or the model that follows it is not finite.
+
+    Args:
+        model: a copy at the end of the round before, which is not changed; None: it is not looked at.
+    """
+    largest = 0.0
+    for name, value in {**changed, **message}.items():
+        size = _magnitude(value)
+        if not math.isfinite(size):
+            raise NotFinite(f"the server's step gave a {name} that is not finite")
+        largest = max(largest, size)
+    if model is not None and largest > _HARMLESS:
+        trial, own = copy.deepcopy(model), model.state_dict()
+        method.apply(trial, message, round)
+        for name, tensor in trial.state_dict().items():
+            was_finite = name not in own or math.isfinite(_magnitude(own[name]))  # a mask's buffer may hold -Inf
+            if was_finite and not math.isfinite(_magnitude(tensor)):
+                raise NotFinite(f"with the message, {name} of the model would not be finite")
+
+
+def _magnitude(value: Tensor | float | int) -> float:
+    """The largest absolute value; NaN or Inf where one is among them. Anything but a float is finite by its kind."""
+    if not isinstance(value, Tensor):
+        return abs(value) if isinstance(value, float) else 0.0
+    if not value.is_floating_point() or not value.numel():
+        return 0.0
+    low, high = value.detach().aminmax()
+    return max(abs(float(low)), abs(float(high))) if torch.isfinite(low) & torch.isfinite(high) else math.nan

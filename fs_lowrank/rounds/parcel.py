@@ -1,0 +1,74 @@
+"""What travels between a server and its clients: named tensors and a few facts, as safetensors bytes.
+
+Nothing that arrives is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..algebra import nbytes
+
+
+class Parcel:
+    """Named tensors and facts (JSON values by name).
+
+    A parcel that stays in its process may hold tensors on ``meta``, of which only the sizes matter, or a model's own.
+    """
+
+    __slots__ = ("tensors", "facts")
+
+    def __init__(self, tensors: Mapping[str, Tensor], /, **facts):
+        self.tensors, self.facts = tensors, facts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors' values."""
+        return nbytes(self.tensors)
+
+    def to_bytes(self) -> bytes:
+        """As safetensors, with the facts in the header."""
+        plain = {n: t.detach().cpu().contiguous().clone() for n, t in self.tensors.items()}
+        return safetensors.torch.save(plain, {"facts": json.dumps(self.facts)})
+
+    @classmethod
+    def of(cls, data: bytes) -> Parcel:
+        """The parcel that ``to_bytes`` wrote, its tensors on the CPU.
+
+        Raises:
+            ValueError: it is not a parcel.
+        """
+        if not isinstance(data, bytes):
+            raise ValueError(f"the content is {type(data).__name__}, not a parcel of tensors")
+        try:
+            tensors = safetensors.torch.load(data)
+            (length,) = struct.unpack("<Q", data[:8])
+            facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["facts"])
+        except (  # RecursionError is a RuntimeError
+            *(SafetensorError, struct.error, RuntimeError),
+            *(AttributeError, KeyError, TypeError, ValueError),
+        ) as error:
+            raise ValueError(f"the content cannot be read: {str(error)[:300]}") from None
+        if not isinstance(facts, dict):
+            raise ValueError("the content cannot be read: its facts are no mapping")
+        if "self" in facts:
+            raise ValueError("the content cannot be read: no fact is called self")
+        return cls(tensors, **facts)
+
+
+def digest(tensors: Mapping[str, Tensor], seed: str = "") -> str:
+    """16 hexadecimal digits of the SHA-256 of ``seed`` and the tensors' names, shapes, dtypes and values."""
+    found = hashlib.sha256(seed.encode())
+    for name in sorted(tensors):
+        plain = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name}{tuple(plain.shape)}{plain.dtype}".encode())
+        found.update(plain.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()[:16]

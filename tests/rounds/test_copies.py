@@ -1,0 +1,237 @@
+"""Clients' copies that follow the server, over processes that end after every message, losses and left-out rounds."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fs_lowrank.methods import Client, Update, create_method
+from fs_lowrank.models.names import named_tensors
+from fs_lowrank.rounds.codec import Plain, Uniform
+from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology
+from fs_lowrank.rounds.ledger import Ledger, Standing
+from fs_lowrank.rounds.parcel import Parcel
+from fs_lowrank.rounds.personal import PersonalParts
+from fs_lowrank.rounds.round import Round
+from fs_lowrank.settings import AdapterSpec
+from fs_lowrank.training.local import set_trainable
+
+METHODS = {
+    "rolora": {},
+    "flora": {},
+    "fedloru": {"tau": 2},
+    "fedloru, momentum": {"tau": 2, "init": "momentum"},
+    "pfedlora": {},
+    "fedavg": {},
+}
+EACH = pytest.mark.parametrize("name", METHODS)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.classifier = nn.Linear(7, 12), nn.Linear(12, 5), nn.Linear(5, 3)
+
+
+def method_of(name):
+    adapter = AdapterSpec(r=2, lora_alpha=4, target_modules=("up", "down"))
+    return create_method(name.partition(",")[0], adapter=adapter, rounds=9, seed=4, **METHODS[name])
+
+
+def net_of(method):
+    torch.manual_seed(1)
+    return method.adapt(Net())
+
+
+class Run:
+    """A server with its model, and three clients whose processes end after every message; all travels as bytes."""
+
+    def __init__(self, name, folder, codec=None, min_clients=1):
+        self.name, self.folder, self.codec = name, folder, codec or Plain()
+        self.method = method_of(name)
+        self.model = net_of(self.method)
+        self.ledger = Ledger(
+            self.method, self.method.initial_state(self.model), 3, 3, min_clients, 0, keep_messages=True, identity="run"
+        )
+        self.standings = dict.fromkeys((1, 2, 3), Standing())
+
+    def base(self):
+        changed = set(self.method.changed_base(self.model))
+        return {n: p.detach().clone() for n, p in self.model.named_parameters() if n in changed}
+
+    def copy(self, client, identity="run"):
+        method = method_of(self.name)
+        model = net_of(method)
+        personal = PersonalParts({n: p.detach().clone() for n, p in named_tensors(model, method.personal).items()})
+        copy = OwnCopy(method, model, client, personal, self.codec, identity)
+        copy.restore(self.folder / str(client))
+        return copy
+
+    def follow(self, client, data):
+        """A process of ``client``: one message, all that it remembers on disk; what it answers."""
+        copy, parcel = self.copy(client), Parcel.of(data)
+        round = parcel.facts["round"]
+        try:
+            copy.catch_up(parcel)
+        except LostCopy as error:
+            return apology(round, error).to_bytes()
+        reply = None
+        if parcel.facts["purpose"] == "train":
+            drawn = torch.Generator().manual_seed(100 * round + client)
+            for phase in copy.method.phases(round, client):
+                for parameter in set_trainable(copy.model, phase.train):
+                    with torch.no_grad():
+                        parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+            copy.keep_personal(round)
+            sent = copy.method.upload(copy.model, round, Client(client, client))
+            reply = answer(round, Update(client, client, sent), 1.0, self.codec).to_bytes()
+        copy.save(self.folder / str(client))
+        self.standings[client] = copy.standing
+        return reply
+
+    def round(self, number, clients=(1, 2, 3), spoil=lambda client, parcel: parcel):
+        one = Round(number, self.ledger, clients, codec=self.codec, base=self.base)
+        sizes = {}
+        for client in clients:
+            order = one.ask(client, self.standings[client])
+            reply = self.follow(client, order.parcel.to_bytes())
+            one.delivered(order)
+            sizes[client] = order.sizes[0]
+            one.take(client, spoil(client, Parcel.of(reply)))
+        message = one.finish().message
+        with torch.no_grad():
+            self.method.apply(self.model, message, number)
+        return sizes
+
+    def evaluated(self, number, client):
+        """The model of ``client`` when it has followed up to now."""
+        one = Round(number, self.ledger, (), codec=self.codec, base=self.base)
+        order = one.ask(client, self.standings[client], purpose="evaluate")
+        self.follow(client, order.parcel.to_bytes())
+        one.delivered(order)
+        copy = self.copy(client)
+        assert copy.standing.round == self.ledger.stood
+        return copy, order
+
+
+def check_same(copy, run, **tolerance):
+    """All weights of the copy but its personal ones are those of the server's own copy."""
+    own, theirs = dict(copy.model.named_parameters()), dict(run.model.named_parameters())
+    personal = set(named_tensors(copy.model, copy.method.personal))
+    for name in own.keys() - personal:
+        if tolerance:
+            torch.testing.assert_close(own[name], theirs[name], **tolerance)
+        else:
+            assert torch.equal(own[name], theirs[name]), name
+
+
+@EACH
+def test_processes_that_end_after_every_message(name, tmp_path):
+    run, seen = Run(name, tmp_path), []
+    for number, clients in enumerate([(1, 2), (1, 2, 3), (1,), (1, 3), (1, 2, 3)], 1):
+        seen.append(run.round(number, clients))
+    for client in (1, 2, 3):
+        copy, order = run.evaluated(5, client)
+        assert order.since == 4, "it gets what it lacks and no more"
+        check_same(copy, run)
+    assert not seen[0][1] and seen[1][3] == seen[1][1], "round 1 starts from the seed, which every copy has"
+    assert seen[3][3] >= seen[3][1], "who was away lacks more"
+
+
+@EACH
+def test_a_copy_that_was_lost_gets_everything(name, tmp_path):
+    run = Run(name, tmp_path)
+    for number in (1, 2, 3, 4):
+        run.round(number)
+    for path in (tmp_path / "2").rglob("*"):
+        if path.name == "shared.safetensors":
+            path.write_bytes(path.read_bytes()[:-3] + b"xyz")
+    run.standings[2] = run.copy(2).standing
+    assert run.standings[2] == Standing(), "what is damaged is not used"
+    copy, order = run.evaluated(4, 2)
+    assert order.since is None and order.parcel.facts["whole"]
+    check_same(copy, run)
+    assert run.evaluated(4, 2)[1].since == 4
+
+
+def test_what_another_run_has_saved_is_not_used(tmp_path, caplog):
+    run = Run("fedloru", tmp_path)
+    run.round(1)
+    assert run.copy(1).standing.round == 0 and run.evaluated(1, 1)[0].standing.round == 1
+    assert run.copy(1, identity="another").standing == Standing()
+    assert "of another run; it starts anew" in caplog.text
+
+
+@EACH
+def test_an_order_that_comes_twice_is_followed_once(name, tmp_path):
+    run = Run(name, tmp_path)
+    run.round(1)
+    run.round(2)
+    one = Round(3, run.ledger, (1,))
+    data = one.ask(1, run.standings[1]).parcel.to_bytes()
+    first = Parcel.of(run.follow(1, data))
+    again = Parcel.of(run.follow(1, data))
+    assert first.facts == again.facts and all(torch.equal(first.tensors[n], again.tensors[n]) for n in first.tensors)
+    # And one that goes on from where this copy does not stand is not followed at all.
+    run.round(3)
+    run.round(4)
+    behind = Parcel.of(data)
+    behind.facts.update(since=1, stands=4)
+    reply = Parcel.of(run.follow(1, behind.to_bytes()))
+    assert (
+        reply.facts["lost"] and "stands at round 3, and what it was sent goes on from round 1" in reply.facts["error"]
+    )
+    one = Round(5, run.ledger, (1,))
+    order = one.ask(1)
+    one.delivered(order)
+    assert not one.take(1, Parcel({}, **{**reply.facts, "round": 5})) and run.ledger.since(1) is None
+
+
+@pytest.mark.parametrize("how", ["refused", "the server is resumed"])
+def test_training_that_did_not_count_leaves_nothing_personal(tmp_path, how):
+    """Client 2 trains in round 2 for nothing: its own adapter is then as in a run in which it was not asked."""
+    run, other = Run("pfedlora", tmp_path / "run"), Run("pfedlora", tmp_path / "other")
+    run.round(1)
+    other.round(1)
+    other.round(2, (1, 3))
+    if how == "refused":
+
+        def spoil(client, parcel):
+            bad = {n: t * float("nan") for n, t in parcel.tensors.items()}
+            return Parcel(bad, **parcel.facts) if client == 2 else parcel
+
+        run.round(2, spoil=spoil)
+    else:
+        one = Round(2, run.ledger, (1, 2, 3))
+        for client in (1, 2, 3):
+            assert run.follow(client, one.ask(client, run.standings[client]).parcel.to_bytes())
+        run.round(2, (1, 3))  # the process that asked before is gone
+        run.ledger.undone[2] = 2
+    run.round(3)
+    other.round(3)
+    for client in (1, 2, 3):
+        ours, theirs = run.copy(client).personal[client], other.copy(client).personal[client]
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours), client
+
+
+def test_quantised_messages_over_processes(tmp_path):
+    run = Run("fedloru", tmp_path, Uniform(16))
+    for number, clients in enumerate([(1, 2, 3), (1, 2), (1, 2, 3)], 1):
+        run.round(number, clients)
+    for client in (1, 2, 3):
+        check_same(run.evaluated(3, client)[0], run, atol=1e-6, rtol=1e-5)
+
+
+@EACH
+def test_a_server_that_ends_after_every_round(name, tmp_path):
+    """Its ledger goes on from what was saved: copies get what they lack and no more, as if it had lived on."""
+    run, resumed = Run(name, tmp_path / "a"), Run(name, tmp_path / "b")
+    for number, clients in enumerate([(1, 2), (1, 3), (1, 2), (1, 2, 3)], 1):
+        assert run.round(number, clients) == resumed.round(number, clients)
+        parts, data = resumed.ledger.saved(number)
+        before = resumed.ledger
+        resumed.ledger = Ledger(before.method, {}, 3, 3, 1, 0, keep_messages=True, identity="run")
+        resumed.ledger.restore(number, parts, json.loads(json.dumps(data)), "cpu")
+    for client in (1, 2, 3):
+        check_same(resumed.evaluated(4, client)[0], run)
