@@ -9,6 +9,7 @@ Everything heavy is imported on first use, so that ``import fs_lowrank`` is fast
 """
 
 from importlib import import_module
+from typing import Any
 
 from .versions import __version__ as __version__
 
@@ -30,11 +31,11 @@ _LAZY = {
 __all__ = sorted(_LAZY)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fs_lowrank' has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__

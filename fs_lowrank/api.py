@@ -26,7 +26,7 @@ def run(
     engine: str = "local",
     *,
     resume: bool = False,
-    on_round: Callable[[dict], object] | None = None,
+    on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
 ) -> RunResult:
     """One run.
@@ -45,7 +45,8 @@ def run(
     if engine not in ENGINES:
         raise UserError(f"no engine {engine!r}{nearest(engine, ENGINES)}; there are: {', '.join(ENGINES)}")
     with generators_kept():
-        return import_module(ENGINES[engine]).run(config, resume=resume, on_round=on_round, on_client=on_client)
+        engine_run: Callable[..., RunResult] = import_module(ENGINES[engine]).run
+        return engine_run(config, resume=resume, on_round=on_round, on_client=on_client)
 
 
 def _check_config(config: object) -> None:
@@ -61,7 +62,7 @@ def compare(
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
     resume: bool = False,
     on_method: Callable[[str], object] | None = None,
-    **callbacks,
+    **callbacks: Any,
 ) -> dict[str, RunResult]:
     """The same run under several methods, each in a folder of its name below ``config.outdir``.
 

@@ -124,7 +124,7 @@ def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _print_figures(title: str, lines: Sequence[Sequence[str]]) -> None:
+def _print_figures(title: str | None, lines: Sequence[Sequence[str]]) -> None:
     """A line a method; where that is too wide a line a figure, and as many methods beside each other as fit."""
     table = _figures(title, lines)
     if table.width <= console.width:

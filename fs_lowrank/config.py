@@ -166,8 +166,9 @@ def _build(tree: Mapping[str, Any], origin: Origin, own: Mapping[str, Any] | Non
     adapter = dataclasses.replace(config.llm.adapter, use=use, args=[adapter_args(config.llm.adapter.args, origin)])
     task = config.model.task or infer_task(config.model.type)
     params = dict(config.lowrank.params)
-    for key in taken_keys(method, own or ()):
-        assign(params, key.removeprefix("lowrank."), own[key])
+    given = own or {}
+    for key in taken_keys(method, given):
+        assign(params, key.removeprefix("lowrank."), given[key])
         origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
     params = check_method_params(method, params, origin)
     config = dataclasses.replace(

@@ -71,7 +71,8 @@ def row(
     Args:
         case: what was measured. figure: what ``value`` is. note: the times behind it.
         agreement: relative difference between fast and slow results.
-        least, most: the bounds that ``value`` should keep; without one there is no target.
+        least: a bound that ``value`` should keep; without it or ``most`` there is no target.
+        most: the same from above.
     """
     target = f"≥ {least:g}" if least is not None else f"≤ {most:g}" if most is not None else "–"
     holds = (least is None or value >= least) and (most is None or value <= most)

@@ -59,7 +59,9 @@ def top_components(u: Tensor, s: Tensor, vh: Tensor, rank: int, fill: Tensor) ->
     corresponding rows of ``A`` would be zero, and with ``B``'s columns zero too they could never train.
 
     Args:
-        u, s, vh: ``(d_out, q)``, ``(q,)``, ``(q, d_in)``.
+        u: ``(d_out, q)``.
+        s: ``(q,)``.
+        vh: ``(q, d_in)``.
         rank: components wanted.
         fill: ``(≥ rank - q, d_in)`` directions to continue with, made orthonormal to ``vh``'s rows; any others
             take the place of those that lie in their span.

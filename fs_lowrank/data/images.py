@@ -159,7 +159,8 @@ class Pipeline:
 
     Args:
         steps: ``[name]`` or ``[name, arguments]`` each, as FederatedScope writes torchvision's.
-        key, origin: where they stand, and where that came from, for messages.
+        key: where they stand, for messages.
+        origin: where that came from, for messages.
 
     Raises:
         UserError: no such step or argument (with the nearest), or a value out of its range.
@@ -244,7 +245,8 @@ class ImageExamples:
     @property
     def shape(self) -> tuple[int, int, int]:
         """``(channels, height, width)`` of what ``batch`` gives."""
-        return tuple(self.batch([0])["pixel_values"].shape[1:])
+        channels, height, width = self.batch([0])["pixel_values"].shape[1:]
+        return channels, height, width
 
     def select(self, indices: Sequence[int] | np.ndarray) -> ImageExamples:
         """The images at ``indices``, in that order; nothing is copied."""

@@ -175,7 +175,8 @@ def diagonal_fisher(
 
     Args:
         batches: the data once, as model inputs; ``labels`` are ignored.
-        draws, seed: see the module.
+        draws: see the module.
+        seed: see the module.
     Returns:
         float32 tensors of the parameters' shapes, none below zero, by name.
     """

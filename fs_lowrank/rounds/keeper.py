@@ -55,7 +55,8 @@ class RecordKeeper:
     """Keeps the folder of one run.
 
     Args:
-        site, evaluator: of the process that keeps it.
+        site: of the process that keeps it.
+        evaluator: of the process that keeps it.
         ledger: whose state is saved and restored.
         outdir: the folder. config_name: the file in it that the resolved configuration is written to.
     """

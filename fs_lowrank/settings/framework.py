@@ -7,8 +7,9 @@ makes of each: nothing at the default; nothing either if the key is inert or har
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-_SECTIONS = {
+_SECTIONS: dict[str, dict[str, Any]] = {
     "": {
         "backend": "torch",
         "check_completeness": False,
