@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from fs_lowrank import Config, Method, UserError, create_method
-from fs_lowrank.api import ENGINES
+from fs_lowrank.engines import get_engine
 from fs_lowrank.jobs.crew import check_gpus
 from fs_lowrank.jobs.files import write_text
 
@@ -81,7 +80,7 @@ def _looks(job: Job, options: Options, found: dict[tuple, object]):
     config = job.config
     if job.experiment.training_file is not None:
         yield "training file", repr(job.experiment.training_file), lambda: make_training_file(job)
-    yield "engine", options.engine, lambda: _check_engine(options.engine)
+    yield "engine", options.engine, lambda: get_engine(options.engine)  # importing it says what it lacks
     method = (config.federate.method, repr(config.method_params))
     yield "method", method, lambda: _method(config)
     data = (config.data.type, config.data.root, repr(config.data.args))
@@ -105,11 +104,6 @@ def _looks(job: Job, options: Options, found: dict[tuple, object]):
     if isinstance(job, Cell):
         for spec in job.experiment.evaluation:
             yield "evaluation", repr(spec), lambda spec=spec: _check_scorer(spec, options)
-
-
-def _check_engine(engine: str) -> None:
-    """Importing an engine says what it lacks."""
-    import_module(ENGINES[engine])
 
 
 def _method(config: Config) -> Method:

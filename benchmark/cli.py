@@ -66,11 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
-    from fs_lowrank.api import ENGINES
+    from fs_lowrank import list_engines
 
-    if args.engine not in ENGINES:
+    if args.engine not in list_engines():
         raise UserError(
-            f"--engine {args.engine}: no such engine{nearest(args.engine, ENGINES)}; there are: {', '.join(ENGINES)}"
+            f"--engine {args.engine}: no such engine{nearest(args.engine, list_engines())}; "
+            f"there are: {', '.join(list_engines())}"
         )
     extra = {k: getattr(args, k) for k in ("work", "redo", "keep", "unsafe_code") if hasattr(args, k)}
     data = os.path.abspath(os.path.expanduser(args.data)) if args.data else ""

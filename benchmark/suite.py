@@ -225,7 +225,7 @@ def _reference(given: dict | str | None, figures: Mapping[str, Any], origin: Ori
     """The papers' figures, by their name among ``figures``, or as they stand there."""
     if isinstance(given, str):
         if given not in figures:
-            there = f"{nearest(given, figures)}; there are: {', '.join(figures)}"
+            there = f"{nearest(given, figures)}; there are: {', '.join(figures) or 'none'}"
             origin.fail(_below(at, "reference"), f"= {given!r}: there are no such figures{there}")
         given, at = figures[given], f"figures.{given}"
     else:

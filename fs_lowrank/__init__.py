@@ -20,6 +20,7 @@ _LAZY = {
     "RunFailed": "errors",
     "run": "api",
     "compare": "api",
+    "list_engines": "engines",
     "create_method": "methods",
     "list_methods": "methods",
     "register_method": "methods",

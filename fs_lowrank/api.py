@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .config import Config, load_config, load_for
-from .errors import RunFailed, UserError, nearest
+from .engines import get_engine
+from .errors import RunFailed, UserError
 from .jobs.files import replacing
 from .runs.plots import plot_curves
 from .runs.result import RunResult
 from .seeds import generators_kept
 from .versions import SCHEMA
-
-#: engine name -> the module that has ``run(config, resume, on_round, on_client)``
-ENGINES = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
 
 
 def run(
@@ -33,7 +30,7 @@ def run(
 
     Args:
         config: from ``load_config``, or the path of a YAML file.
-        engine: ``local`` runs all clients in this process.
+        engine: ``local`` runs all clients in this process; for the others see ``list_engines``.
         resume: continue from the last checkpoint in ``config.outdir``.
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).
@@ -42,11 +39,10 @@ def run(
     """
     _check_config(config)
     config = config if isinstance(config, Config) else load_config(config)
-    if engine not in ENGINES:
-        raise UserError(f"no engine {engine!r}{nearest(engine, ENGINES)}; there are: {', '.join(ENGINES)}")
+    module = get_engine(engine)
     with generators_kept():
-        engine_run: Callable[..., RunResult] = import_module(ENGINES[engine]).run
-        return engine_run(config, resume=resume, on_round=on_round, on_client=on_client)
+        result: RunResult = module.run(config, resume=resume, on_round=on_round, on_client=on_client)
+    return result
 
 
 def _check_config(config: object) -> None:
@@ -83,6 +79,7 @@ def compare(
     from .runs.summary import per_client_and_round, seconds
 
     _check_config(config)
+    get_engine(engine)  # before anything is announced or written
     config, own = load_for(config, methods, overrides)
     outdir = Path(config.outdir) / config.expname
     configs = {

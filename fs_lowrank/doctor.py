@@ -53,6 +53,25 @@ def _framework() -> list[Check]:
     return [Check("engine federatedscope", True, found), *mends]
 
 
+def _added_engines() -> list[Check]:
+    """The engines of other packages; each is imported, since only that shows whether it can be used."""
+    from .engines import added_engines, get_engine
+    from .errors import UserError
+
+    checks = []
+    try:
+        added = added_engines()
+    except UserError as error:
+        return [Check("engines of other packages", False, str(error), "until then no run starts")]
+    for name, module in added.items():
+        try:
+            get_engine(name)
+            checks.append(Check(f"engine {name}", True, f"added by another package ({module})"))
+        except UserError as error:
+            checks.append(Check(f"engine {name}", False, str(error), "mend that package, or uninstall it"))
+    return checks
+
+
 def examine() -> list[Check]:
     """All checks, the required ones first."""
     from .data.fetch import FETCHABLE, home, resolve
@@ -79,7 +98,7 @@ def examine() -> list[Check]:
                 "GPU", gpu, torch.cuda.get_device_name() if gpu else "none", "none needed; with one, set use_gpu True"
             )
         )
-    checks += [Check("engine local", True, "built in"), *_framework()]
+    checks += [Check("engine local", True, "built in"), *_framework(), *_added_engines()]
     checks += [_package(n, f"pip install 'fs-lowrank[{extra}]'") for n, extra in _EXTRAS.items()]
     checks += [
         Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")

@@ -16,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import fs_lowrank.jobs.files as files
 import fs_lowrank.rounds.site as site
 import fs_lowrank.runs.checkpoint as checkpoint
 from fs_lowrank import cli, load_config
@@ -116,10 +117,10 @@ STEPS = [
     (Round, "finish"),
     (Records, "add"),
     (checkpoint, "save_file"),
-    (checkpoint, "_sync"),
-    (checkpoint.Path, "write_text"),
+    (files, "sync"),
+    (Path, "write_text"),
     (os, "replace"),
-    (checkpoint.shutil, "rmtree"),
+    (shutil, "rmtree"),
 ]
 
 
@@ -372,7 +373,7 @@ def test_a_run_of_another_revision_of_its_method_is_not_continued(make, monkeypa
     with pytest.raises(UserError, match="revision 1 of rolora.*has revision 2.*another outdir"):
         engine.run(resume=True)
     equal(tensors_of(engine), before)
-    assert len(records_of(engine.outdir)) == 2
+    assert len(records_of(engine.keeper.outdir)) == 2
     make("later", {**keys, "federate.total_round_num": 2}).run()
     make("later", keys).run(resume=True)
     monkeypatch.setattr(type(engine.method), "revision", 1)
@@ -471,10 +472,10 @@ def test_a_disk_that_is_truly_full(make, tmp_path):
 def test_another_configuration_is_named(make, keys, message):
     method = {"federate.method": "rolora", "federate.total_round_num": 2}
     make("run", method).run()
-    before = records_of(make("run", method).outdir)
+    before = records_of(make("run", method).keeper.outdir)
     with pytest.raises(UserError, match=message):
         make("run", {**method, **keys}).run(resume=True)
-    assert records_of(make("run", method).outdir) == before
+    assert records_of(make("run", method).keeper.outdir) == before
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -645,7 +646,7 @@ def test_past_a_round_that_too_few_clients_finish(make):
         make("run", keys).run()
     with pytest.raises(UserError, match="lowrank.min_clients is 2"):  # the same clients drop out again
         make("run", keys).run(resume=True)
-    done = len(records_of(make("run").outdir))
+    done = len(records_of(make("run").keeper.outdir))
     result = make("run", {**keys, "lowrank.min_clients": 1}).run(resume=True)
     assert 0 < done < 6 and [r["round"] for r in result.history] == [*range(1, 7)]
 
@@ -665,7 +666,7 @@ def test_everyone_diverges(make):
     # A learning rate that makes every update NaN: no global model of NaN, but an end that says why.
     with pytest.raises(UserError, match="(?s)usable updates.*NaN or Inf"):
         make("run", {**ALL, "train.optimizer": {"type": "SGD", "lr": 1e30}, "federate.method": "fedavg"}).run()
-    found = load_checkpoint(make("run").outdir / "checkpoint")
+    found = load_checkpoint(make("run").keeper.outdir / "checkpoint")
     assert found is None or all(t.isfinite().all() for t in found.parts["state"].values())
 
 

@@ -205,7 +205,7 @@ def test_another_seed_is_another_split_and_start(make, method, task):
     one, other = (make(task, method, {"seed": seed}) for seed in (1, 2))
     drawn = task != "causal" or "base" not in get_method_class(method).shared  # a pre-trained model starts as it is
     assert equal(state_of(one), state_of(other)) != drawn
-    assert one.data.fingerprint != other.data.fingerprint
+    assert one.site.data.fingerprint != other.site.data.fingerprint
 
 
 @pytest.mark.parametrize("method", ENCODER)
@@ -399,19 +399,19 @@ def test_one_client_one_round_is_local_training(make, method):
     load_tensors(alone.model, alone.method.view(alone.ledger.state, 1))
     from fs_lowrank.seeds import derive
 
-    before = logits(alone.model, alone.data.test)
+    before = logits(alone.model, alone.site.data.test)
     train_client(
         alone.model,
-        alone.data.clients[0],
+        alone.site.data.clients[0],
         alone.method.phases(1),
         alone.config,
         lr=5e-3,
         seed=derive(alone.config.seed, "train", 1, 1),
         owner="client 1",
-        prefix=alone.prefix,
+        prefix=alone.site.prefix,
     )
     load_tensors(alone.model, alone.site.personal.untrained)
-    trained = logits(alone.model, alone.data.test)
+    trained = logits(alone.model, alone.site.data.test)
     assert not torch.allclose(before, trained, atol=1e-4)
     torch.testing.assert_close(logits(engine.model, engine.site.data.test), trained, atol=1e-5, rtol=1e-4)
 

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..methods import Method, Update
 from ..models.adapters import load_tensors
 from ..models.names import named_tensors
-from ..runs.checkpoint import load_checkpoint, save_checkpoint
+from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from .codec import Codec
 from .ledger import Standing
 from .parcel import Parcel
@@ -140,22 +140,10 @@ class OwnCopy(SharedCopy):
         """
         # What is saved from here on comes after all that lies there, whatever becomes of it.
         self._saved = max((int(path.name.rpartition("_")[2]) for path in folder.glob("round_*")), default=0)
-        try:
-            found = load_checkpoint(folder)
-        except UserError:
-            logger.warning("client %d: what it saved in %s is damaged; it starts anew", self.client, folder)
-            return False
+        found = _saved(folder, self.client, self.identity)
         if found is None:
             return False
         meta = found.meta
-        if (meta["client"], meta["identity"]) != (self.client, self.identity):
-            logger.warning(
-                "client %d: what is saved in %s is of client %s of another run; it starts anew",
-                self.client,
-                folder,
-                meta["client"],
-            )
-            return False
         device = next(self.model.parameters()).device
         parts = {what: {n: t.to(device) for n, t in part.items()} for what, part in found.parts.items()}
         load_tensors(self.model, {**parts.get("base", {}), **parts["shared"]})
@@ -165,6 +153,33 @@ class OwnCopy(SharedCopy):
         if meta["trained"]:
             self.personal.before[self.client] = meta["trained"], parts.get("before")
         return True
+
+
+def standing_in(folder: Path, client: int, identity: str) -> Standing:
+    """What a copy that ``OwnCopy.save`` wrote says of itself, without a model to restore it into.
+
+    One that is missing, damaged or of another run stands at round 0, as ``OwnCopy.restore`` would leave it.
+    """
+    found = _saved(folder, client, identity)
+    return Standing() if found is None else Standing(*found.meta["standing"])
+
+
+def _saved(folder: Path, client: int, identity: str) -> Checkpoint | None:
+    """What ``client`` saved in ``folder``; None, and a warning, where that is damaged or of another run."""
+    try:
+        found = load_checkpoint(folder)
+    except UserError:
+        logger.warning("client %d: what it saved in %s is damaged; it starts anew", client, folder)
+        return None
+    if found is not None and (found.meta["client"], found.meta["identity"]) != (client, identity):
+        logger.warning(
+            "client %d: what is saved in %s is of client %s of another run; it starts anew",
+            client,
+            folder,
+            found.meta["client"],
+        )
+        return None
+    return found
 
 
 def copied(model: nn.Module, wanted) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -58,12 +58,7 @@ class Evaluator:
         return evaluate(self.site.model, examples, size, owner=owner, prefix=self.site.prefix)
 
     def clients(self, state: State) -> dict[str, float]:
-        """Every client's own model on its share of the test set (``FederatedData.client_tests``).
-
-        Returns:
-            ``acc`` and ``loss`` over all samples; over the clients ``acc_mean``, ``acc_std`` and
-            ``acc_worst_decile``, the mean of the lowest tenth (one client at least).
-        """
+        """Every client's own model on its share of the test set (``FederatedData.client_tests``), as ``combined``."""
         scores, sizes = [], []
         for client, examples in zip(self.site.clients, self.site.data.client_tests):
             if examples is None:
@@ -72,6 +67,16 @@ class Evaluator:
             scores.append(self.score(examples, f"client {client.id} test"))
             sizes.append(len(examples))
         self.site.load_global(state)
+        return self.combined(scores, sizes)
+
+    @staticmethod
+    def combined(scores: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
+        """The metrics of ``client_test`` from those of each client, and how many samples each was measured on.
+
+        Returns:
+            ``acc`` and ``loss`` over all samples; over the clients ``acc_mean``, ``acc_std`` and
+            ``acc_worst_decile``, the mean of the lowest tenth (one client at least).
+        """
         accuracies = np.sort([s["acc"] for s in scores])
         return {
             **{m: float(np.average([s[m] for s in scores], weights=sizes)) for m in ("acc", "loss")},

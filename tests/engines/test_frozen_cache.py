@@ -58,7 +58,7 @@ def test_kept_and_computed_are_equal(make, task, method):
     for engine in (kept, computed):
         engine.run()
         assert engine.site.prefix.depth == 1
-    assert len(kept.prefix.kept) == 5 and not computed.prefix.kept
+    assert len(kept.site.prefix.kept) == 5 and not computed.site.prefix.kept
     close(kept, computed)
 
 
@@ -70,7 +70,7 @@ def test_dropout_above_stays_on(make):
     below, above = engine.site.prefix.layers[0], engine.site.prefix.layers[1]
     assert not any(m.training for m in below.modules()) and all(m.training for m in above.modules())
     with_all = make("encoder", {"train.frozen_dropout": True})
-    assert with_all.prefix is None
+    assert with_all.site.prefix is None
     with_all.run()
     assert any(not torch.equal(engine.ledger.state[n], with_all.ledger.state[n]) for n in engine.ledger.state)
 
@@ -81,7 +81,7 @@ def test_in_memory_and_in_files(make, task, tmp_path):
     memory, files = make(task, {}), make(task, {"train.cache_frozen_dir": str(folder)})
     memory.run()
     files.run()
-    assert files.prefix.kept and folder.is_dir() and not list(folder.iterdir())
+    assert files.site.prefix.kept and folder.is_dir() and not list(folder.iterdir())
     assert all(torch.equal(memory.ledger.state[n], files.ledger.state[n]) for n in memory.ledger.state)
 
 
@@ -107,16 +107,16 @@ def test_a_disk_that_is_full_is_said_before_anything_is_mapped(make, tmp_path):
 def test_a_budget_that_does_not_reach(make):
     whole = make("encoder", {})
     whole.run()
-    sizes = {owner: buffer.numel() * 4 for owner, (buffer, _) in whole.prefix.kept.items()}
+    sizes = {owner: buffer.numel() * 4 for owner, (buffer, _) in whole.site.prefix.kept.items()}
     partly = make("encoder", {"train.cache_frozen_bytes": sum(sizes.values()) - 1})
     partly.run()
-    assert 0 < len(partly.prefix.kept) < len(sizes) and set(partly.prefix.kept) == {
-        o for o, kept in partly.prefix.budget.items() if kept
+    assert 0 < len(partly.site.prefix.kept) < len(sizes) and set(partly.site.prefix.kept) == {
+        o for o, kept in partly.site.prefix.budget.items() if kept
     }
     close(partly, whole)
     nothing = make("encoder", {"train.cache_frozen_bytes": 0})
     nothing.run()
-    assert not nothing.prefix.kept
+    assert not nothing.site.prefix.kept
     close(nothing, whole)
 
 
@@ -130,7 +130,7 @@ def test_half_precision(make):
     kept, computed = (make("encoder", {"lowrank.dtype": "bfloat16", "train.cache_frozen": c}) for c in ("auto", "off"))
     for engine in (kept, computed):
         engine.run()
-    assert {buffer.dtype for buffer, _ in kept.prefix.kept.values()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer, _ in kept.site.prefix.kept.values()} == {torch.bfloat16}
     for name, value in kept.ledger.state.items():
         torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
 
@@ -144,7 +144,7 @@ def test_resumed_with_states_kept(make, tmp_path):
     stopped.run()
     resumed = make("causal", {**keys, "outdir": str(tmp_path / "stopped")})
     resumed.run(resume=True)
-    assert resumed.prefix.kept
+    assert resumed.site.prefix.kept
     assert all(torch.equal(whole.ledger.state[n], resumed.ledger.state[n]) for n in whole.ledger.state)
 
 
@@ -174,6 +174,6 @@ def test_a_model_whose_layers_cannot_be_left_out(make, tiny_encoder, tmp_path, c
         engine.run()
     resumed = make("encoder", {**keys, "outdir": str(tmp_path / "stopped")})
     resumed.run(resume=True)
-    assert not any(kept.prefix.budget.values()) and resumed.prefix.budget == kept.prefix.budget
+    assert not any(kept.site.prefix.budget.values()) and resumed.site.prefix.budget == kept.site.prefix.budget
     for engine in (computed, resumed):
         assert all(torch.equal(value, engine.ledger.state[n]) for n, value in kept.ledger.state.items())

@@ -9,7 +9,7 @@ from torch import nn
 from fs_lowrank.methods import Client, Update, create_method
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds.codec import Plain, Uniform
-from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology
+from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, standing_in
 from fs_lowrank.rounds.ledger import Ledger, Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.personal import PersonalParts
@@ -161,6 +161,9 @@ def test_what_another_run_has_saved_is_not_used(tmp_path, caplog):
     assert run.copy(1).standing.round == 0 and run.evaluated(1, 1)[0].standing.round == 1
     assert run.copy(1, identity="another").standing == Standing()
     assert "of another run; it starts anew" in caplog.text
+    # The same is to be had without a model.
+    assert standing_in(tmp_path / "1", 1, "run") == run.copy(1).standing != Standing()
+    assert standing_in(tmp_path / "1", 1, "another") == standing_in(tmp_path / "none", 1, "run") == Standing()
 
 
 @EACH

@@ -1,0 +1,67 @@
+"""The engines by name: built in, and added by other packages. Nothing else imports an engine by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+
+from ..errors import UserError, nearest
+
+ENTRY_POINTS = "fs_lowrank.engines"
+_BUILT_IN = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
+
+
+@cache
+def _added(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    """The engines of other packages; looked for once for each ``sys.path``, since that takes time."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        taken = _BUILT_IN.get(point.name) or (point.name in found and found[point.name].value)
+        if taken and taken != point.value:
+            raise UserError(
+                f"a package adds an engine {point.name!r} ({point.value}), but there is one of this name already "
+                f"({taken}); uninstall one of the two packages, or give its engine another name"
+            )
+        found[point.name] = point
+    return found
+
+
+def added_engines() -> Mapping[str, str]:
+    """The engines of other packages: name → module."""
+    return {name: point.value for name, point in sorted(_added(tuple(sys.path)).items())}
+
+
+def list_engines() -> list[str]:
+    """Names of all engines: the built-in ones, then those that other packages add, sorted."""
+    return [*_BUILT_IN, *added_engines()]
+
+
+def get_engine(name: str) -> ModuleType:
+    """The engine's module, whose ``run(config, resume, on_round, on_client)`` does what ``fs_lowrank.run`` says.
+
+    Raises:
+        UserError: no such engine, which names the nearest; or it cannot be imported, or has no ``run``.
+    """
+    if name in _BUILT_IN:
+        return import_module(_BUILT_IN[name])
+    added = _added(tuple(sys.path))
+    if name not in added:
+        raise UserError(f"no engine {name!r}{nearest(name, list_engines())}; there are: {', '.join(list_engines())}")
+    point = added[name]
+    try:
+        engine = point.load()
+    except UserError as error:  # it says what it needs
+        raise UserError(f"engine {name!r} ({point.value}): {error}") from error
+    except Exception as error:
+        raise UserError(
+            f"the package that adds engine {name!r} ({point.value}) failed to import: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(getattr(engine, "run", None)):
+        raise UserError(
+            f"the package that adds engine {name!r}: {point.value} has no run(config, resume, on_round, on_client)"
+        )
+    return engine

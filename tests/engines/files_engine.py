@@ -1,0 +1,299 @@
+"""A test engine in which no process outlives a message: server and clients exchange files, and exit after each.
+
+The messages lie in ``OUTDIR/mail``, one file each (a ``Parcel``, written aside and renamed), and stay there while their
+round lasts. A round has an exchange for its training, and one more where clients evaluate models of their own:
+
+    000002/train/call_3      server to client 3: say where your copy stands
+    000002/train/hello_3     its answer
+    000002/train/order_3     server to client 3: what it lacks, and what to do
+    000002/train/answer_3    its answer
+
+``run`` delivers: for every message that has no reply yet it starts a process of the client, and for every reply a
+process of the server. What a client must remember lies in ``mail/clients``; what the server must, in the run's
+checkpoint. Within a round the server's process makes the same ``Round`` again from the messages that lie there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from fs_lowrank.config import Config, check_local, load_config
+from fs_lowrank.errors import RunFailed, UserError
+from fs_lowrank.jobs.files import replacing
+from fs_lowrank.jobs.locks import claimed
+from fs_lowrank.rounds.codec import Codec, Plain, Uniform
+from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, standing_in
+from fs_lowrank.rounds.ending import end_round
+from fs_lowrank.rounds.evaluator import CLIENTS, Evaluator
+from fs_lowrank.rounds.keeper import RecordKeeper, check_outdir, outdir_of
+from fs_lowrank.rounds.ledger import Ledger, Standing
+from fs_lowrank.rounds.parcel import Parcel
+from fs_lowrank.rounds.round import Round
+from fs_lowrank.rounds.site import Site
+from fs_lowrank.runs.checkpoint import load_checkpoint
+from fs_lowrank.runs.records import read_records
+from fs_lowrank.runs.result import RunResult
+
+#: kind of a message -> kind of its reply
+REPLY = {"call": "hello", "order": "answer"}
+#: beside the messages: the configuration, and what ended the server's process
+CONFIG, FAILURE = "config.yaml", "failure.json"
+
+
+def codec_of(config: Config) -> Codec:
+    """How messages and updates travel: this engine honours the framework's ``quantization``."""
+    return Uniform(config.get("quantization.nbits")) if config.get("quantization.method") == "uniform" else Plain()
+
+
+def check(config: Config) -> None:
+    """Raise ``UserError`` for keys that the framework alone honours."""
+    others = config.framework
+    if config.get("quantization.method") == "uniform" and config.get("quantization.nbits") in (8, 16):
+        others = {name: value for name, value in others.items() if not name.startswith("quantization.")}
+    check_local(dataclasses.replace(config, framework=others))
+
+
+def unanswered(mail: Path) -> list[Path]:
+    """Messages to clients that have no reply yet, in order of their clients."""
+    sent = [path for kind in REPLY for path in mail.glob(f"[0-9]*/*/{kind}_*")]
+    return sorted((p for p in sent if not reply_to(p).exists()), key=client_of)
+
+
+def client_of(message: Path) -> int:
+    return int(message.name.partition("_")[2])
+
+
+def round_of(message: Path) -> int:
+    return int(message.parent.parent.name)
+
+
+def reply_to(message: Path) -> Path:
+    kind, _, client = message.name.partition("_")
+    return message.with_name(f"{REPLY[kind]}_{client}")
+
+
+def write(path: Path, parcel: Parcel) -> None:
+    with replacing(path, durable=False) as aside:
+        aside.write_bytes(parcel.to_bytes())
+
+
+def client_process(folder: str, message: str, threads: int) -> None:
+    """Handle one message to a client."""
+    torch.set_num_threads(threads)
+    mail, path = Path(folder), Path(message)
+    config, client = load_config(mail / CONFIG), client_of(path)
+    disk = mail / "clients" / str(client)
+    if path.name.startswith("call"):
+        reply = Parcel({}, standing=list(standing_in(disk, client, config.fingerprint())))
+    else:
+        reply = obey(config, client, disk, Parcel.of(path.read_bytes()))
+    write(reply_to(path), reply)
+
+
+def obey(config: Config, client: int, disk: Path, order: Parcel) -> Parcel:
+    """Follow what came and do what it asks for; what ``client`` answers."""
+    round, purpose, codec = order.facts["round"], order.facts["purpose"], codec_of(config)
+    site = Site(config, serves=False)
+    copy = OwnCopy(site.method, site.model, client, site.personal, codec, config.fingerprint())
+    copy.restore(disk)
+    try:
+        copy.catch_up(order)
+    except LostCopy as error:
+        return apology(round, error)
+    reply, own, tests = Parcel({}, round=round), site.data.clients[client - 1], site.data.client_tests[client - 1]
+    try:
+        if purpose == "train":
+            update, result = site.fit(site.clients[client - 1], own, round, site.model, site.prefix)
+            reply = answer(round, update, result.loss, codec)
+            reply.facts["spent"] = site.take_spent()[client]
+            copy.keep_personal(round)
+        elif purpose == "evaluate":
+            reply.facts["scores"] = Evaluator(site).score(tests, f"client {client} test")
+    except Exception as error:  # its failure must not end the others' round; the server records it
+        reply = apology(round, error)
+    copy.save(disk)
+    return reply
+
+
+def server_process(folder: str, reply: str, threads: int) -> None:
+    """Handle one reply, which lies among the messages: nothing is done before the last one of its kind is there.
+
+    It may have been handled with another one by now; ``reply`` is the folder itself where a run begins or is resumed.
+    """
+    torch.set_num_threads(threads)
+    mail = Path(folder)
+    if unanswered(mail) or not Path(reply).exists():
+        return
+    try:
+        Server(load_config(mail / CONFIG)).go_on()
+    except (UserError, OSError, SafetensorError) as error:
+        (mail / FAILURE).write_text(json.dumps([type(error) is UserError, str(error)]))
+
+
+class Server:
+    """The server, as far as its checkpoint has it."""
+
+    def __init__(self, config: Config):
+        self.config, self.mail = config, outdir_of(config) / "mail"
+        self.site = site = Site(config)
+        self.evaluator = Evaluator(site)
+        self.evaluator.check_watched()
+        self.ledger = Ledger.of(config, site.method, site.initial_state, site.clients, keep_messages=True)
+        self.keeper = RecordKeeper(site, self.evaluator, self.ledger, outdir_of(config))
+        checkpoint = self.keeper.start(resume=True)
+        self.done = checkpoint.round if checkpoint else 0
+
+    def go_on(self) -> None:
+        """As far as the messages allow: until clients are waited for, or the run is over."""
+        while self.done < self.config.federate.total_round_num and not self.evaluator.stalled(self.keeper.history):
+            number = self.done + 1
+            try:
+                record = self.round(number)
+            except RunFailed:
+                shutil.rmtree(self.mail / f"{number:06}")  # who resumes asks all clients again
+                raise
+            if record is None:
+                return
+            self.keeper.add(record)
+            if not self.keeper.checkpoint_due(number):
+                self.keeper.save(number)  # the next process has nothing else to go on from
+            shutil.rmtree(self.mail / f"{number:06}")
+            self.done = number
+
+    def round(self, number: int) -> dict | None:
+        """The record of round ``number``; None while replies are missing."""
+        site = self.site
+        changed = set(site.method.changed_base(site.model))
+        base = lambda: {n: p.detach() for n, p in site.model.named_parameters() if n in changed}  # noqa: E731
+        round = Round(number, self.ledger, codec=codec_of(self.config), base=base)
+        answers = self.exchange(round, round.selected, "train")
+        if answers is None:
+            return None
+        for client in sorted(round.trains):
+            round.take(client, answers[client])
+        spent = {c: a.facts["spent"] for c, a in answers.items() if "spent" in a.facts}
+        seconds = {"training": sum(s["training"] for s in spent.values() if not s["reused"])}
+        started = time.perf_counter()
+        end_round(round, self.keeper)
+        seconds["aggregation"] = time.perf_counter() - started
+        metrics = {}
+        if self.evaluator.due(number):
+            held_out = {s: e for s, e in site.held_out().items() if s in self.evaluator.splits()}
+            metrics = {split: self.evaluator.score(examples, split) for split, examples in held_out.items()}
+            if CLIENTS in self.evaluator.splits():
+                sizes = {c.id: len(e) for c, e in zip(site.clients, site.data.client_tests) if e is not None}
+                answers = self.exchange(round, sizes, "evaluate")
+                if answers is None:
+                    return None
+                scores = {c: a.facts["scores"] for c, a in sorted(answers.items()) if "scores" in a.facts}
+                if scores:
+                    metrics[CLIENTS] = self.evaluator.combined(list(scores.values()), [sizes[c] for c in scores])
+        seconds["evaluation"] = time.perf_counter() - started - seconds["aggregation"]
+        return round.record(metrics, seconds, spent)
+
+    def exchange(self, round: Round, clients: Iterable[int], purpose: str) -> dict[int, Parcel] | None:
+        """Ask ``clients``, as far as that is not done yet; their answers, or None while some are missing."""
+        folder = self.mail / f"{round.number:06}" / purpose
+        calls = {c: folder / f"call_{c}" for c in clients}
+        for path in calls.values():
+            if not path.exists():
+                write(path, Parcel({}, round=round.number))
+        if not all(reply_to(path).exists() for path in calls.values()):
+            return None
+        orders = {}
+        for client, path in calls.items():
+            hello = Parcel.of(reply_to(path).read_bytes()).facts
+            if "error" in hello:
+                round.fail(client, "absent", hello["error"])
+                continue
+            order = round.ask(client, Standing(*hello["standing"]), purpose)
+            round.delivered(order)
+            orders[client] = folder / f"order_{client}"
+            if not orders[client].exists():
+                write(orders[client], order.parcel)
+        replies = {client: reply_to(path) for client, path in orders.items()}
+        if not all(path.exists() for path in replies.values()):
+            return None
+        return {client: Parcel.of(path.read_bytes()) for client, path in replies.items()}
+
+
+def process(target: Callable, *args: str) -> int:
+    """Run ``target`` in a process of its own, forked from one that has done nothing but import; its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([m for m in sys.modules if m.startswith(("fs_lowrank.", "transformers.models."))])
+    started = context.Process(target=target, args=(*args, torch.get_num_threads()))
+    started.start()
+    started.join()
+    return started.exitcode
+
+
+def deliver(mail: Path, message: Path) -> Path:
+    """Bring ``message`` to its client, and see to it that there is a reply."""
+    code = process(client_process, str(mail), str(message))
+    if not reply_to(message).exists():
+        write(reply_to(message), apology(round_of(message), UserError(f"its process ended with exit code {code}")))
+    return message
+
+
+def serve(mail: Path, reply: Path) -> None:
+    """Bring ``reply`` to the server; raises what its process raised, and ``RunFailed`` if that ended otherwise."""
+    code = process(server_process, str(mail), str(reply))
+    if (mail / FAILURE).exists():
+        wrong_use, text = json.loads((mail / FAILURE).read_text())
+        raise (UserError if wrong_use else RunFailed)(text)
+    if code:
+        raise RunFailed(f"the server's process ended with exit code {code}; run again with --resume")
+
+
+def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+    """See ``fs_lowrank.run``."""
+    check(config)
+    check_outdir(config, resume)
+    mail = outdir_of(config) / "mail"
+    with claimed(mail.with_suffix(".lock")) as mine:
+        if not mine:
+            raise RunFailed(f"another run is writing into {mail.parent}; wait for it, or choose another outdir")
+        if not resume:
+            shutil.rmtree(mail, ignore_errors=True)
+        mail.mkdir(exist_ok=True)
+        (mail / FAILURE).unlink(missing_ok=True)
+        config.dump(mail / CONFIG)
+        checkpoint = load_checkpoint(mail.with_name("checkpoint")) if resume else None
+        work(mail, checkpoint.round if checkpoint else 0, on_round, on_client)
+        server = Server(config)
+        try:
+            return server.keeper.finish()
+        finally:
+            server.keeper.release()
+
+
+def work(mail: Path, told: int, on_round: Callable | None, on_client: Callable | None) -> None:
+    """Deliver until there is nothing left to deliver, or ``on_round`` says stop; it has been ``told`` of rounds."""
+    serve(mail, mail)
+    while True:
+        for record in read_records(mail.with_name("rounds.jsonl"), up_to=sys.maxsize)[told:]:
+            told = record["round"]
+            if on_round and on_round(record):
+                return
+        messages = unanswered(mail)
+        if not messages:
+            return
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for done, message in enumerate(pool.map(partial(deliver, mail), messages)):
+                if on_client:
+                    on_client(round_of(message), done, len(messages))
+        for message in messages:
+            serve(mail, reply_to(message))

@@ -1,0 +1,123 @@
+"""Engines are found by name, built in and added by other packages; what is wrong with one is said with its name."""
+
+import sys
+
+import pytest
+import torch
+
+import fs_lowrank
+from fs_lowrank import UserError, cli
+from fs_lowrank.doctor import examine
+from fs_lowrank.engines import get_engine, list_engines
+
+GOOD = """
+from fs_lowrank.engines import local
+
+def run(config, resume=False, on_round=None, on_client=None):
+    print("an engine from elsewhere")
+    return local.run(config, resume, on_round, on_client)
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """``install(package, code, name)``: as ``pip install`` of a package with one engine would leave it."""
+
+    def install(package, code, name):
+        site = tmp_path / f"site-{package}"
+        info = site / f"{package}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (site / f"{package}.py").write_text(code)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[fs_lowrank.engines]\n{name} = {package}\n")
+        monkeypatch.syspath_prepend(str(site))
+        made.append(package)
+
+    made = []
+    yield install
+    for package in made:
+        sys.modules.pop(package, None)
+
+
+def check(name):
+    return next(c for c in examine() if c.what == name)
+
+
+def test_the_built_in_ones():
+    assert list_engines()[:2] == ["local", "federatedscope"] == fs_lowrank.list_engines()[:2]
+    assert get_engine("local").__name__ == "fs_lowrank.engines.local"
+    with pytest.raises(UserError, match="no engine 'locale'; did you mean 'local'.*there are: local, federatedscope"):
+        get_engine("locale")
+
+
+def test_one_of_another_package_runs_by_name(install, settings, tmp_path, no_curves, capsys):
+    install("good_engine", GOOD, "elsewhere")
+    assert list_engines()[-1] == "elsewhere"
+    keys = {"federate.client_num": 2, "federate.total_round_num": 1}
+    result = fs_lowrank.run(fs_lowrank.load_config(settings, keys), "elsewhere")
+    assert "an engine from elsewhere" in capsys.readouterr().out
+    same = fs_lowrank.run(fs_lowrank.load_config(settings, {**keys, "outdir": str(tmp_path / "same")}))
+    assert all(torch.equal(a, b) for a, b in zip(result.model.parameters(), same.model.parameters(), strict=True))
+    assert check("engine elsewhere").ok and "good_engine" in check("engine elsewhere").found
+    with pytest.raises(UserError, match="no engine 'elsewhare'; did you mean 'elsewhere'"):
+        fs_lowrank.run(fs_lowrank.load_config(settings), "elsewhare")
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("import no_such_module_at_all\n", "failed to import: ModuleNotFoundError"),
+        ("raise OSError('no licence')\n", "failed to import: OSError: no licence"),
+        ("def rum(config): ...\n", "bad_engine has no run\\(config, resume, on_round, on_client\\)"),
+        (
+            "from fs_lowrank import UserError\nraise UserError('needs a broker')\n",
+            "^engine 'elsewhere' \\(bad_engine\\): needs a broker",
+        ),
+    ],
+)
+def test_a_broken_package_is_named(install, settings, code, message):
+    install("bad_engine", code, "elsewhere")
+    config = fs_lowrank.load_config(settings)
+    with pytest.raises(UserError, match=message) as error:
+        fs_lowrank.run(config, "elsewhere")
+    assert "elsewhere" in str(error.value)
+    with pytest.raises(UserError, match=message):
+        fs_lowrank.compare(config, ["fedlora"], "elsewhere")
+    broken = check("engine elsewhere")
+    assert not broken.ok and "elsewhere" in broken.found and broken.remedy
+    assert not broken.required and get_engine("local")
+
+
+def test_a_name_that_is_taken(install):
+    install("good_engine", GOOD, "local")
+    for ask in (list_engines, lambda: get_engine("elsewhere")):
+        with pytest.raises(UserError, match=r"'local' \(good_engine\).*already \(fs_lowrank.engines.local\)"):
+            ask()
+    assert not check("engines of other packages").ok
+
+
+def test_two_packages_with_one_name(install):
+    install("one_engine", GOOD, "elsewhere")
+    install("other_engine", GOOD, "elsewhere")
+    with pytest.raises(UserError, match="uninstall one of the two packages"):
+        list_engines()
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_the_command_line(install, tmp_path, settings, capsys, command):
+    import yaml
+
+    install("bad_engine", "import no_such_module_at_all\n", "elsewhere")
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    more = ["--methods", "fedlora"] if command == "compare" else []
+    assert cli.main([command, "--cfg", str(file), "--engine", "elsewhere", *more]) == 2
+    assert "engine 'elsewhere' (bad_engine) failed to import" in capsys.readouterr().err
+
+
+def test_the_benchmark_s_command_line(install, capsys):
+    from benchmark.cli import main
+
+    install("bad_engine", GOOD, "elsewhere")
+    assert main(["run", "glue", "--engine", "elsewhare"]) == 2
+    assert "there are: local, federatedscope, elsewhere" in capsys.readouterr().err.replace("\n", " ")
