@@ -127,14 +127,14 @@ def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
 def _print_figures(title: str | None, lines: Sequence[Sequence[str]]) -> None:
     """A line a method; where that is too wide a line a figure, and as many methods beside each other as fit."""
     table = _figures(title, lines)
-    if table.width <= console.width:
+    if (table.width or 0) <= console.width:
         console.print(table)
         return
     head, *rest = [[cell.replace("\n", " ") for cell in line] for line in lines]
     while rest:
         for count in range(len(rest), 0, -1):
             table = _figures(title, list(zip(head, *rest[:count])))
-            if table.width <= console.width:
+            if (table.width or 0) <= console.width:
                 break
         console.print(table, crop=False)  # cut for no console; one that is narrower than a method breaks the lines
         rest, title = rest[count:], None

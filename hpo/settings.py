@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import optuna
 
@@ -18,7 +19,7 @@ from .space import Space, space_from
 SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
 PRUNERS = ("none", "median", "halving", "hyperband")
 #: what can be searched for, and which way is better; never anything of the test data
-OBJECTIVES = {
+OBJECTIVES: dict[str, Literal["minimize", "maximize"]] = {
     "val_acc": "maximize",
     "val_loss": "minimize",
     "uplink_bytes": "minimize",

@@ -47,5 +47,5 @@ def model_fingerprint(model: nn.Module) -> str:
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().cpu().contiguous().view(-1)
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(flat.view(torch.uint8).numpy())
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:12]
