@@ -4,11 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test lint clean help
+.PHONY: demo test check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the whole test suite"
-	@echo "make lint   run ruff"
+	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
+	@echo "make lint, make types, make docs   one of these alone; make format writes the format"
 	@echo "make clean  remove the environment and the demo's results"
 
 # torch goes first and pinned, so that nothing else can pull another build of it. uv knows where PyTorch keeps its builds
@@ -24,7 +25,7 @@ $(VENV)/.installed: setup.py constraints.txt
 	{ echo "== PyTorch's builds cannot be reached; taking the package index's torch"; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch; }
 	@echo "== installing fs-lowrank and the libraries it stands on"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	@echo "== installing curvlinops, alone: what it asks for would bring another torch"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps curvlinops-for-pytorch backpack-for-pytorch
 	@touch $@
@@ -39,8 +40,21 @@ test: $(VENV)/.installed
 	@echo "== running the test suite"
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
+check: lint types docs
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+# A warning is an error: a link that leads nowhere, a name that has no docstring to show.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf $(VENV) runs/demo
+	rm -rf $(VENV) site runs/demo

@@ -1,20 +1,43 @@
-"""Package metadata of fs-lowrank."""
+"""Package metadata of fs-lowrank. The build system and the tools are configured in pyproject.toml."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# Read from the file, not imported: at this point nothing is installed yet.
+versions = Path("fs_lowrank/versions.py").read_text(encoding="utf-8")
+version = re.search(r'^__version__ = "(.+)"$', versions, re.MULTILINE)[1]
+
 setup(
     name="fs-lowrank",
-    version="0.1.0",
+    version=version,
     description="Federated low-rank fine-tuning: RoLoRA, FFA-LoRA, FlexLoRA, FLoRA and more, from one YAML",
     long_description=Path("README.md").read_text(encoding="utf-8") if Path("README.md").exists() else "",
     long_description_content_type="text/markdown",
+    project_urls={
+        "FederatedScope": "https://github.com/alibaba/FederatedScope/tree/llm",
+        "RoLoRA (paper)": "https://arxiv.org/abs/2502.01755",
+        "FedFisher (paper)": "https://arxiv.org/abs/2403.12329",
+    },
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    keywords=["federated learning", "LoRA", "low-rank adaptation", "fine-tuning"],
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
-    package_data={"benchmark": ["suites/*.yaml"], "hpo": ["spaces/*.yaml"]},
+    package_data={"fs_lowrank": ["py.typed"], "benchmark": ["suites/*.yaml"], "hpo": ["spaces/*.yaml"]},
     install_requires=[
         "torch>=2.8",
         "transformers>=5.0",
@@ -42,11 +65,15 @@ setup(
         # K-FAC needs curvlinops and backpack on top, with --no-deps: theirs would bring torchvision and another torch.
         "oneshot": ["scipy", "POT", "einops", "einconv", "linear_operator", "opt-einsum", "unfoldNd", "tqdm"],
         "gguf": ["gguf"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"],
         "dev": [
             "pytest>=8",
             "pytest-xdist",
             "hypothesis",
             "ruff",
+            "mypy",
+            "types-PyYAML",
+            "types-requests",
             "scikit-learn",
             "lm-eval>=0.4.13",
             "optuna>=5.0",

@@ -11,6 +11,7 @@ from typing import Any
 
 from fs_lowrank import UserError
 from fs_lowrank.runs.environment import versions
+from fs_lowrank.versions import SCHEMA
 
 
 def script(
@@ -51,6 +52,7 @@ def script(
         except UserError as error:
             parser.exit(2, f"error: {error}\n")
         result = {
+            "schema": SCHEMA,
             "command": " ".join([f"python -m {module}", *filter(None, (_said(a, given[a.dest]) for a in actions))]),
             "versions": versions(),
             **found,

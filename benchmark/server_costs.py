@@ -40,7 +40,8 @@ def measure(
     """Mean bytes per client and round, over two rounds, and the median seconds of the server step.
 
     Args:
-        width, layers: size of the model; two square modules are adapted in each layer.
+        width: of the model.
+        layers: of the model; two square modules are adapted in each.
     """
     method = create_method(name, adapter=AdapterSpec(r=rank, lora_alpha=16, target_modules=("q", "v")), seed=0)
     state = method.initial_state(method.adapt(Layers(2 * layers, width, width)))

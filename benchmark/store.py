@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.jobs.locks import claimed
+from fs_lowrank.versions import SCHEMA, NewerSchema, check_schema
 
 KINDS = ("cells", "failed", "searches")
 
@@ -37,7 +38,11 @@ class Store:
         return self.results / kind / f"{key}.json"
 
     def read(self, kind: str, key: str) -> dict | None:
-        """The result; None where there is none, or where its file is damaged (then it is in ``damaged``)."""
+        """The result; None where there is none, or where its file is damaged (then it is in ``damaged``).
+
+        Raises:
+            NewerSchema: a newer version of fs-lowrank wrote it.
+        """
         path = self.path(kind, key)
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -47,8 +52,12 @@ class Store:
                 raise ValueError("its checksum does not match; it was cut short or changed by hand")
             if record["hash"] != key:
                 raise ValueError(f"it is the result of {record['hash']}")
+            check_schema(record, path)
+            record.pop("schema", None)
         except FileNotFoundError:
             return None
+        except NewerSchema:  # it is good, and taken as missing it would be written over
+            raise
         except (OSError, ValueError) as error:
             self.damaged[str(path)] = str(error)
             return None
@@ -74,7 +83,7 @@ class Store:
             RunFailed: it cannot be written, a full disk perhaps; what was there is as it was.
         """
         path = self.path(kind, record["hash"])
-        content = json.loads(json.dumps(record))
+        content = {"schema": SCHEMA, **json.loads(json.dumps(record))}
         lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in {**content, "sha256": digest(content)}.items()]
         write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
         if kind != "failed":

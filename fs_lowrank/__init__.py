@@ -9,8 +9,9 @@ Modules are imported on first use, so that ``import fs_lowrank`` is fast.
 """
 
 from importlib import import_module
+from typing import Any
 
-__version__ = "0.1.0"
+from .versions import __version__ as __version__
 
 _LAZY = {
     "load_config": "config",
@@ -34,11 +35,11 @@ _LAZY = {
 __all__ = sorted(_LAZY)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fs_lowrank' has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__

@@ -15,6 +15,7 @@ from .jobs.files import replacing
 from .runs.plots import plot_curves
 from .runs.result import RunResult
 from .seeds import generators_kept
+from .versions import SCHEMA
 
 
 def run(
@@ -22,7 +23,7 @@ def run(
     engine: str = "local",
     *,
     resume: bool = False,
-    on_round: Callable[[dict], object] | None = None,
+    on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
 ) -> RunResult:
     """Run a configuration.
@@ -40,7 +41,8 @@ def run(
     config = config if isinstance(config, Config) else load_config(config)
     module = get_engine(engine)
     with generators_kept():
-        return module.run(config, resume=resume, on_round=on_round, on_client=on_client)
+        result: RunResult = module.run(config, resume=resume, on_round=on_round, on_client=on_client)
+    return result
 
 
 def _check_config(config: object) -> None:
@@ -56,7 +58,7 @@ def compare(
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
     resume: bool = False,
     on_method: Callable[[str], object] | None = None,
-    **callbacks,
+    **callbacks: Any,
 ) -> dict[str, RunResult]:
     """Run a configuration with several methods, each in a subfolder of ``config.outdir`` with its name.
 
@@ -100,6 +102,7 @@ def compare(
                 json.dumps(
                     {
                         n: {
+                            "schema": SCHEMA,
                             "final": r.final,
                             "bytes_per_client_and_round": per_client_and_round(r.history),
                             "seconds": seconds(r.history),

@@ -129,17 +129,17 @@ def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _print_figures(title: str, lines: Sequence[Sequence[str]]) -> None:
+def _print_figures(title: str | None, lines: Sequence[Sequence[str]]) -> None:
     """Print one row per method. If that is too wide, print one row per figure, with as many methods as fit."""
     table = _figures(title, lines)
-    if table.width <= console.width:
+    if (table.width or 0) <= console.width:
         console.print(table)
         return
     head, *rest = [[cell.replace("\n", " ") for cell in line] for line in lines]
     while rest:
         for count in range(len(rest), 0, -1):
             table = _figures(title, list(zip(head, *rest[:count])))
-            if table.width <= console.width:
+            if (table.width or 0) <= console.width:
                 break
         console.print(table, crop=False)  # not truncated; a very narrow console wraps the lines
         rest, title = rest[count:], None

@@ -167,8 +167,9 @@ def _build(tree: Mapping[str, Any], origin: Origin, own: Mapping[str, Any] | Non
     federate = dataclasses.replace(config.federate, method=method.name)
     task = config.model.task or infer_task(config.model.type)
     params = dict(config.lowrank.params)
-    for key in taken_keys(method, own or ()):
-        assign(params, key.removeprefix("lowrank."), own[key])
+    given = own or {}
+    for key in taken_keys(method, given):
+        assign(params, key.removeprefix("lowrank."), given[key])
         origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
     params = check_method_params(method, params, origin)
     needs = method.requires(method.Params(**params))

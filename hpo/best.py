@@ -12,6 +12,7 @@ import optuna
 
 from fs_lowrank import Config, UserError, __version__
 from fs_lowrank.jobs.files import replacing
+from fs_lowrank.versions import SCHEMA, check_schema
 
 from .search import budget, draw_of, front, kind
 from .settings import settings_of
@@ -217,7 +218,9 @@ def header(found: dict, winner: dict) -> str:
     else:
         lines.append("# NOT run on fresh seeds: the value is that of the search, and may be luck")
     lines.append(f"# cost of the search: {budget_text(found['budget'])} ({_counts(found['trials'])})")
-    plain = {k: found[k] for k in ("study", "objectives", "sampler", "pruner", "rungs", "seeds", "budget", "trials")}
+    plain = {"schema": SCHEMA} | {
+        k: found[k] for k in ("study", "objectives", "sampler", "pruner", "rungs", "seeds", "budget", "trials")
+    }
     plain.update({k: winner[k] for k in ("trial", "point", "values", "confirmed")})
     return "\n".join([*lines, _HEADER + json.dumps(plain), ""])
 
@@ -242,7 +245,9 @@ def read_header(path: str | Path) -> dict | None:
     """What a config file says of the search that found it, with ``budget``; None for any other config file."""
     for line in io.StringIO(Path(path).read_text(encoding="utf-8")):
         if line.startswith(_HEADER):
-            return json.loads(line.removeprefix(_HEADER))
+            found = json.loads(line.removeprefix(_HEADER))
+            check_schema(found, path)
+            return found
         if not line.startswith("#"):
             break
     return None

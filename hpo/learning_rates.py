@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.settings import parse_overrides
+from fs_lowrank.versions import SCHEMA
 
 from .best import budget_text, points_of, summary
 from .plots import Panel, draw_png, learning_rate_panel
@@ -185,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         storage = open_storage(str(args.dir / "journal.log"))
         found = collect(config, storage, args.overrides)
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "learning_rates.json").write_text(json.dumps(found, indent=1) + "\n")
+        (args.out / "learning_rates.json").write_text(json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
         (args.out / "learning_rates.md").write_text(table(found))
         panels: list[Panel] = []
         for name in ("grid", "halving"):

@@ -137,7 +137,7 @@ def _axis(value):
 
 def _log(studies, key: str) -> bool:
     """Whether a key goes over decades."""
-    values = []
+    values: list = []
     for study in studies:
         for p in space_of(study).parameters:
             if p.key == key:

@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 from fs_lowrank import UserError
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.methods import revisions
+from fs_lowrank.versions import SCHEMA
 
 from .settings import META, OBJECTIVES, Settings, make_sampler, settings_of
 from .space import encode
@@ -51,6 +52,7 @@ def create(storage, name: str, settings: Settings) -> optuna.Study:
             study = optuna.create_study(study_name=name, storage=storage, directions=directions)
             if found := revisions(settings.base):
                 study.set_user_attr(REVISIONS, found)
+            study.set_user_attr("schema", SCHEMA)
             study.set_user_attr(META, settings.to_dict())
             optuna.create_study(study_name=name + CONFIRM, storage=storage, directions=directions[:1])
             study.set_metric_names(list(settings.objectives))

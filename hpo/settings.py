@@ -6,18 +6,20 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import optuna
 
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.errors import nearest
+from fs_lowrank.versions import check_schema
 
 from .space import Space, space_from
 
 SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
 PRUNERS = ("none", "median", "halving", "hyperband")
 #: what can be searched for, and which way is better; never anything of the test data
-OBJECTIVES = {
+OBJECTIVES: dict[str, Literal["minimize", "maximize"]] = {
     "val_acc": "maximize",
     "val_loss": "minimize",
     "uplink_bytes": "minimize",
@@ -182,8 +184,9 @@ def settings_of(study: optuna.Study) -> Settings:
     """What the study was started with.
 
     Raises:
-        UserError: it is not a study of ours.
+        UserError: it is not a study of ours, or a newer version of fs-lowrank made it.
     """
+    check_schema(study.user_attrs, f"the study {study.study_name!r}")
     try:
         return Settings.from_dict(study.user_attrs[META])
     except (KeyError, TypeError):

@@ -148,7 +148,8 @@ class Space:
 
     def _context(self, parameter: Parameter) -> dict[str, Any]:
         """Values of other searched keys under which this one applies."""
-        searched, context = {p.key: p for p in self.parameters}, {}
+        searched = {p.key: p for p in self.parameters}
+        context: dict[str, Any] = {}
         for key, values in parameter.when:
             if key in searched:
                 context.update(self._context(searched[key]), **{key: values[0]})

@@ -233,7 +233,8 @@ class _Steps:
     """Local steps that the clients of a round took together."""
 
     def __init__(self, config: Config):
-        self.config, self.sizes = config, None
+        self.config = config
+        self.sizes: list[int] | None = None
 
     def __call__(self, record: dict) -> int:
         train, clients = self.config.train, record["clients"]

@@ -15,6 +15,7 @@ from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.names import all_tensors
 from fs_lowrank.models.vision import load_vision
 from fs_lowrank.training import train_client
+from fs_lowrank.versions import SCHEMA
 
 METHODS = list_methods()
 RANKED = [n for n in METHODS if "ranks" in get_method_class(n).Params.__dataclass_fields__]
@@ -192,6 +193,8 @@ def test_a_run_what_it_saves_and_the_same_again(make, bases, method, task):
     assert without_seconds(on_disk) == without_seconds(result.history)
     for name in ("config.yaml", "environment.json", "data.json", "summary.json", "rounds.jsonl"):
         assert (engine.keeper.outdir / name).stat().st_size
+    for name in ("environment.json", "data.json", "summary.json"):
+        assert json.loads((engine.keeper.outdir / name).read_text())["schema"] == SCHEMA
     assert load_config(engine.keeper.outdir / "config.yaml") == engine.config
     again = make(task, method, {**keys, "lowrank.save_merged": False})
     torch.manual_seed(int(torch.rand(()) * 1e6))  # what the process drew before has no say

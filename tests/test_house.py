@@ -19,7 +19,8 @@ PACKAGES = ("fs_lowrank", "benchmark", "hpo")
 #: rooms from the floor up; a file may import from rooms of lower rows, and from its own room. Rooms of one row do
 #: not know each other. The package itself (``fs_lowrank/__init__.py``) hands out what is public, so it is above them
 ROWS = (
-    ("fs_lowrank.errors", "fs_lowrank.seeds", "fs_lowrank.versions"),
+    ("fs_lowrank.errors",),
+    ("fs_lowrank.seeds", "fs_lowrank.versions"),
     ("fs_lowrank.settings",),
     ("fs_lowrank.algebra", "fs_lowrank.jobs", "fs_lowrank.privacy"),
     ("fs_lowrank.data",),

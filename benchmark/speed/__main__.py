@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fs_lowrank import UserError
+from fs_lowrank.versions import SCHEMA, check_schema
 
 from . import machine
 
@@ -37,6 +38,7 @@ def table(folder: Path) -> str:
         if not path.exists():
             continue
         found = json.loads(path.read_text())
+        check_schema(found, path)
         for line in found["rows"]:
             holds = "–" if line["target"] == "–" else "yes" if line["holds"] else "**no**"
             agreement = "" if line["agreement"] is None else f"{line['agreement']:.0e}"
@@ -65,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             started = time.perf_counter()
             found = import_module(f".{part}", __package__).run()
             result = {
+                "schema": SCHEMA,
                 "command": f"python -m benchmark.speed {part}",
                 "seconds": time.perf_counter() - started,
                 "machine": machine(),

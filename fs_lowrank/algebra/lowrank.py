@@ -59,7 +59,9 @@ def top_components(u: Tensor, s: Tensor, vh: Tensor, rank: int, fill: Tensor) ->
     With zero vectors, a row of ``A`` and a column of ``B`` would both be zero and could never be trained.
 
     Args:
-        u, s, vh: ``(d_out, q)``, ``(q,)``, ``(q, d_in)``.
+        u: ``(d_out, q)``.
+        s: ``(q,)``.
+        vh: ``(q, d_in)``.
         rank: number of components.
         fill: ``(≥ rank - q, d_in)`` directions for the missing components, made orthonormal to the rows of ``vh``.
             A direction in their span is replaced by an arbitrary orthonormal one.

@@ -67,7 +67,7 @@ def unpack(packed: Tensor, scale: Tensor, shape: torch.Size | tuple[int, ...], b
     elif bits == 16:
         codes = raw.view("<u2").astype(np.float64)
     else:
-        planes = np.unpackbits(raw)[: count * bits].reshape(count, bits)
+        planes: np.ndarray = np.unpackbits(raw)[: count * bits].reshape(count, bits)
         codes = planes @ (1 << np.arange(bits - 1, -1, -1)).astype(np.float64)
     levels = 2 ** (bits - 1) - 1
     values = (torch.from_numpy(codes) - levels) * (float(scale) / levels)

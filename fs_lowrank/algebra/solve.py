@@ -47,7 +47,8 @@ def conjugate_path(
     residual = target - product(x)
     direction = residual.clone()
     square = float((residual * residual).sum())
-    goals, found = [t**2 * square for t in tolerances], []
+    goals = [t**2 * square for t in tolerances]
+    found: list[tuple[Tensor, int]] = []
     for step in range(steps + 1):
         while len(found) < len(goals) and (square <= goals[len(found)] or square == 0.0):
             found.append((x.clone(), step))

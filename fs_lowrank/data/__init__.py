@@ -107,7 +107,7 @@ class FederatedData:
             {**client, "rows": self.rows["train"][indices].tolist()}
             for client, indices in zip(self.partition.summary(), self.partition.indices, strict=True)
         ]
-        held_out = {
+        held_out: dict[str, Any] = {
             split: {"from": "train" if split in self.cut else split, "rows": self.rows[split].tolist()}
             for split in ("validation", "test")
             if split in self.rows

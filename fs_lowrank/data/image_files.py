@@ -86,7 +86,7 @@ def _find(name: str, folders: Sequence[Path], files: Sequence[Sequence[str]]) ->
     for folder in folders:
         found = [next((folder / n for n in names if (folder / n).is_file()), None) for names in files]
         if all(found):
-            return found
+            return [path for path in found if path is not None]
         missing = next(names[0] for names, path in zip(files, found) if path is None)
         count = sum(path is not None for path in found)
         if best is None or count > best[0]:
@@ -137,7 +137,7 @@ def _idx_set(
     ]
     files = _find(name, folders, [[f + z for f in stem for z in ("", ".gz")] for stem in stems])
     parts = {}
-    for split, pixels, classes in ((TRAIN, *files[:2]), (TEST, *files[2:])):
+    for split, pixels, classes in ((TRAIN, files[0], files[1]), (TEST, files[2], files[3])):
         images, labels = read_idx(pixels), read_idx(classes)
         if images.ndim != 3 or images.dtype != np.uint8:
             raise UserError(f"{pixels}: expected bytes in three dimensions, got {images.dtype} {images.shape}")
@@ -410,10 +410,10 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
             with Image.open(path) as image:
                 gray = image.mode in ("1", "L", "LA", "I", "I;16")
                 wanted = "L" if (channels == 1 or channels is None and gray) else "RGB"
-                image = image if image.mode == wanted else image.convert(wanted)
-                if size is not None and image.size != size[::-1]:
-                    image = image.resize(size[::-1], Image.Resampling.BILINEAR)
-                return np.asarray(image)
+                shown = image if image.mode == wanted else image.convert(wanted)
+                if size is not None and shown.size != size[::-1]:
+                    shown = shown.resize(size[::-1], Image.Resampling.BILINEAR)
+                return np.asarray(shown)
         except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
             raise UserError(f"{path}: cannot be read as an image: {error}") from error
 

@@ -159,7 +159,8 @@ class Pipeline:
 
     Args:
         steps: each ``[name]`` or ``[name, arguments]``, as in FederatedScope.
-        key, origin: the config key and its origin, for messages.
+        key: the config key, for messages.
+        origin: where the key came from, for messages.
 
     Raises:
         UserError: an unknown step or argument (the message suggests the nearest), or a value out of range.
@@ -244,7 +245,8 @@ class ImageExamples:
     @property
     def shape(self) -> tuple[int, int, int]:
         """``(channels, height, width)`` of the images of ``batch``."""
-        return tuple(self.batch([0])["pixel_values"].shape[1:])
+        channels, height, width = self.batch([0])["pixel_values"].shape[1:]
+        return channels, height, width
 
     def select(self, indices: Sequence[int] | np.ndarray) -> ImageExamples:
         """The images at ``indices``, in that order; nothing is copied."""

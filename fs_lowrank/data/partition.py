@@ -171,8 +171,9 @@ def _kinds_of(parts: Partition, train: Rows, held: Rows) -> tuple[np.ndarray, np
     takes = inspect.signature(function).parameters if function else ()
     if field is None and "field" in takes and (function is by_field or train.labels is None):
         field = next(iter(train.fields)) if len(train.fields) == 1 else "category"
-    if field in train.fields and field in held.fields:
-        return tuple(np.array([str(v) for v in rows.fields[field]]) for rows in (train, held))
+    if field is not None and field in train.fields and field in held.fields:
+        of_train, of_held = (np.array([str(v) for v in rows.fields[field]]) for rows in (train, held))
+        return of_train, of_held
     if train.labels is not None and held.labels is not None:
         return np.asarray(train.labels), np.asarray(held.labels)
     return np.zeros(train.size, np.int64), np.zeros(held.size, np.int64)

@@ -141,11 +141,11 @@ def tokenize_causal(
             if len(ids) <= len(prompt):
                 continue
             kept[row] = True
-            ids = np.asarray(ids, dtype=np.int64)
-            labels = ids.copy()
+            tokens = np.asarray(ids, dtype=np.int64)
+            labels = tokens.copy()
             if loss_on == "answer":
                 labels[: len(prompt)] = IGNORED_LABEL
-            columns["input_ids"].append(ids)
+            columns["input_ids"].append(tokens)
             columns["labels"].append(labels)
     if len(frame) and not kept.any():
         raise UserError(

@@ -53,7 +53,7 @@ def get_engine(name: str) -> ModuleType:
         raise UserError(f"no engine {name!r}{nearest(name, list_engines())}; there are: {', '.join(list_engines())}")
     point = added[name]
     try:
-        engine = point.load()
+        engine: ModuleType = point.load()
     except UserError as error:  # it says what it needs
         raise UserError(f"engine {name!r} ({point.value}): {error}") from error
     except Exception as error:

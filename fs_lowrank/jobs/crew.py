@@ -31,7 +31,7 @@ def stop_signals() -> Iterator[list[int]]:
     """
     stopped: list[int] = []
 
-    def handle(number, frame) -> None:
+    def handle(number: int, frame: object) -> None:
         stopped.append(number)
         if len(stopped) > 1:
             raise KeyboardInterrupt
@@ -185,7 +185,8 @@ def serve(connection: Connection) -> int:
     order = json.loads(connection.recv_bytes())
     module, _, name = order["target"].partition(":")
     try:
-        return getattr(import_module(module), name)(order["options"])
+        code: int = getattr(import_module(module), name)(order["options"])
+        return code
     except UserError as error:
         kind = RunFailed if isinstance(error, RunFailed) else UserError
         connection.send_bytes(json.dumps([kind.__name__, str(error)]).encode())

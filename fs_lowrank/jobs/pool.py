@@ -20,11 +20,11 @@ class Member(Process):
     So neither side ever writes while the other does.
 
     Args:
-        target, environment, log: as for ``Process``.
+        target: as for ``Process``, like the further ``options``.
         timeout: seconds that a message may take to go in or out, and that the process may take for an item.
     """
 
-    def __init__(self, target: str, timeout: float, **options):
+    def __init__(self, target: str, timeout: float, **options: Any):
         super().__init__(target, timeout=timeout, **options)
         #: items that have not been sent yet
         self.waiting: deque[Any] = deque()
@@ -33,7 +33,8 @@ class Member(Process):
 
     def encode(self, item: Any) -> bytes:
         """An item as it travels."""
-        return item
+        data: bytes = item
+        return data
 
     def decode(self, data: bytes) -> Any:
         """What has travelled, as an item."""

@@ -326,7 +326,8 @@ def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) 
     """Append a pair to the adapter ``ACCUMULATED`` of the layer with ``lora_A`` ``down_name``; the base is unchanged.
 
     Args:
-        up, down: as for ``merge_pair``.
+        up: as for ``merge_pair``.
+        down: as for ``merge_pair``.
     """
     down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
     up_all = down_all.replace(".lora_A.", ".lora_B.")

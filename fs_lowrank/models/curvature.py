@@ -175,7 +175,8 @@ def diagonal_fisher(
 
     Args:
         batches: the data once, as model inputs; ``labels`` are ignored.
-        draws, seed: see the docstring of the module.
+        draws: see the docstring of the module.
+        seed: see the docstring of the module.
     Returns:
         nonnegative float32 tensors by name, with the shapes of the parameters.
     """

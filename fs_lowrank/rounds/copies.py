@@ -30,7 +30,9 @@ class SharedCopy:
     """A client whose model is everyone's: before it trains, its tensors are put in.
 
     Args:
-        method, model, client: whose copy it is.
+        method: what trains the copy.
+        model: everyone's.
+        client: whose copy it is.
         personal: where its personal tensors are kept.
     """
 

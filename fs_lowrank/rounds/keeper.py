@@ -22,6 +22,7 @@ from ..runs.environment import environment
 from ..runs.plots import plot_curves
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult
+from ..versions import SCHEMA
 from .evaluator import Evaluator
 from .ledger import Ledger
 from .site import Site
@@ -54,7 +55,8 @@ class RecordKeeper:
     """Keeps the folder of one run.
 
     Args:
-        site, evaluator: of the process that keeps it.
+        site: of the process that keeps it.
+        evaluator: of the process that keeps it.
         ledger: whose state is saved and restored.
         outdir: the folder. config_name: the file in it that the resolved configuration is written to.
     """
@@ -126,9 +128,10 @@ class RecordKeeper:
                 )
         self._records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
-        about = {**environment(), "new_weights": self.site.new_weights}
+        about = {"schema": SCHEMA, **environment(), "new_weights": self.site.new_weights}
         write_text(self.outdir / "environment.json", json.dumps(about, indent=1))
-        write_text(self.outdir / "data.json", json.dumps(self.site.data.record(), separators=(",", ":")))
+        data = {"schema": SCHEMA, **self.site.data.record()}
+        write_text(self.outdir / "data.json", json.dumps(data, separators=(",", ":")))
         return checkpoint
 
     def checkpoint_due(self, round: int) -> bool:
@@ -267,6 +270,7 @@ class RecordKeeper:
             {self.method.name: history}, self.outdir / "curves.png", self.site.data.majority
         )
         summary = {
+            "schema": SCHEMA,
             "final": final,
             "bytes": dict(result.bytes),
             **result.facts,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import RunFailed, UserError
 from ..jobs.files import replacing
+from ..versions import SCHEMA, NewerSchema, check_schema
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -62,7 +63,7 @@ def save_checkpoint(
                 path = aside / f"{part}.safetensors"
                 save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, path)
                 sums[path.name] = _sum(path)
-            content = {"round": round, "files": sums, **meta}
+            content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
             (aside / "meta.json").write_text(json.dumps({"sha256": _meta_sum(content), **content}))
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         kept = sorted(p.name for p in folder.glob("round_*")) if folder.is_dir() else []
@@ -79,6 +80,7 @@ def _read(path: Path) -> Checkpoint:
     meta = json.loads((path / "meta.json").read_text())
     if meta.pop("sha256") != _meta_sum(meta):
         raise ValueError("meta.json is damaged: its checksum does not match")
+    check_schema(meta, path / "meta.json")
     for name, expected in meta["files"].items():
         if _sum(path / name) != expected:
             raise ValueError(f"{name} is damaged: its checksum does not match")
@@ -92,12 +94,14 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
     If a checkpoint is damaged, a warning names it, and the previous one is used.
 
     Raises:
-        UserError: all checkpoints are damaged.
+        UserError: all checkpoints are damaged, or the newest is of a newer version of fs-lowrank.
     """
     found = sorted(folder.glob("round_*"), reverse=True) if folder.is_dir() else []
     for path in found:
         try:
             return _read(path)
+        except NewerSchema:  # going back to an older checkpoint would undo rounds that are done
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("checkpoint %s cannot be used (%s); trying the one before", path.name, error)
     if found:

@@ -11,7 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import nn
 
-PACKAGES = ("fs-lowrank", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
+from ..versions import __version__
+
+PACKAGES = ("torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 
 
 @cache
@@ -23,8 +25,9 @@ def _version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect a result; ``not installed`` for a missing package."""
-    return {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
+    """Versions of Python, of this package and of those that affect a result; ``not installed`` for a missing one."""
+    own = {"python": platform.python_version(), "fs-lowrank": __version__}
+    return {**own, **{package: _version(package) for package in PACKAGES}}
 
 
 def environment() -> dict:
@@ -44,5 +47,5 @@ def model_fingerprint(model: nn.Module) -> str:
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().cpu().contiguous().view(-1)
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(flat.view(torch.uint8).numpy())
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:12]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -28,13 +29,13 @@ class RunResult:
         facts: method, source of the data, sizes of clients, majority class, fingerprints.
     """
 
-    history: list[dict]
+    history: list[dict[str, Any]]
     final: dict[str, float]
     outdir: Path
     model: nn.Module
     base_changed: bool
     saved: dict[str, Path] = field(default_factory=dict)
-    facts: dict = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def bytes(self) -> Mapping[str, int]:
@@ -50,7 +51,7 @@ class RunResult:
         split, _, name = metric.rpartition("_")
         total = 0
         for record in self.history:
-            total += record["uplink_bytes"] + record["downlink_bytes"]
+            total += int(record["uplink_bytes"] + record["downlink_bytes"])
             value = record["metrics"].get(split, {}).get(name)
             if value is not None and (value <= target if name == "loss" else value >= target):
                 return total
@@ -65,7 +66,8 @@ class RunResult:
         Raises:
             UserError: the method trained or changed the base weights, so that an adapter cannot represent the result.
         """
-        peft_config = getattr(self.model, "peft_config", {})
+        model: Any = self.model
+        peft_config = getattr(model, "peft_config", {})
         if self.base_changed or "default" not in peft_config:
             raise UserError(
                 "this method changes the base weights, so no adapter holds its result; "
@@ -73,9 +75,9 @@ class RunResult:
             )
         if ACCUMULATED in peft_config:
             return save_adapter(folder, *one_adapter(self.model))
-        self.model.save_pretrained(str(folder), selected_adapters=["default"])
+        model.save_pretrained(str(folder), selected_adapters=["default"])
         if self.facts.get("images"):
-            copy.deepcopy(self.model).unload().save_pretrained(Path(folder) / "base")
+            copy.deepcopy(model).unload().save_pretrained(Path(folder) / "base")
         return Path(folder)
 
     def save_model(self, folder: str | Path) -> Path:
@@ -83,7 +85,7 @@ class RunResult:
 
         Image networks are loaded with ``fs_lowrank.models.vision.load_vision``.
         """
-        model = copy.deepcopy(self.model)
+        model: Any = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()
         model = plain(model)

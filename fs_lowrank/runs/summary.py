@@ -37,7 +37,10 @@ def seconds(history: Sequence[dict]) -> dict[str, float]:
 
 def human_bytes(n: float) -> str:
     """``12.3 kB``, ``1.5 MB``: powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000 or unit == "GB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+    if n < 1000:
+        return f"{n:.0f} B"
+    for unit in ("kB", "MB"):
         n /= 1000
+        if n < 1000:
+            return f"{n:.1f} {unit}"
+    return f"{n / 1000:.1f} GB"

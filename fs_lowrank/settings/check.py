@@ -87,7 +87,7 @@ class Key:
 
 
 @cache
-def keys_of(what: type | Callable, skip: int = 0) -> dict[str, Key]:
+def keys_of(what: type | Callable[..., Any], skip: int = 0) -> dict[str, Key]:
     """The fields of a dataclass, or the arguments of a function after the first ``skip``, as keys.
 
     A function gives by ``Annotated[float, {"above": 0.0}]`` the metadata that a dataclass gives by ``key``. An argument
@@ -171,7 +171,7 @@ _EXPECTED = {
 def _expected(hint: Any, meta: Mapping[str, Any] = types.MappingProxyType({})) -> str:
     """The type in words."""
     if "words" in meta:
-        return meta["words"]
+        return str(meta["words"])
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_expected(arg) for arg in args)

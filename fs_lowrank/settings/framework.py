@@ -7,8 +7,9 @@ key at its default, or a key that has no effect on the result, and refuses any o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-_SECTIONS = {
+_SECTIONS: dict[str, dict[str, Any]] = {
     "": {
         "backend": "torch",
         "check_completeness": False,

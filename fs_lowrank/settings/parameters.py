@@ -12,7 +12,7 @@ from .origin import Origin
 from .sections import Lowrank
 
 
-def params_fields(cls: Any) -> dict[str, dataclasses.Field]:
+def params_fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
     params = getattr(cls, "Params", None)
     return {f.name: f for f in dataclasses.fields(params) if f.init} if params is not None else {}
 

@@ -37,7 +37,7 @@ for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-def read_yaml(path: str | os.PathLike) -> tuple[Origin, dict[str, Any]]:
+def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
     name = os.path.expanduser(os.fspath(path))
     try:
         with open(name, encoding="utf-8-sig") as file:

@@ -129,7 +129,7 @@ class Settings:
             assign(tree, name, copy.deepcopy(value))
         return tree
 
-    def dump(self, path: str | os.PathLike) -> None:
+    def dump(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_dict`` as YAML."""
         with open(path, "w", encoding="utf-8") as file:
             yaml.dump(self.to_dict(), file, Dumper, sort_keys=False, allow_unicode=True)
@@ -149,7 +149,7 @@ class Settings:
         if self.fedopt.optimizer.lr is None:
             # Without fedopt.use, the value is FederatedScope's default, so that it does not change the hash.
             found["fedopt.optimizer.lr"] = server_lr(self.fedopt.optimizer.type) if self.fedopt.use else 0.01
-        return canonical(found)
+        return dict(canonical(found))
 
 
 def known_keys() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ def make_optimizer(parameters: list[nn.Parameter], kind: str, lr: float, extra: 
     Raises:
         UserError: an unknown optimizer, or an argument that it does not accept.
     """
-    known = {
+    known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         n.lower(): c
         for n, c in vars(torch.optim).items()
         if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
