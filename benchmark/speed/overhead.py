@@ -24,15 +24,16 @@ from . import row, threads
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 
-#: where the overhead goes -> functions of ours, none of which calls another of them or the model
+#: where the overhead goes -> functions of ours, none of which calls another of them or the model; with the file where
+#: other files have functions of that name
 PARTS = {
     "making batches": ("batch",),
     "loading tensors": ("load_tensors",),
     "freezing and thawing": ("set_trainable",),
     "reading off the upload": ("upload",),
-    "checking and packing": ("receive",),
-    "aggregation": ("finish",),
-    "checkpoint and records": ("_save", "add"),
+    "checking and packing": ("round.py:take",),
+    "aggregation": ("round.py:finish",),
+    "checkpoint and records": ("keeper.py:add",),
 }
 
 
@@ -118,7 +119,7 @@ def _parts(profiler: cProfile.Profile) -> dict[str, float]:
         part: sum(
             cumulative
             for (path, _, function), (_, _, _, cumulative, _) in stats.items()
-            if "fs_lowrank" in path and function in functions
+            if "fs_lowrank" in path and {function, f"{Path(path).name}:{function}"} & set(functions)
         )
         for part, functions in PARTS.items()
     }
