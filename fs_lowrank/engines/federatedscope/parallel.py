@@ -28,10 +28,10 @@ from ...models.adapters import load_tensors
 from ...rounds.copies import copied
 from ...rounds.parcel import Parcel
 from ...runs.checkpoint import load_checkpoint
+from .aggregator import MethodAggregator
 from .config import our_method, to_framework
 from .data import handed_out
 from .logs import LogTo
-from .server import MethodAggregator
 from .session import close_session, current
 from .wire import Sealed
 

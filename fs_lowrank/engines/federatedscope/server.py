@@ -6,107 +6,29 @@ and what becomes of it is the business of ``rounds``, the same as in the embedde
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
-from pickle import UnpicklingError
 
-import torch
-from federatedscope.core.aggregators import Aggregator
 from federatedscope.core.message import Message
 from federatedscope.core.workers import Server
 from torch import Tensor
 
-from ...errors import RunFailed, UserError
-from ...models.adapters import load_tensors
-from ...rounds.admission import is_whole
-from ...rounds.ending import end_round
+from ...errors import UserError
 from ...rounds.intake import Kept, RunningMean
 from ...rounds.parcel import Parcel
 from ...rounds.round import Order, Round
 from . import wire
+from .aggregator import MethodAggregator
 from .client import codec_of
 from .config import for_frameworks_workers
-from .session import Session, current, differing
+from .distributed import Distributed
+from .session import current
 from .sums import Shares
 
 logger = logging.getLogger("federatedscope.lowrank")
 
 
-class MethodAggregator(Aggregator):
-    """The method's server step and its state, where the framework expects an aggregator."""
-
-    def __init__(self, session: Session):
-        super().__init__()
-        self.session, self.model = session, session.site.model
-
-    def aggregate(self, agg_info):
-        """End the round ``agg_info["round"]``; what it came to."""
-        return end_round(agg_info["round"], self.session.keeper)
-
-    def save_model(self, path, cur_round=-1):
-        """The shared tensors under the names of the framework's own adapters, and what else a run goes on from."""
-        session, ledger = self.session, self.session.ledger
-        folder = os.path.dirname(path)
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-        changed = set(session.method.changed_base(self.model))
-        torch.save(
-            {
-                "cur_round": cur_round,
-                "method": session.method.name,
-                "model": {n: t.detach().cpu() for n, t in session.method.view(ledger.state).items()},
-                "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in ledger.state.items()},
-                "base": {n: p.detach().cpu() for n, p in self.model.named_parameters() if n in changed},
-            },
-            path,
-        )
-
-    def load_model(self, path):
-        """Take up where the file at ``path`` was saved; returns the rounds that were done.
-
-        Raises:
-            UserError: no such file, or one of another method or model.
-        """
-        session = self.session
-        if not os.path.exists(path):
-            raise UserError(f"federate.restore_from: there is no file {path}")
-        try:
-            saved = torch.load(path, map_location=session.site.device, weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
-            raise UserError(f"federate.restore_from: cannot read {path}: {error}") from error
-        if not isinstance(saved, dict) or "model" not in saved:
-            raise UserError(f"federate.restore_from: {path} was not saved by a run of this framework")
-        now = session.method.view(session.ledger.state)
-        then = saved["model"]
-        bad = sorted(
-            n for n in now.keys() | then.keys() if n not in now or n not in then or now[n].shape != then[n].shape
-        )
-        if bad:
-            raise UserError(
-                f"federate.restore_from: {path} does not fit this method and model: {bad[0]!r} differs"
-                f" ({len(bad)} tensors in all)"
-            )
-        if saved.get("method", session.method.name) != session.method.name:
-            raise UserError(
-                f"federate.restore_from: {path} is of method {saved['method']!r}, this run's is {session.method.name!r}"
-            )
-        # A file of the framework's own has the tensors only.
-        state, done = dict(saved.get("state") or {**session.ledger.state, **then}), int(saved.get("cur_round", 0))
-        numbers = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
-        known = {"numbers": numbers, "synced": {}, "outbox": {}}
-        tensors = {n: v for n, v in state.items() if n not in numbers}
-        session.ledger.restore(done, {"state": tensors}, known, session.site.device)
-        load_tensors(self.model, saved.get("base", {}))
-        load_tensors(self.model, session.method.view(session.ledger.state))
-        return done
-
-    def reset(self):
-        """The framework calls this before every broadcast where it aggregates online; each round starts anew here."""
-
-
-class LowRankServer(Server):
+class LowRankServer(Distributed, Server):
     """One of the framework's servers; it counts rounds from 0, our methods from 1."""
 
     def __init__(
@@ -182,103 +104,6 @@ class LowRankServer(Server):
         if done:
             self.ledger.forget(range(1, self.client_num + 1))  # their copies stand at the start
         return done
-
-    # -- joining -----------------------------------------------------------------------------------
-
-    def callback_funcs_for_join_in(self, message: Message):
-        if "info" in message.msg_type:
-            return super().callback_funcs_for_join_in(message)
-        sender, content, samples = int(message.sender), message.content, None
-        if self.distributed:
-            try:
-                told = json.loads(content)
-                samples = told["samples"]
-                address = {"host": str(told["address"]["host"]), "port": int(told["address"]["port"])}
-                proof, config = dict(told["proof"]), dict(told["config"])
-            except (TypeError, ValueError, KeyError):
-                logger.warning("left out a request to join that cannot be read: is it a client with this plug-in?")
-                return False
-            reason = self._objection(sender, proof, config, samples)
-            if reason:
-                logger.warning("refused %s:%s: %s", address["host"], address["port"], reason)
-                self._tell(address, "refused", reason)
-                return False
-            content = address
-        known = sender in self.comm_manager.neighbors
-        if known or self.started:
-            # It begins with the seed's tensors whatever the process before it had.
-            self.comm_manager.add_neighbors(neighbor_id=sender, address=content)
-            self.ledger.forget([sender])
-            logger.info("client %d has come %s; it will be brought up to date", sender, "again" if known else "late")
-            if sender in self._asked():
-                self._failed(sender, "failed", "its process ended and another one took its place")
-                return self.check_and_move_on()
-            return False
-        if sender == -1:  # the framework gives it the next number; it reads data of its own
-            self.ledger.admission.samples[self.join_in_client_num + 1] = samples
-        return super().callback_funcs_for_join_in(
-            Message(
-                msg_type=message.msg_type,
-                sender=sender,
-                receiver=message.receiver,
-                state=message.state,
-                timestamp=message.timestamp,
-                content=content,
-            )
-        )
-
-    def _objection(self, sender: int, proof: dict, config: dict, samples: object) -> str:
-        """Why this client cannot take part; empty if it can."""
-        from ...config import load_config
-
-        try:
-            theirs = load_config(config)
-        except UserError as error:
-            return f"its configuration is wrong: {error}"
-        keys = differing(theirs, self.session.config, own_data=sender == -1)
-        if keys:
-            return f"it was started with another configuration than the server; they differ in {', '.join(keys)}"
-        mine = self.session.proof
-        wrong = sorted(n for n in mine.keys() | proof.keys() if mine.get(n) != proof.get(n))
-        if wrong:
-            return (
-                f"its model is not the server's at the start: {wrong[0]} differs"
-                + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-                + "; the same seed, model files and versions of torch, transformers and peft give the same"
-            )
-        if sender != -1 and not 1 <= sender <= self.client_num:
-            return f"there is no client {sender}; federate.client_num is {self.client_num}"
-        admission = self.ledger.admission
-        if not is_whole(samples) or not 1 <= samples <= admission.max_samples:
-            return (
-                f"it declares {repr(samples)[:60]} training samples; expected a whole number from 1 to "
-                f"lowrank.max_samples, {admission.max_samples}"
-            )
-        if sender != -1 and samples != admission.samples[sender]:
-            return (
-                f"it declares {samples} training samples, and the server's division of the data gives client {sender} "
-                f"{admission.samples[sender]}; their data files differ (distribute.data_idx -1 is for data of its own)"
-            )
-        if sender == -1 and self.started:
-            return "the run has begun; a client that comes late says which one it is by distribute.data_idx"
-        address = self.comm_manager.neighbors.get(sender)
-        if address is not None and wire.listening(address):
-            return f"client {sender} has joined already, from {address}; choose another distribute.data_idx"
-        return ""
-
-    def _tell(self, address: dict, kind: str, text: str) -> None:
-        where = f"{address['host']}:{address['port']}"
-        self.comm_manager._send(
-            where,
-            Message(
-                msg_type=kind,
-                sender=self.ID,
-                receiver=[-1],
-                state=self.state,
-                timestamp=self.cur_timestamp,
-                content=text,
-            ),
-        )
 
     def check_client_join_in(self):
         if self.started:
@@ -556,96 +381,6 @@ class LowRankServer(Server):
                 content="finish",
             )
         )
-
-    # -- distributed: every wait has a bound -----------------------------------------------------------
-
-    def run(self):
-        """Wait for the clients, then handle messages until the run is over.
-
-        Raises:
-            UserError: too few clients came in time, or are left.
-        """
-        try:
-            self._gather()
-            while not self.is_finish:
-                self._handle(self.comm_manager.receive())
-                self._give_up_on_the_lost()
-        except BaseException as error:
-            self._stop_clients(f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error))
-            raise
-        finally:
-            self.comm_manager.close()
-
-    def _handle(self, message: Message | None) -> None:
-        if message is None:
-            return
-        handler = self.msg_handlers.get(message.msg_type)
-        if handler is None:
-            logger.warning("left out a message of unknown type %r", message.msg_type)
-        elif message.msg_type not in ("join_in", "join_in_info") and message.sender not in self.comm_manager.neighbors:
-            logger.warning("left out a %s of client %s, which has not joined", message.msg_type, message.sender)
-        else:
-            handler(message)
-
-    def _gather(self) -> None:
-        self.deadline = time.monotonic() + self.timeout
-        while not self.started:
-            self._handle(self.comm_manager.receive())
-            if self.started or time.monotonic() < self.deadline:
-                continue
-            joined = len(self.comm_manager.neighbors)
-            if joined < self.min_clients:
-                raise RunFailed(
-                    f"{joined} of {self.client_num} clients joined within {self.timeout:g} s, "
-                    f"lowrank.min_clients is {self.min_clients}; start them, or raise lowrank.timeout"
-                )
-            logger.warning(
-                "%d of %d clients joined within %g s; starting with them", joined, self.client_num, self.timeout
-            )
-            self.client_num_expected, self.join_in_client_num = self.client_num, self.client_num
-            self.trigger_for_start()
-
-    def _give_up_on_the_lost(self) -> None:
-        """Go on without clients whose process is gone, at once, and without those that are silent, after the bound."""
-        now = time.monotonic()
-        if self.is_finish or now < getattr(self, "next_look", 0.0):
-            return
-        self.next_look = now + 1.0
-        if self.asked_to_evaluate and self.pending is not None:
-            missing = self.asked_to_evaluate - self.msg_buffer["eval"].get(max(self.msg_buffer["eval"]), {}).keys()
-            gone = {c for c in missing if now > self.deadline or not wire.listening(self.comm_manager.neighbors[c])}
-            if gone:
-                logger.warning("no evaluation from clients %s", sorted(gone))
-                self.asked_to_evaluate -= gone
-                self.check_and_move_on(check_eval_result=True)
-        missing = sorted(self._asked())
-        for client in missing:
-            if not wire.listening(self.comm_manager.neighbors[client]):
-                self.ledger.forget([client])
-                self._failed(
-                    client,
-                    "failed",
-                    f"its process is gone (nothing listens on {self.comm_manager.neighbors[client]} any more)",
-                )
-            elif now > self.deadline:
-                self.ledger.forget([client])
-                self._failed(client, "failed", f"no answer within lowrank.timeout, {self.timeout:g} s")
-        if missing and not self.round.waiting:
-            self.check_and_move_on()
-
-    def _stop_clients(self, reason: str) -> None:
-        self.comm_manager.timeout = min(self.timeout, 5.0)
-        for client in list(self.comm_manager.neighbors):
-            self.comm_manager.send(
-                Message(
-                    msg_type="stopped",
-                    sender=self.ID,
-                    receiver=[client],
-                    state=self.state,
-                    timestamp=self.cur_timestamp,
-                    content=reason,
-                )
-            )
 
 
 def _number(sender: object) -> int | None:

@@ -98,7 +98,9 @@ def listening(address: str, timeout: float = 2.0) -> bool:
 class BoundedComm(gRPCCommManager):
     """The framework's gRPC side, with a bound on every send and every wait; one channel per peer, kept open.
 
-    Takes the place of a manager that the framework has made: ``BoundedComm.take_over(manager, timeout, options)``.
+    Takes the place of a manager that the framework has made: ``BoundedComm.take_over(manager, timeout, max_bytes)``.
+    Its class is exchanged, because the framework's worker makes its manager itself and has bound the port by then;
+    ``tests/engines/federatedscope/test_wire.py`` names what is relied on.
     """
 
     @classmethod

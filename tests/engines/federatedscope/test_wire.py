@@ -112,3 +112,16 @@ def test_our_quantisation_is_the_frameworks_bit_for_bit(nbits, dtype):
         assert torch.equal(ours[f"scale:{name}"], theirs["fc.weight_scale"].reshape(1))
         whole = symmetric_uniform_dequantization(theirs)["fc.weight"]
         assert torch.equal(back[name], whole) and back[name].dtype == whole.dtype
+
+
+def test_the_framework_s_manager_is_what_ours_takes_over():
+    import inspect
+
+    from federatedscope.core.communication import gRPCCommManager
+
+    place = "fs_lowrank/engines/federatedscope/wire.py exchanges the class of the framework's gRPC manager"
+    source = inspect.getsource(gRPCCommManager)
+    for name in ("comp_method", "server_funcs", "grpc_server", "neighbors"):
+        assert f"self.{name}" in source, f"{place} and uses {name}, which is gone"
+    for name in ("_send", "receive", "send", "add_neighbors"):
+        assert callable(getattr(gRPCCommManager, name, None)), f"{place} and overrides or calls {name}, which is gone"

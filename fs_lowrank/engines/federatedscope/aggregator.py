@@ -1,0 +1,87 @@
+"""The method's server step and its state, where the framework expects an aggregator."""
+
+from __future__ import annotations
+
+import os
+from pickle import UnpicklingError
+
+import torch
+from federatedscope.core.aggregators import Aggregator
+from torch import Tensor
+
+from ...errors import UserError
+from ...models.adapters import load_tensors
+from ...rounds.ending import end_round
+from .session import Session
+
+
+class MethodAggregator(Aggregator):
+    """The method's server step and its state, where the framework expects an aggregator."""
+
+    def __init__(self, session: Session):
+        super().__init__()
+        self.session, self.model = session, session.site.model
+
+    def aggregate(self, agg_info):
+        """End the round ``agg_info["round"]``; what it came to."""
+        return end_round(agg_info["round"], self.session.keeper)
+
+    def save_model(self, path, cur_round=-1):
+        """The shared tensors under the names of the framework's own adapters, and what else a run goes on from."""
+        session, ledger = self.session, self.session.ledger
+        folder = os.path.dirname(path)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        changed = set(session.method.changed_base(self.model))
+        torch.save(
+            {
+                "cur_round": cur_round,
+                "method": session.method.name,
+                "model": {n: t.detach().cpu() for n, t in session.method.view(ledger.state).items()},
+                "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in ledger.state.items()},
+                "base": {n: p.detach().cpu() for n, p in self.model.named_parameters() if n in changed},
+            },
+            path,
+        )
+
+    def load_model(self, path):
+        """Take up where the file at ``path`` was saved; returns the rounds that were done.
+
+        Raises:
+            UserError: no such file, or one of another method or model.
+        """
+        session = self.session
+        if not os.path.exists(path):
+            raise UserError(f"federate.restore_from: there is no file {path}")
+        try:
+            saved = torch.load(path, map_location=session.site.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
+            raise UserError(f"federate.restore_from: cannot read {path}: {error}") from error
+        if not isinstance(saved, dict) or "model" not in saved:
+            raise UserError(f"federate.restore_from: {path} was not saved by a run of this framework")
+        now = session.method.view(session.ledger.state)
+        then = saved["model"]
+        bad = sorted(
+            n for n in now.keys() | then.keys() if n not in now or n not in then or now[n].shape != then[n].shape
+        )
+        if bad:
+            raise UserError(
+                f"federate.restore_from: {path} does not fit this method and model: {bad[0]!r} differs"
+                f" ({len(bad)} tensors in all)"
+            )
+        if saved.get("method", session.method.name) != session.method.name:
+            raise UserError(
+                f"federate.restore_from: {path} is of method {saved['method']!r}, this run's is {session.method.name!r}"
+            )
+        # A file of the framework's own has the tensors only.
+        state, done = dict(saved.get("state") or {**session.ledger.state, **then}), int(saved.get("cur_round", 0))
+        numbers = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
+        known = {"numbers": numbers, "synced": {}, "outbox": {}}
+        tensors = {n: v for n, v in state.items() if n not in numbers}
+        session.ledger.restore(done, {"state": tensors}, known, session.site.device)
+        load_tensors(self.model, saved.get("base", {}))
+        load_tensors(self.model, session.method.view(session.ledger.state))
+        return done
+
+    def reset(self):
+        """The framework calls this before every broadcast where it aggregates online; each round starts anew here."""
