@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test check lint types docs format clean help
+.PHONY: demo test test-slow check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
-	@echo "make test   run the whole test suite"
+	@echo "make test   run the test suite, but for what takes long; make test-slow runs that"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
 	@echo "make lint, make types, make docs   one of these alone; make format writes the format"
 	@echo "make clean  remove the environment and the demo's results"
@@ -39,6 +39,10 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	@echo "== running the test suite"
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-slow: $(VENV)/.installed
+	@echo "== running the tests that take long"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 check: lint types docs
 

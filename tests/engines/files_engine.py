@@ -233,7 +233,7 @@ class Server:
 def process(target: Callable, *args: str) -> int:
     """Run ``target`` in a process of its own, forked from one that has done nothing but import; its exit code."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([m for m in sys.modules if m.startswith(("fs_lowrank.", "transformers.models."))])
+    context.set_forkserver_preload([m for m in sys.modules if m.startswith(("fs_lowrank.r", "transformers.models."))])
     started = context.Process(target=target, args=(*args, torch.get_num_threads()))
     started.start()
     started.join()

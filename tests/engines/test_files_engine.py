@@ -23,7 +23,24 @@ VARIANTS = [
     ("fedloru", {"fedopt.use": True, "fedopt.optimizer.type": "Adam", "fedopt.optimizer.lr": 0.01}),
     ("pfedlora", {"lowrank.drop_rate": 0.4, "seed": 5, "federate.total_round_num": 3}),
     ("rolora", {"federate.make_global_eval": False}),
+    ("fedloru", {"lowrank.tau": 2, "lowrank.merge": False, "federate.total_round_num": 3}),
+    ("fedloru", {"lowrank.tau": 2, "lowrank.merge": False, "lowrank.init": "momentum", "federate.total_round_num": 3}),
+    ("fedloru", {"lowrank.tau": 1, "llm.adapter.args.0.adapter_method": "loha"}),
+    ("fedloru", {"lowrank.tau": 1, "llm.adapter.args.0.adapter_method": "lokr"}),
+    ("mfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
+    ("pmfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
+    ("pfedlora", {"lowrank.variant": 2}),
+    ("fedhm", {"lowrank.rank_factors": [2, 8, 4]}),
+    ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40}),
+    ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": True}),
 ]
+#: run by ``make test``; ``make test-slow`` runs the others
+QUICK = ("rolora", "fedloru", "flora", "pfedloru")
+
+
+def slow_but(cases, quick):
+    """``cases`` as parameters, marked as slow where ``quick`` does not say otherwise."""
+    return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture
@@ -72,7 +89,10 @@ def same(local, other):
             assert a[1:] == b[:-1]
 
 
-@pytest.mark.parametrize("method, keys", [*((m, {}) for m in METHODS), *VARIANTS])
+@pytest.mark.parametrize(
+    "method, keys",
+    slow_but([*((m, {}) for m in METHODS), *VARIANTS], lambda method, keys: method in QUICK and not keys),
+)
 def test_the_same_as_the_embedded_engine(quick, method, keys):
     rounds = 1 if ".one_shot." in get_method_class(method).__module__ else 2
     few = {"federate.total_round_num": rounds, "federate.sample_client_num": 3 if keys else 2}
@@ -80,6 +100,7 @@ def test_the_same_as_the_embedded_engine(quick, method, keys):
     same(fs_lowrank.run(quick("local", keys)), fs_lowrank.run(quick("files", keys), "files"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", FOR_IMAGES)
 def test_methods_for_images_alone(quick, vision_settings, method):
     keys = {"federate.method": method, "model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5}
@@ -100,7 +121,7 @@ def test_clients_that_come_late(quick):
     same(local, fs_lowrank.run(quick("files", keys), "files"))
 
 
-@pytest.mark.parametrize("at", [1, 4, 8])
+@pytest.mark.parametrize("at", slow_but([(1,), (4,), (8,)], lambda at: at == 4))
 def test_a_server_that_is_killed(quick, monkeypatch, at):
     """At its first message, and at those that end the training of rounds 1 and 2; then the run is resumed."""
     import files_engine

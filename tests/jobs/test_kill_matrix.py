@@ -120,8 +120,19 @@ class Command:
             assert len(list(self.folder.glob("results/searches/*.json"))) == 1
 
 
-@pytest.mark.parametrize("event", ["SIGTERM", "two SIGINTs", "kill -9 of a worker", "kill -9 of the parent"])
-@pytest.mark.parametrize("which", ["hpo", "benchmark"])
+EVENTS = ("SIGTERM", "two SIGINTs", "kill -9 of a worker", "kill -9 of the parent")
+#: run by ``make test``; ``make test-slow`` runs the others
+QUICK = {("hpo", "kill -9 of the parent"), ("benchmark", "kill -9 of a worker"), ("benchmark", "two SIGINTs")}
+
+
+@pytest.mark.parametrize(
+    "which, event",
+    [
+        pytest.param(which, event, marks=() if (which, event) in QUICK else pytest.mark.slow)
+        for which in ("hpo", "benchmark")
+        for event in EVENTS
+    ],
+)
 def test_ended_from_outside(which, event, settings, tmp_path, monkeypatch):
     command = Command(which, tmp_path, settings)
     # The second worker has nothing to do but wait, and nobody to wait for once the parent is gone.
