@@ -88,7 +88,7 @@ class Config(Settings):
         if "model.type" in changes and self.model.task == infer_task(self.model.type):
             tree["model"]["task"] = ""
         merge(tree, changes)
-        if old is not new and "llm.adapter.use" not in changes:
+        if isinstance(method, str) and new is not None and new is not old and "llm.adapter.use" not in changes:
             params = {name: tree["lowrank"][name] for name in params_fields(new) if name in tree["lowrank"]}
             if new.requires(new.Params(**check_method_params(new, params, origin))).adapter != "optional":
                 tree["llm"]["adapter"]["use"] = False if method.lower() in framework.WITH_ADAPTERS else None

@@ -42,10 +42,10 @@ from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
 from ..settings import AdapterSpec
-from .wrapper import Wrapper
+from .wrapper import Value, Wrapper
 
 Tensors = Mapping[str, Tensor]
-State = dict[str, "Tensor | float | int"]
+State = dict[str, Value]
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,14 @@ class Method:
         if "base" not in self.shared:
             self.shared = tuple(dict.fromkeys((*self.shared, *self.whole)))
         #: the last round that adapters were drawn for, and what was drawn
-        self._drawn: tuple[int, dict[tuple, Tensor]] = (0, {})
+        self._drawn: tuple[int, dict[tuple[str, tuple[int, ...]], Tensor]] = (0, {})
         #: set by the engine where ``requires`` asks for validation data
         self.workbench: Workbench | None = None
 
     def _check_needs(self) -> None:
+        if not dataclasses.is_dataclass(self.params):
+            own = type(self).__qualname__
+            raise TypeError(f"{own}: hyperparameters of the type {type(self.params).__name__}, expected {own}.Params")
         given = [(f.name, getattr(self.params, f.name), f.default) for f in dataclasses.fields(self.params)]
         chosen = ", ".join(f"lowrank.{name} = {value}" for name, value, default in given if value != default)
         called = f"{self.name} with {chosen}" if chosen else self.name
@@ -261,7 +264,7 @@ class Method:
 
     def view(self, state: State, client: int | None = None) -> dict[str, Tensor]:
         """The shared tensors as they stand, for the global model or as ``client`` holds them."""
-        tensors = {n: state[n] for n in select(state, self.shared)}
+        tensors = tensors_of({n: state[n] for n in select(state, self.shared)})
         return tensors if client is None else dict(self.tailor(tensors, client))
 
     # -- what the server does ----------------------------------------------------------------------
@@ -353,7 +356,8 @@ class Averaging(Method):
         return state, mean
 
     def aggregate(self, updates: Sequence[Update], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
-        mean, memory = self.mean(updates, state), {}
+        mean = self.mean(updates, state)
+        memory: State = {}
         for wrapper in self.wrappers:
             mean, remembered = wrapper.step(mean, state)
             memory |= remembered
@@ -371,6 +375,20 @@ class Gathering(Method):
 
     #: tags of the tensors whose weighted mean it takes all the same (``mean_of``)
     averaged: tuple[str, ...] = ()
+
+
+def tensors_of(state: Mapping[str, Value]) -> dict[str, Tensor]:
+    """``state``, which is to hold tensors alone.
+
+    Raises:
+        TypeError: one of its values is a number; the message names it.
+    """
+    tensors = {n: value for n, value in state.items() if isinstance(value, Tensor)}
+    for name in sorted(state.keys() - tensors.keys()):
+        raise TypeError(
+            f"{name} of the state is {state[name]!r}, expected a tensor: its name is that of a shared weight"
+        )
+    return tensors
 
 
 def split_merges(message: Tensors) -> tuple[dict[int, dict[str, Tensor]], dict[str, Tensor]]:

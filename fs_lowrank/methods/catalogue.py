@@ -86,7 +86,7 @@ def create_method(
     with_adapter: bool = False,
     only_sums: bool = False,
     local_steps: int = 1,
-    server_optimizer: dict | None = None,
+    server_optimizer: Mapping[str, object] | None = None,
     **params: object,
 ) -> Method:
     """A method ready to be asked.
@@ -113,7 +113,7 @@ def create_method(
     method = cls(cls.Params(**check_method_params(cls, params)), setting)
     refuse_former(cls.name, vars(method))
     if server_optimizer is not None:
-        if not issubclass(cls, Averaging):
+        if not isinstance(method, Averaging):
             averaging = ", ".join(n for n in list_methods() if issubclass(registered()[n], Averaging))
             raise UserError(
                 f"fedopt.use: {cls.name}'s server step is not a weighted mean, so a server optimizer "

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..models.names import is_statistic
 from ..settings import Origin, check_keys, key, keys_of, server_lr
-from .wrapper import Wrapper
+from .wrapper import Value, Wrapper
 
 _V_RULES = {
     "adagrad": lambda v, d, beta: v + d * d,
@@ -88,7 +88,9 @@ class ServerOptimizer(Wrapper):
         checked = check_keys(given, keys_of(cls), origin or Origin(), "fedopt.optimizer")
         return cls(**{"lr": server_lr(checked.get("type", cls.type)), **checked})
 
-    def step(self, mean: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[dict, dict]:
+    def step(
+        self, mean: Mapping[str, Tensor], state: Mapping[str, Value]
+    ) -> tuple[dict[str, Tensor], dict[str, Value]]:
         """The new tensors and the memory to keep, both by name; ``state`` is not changed."""
         new, memory = {}, {}
         for name, average in mean.items():

@@ -7,6 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+#: what a method's state holds under a name
+Value = Tensor | float | int
+
 
 class Wrapper:
     """A change to the server's step of any averaging method; ``methods.server_optimizer`` is the one there is.
@@ -23,10 +26,12 @@ class Wrapper:
 
     prefix: ClassVar[str]
 
-    def step(self, mean: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[dict, dict]:
+    def step(
+        self, mean: Mapping[str, Tensor], state: Mapping[str, Value]
+    ) -> tuple[dict[str, Tensor], dict[str, Value]]:
         """The tensors to take in the place of ``mean``, and what to remember; ``state`` is from before the round."""
         raise NotImplementedError
 
-    def forget(self, names: Collection[str], state: Mapping) -> dict:
+    def forget(self, names: Collection[str], state: Mapping[str, Value]) -> dict[str, Value]:
         """``state`` without what is remembered of the tensors called ``names``."""
         return {n: v for n, v in state.items() if not (n.startswith(self.prefix) and n.rsplit(":", 1)[1] in names)}

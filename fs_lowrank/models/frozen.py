@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +71,7 @@ class FrozenPrefix:
         for module in self.below:
             module.training = False
 
-    def plan(self, owners: dict[str, tuple[object, float]]) -> None:
+    def plan(self, owners: Mapping[str, tuple[object, float]]) -> None:
         """Decide once whose states are cached, by number of uses and size, in the given order.
 
         The decision must not depend on the order of training, because a resumed run has to make the same one. If the

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +50,12 @@ def change_norm(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             start = reference.get(name)
-            same = start is not None and start.shape == tensor.shape
-            change = tensor.double() - start.double() if same else tensor
+            change = tensor.double() - start.double() if start is not None and start.shape == tensor.shape else tensor
             total += float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
     return math.sqrt(total)
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether ``value`` is a whole number; True and 3.0 are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -102,9 +102,10 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
         raise RefusedUpdate(f"{who}: says it has {shown} samples, expected a whole number from 1 to {max_samples}")
     # A copy, because what came may be a model's own parameters, which the next client overwrites.
     one_dtype = len({t.dtype for t in got.values()}) == 1
+    copy: FlatTensors | dict[str, Tensor]
     copy = FlatTensors.pack(got) if one_dtype else {n: t.detach().clone() for n, t in got.items()}
     # One NaN or Inf makes the sum one too; only then is it worth looking for.
-    if not (one_dtype and torch.isfinite(copy.flat.sum())):
+    if not (isinstance(copy, FlatTensors) and torch.isfinite(copy.flat.sum())):
         for name, tensor in copy.items():
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
@@ -114,7 +115,7 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
 
 def _not_plain(tensor: object, device: torch.device | None) -> str:
     """What is wrong with what stands for a tensor; empty if it is a plain dense one on ``device`` (None: any)."""
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter):
         return f"of the class {type(tensor).__name__}, expected a tensor"
     if tensor.layout is not torch.strided:
         return f"of the layout {str(tensor.layout).removeprefix('torch.')}, expected a dense tensor"

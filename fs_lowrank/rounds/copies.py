@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -97,7 +98,7 @@ class OwnCopy(SharedCopy):
         load_tensors(self.model, self.shared)
         stands = facts["stands"]
         device = next(self.model.parameters()).device
-        tensors = {n: t.to(device) for n, t in parcel.tensors.items()}
+        tensors: Mapping[str, Tensor] = {n: t.to(device) for n, t in parcel.tensors.items()}
         if facts.get("whole"):
             load_tensors(self.model, tensors)
         elif stands != self.standing.round:
@@ -123,7 +124,7 @@ class OwnCopy(SharedCopy):
         """
         changed = set(self.method.changed_base(self.model))
         trained, before = self.personal.before.get(self.client, (0, None))
-        parts = {
+        parts: dict[str, Mapping[str, Tensor]] = {
             "shared": self.shared,
             "base": {n: p for n, p in self.model.named_parameters() if n in changed},
             "personal": self.personal.get(self.client, {}),
@@ -182,7 +183,7 @@ def _saved(folder: Path, client: int, identity: str) -> Checkpoint | None:
     return found
 
 
-def copied(model: nn.Module, wanted) -> dict[str, Tensor]:
+def copied(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
     """A copy of the model's tensors that carry one of the ``wanted`` tags."""
     return {n: p.detach().clone() for n, p in named_tensors(model, wanted).items()}
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
 from .intake import TooFewClients
 from .keeper import RecordKeeper
+from .personal import PersonalParts
 from .round import BadRound, Finished, Round
 
 logger = logging.getLogger("fs_lowrank")
@@ -40,7 +42,7 @@ def end_round(round: Round, keeper: RecordKeeper) -> Finished:
     return finished
 
 
-def _undo(round, clients, personal) -> None:
+def _undo(round: Round, clients: Iterable[int], personal: PersonalParts) -> None:
     for client in clients:
         personal.undo(client, round.number)
     personal.settle()

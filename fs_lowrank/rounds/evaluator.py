@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..config import Config
+from ..data import Examples, ImageExamples
 from ..errors import UserError, nearest
 from ..methods import State
 from ..training import evaluate
@@ -53,7 +55,7 @@ class Evaluator:
             for split in self.splits()
         }
 
-    def score(self, examples, owner: str) -> dict[str, float]:
+    def score(self, examples: Examples | ImageExamples, owner: str) -> dict[str, float]:
         size = self.config.eval.batch_size or self.config.dataloader.batch_size
         return evaluate(self.site.model, examples, size, owner=owner, prefix=self.site.prefix)
 
@@ -85,19 +87,21 @@ class Evaluator:
             "acc_worst_decile": float(accuracies[: max(len(accuracies) // 10, 1)].mean()),
         }
 
-    def key_value(self, record: dict) -> float | None:
+    def key_value(self, record: Mapping[str, Any]) -> float | None:
         """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better; None if it has none."""
         split, metric = watched(self.config)
         value = record["metrics"].get(split, {}).get(metric)
         return None if value is None else (value if metric == "loss" else -value)
 
-    def stalled(self, history: Iterable[dict]) -> bool:
+    def stalled(self, history: Iterable[Mapping[str, Any]]) -> bool:
         """FederatedScope's early stopping: ``patience`` evaluations running, none better than the best by ``delta``."""
         stop = self.config.early_stop
         best, without = math.inf, 0
         for value in (self.key_value(r) for r in history if r["metrics"]):
-            better = value is not None and value < best - stop.delta
-            best, without = (value, 0) if better else (best, without + 1)
+            if value is not None and value < best - stop.delta:
+                best, without = value, 0
+            else:
+                without += 1
         return 0 < stop.patience <= without
 
     def check_watched(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
 from filelock import FileLock
+from torch import Tensor
 
 from ..algebra import nbytes
 from ..config import Config, load_config
@@ -24,7 +27,10 @@ from ..runs.records import Records, read_records
 from ..runs.result import RunResult
 from ..versions import SCHEMA
 from .evaluator import Evaluator
+from .intake import TooFewClients
 from .ledger import Ledger
+from .record import Failure
+from .round import BadRound
 from .site import Site
 
 
@@ -71,17 +77,19 @@ class RecordKeeper:
         self._records: Records | None = None
 
     @property
-    def history(self) -> list[dict]:
+    def history(self) -> list[dict[str, Any]]:
         """The records of the rounds that are done."""
         return self._records.history if self._records else []
 
-    def add(self, record: dict) -> None:
+    def add(self, record: dict[str, Any]) -> None:
         """Write the record of a round, and a checkpoint where one is due."""
+        if self._records is None:
+            raise RuntimeError(f"round {record['round']} cannot be recorded before start() has opened {self.outdir}")
         self._records.add(record)
         if self.checkpoint_due(record["round"]):
             self.save(record["round"])
 
-    def stopped(self, round: int, error: Exception, failed: list[dict]) -> RunFailed:
+    def stopped(self, round: int, error: TooFewClients | BadRound, failed: list[Failure]) -> RunFailed:
         """What to raise where ``round`` cannot be finished; the last good round is on the disk by then.
 
         Args:
@@ -167,7 +175,10 @@ class RecordKeeper:
                 )
         self._check_same_run(checkpoint.meta["config"])
         self._check_revisions(checkpoint.meta.get("revisions", {}))
-        to = lambda tensors: {n: t.to(self.site.device) for n, t in tensors.items()}  # noqa: E731
+
+        def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {n: t.to(self.site.device) for n, t in tensors.items()}
+
         self.ledger.restore(checkpoint.round, checkpoint.parts, checkpoint.meta, self.site.device)
         for key, tensor in to(checkpoint.parts.get("personal", {})).items():
             client, name = key.split("/", 1)
@@ -175,8 +186,8 @@ class RecordKeeper:
         load_tensors(self.site.model, to(checkpoint.parts.get("base", {})))
         load_tensors(self.site.model, self.method.view(self.ledger.state))
 
-    def _check_same_run(self, then: dict) -> None:
-        then, now = load_config(then).decisive(), self.config.decisive()
+    def _check_same_run(self, begun: Mapping[str, Any]) -> None:
+        then, now = load_config(begun).decisive(), self.config.decisive()
         if not (self.method.needs.rounds or self.config.train.scheduler.type):
             then["federate.total_round_num"] = now["federate.total_round_num"]
         # Else a round that too few clients finished, or that failed at the server, could never be got past.
@@ -212,30 +223,35 @@ class RecordKeeper:
 
     def _save_personal(self) -> Path:
         """Every client's own adapter, in PEFT's format, in a folder of its number."""
-        folder = self.outdir / "personal"
+        folder, model = self.outdir / "personal", self.site.model
+        if not isinstance(model, peft.PeftModel):
+            raise TypeError(
+                f"the clients' own adapters are saved from a PeftModel, the model is {type(model).__name__}"
+            )
         for client in self.site.personal:
             self.site.load_client(self.ledger.state, client)
             for name in {adapter_name(n) for n in self.site.personal[client]}:
                 save_adapter(
                     folder / f"client_{client}",
-                    self.site.model.peft_config[name],
-                    peft.get_peft_model_state_dict(self.site.model, adapter_name=name),
+                    model.peft_config[name],
+                    peft.get_peft_model_state_dict(model, adapter_name=name),
                 )
         self.site.load_global(self.ledger.state)
         return folder
 
     def finish(self) -> RunResult:
         history = self.history
-        last = next((r["metrics"] for r in reversed(history) if r["metrics"]), {})
+        last: dict[str, dict[str, float]] = next((r["metrics"] for r in reversed(history) if r["metrics"]), {})
         final = {f"{split}_{name}": v for split, values in last.items() for name, v in values.items()}
         for metric in {m for m in final if m.endswith("_acc")}:
             split = metric.removesuffix("_acc")
             final[f"{metric}_last5"] = float(
                 np.mean([r["metrics"][split]["acc"] for r in history if split in r["metrics"]][-5:])
             )
-        ranked = [r for r in history if r["metrics"] and self.evaluator.key_value(r) is not None]
+        values = {r["round"]: self.evaluator.key_value(r) for r in history if r["metrics"]}
+        ranked = {round: value for round, value in values.items() if value is not None}
         if ranked:
-            final["best_round"] = min(ranked, key=self.evaluator.key_value)["round"]
+            final["best_round"] = min(ranked, key=ranked.__getitem__)
         result = RunResult(
             history=history,
             final=final,

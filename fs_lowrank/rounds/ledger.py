@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -186,7 +186,7 @@ class Ledger:
 
     # -- on disk -----------------------------------------------------------------------------------
 
-    def saved(self, round: int) -> tuple[dict[str, dict[str, Tensor]], dict]:
+    def saved(self, round: int) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """After ``round``: tensors by part, and plain data, from which ``restore`` goes on.
 
         The messages' values are among them only where copies remember their standing: elsewhere nobody is left to
@@ -212,10 +212,17 @@ class Ledger:
         return parts, data
 
     def restore(
-        self, round: int, parts: Mapping[str, Mapping[str, Tensor]], data: Mapping, device: torch.device | str
+        self,
+        round: int,
+        parts: Mapping[str, Mapping[str, Tensor]],
+        data: Mapping[str, Any],
+        device: torch.device | str,
     ) -> None:
         """Go on as after ``round``, from what ``saved`` gave."""
-        to = lambda tensors: {n: t.to(device) for n, t in tensors.items()}  # noqa: E731
+
+        def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {n: t.to(device) for n, t in tensors.items()}
+
         self.state = {**to(parts.get("state", {})), **data["numbers"]}
         self.synced = {int(c): r for c, r in data["synced"].items()}
         values = to(parts.get("outbox", {}))

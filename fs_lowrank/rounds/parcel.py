@@ -9,6 +9,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -26,7 +27,7 @@ class Parcel:
 
     __slots__ = ("tensors", "facts")
 
-    def __init__(self, tensors: Mapping[str, Tensor], /, **facts):
+    def __init__(self, tensors: Mapping[str, Tensor], /, **facts: Any):
         self.tensors, self.facts = tensors, facts
 
     @property
@@ -70,5 +71,5 @@ def digest(tensors: Mapping[str, Tensor], seed: str = "") -> str:
     for name in sorted(tensors):
         plain = tensors[name].detach().cpu().contiguous()
         found.update(f"{name}{tuple(plain.shape)}{plain.dtype}".encode())
-        found.update(plain.flatten().view(torch.uint8).numpy())
+        found.update(plain.flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()[:16]

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..models.names import tags
+
+#: what a process spent on a client: seconds of ``training`` and ``upload``, and whether it was ``reused``
+Spent = dict[str, float | bool]
+
+
+class Failure(TypedDict):
+    """A client that could not be counted on: ``absent``, ``dropped``, ``failed`` or ``refused``, and why."""
+
+    client: int
+    kind: str
+    reason: str
 
 
 def round_record(
@@ -16,16 +28,16 @@ def round_record(
     round: int,
     *,
     selected: list[int],
-    failed: list[dict],
+    failed: list[Failure],
     losses: Mapping[int, float],
     uplink: Mapping[int, tuple[int, int]],
     downlink: Mapping[int, tuple[int, int]],
     samples: Mapping[int, int],
-    metrics: dict,
+    metrics: Mapping[str, Mapping[str, float]],
     seconds: Mapping[str, float],
-    spent: Mapping[int, dict],
+    spent: Mapping[int, Spent],
     skipped: str = "",
-) -> dict:
+) -> dict[str, Any]:
     """The line of ``rounds.jsonl``; bytes come by client, with and without the head.
 
     ``skipped``: why the round was left out (``lowrank.on_bad_round``); no client is among its ``clients`` then, and

@@ -12,12 +12,14 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
 from ..jobs.files import replacing
 from ..methods import Phase
@@ -38,7 +40,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         plain = tensors[name].detach().cpu().contiguous().flatten()
         digest.update(f"{name}{tuple(tensors[name].shape)}{plain.dtype}".encode())
-        digest.update(plain.view(torch.uint8).numpy())
+        digest.update(plain.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -58,7 +60,13 @@ class Reuse:
 
     @staticmethod
     def key(
-        config: Settings, model: nn.Module, examples, phases: Iterable[Phase], *, lr: float, seed: int
+        config: Settings,
+        model: nn.Module,
+        examples: Examples | ImageExamples,
+        phases: Iterable[Phase],
+        *,
+        lr: float,
+        seed: int,
     ) -> str | None:
         """The entry of a training that is about to start; None for one that no hash can tell (a penalty is code).
 
@@ -86,7 +94,7 @@ class Reuse:
         }
         return hashlib.sha256(json.dumps(decided, sort_keys=True, default=repr).encode()).hexdigest()[:24]
 
-    def find(self, key: str) -> tuple[dict[str, Tensor], dict] | None:
+    def find(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The tensors and facts kept under ``key``; None if there are none, or they cannot be read."""
         path = self.folder / f"{key}.safetensors"
         if not path.exists():
@@ -102,7 +110,7 @@ class Reuse:
             return None
         return tensors, facts
 
-    def keep(self, key: str, model: nn.Module, phases: Iterable[Phase], facts: dict) -> None:
+    def keep(self, key: str, model: nn.Module, phases: Iterable[Phase], facts: Mapping[str, Any]) -> None:
         """Keep what trained in ``model``, and its running statistics.
 
         Raises:

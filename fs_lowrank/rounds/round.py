@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from .finite import NotFinite, require_finite
 from .intake import Intake, Kept, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
-from .record import round_record
+from .record import Failure, Spent, round_record
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -101,7 +101,7 @@ class Round:
         self.intake, self.codec = intake or Kept(), codec or Plain()
         self.admission, self.base = ledger.admission, base
         #: who could not be counted on, in the order in which it was known: ``client``, ``kind``, ``reason``
-        self.failed: list[dict] = []
+        self.failed: list[Failure] = []
         #: by client: bytes with and without the head; and what the admitted updates said
         self.uplink: dict[int, Sizes] = {}
         self.downlink: dict[int, Sizes] = {}
@@ -142,11 +142,17 @@ class Round:
         if purpose == "train" and ledger.drops_out(client, self.number):
             purpose = "follow"
         since = ledger.since(client, standing)
-        facts = {"round": self.number, "purpose": purpose, "since": since, "stands": ledger.stood}
+        facts: dict[str, int | str | None] = {
+            "round": self.number,
+            "purpose": purpose,
+            "since": since,
+            "stands": ledger.stood,
+        }
         if client in ledger.undone:
             facts["undo"] = ledger.undone[client]
         if standing is not None:
             facts["stamp"] = ledger.stamp(ledger.stood)
+        tensors: Mapping[str, Tensor]
         if since is None:
             tensors = {**self.method.view(ledger.state, client), **self._changed_base()}
             sizes = Plain().sizes(tensors)
@@ -214,7 +220,8 @@ class Round:
             expected = self.intake.expects(method.expected(state, self.number, client))
             tensors = self._on_device(self.codec.decode(parcel.tensors, expected), expected)
             reference = method.view(state, client)
-            update = Update(client, facts.get("samples"), tensors)
+            samples: Any = facts.get("samples")  # whatever came: what is no number of samples is refused
+            update = Update(client, samples, tensors)
             update = self.admission.admit(update, expected, facts.get("loss"))
             if self.admission.bounds_norms:
                 self.norms[client] = self.admission.norm(update, reference)
@@ -283,6 +290,7 @@ class Round:
 
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:
         before = self.ledger.state
+        message: Mapping[str, Tensor]
         try:
             with torch.no_grad():
                 state, message = self.method.aggregate(updates, before, self.number)
@@ -321,7 +329,12 @@ class Round:
                 self.ledger.undone[client] = undo
         self._before = {}
 
-    def record(self, metrics: dict, seconds: Mapping[str, float], spent: Mapping[int, dict]) -> dict:
+    def record(
+        self,
+        metrics: Mapping[str, Mapping[str, float]],
+        seconds: Mapping[str, float],
+        spent: Mapping[int, Spent],
+    ) -> dict[str, Any]:
         """The line of ``rounds.jsonl`` as plain data; after ``finish``, and after an evaluation by messages.
 
         Args:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..config import Config
-from ..data import build_data, load_raw
+from ..data import Examples, ImageExamples, RawData, build_data, load_raw
 from ..errors import UserError
 from ..methods import Client, Method, State, Update, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
@@ -30,6 +30,7 @@ from ..training import train_client
 from ..training.local import LocalResult
 from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .personal import PersonalParts
+from .record import Spent
 from .reuse import Reuse
 
 logger = logging.getLogger("fs_lowrank")
@@ -44,7 +45,7 @@ def device_of(config: Config) -> torch.device:
     Raises:
         UserError: a GPU is asked for and there is none.
     """
-    if config.torch_device == "cpu":
+    if config.torch_device == "cpu" or isinstance(config.device, str):  # the only word it can be is cpu
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("use_gpu is True, but torch finds no GPU; set use_gpu False, or install a CUDA build of torch")
@@ -96,7 +97,8 @@ class Site:
         self._check_splits()
         model = self.plain_model()
         self.base_fingerprint = model_fingerprint(model)
-        self.new_weights = list(model.new_weights)
+        # From build_model. The attribute itself has, for torch's types, to be a tensor or a module.
+        self.new_weights: list[str] = list(vars(model)["new_weights"])
         total = sum(p.numel() for p in model.parameters())
         self.model = self.adapted(model)
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
@@ -104,7 +106,7 @@ class Site:
         self.initial_state = self.method.initial_state(self.model)
         self.personal = PersonalParts(self.personal_now())
         self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
-        self._spent: dict[int, dict] = {}
+        self._spent: dict[int, Spent] = {}
         self.parameters = {"total": total, "trainable": max(self._trained_by(c.id) for c in self.clients)}
         self.prefix = self.frozen_prefix(self.model, self.owners())
 
@@ -127,11 +129,13 @@ class Site:
         held = {**self.method.view(self.initial_state, client), **self.personal.untrained}
         return sum(t.numel() for n, t in held.items() if tags(n) & trained and not is_statistic(n))
 
-    def in_batches(self, examples, size: int = 0):
+    def in_batches(
+        self, examples: Examples | ImageExamples, size: int = 0
+    ) -> Callable[[], Iterator[dict[str, Tensor]]]:
         """A function that draws ``examples`` once, in order, as model inputs (``Client.batches``)."""
         size = size or self.config.dataloader.batch_size
 
-        def batches():
+        def batches() -> Iterator[dict[str, Tensor]]:
             for start in range(0, len(examples), size):
                 yield examples.batch(range(start, min(start + size, len(examples))))
 
@@ -198,11 +202,12 @@ class Site:
         prefix.plan(owners)
         return prefix if prefix else None
 
-    def owners(self) -> dict[str, tuple[object, float]]:
+    def owners(self) -> dict[str, tuple[Examples | ImageExamples, float]]:
         """Whose data the run goes through, and how often: for ``FrozenPrefix.plan``."""
         config, train = self.config, self.config.train
         rounds = range(1, config.federate.total_round_num + 1)
         evaluated = sum(evaluation_due(config, t) for t in rounds)
+        owners: dict[str, tuple[Examples | ImageExamples, float]]
         owners = {split: (examples, evaluated) for split, examples in self.held_out().items()}
         share = len(rounds) * config.sampled_per_round / config.federate.client_num
         for client, examples in zip(self.clients, self.data.clients):
@@ -212,7 +217,7 @@ class Site:
             owners[f"client {client.id}"] = (examples, passes)
         return owners
 
-    def held_out(self) -> dict[str, object]:
+    def held_out(self) -> dict[str, Examples | ImageExamples]:
         """The splits to evaluate on, by the names of ``eval.split``; an empty validation set is left out."""
         found = {split: getattr(self.data, SPLITS[split]) for split in self.config.eval.split if split in SPLITS}
         return {split: examples for split, examples in found.items() if examples is not None}
@@ -222,39 +227,43 @@ class Site:
         return {n: p.detach().clone() for n, p in named_tensors(self.model, self.method.personal).items()}
 
     def fit(
-        self, client: Client, examples, round: int, model: nn.Module, prefix: FrozenPrefix | None
+        self,
+        client: Client,
+        examples: Examples | ImageExamples,
+        round: int,
+        model: nn.Module,
+        prefix: FrozenPrefix | None,
     ) -> tuple[Update, LocalResult]:
         """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors."""
         config, phases = self.config, self.method.phases(round, client.id)
         rounds, train = config.federate.total_round_num, config.train
-        options = {
-            "lr": lr_at(round, rounds, train.optimizer.lr, self.schedule),
-            "seed": derive(config.seed, "train", round, client.id),
-        }
+        lr = lr_at(round, rounds, train.optimizer.lr, self.schedule)
+        seed = derive(config.seed, "train", round, client.id)
         started = time.perf_counter()
-        key = self.reuse.key(config, model, examples, phases, **options) if self.reuse else None
-        kept = self.reuse.find(key) if key else None
+        reuse = self.reuse
+        key = reuse.key(config, model, examples, phases, lr=lr, seed=seed) if reuse else None
+        kept = reuse.find(key) if reuse and key else None
         if kept:
             load_tensors(model, kept[0])
             result, seconds = LocalResult(**kept[1]["result"]), kept[1]["seconds"]
         else:
             result = train_client(
-                model, examples, phases, config, owner=f"client {client.id}", prefix=prefix, **options
+                model, examples, phases, config, owner=f"client {client.id}", prefix=prefix, lr=lr, seed=seed
             )
             seconds = time.perf_counter() - started
-            if key:
-                self.reuse.keep(key, model, phases, {"result": dataclasses.asdict(result), "seconds": seconds})
+            if reuse and key:
+                reuse.keep(key, model, phases, {"result": dataclasses.asdict(result), "seconds": seconds})
         trained = time.perf_counter()
         tensors = {n: t.detach() for n, t in self.method.upload(model, round, client).items()}
         self._spent[client.id] = {"training": seconds, "upload": time.perf_counter() - trained, "reused": bool(kept)}
         return Update(client.id, client.num_samples, tensors), result
 
-    def take_spent(self) -> dict[int, dict]:
+    def take_spent(self) -> dict[int, Spent]:
         """Seconds of each client trained here since this was asked for last: ``training``, ``upload``, ``reused``."""
         spent, self._spent = dict(sorted(self._spent.items())), {}
         return spent
 
-    def add_spent(self, spent: Mapping[int, dict]) -> None:
+    def add_spent(self, spent: Mapping[int, Spent]) -> None:
         """Count what clients have spent in another process."""
         self._spent.update(spent)
 
@@ -272,7 +281,7 @@ class Site:
         self.personal.keep(client, round, self.personal_now())
 
 
-def check_task(config: Config, raw) -> None:
+def check_task(config: Config, raw: RawData) -> None:
     """Raise ``UserError`` if the data are not of the kind that the model takes: images, labels or answers."""
     if (raw.images is not None) != config.is_vision:
         raise UserError(

@@ -9,6 +9,7 @@ from fs_lowrank.methods import (
     Gathering,
     Method,
     Requires,
+    Setting,
     Update,
     Wrapper,
     create_method,
@@ -174,6 +175,21 @@ def test_what_a_wrapper_remembers_of_a_tensor_that_is_replaced_is_dropped():
     state, _ = method.aggregate([update], state, 2)
     assert "counts:of:a" not in state and state["counts:of:b"] == 2 and state["own:of:a"] == 2
     assert torch.equal(state["a"], torch.zeros(2))
+
+
+# -- what is refused by its type -------------------------------------------------------------------------
+
+
+def test_a_number_under_the_name_of_a_shared_tensor_is_refused():
+    method = create_method("fedavg")
+    assert method.view({"net.weight": torch.ones(2), "own:round": 3}).keys() == {"net.weight"}
+    with pytest.raises(TypeError, match="net.weight of the state is 3, expected a tensor"):
+        method.view({"net.weight": 3})
+
+
+def test_hyperparameters_are_a_dataclass():
+    with pytest.raises(TypeError, match="hyperparameters of the type dict, expected FedAvg.Params"):
+        type(create_method("fedavg"))({}, Setting())
 
 
 # -- layers ----------------------------------------------------------------------------------------------

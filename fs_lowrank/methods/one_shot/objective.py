@@ -43,8 +43,11 @@ def full_block(
 ) -> Block:
     """All parameters ``names`` as one vector of size ``d``, with ``F_k`` of ``(d, d)``."""
     start = _flat(mean, names, dtype)
-    total = sum(p * part["fisher:"].to(dtype) for p, part in zip(weights, parts))
-    target = sum(p * (part["fisher:"].to(dtype) @ _flat(part, names, dtype)) for p, part in zip(weights, parts))
+    total, target = start.new_zeros(len(start), len(start)), torch.zeros_like(start)
+    for p, part in zip(weights, parts):
+        fisher = part["fisher:"].to(dtype)
+        total = total + p * fisher
+        target = target + p * (fisher @ _flat(part, names, dtype))
 
     def closed() -> Tensor:
         return least_change(total, target[None], start[None], torch.float64)[0]
@@ -82,7 +85,8 @@ def kronecker_block(
     ]
 
     def product(x: Tensor) -> Tensor:
-        return sum(kron_multiply(g, a, x) for g, a in factors)
+        return sum((kron_multiply(g, a, x) for g, a in factors), torch.zeros_like(x))
 
-    target = sum(kron_multiply(g, a, matrix(part)) for (g, a), part in zip(factors, parts))
-    return Block(product, target, matrix(mean), None, split)
+    start = matrix(mean)
+    products = (kron_multiply(g, a, matrix(part)) for (g, a), part in zip(factors, parts))
+    return Block(product, sum(products, torch.zeros_like(start)), start, None, split)
