@@ -112,14 +112,10 @@ def test_needs_follow_the_hyperparameters():
 
 def test_what_is_shared_says_whether_there_is_an_adapter():
     found = {n: requirements(n).adapter for n in list_methods()}
-    assert [n for n, a in found.items() if a == "lora"] == [
-        "ffa_lora",
-        "flexlora",
-        "flora",
-        "mfedloru",
-        "pmfedloru",
-        "rolora",
-    ]
+    # Other tests register methods of their own, so only those that this package has are looked at.
+    halves = ("ffa_lora", "flexlora", "flora", "mfedloru", "pmfedloru", "rolora")
+    assert {found[n] for n in halves} == {"lora"}
+    assert {found[n] for n in ("fedlora", "fedloru", "pfedloru")} == {"any"}
     assert {found[n] for n in ("fedavg", "fedhm", "pfedlora", "dense", "otfusion", "pfnm")} == {"none"}
     assert {found[n] for n in ("fedfisher", "fisher_merge", "regmean")} == {"optional"}
     for needs, use, adapts in (
