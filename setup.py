@@ -68,6 +68,7 @@ setup(
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"],
         "dev": [
             "pytest>=8",
+            "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
             "ruff",
