@@ -38,11 +38,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	@echo "== running the test suite"
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 2 --dist load
 
 test-slow: $(VENV)/.installed
 	@echo "== running the tests that take long"
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist load -m slow
 
 check: lint types docs
 
