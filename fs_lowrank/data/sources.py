@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from fs_lowrank.data.tables import (
 from fs_lowrank.data.tokenize import LOSSES, TEMPLATES
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin, check_keys, key, keys_of, one_mapping
+from fs_lowrank.settings.reading import read_packaged
 
 __all__ = ["CAUSAL_LM", "CLASSIFICATION", "IMAGE_CLASSIFICATION", "RawData", "data_args", "load_raw", "own_files"]
 
@@ -221,64 +222,22 @@ FETCHED = {"sentiment": _sentiment, "alpaca_demo": _alpaca_demo}
 
 @dataclass(frozen=True)
 class _Glue:
+    """A task as described in ``glue.yaml``."""
+
     folder: str
     text: str
-    text_pair: str | None
     label: str
-    names: tuple[str, ...]  # in the order of the class indices
-    raw: tuple[str, ...] = ()  # the labels in the file, if they are not the names
+    names: list[str]
+    hub: list[str]
+    text_pair: str | None = None
+    raw: list[str] | None = None
     dev: str = "dev.tsv"
     dev_hub: str = "validation"
-    header: tuple[str, ...] | None = None
-    fields: tuple[str, ...] = ()
-    hub: tuple[str, ...] = ("sentence",)
+    header: list[str] | None = None
+    fields: Sequence[str] = ()
 
 
-_TWO = ("0", "1")
-_ENTAILMENT = ("entailment", "not_entailment")
-GLUE = {
-    "sst2": _Glue("SST-2", "sentence", None, "label", ("negative", "positive"), _TWO),
-    "rte": _Glue("RTE", "sentence1", "sentence2", "label", _ENTAILMENT, hub=("sentence1", "sentence2")),
-    "qnli": _Glue("QNLI", "question", "sentence", "label", _ENTAILMENT, hub=("question", "sentence")),
-    "mnli": _Glue(
-        "MNLI",
-        "sentence1",
-        "sentence2",
-        "gold_label",
-        ("entailment", "neutral", "contradiction"),
-        dev="dev_matched.tsv",
-        dev_hub="validation_matched",
-        fields=("genre",),
-        hub=("premise", "hypothesis"),
-    ),
-    "qqp": _Glue(
-        "QQP",
-        "question1",
-        "question2",
-        "is_duplicate",
-        ("not_duplicate", "duplicate"),
-        _TWO,
-        hub=("question1", "question2"),
-    ),
-    "cola": _Glue(
-        "CoLA",
-        "sentence",
-        None,
-        "label",
-        ("unacceptable", "acceptable"),
-        _TWO,
-        header=("source", "label", "star", "sentence"),
-    ),
-    "mrpc": _Glue(
-        "MRPC",
-        "#1 String",
-        "#2 String",
-        "Quality",
-        ("not_equivalent", "equivalent"),
-        _TWO,
-        hub=("sentence1", "sentence2"),
-    ),
-}
+GLUE = {name: _Glue(**about) for name, about in read_packaged(__package__, "glue.yaml").items()}
 
 
 def _glue_task(name: str) -> _Glue:
@@ -296,7 +255,7 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
     frames = []
     for file in ("train.tsv", task.dev):
         path = root / task.folder / file
-        table, short = read_tsv(path, list(task.header) if task.header else None)
+        table, short = read_tsv(path, task.header)
         count_skipped(skipped, "too few columns", short)
         wanted = [column for column in (task.text, task.text_pair, task.label) if column]
         require_columns(path, table, wanted)
@@ -326,7 +285,7 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
     fields = [column for column in task.fields if column in train and column in dev]
     source = f"GLUE {task.folder}, official files; its {task.dev} is the test set, since GLUE's test labels are hidden"
     several_classes(train["label"], str(root / task.folder / "train.tsv"))
-    return RawData(CLASSIFICATION, train, None, dev, list(task.names), fields, source, skipped)
+    return RawData(CLASSIFICATION, train, None, dev, task.names, fields, source, skipped)
 
 
 # Hugging Face hub

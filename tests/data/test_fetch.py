@@ -52,6 +52,7 @@ def offer(monkeypatch, path, **changes):
         "description": "a test",
         "size": "1 kB",
         "licence": "none",
+        "registry": "pypi",
         "package": "tiny-pack",
         "version": "1.0",
         "filename": path.name,

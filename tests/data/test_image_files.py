@@ -50,7 +50,7 @@ def test_mnist_wherever_its_files_lie(tmp_path, where, pack, suffix, form):
 
 
 def test_fashion_mnist_from_the_systems_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "FASHION_MNIST_DEBIAN", mnist(tmp_path / "system"))
+    monkeypatch.setitem(module.IMAGE_SETS["fashion_mnist"], "more", [mnist(tmp_path / "system")])
     raw = load("fashion_mnist", tmp_path / "nowhere", tmp_path)
     assert raw.label_names[1] == "Trouser" and len(raw.train) == 12
     # FederatedScope's way of writing it.
