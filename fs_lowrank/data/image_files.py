@@ -272,7 +272,7 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
     skipped: dict[str, int] = {}
 
     def classes(where: Path) -> dict[str, list[Path]]:
-        found = {}
+        files = {}
         for kind in sorted(p for p in where.iterdir() if p.is_dir() and not p.name.startswith(".")):
             entries = sorted(os.scandir(kind), key=lambda e: e.name)
             kept = [Path(e.path) for e in entries if e.name.lower().endswith(SUFFIXES) and not e.name.startswith(".")]
@@ -281,19 +281,19 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
                     skipped.get("not an image, by its name", 0) + len(entries) - len(kept)
                 )
             if kept:
-                found[kind.name] = kept
-        return found
+                files[kind.name] = kept
+        return files
 
     try:
         if not (folder / TRAIN).is_dir():
             return {TRAIN: classes(folder)}, skipped
-        found = {}
+        splits = {}
         for name, split in _SPLIT_NAMES.items():
             if (folder / name).is_dir():
-                if split in found:
+                if split in splits:
                     raise UserError(f"{folder}: {name} is a second folder of {split} images")
-                found[split] = classes(folder / name)
-        return found, skipped
+                splits[split] = classes(folder / name)
+        return splits, skipped
     except OSError as error:
         raise UserError(f"cannot list {folder}: {error}") from error
 
@@ -333,25 +333,25 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
         try:
             with Image.open(path) as image:
                 gray = image.mode in ("1", "L", "LA", "I", "I;16")
-                wanted = "L" if (channels == 1 or channels is None and gray) else "RGB"
-                shown = image if image.mode == wanted else image.convert(wanted)
-                if size is not None and shown.size != size[::-1]:
-                    shown = shown.resize(size[::-1], Image.Resampling.BILINEAR)
-                return np.asarray(shown)
+                mode = "L" if (channels == 1 or channels is None and gray) else "RGB"
+                converted = image if image.mode == mode else image.convert(mode)
+                if size is not None and converted.size != size[::-1]:
+                    converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
+                return np.asarray(converted)
         except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
             raise UserError(f"{path}: cannot be read as an image: {error}") from error
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
-        found = list(pool.map(read, files))
-    first = found[0].shape[:2]
-    for path, image in zip(files, found):
+        decoded = list(pool.map(read, files))
+    first = decoded[0].shape[:2]
+    for path, image in zip(files, decoded):
         if image.shape[:2] != first:
             raise UserError(
                 f"{path}: is {image.shape[0]} × {image.shape[1]}, {files[0].name} is {first[0]} × "
                 f"{first[1]}; set a common size: data.args [{{size: {first[0]}}}]"
             )
-    depth = channels or (3 if any(image.ndim == 3 for image in found) else 1)
-    out = np.empty((len(found), depth, *first), dtype=np.uint8)
-    for row, image in zip(out, found):
+    depth = channels or (3 if any(image.ndim == 3 for image in decoded) else 1)
+    out = np.empty((len(decoded), depth, *first), dtype=np.uint8)
+    for row, image in zip(out, decoded):
         row[:] = image if image.ndim == 2 else image.transpose(2, 0, 1)
     return out

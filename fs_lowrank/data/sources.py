@@ -159,23 +159,23 @@ def _named(name: str, root: Path) -> tuple[str, str]:
     return (name, "") if is_path or "@" not in name else (stem, provider)
 
 
-def _images(found: ImageSet) -> RawData:
+def _images(image_set: ImageSet) -> RawData:
     frames = {}
-    for split, rows in found.splits.items():
+    for split, rows in image_set.splits.items():
         where = np.arange(rows.start, rows.stop)
-        columns = {"image": where, "label": found.labels[where]}
-        frames[split] = pd.DataFrame({**columns, **{name: values[where] for name, values in found.fields.items()}})
-    several_classes(frames["train"]["label"], found.source)
+        columns = {"image": where, "label": image_set.labels[where]}
+        frames[split] = pd.DataFrame({**columns, **{name: values[where] for name, values in image_set.fields.items()}})
+    several_classes(frames["train"]["label"], image_set.source)
     return RawData.of(
         IMAGE_CLASSIFICATION,
         frames,
-        found.label_names,
-        list(found.fields),
-        found.source,
-        found.skipped,
-        images=found.images,
-        mean=found.mean,
-        std=found.std,
+        image_set.label_names,
+        list(image_set.fields),
+        image_set.source,
+        image_set.skipped,
+        images=image_set.images,
+        mean=image_set.mean,
+        std=image_set.std,
     )
 
 
@@ -257,14 +257,14 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
         path = root / task.folder / file
         table, short = read_tsv(path, task.header)
         count_skipped(skipped, "too few columns", short)
-        wanted = [column for column in (task.text, task.text_pair, task.label) if column]
-        require_columns(path, table, wanted)
+        columns = [column for column in (task.text, task.text_pair, task.label) if column]
+        require_columns(path, table, columns)
         written = task.raw or task.names
         label = table[task.label].map({value: i for i, value in enumerate(written)})
-        odd = table[task.label][label.isna()]
+        unknown = table[task.label][label.isna()]
         # "-" marks pairs on which the annotators disagreed; GLUE leaves them out.
-        if len(odd) and not (odd == "-").all():
-            bad = odd[odd != "-"]
+        if len(unknown) and not (unknown == "-").all():
+            bad = unknown[unknown != "-"]
             raise UserError(
                 f"{path}, row {bad.index[0] + 1}: label {bad.iloc[0]!r} is none of {', '.join(map(repr, written))}"
             )
@@ -275,7 +275,7 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
         for column in task.fields:
             if column in table:
                 frame[column] = table[column]
-        count_skipped(skipped, "no agreed label", len(odd))
+        count_skipped(skipped, "no agreed label", len(unknown))
         frame = frame[label.notna()]
         frame = drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frame):
@@ -405,8 +405,8 @@ def _own_file(path: Path, args: Mapping[str, Any], takes: Args, language: bool |
     fields: list[str] = []
     skipped: dict[str, int] = {}
     for role, (where, table) in tables.items():
-        frames[role], found, left_out = instructions(table, where, args)
-        fields = found if role == "train" else fields
+        frames[role], column_names, left_out = instructions(table, where, args)
+        fields = column_names if role == "train" else fields
         for reason, count in left_out.items():
             count_skipped(skipped, reason, count)
     source = f"the user's file {path.name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class Factorised(nn.Module):
         UserError: another type of layer.
     """
 
-    def __init__(self, base_layer: nn.Module, name: str):
+    def __init__(self, base_layer: Any, name: str):
         super().__init__()
         is_conv = isinstance(base_layer, nn.Conv2d)
         if not (

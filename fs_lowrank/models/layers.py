@@ -57,8 +57,8 @@ class Layer:
 @lru_cache(maxsize=1 << 16)
 def _place(name: str) -> tuple[str, str] | None:
     """The layer and the letter of the tensor called ``name``; None for one that is no adapted layer's."""
-    found = [letter for letter, end in _ENDS.items() if name.endswith(end)]
-    return (name.removesuffix(_ENDS[found[0]]), found[0]) if found and ":" not in name else None
+    letters = [letter for letter, end in _ENDS.items() if name.endswith(end)]
+    return (name.removesuffix(_ENDS[letters[0]]), letters[0]) if letters and ":" not in name else None
 
 
 def adapted_layers(tensors: Mapping[str, Tensor]) -> list[Layer]:

@@ -5,8 +5,9 @@
 ``lora_B``   the up-projection of the shared adapter, ``(d_out, r)``, zero at start
 ``adapter``  any tensor of the shared adapter (also LoHa's and LoKr's)
 ``personal`` any tensor of the adapter ``personal``; likewise for any adapter other than PEFT's ``default``
-``head``     the classifier: a module of such a name at the top of the model, or in PEFT's ``modules_to_save``;
-             a module of the same name inside the base model is ``base``
+``head``     the classifier: a module at the top of the model whose name is in ``HEAD_MODULES`` or ends as in
+             ``PEFT_HEADS`` (DistilBERT's ``pre_classifier``), or one that the user names in ``modules_to_save``;
+             a module of such a name inside the base model is ``base``
 ``rest``     any tensor of ``base`` without an adapter; trained only in a model from scratch
 ``nested``   a pair nested in the shared one (``models.nested``)
 ``factor``   a thin factor in place of a full weight (``models.factorised``)
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 #: names of heads; such a module is a head only at the top of the model, not inside the base
 HEAD_MODULES = ("classifier", "score", "fc")
-#: endings of names that PEFT treats as the head of a classifier, anywhere in the model
+#: endings of the names of heads: PEFT trains and saves modules with such names, anywhere in the model
 PEFT_HEADS = ("classifier", "score")
 #: prefix of the wrapped model in PEFT's model
 _PEFT_PREFIX = "base_model.model."
@@ -78,7 +79,7 @@ def tags(name: str) -> frozenset[str]:
         # Inside the base it is a head only if the user named it; PEFT chooses by the end of the name.
         is_head = len(module) == 1 or not module[-1].endswith(PEFT_HEADS)
     else:
-        is_head = path[0] in HEAD_MODULES
+        is_head = path[0] in HEAD_MODULES or path[0].endswith(PEFT_HEADS)
     if is_head:
         return frozenset({"head"})
     return frozenset({"base"} if parts[-2:] == ["base_layer", "weight"] else {"base", "rest"})

@@ -69,7 +69,10 @@ def test_one_seed_draws_one_a(tiny_encoder):
         ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT refuses this adapter: No modules were targeted"),
         ({"target_modules": ("LayerNorm",)}, "llm.adapter.args: PEFT refuses this adapter: .*is not supported"),
         ({"target_modules": ("query",), "extra": {"init_lora_weights": "foo"}}, "llm.adapter.args: .*'foo'"),
-        ({"target_modules": ("query",), "extra": {"rank_pattern": 5}}, "llm.adapter.args: PEFT refuses"),
+        (
+            {"target_modules": ("query",), "extra": {"rank_pattern": 5}},
+            "llm.adapter.args.0.rank_pattern = 5: expected a mapping or nothing",
+        ),
         ({"target_modules": ("query",), "extra": {"foo": 1}}, "llm.adapter.args: 'foo' is no argument of .*LoraConfig"),
     ],
 )
