@@ -35,7 +35,6 @@ from fs_lowrank.data.tables import (
     RawData,
     classified,
     count_skipped,
-    drop_empty,
     instructions,
     require_columns,
     several_classes,
@@ -251,41 +250,32 @@ def _glue_task(name: str) -> _Glue:
 def _glue(name: str, root: Path, args: Args) -> RawData:
     task = _glue_task(name)
     args(*COMMON_ARGS)
+    columns = {"text": task.text, "text_pair": task.text_pair, "label": task.label}
+    used = [column for column in columns.values() if column]
+    labels = task.raw or task.names
     skipped: dict[str, int] = {}
-    frames = []
-    for file in ("train.tsv", task.dev):
+    tables = {}
+    for role, file in (("train", "train.tsv"), ("test", task.dev)):
         path = root / task.folder / file
         table, short = read_tsv(path, task.header)
-        count_skipped(skipped, "too few columns", short)
-        columns = [column for column in (task.text, task.text_pair, task.label) if column]
-        require_columns(path, table, columns)
-        written = task.raw or task.names
-        label = table[task.label].map({value: i for i, value in enumerate(written)})
-        unknown = table[task.label][label.isna()]
+        require_columns(path, table, used)
+        index = table[task.label].map({value: i for i, value in enumerate(labels)})
+        unknown = table[task.label][index.isna()]
         # "-" marks pairs on which the annotators disagreed; GLUE leaves them out.
-        if len(unknown) and not (unknown == "-").all():
-            bad = unknown[unknown != "-"]
+        invalid = unknown[unknown != "-"]
+        if len(invalid):
             raise UserError(
-                f"{path}, row {bad.index[0] + 1}: label {bad.iloc[0]!r} is none of {', '.join(map(repr, written))}"
+                f"{path}, row {invalid.index[0] + 1}: label {invalid.iloc[0]!r} is none of "
+                f"{', '.join(map(repr, labels))}"
             )
-        frame = pd.DataFrame({"text": table[task.text]})
-        if task.text_pair:
-            frame["text_pair"] = table[task.text_pair]
-        frame["label"] = label
-        for column in task.fields:
-            if column in table:
-                frame[column] = table[column]
+        count_skipped(skipped, "too few columns", short)
         count_skipped(skipped, "no agreed label", len(unknown))
-        frame = frame[label.notna()]
-        frame = drop_empty(frame, ("text", "text_pair"), skipped)
-        if not len(frame):
-            raise UserError(f"{path}: every row has an empty text or no label")
-        frames.append(frame.astype({"label": np.int64}))
-    train, dev = frames
-    fields = [column for column in task.fields if column in train and column in dev]
+        table = table[[*used, *(column for column in task.fields if column in table)]]
+        tables[role] = (str(path), table.assign(**{task.label: index})[index.notna()])
     source = f"GLUE {task.folder}, official files; its {task.dev} is the test set, since GLUE's test labels are hidden"
-    several_classes(train["label"], str(root / task.folder / "train.tsv"))
-    return RawData(CLASSIFICATION, train, None, dev, task.names, fields, source, skipped)
+    raw = classified(tables, columns, source, task.names)
+    raw.skipped.update(skipped)
+    return raw
 
 
 # Hugging Face hub

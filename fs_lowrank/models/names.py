@@ -29,25 +29,11 @@ HEAD_MODULES = ("classifier", "score", "fc")
 PEFT_HEADS = ("classifier", "score")
 #: prefix of the wrapped model in PEFT's model
 _PEFT_PREFIX = "base_model.model."
-_ADAPTER_PARTS = (
-    "lora_A",
-    "lora_B",
-    "hada_w1_a",
-    "hada_w1_b",
-    "hada_w2_a",
-    "hada_w2_b",
-    "hada_t1",
-    "hada_t2",
-    "lokr_w1",
-    "lokr_w1_a",
-    "lokr_w1_b",
-    "lokr_w2",
-    "lokr_w2_a",
-    "lokr_w2_b",
-    "lokr_t2",
-)
-
-
+#: parts of the names of adapters' tensors, by which they are known
+_ADAPTER_PARTS = """
+    lora_A lora_B hada_w1_a hada_w1_b hada_w2_a hada_w2_b hada_t1 hada_t2 lokr_w1 lokr_w1_a lokr_w1_b lokr_w2
+    lokr_w2_a lokr_w2_b lokr_t2
+""".split()
 #: tensors of adapters that are initialised to zero, so that the adapter has no effect
 _ZERO_AT_START = frozenset({"lora_B", "hada_w2_b", "lokr_w1", "lokr_w1_a"})
 

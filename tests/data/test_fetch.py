@@ -321,13 +321,9 @@ def test_files_of_a_debian_package(tmp_path):
     assert (tmp_path / "a.bin").read_bytes() == b"aaa" and (tmp_path / "b.bin").read_bytes() == b"bb"
     with pytest.raises(UserError, match="lacks 'usr/c'"):
         undeb(path, tmp_path, ("usr/c",))
-    for raw, message in (
-        (b"PK", "not a Debian package"),
-        (path.read_bytes()[:-40], "damaged"),
-        (path.read_bytes()[:72], "holds no files"),
-    ):
+    for raw in (b"PK", path.read_bytes()[:-40], path.read_bytes()[:72]):
         (tmp_path / "bad.deb").write_bytes(raw)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match="bad.deb: not a Debian package, or damaged: .*dpkg-deb: error"):
             undeb(tmp_path / "bad.deb", tmp_path, ("usr/share/a.bin",))
 
 
