@@ -365,11 +365,12 @@ def one_adapter(model: peft.PeftModel) -> tuple[peft.LoraConfig, dict[str, Tenso
     """The adapter ``ACCUMULATED`` and the shared one as a single LoRA adapter, with PEFT's names.
 
     Returns:
-        Its config, with the sum of both ranks and scale 1, and its tensors with those of the head.
+        Its config, with the sum of both ranks of each layer and scale 1, and its tensors with those of the head.
     """
     from peft import get_peft_model_state_dict
 
     tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name="default").items() if ".lora_" not in n}
+    ranks: dict[str, int] = {}
     for name, layer in model.named_modules():
         if ACCUMULATED not in getattr(layer, "lora_A", {}):
             continue
@@ -378,9 +379,12 @@ def one_adapter(model: peft.PeftModel) -> tuple[peft.LoraConfig, dict[str, Tenso
         tensors[f"{name}.lora_B.weight"] = torch.cat(
             [layer.lora_B[a].weight * layer.scaling[a] for a in parts], 1
         ).detach()
-        rank = tensors[f"{name}.lora_A.weight"].shape[0]
+        ranks[name.removeprefix("base_model.model.")] = tensors[f"{name}.lora_A.weight"].shape[0]
     config = copy.deepcopy(model.peft_config["default"])
+    rank = max(ranks.values())
     config.r, config.lora_alpha, config.use_rslora = rank, rank, False
+    config.rank_pattern = {name: r for name, r in ranks.items() if r != rank}
+    config.alpha_pattern = dict(config.rank_pattern)
     return config, tensors
 
 

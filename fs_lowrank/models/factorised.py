@@ -75,7 +75,7 @@ def empty_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def full_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
-    """Shape of the weight that the factors stand for: ``(d_out, d_in)``, and of a convolution the kernel's."""
+    """Shape of the weight that the factors replace: ``(d_out, d_in)``, or that of a convolution."""
     return (left.shape[0], right.shape[1], *((left.shape[2], right.shape[3]) if left.ndim == 4 else ()))
 
 

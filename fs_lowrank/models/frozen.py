@@ -61,7 +61,9 @@ class FrozenPrefix:
         self.below: list[nn.Module] = []
         #: number of outputs of each block that has run; 0 for a bare tensor
         self.outputs: dict[nn.Module, int] = {}
+        #: owner -> states of all its samples, and the first row of each sample
         self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
+        #: owner -> whether its states are cached
         self.budget: dict[str, bool] = {}
 
     def __bool__(self) -> bool:
@@ -123,10 +125,10 @@ class FrozenPrefix:
 
     @contextlib.contextmanager
     def _bypass(self, states: Tensor) -> Iterator[None]:
-        """While open, the blocks below pass on what they are given, and the first trainable one gets ``states``.
+        """A context in which the blocks below return their input, and the first trainable block receives ``states``.
 
-        ``forward`` is replaced on the instance, since no hook of torch's can leave a module's own computation out.
-        That a model bears it is tried on samples first (``_differs``).
+        ``forward`` is replaced on the instance, because no hook of torch can skip the computation of a module.
+        ``_differs`` checks on samples that the model gives the same results.
         """
 
         def give(module, args, kwargs):

@@ -84,12 +84,12 @@ def pairs(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 
 
 def entries(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` under names ``KIND:name``, which are no tensors of the model."""
+    """``tensors`` under the names ``KIND:name``, which are not names of tensors of the model."""
     return {f"{kind}:{n}": t for n, t in tensors.items()}
 
 
 def entries_of(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse of ``entries``: those of ``tensors`` that are called ``KIND:name``, by ``name``."""
+    """The reverse of ``entries``: the tensors with names ``KIND:name``, by ``name``."""
     return {n.removeprefix(f"{kind}:"): t for n, t in tensors.items() if n.startswith(f"{kind}:")}
 
 

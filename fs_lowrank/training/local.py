@@ -83,7 +83,7 @@ def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean loss of the model on a batch.
 
-    The head of a causal LM is wide, so it is applied only to the positions that have a label. The loss is the same.
+    The head of a causal LM is wide, so it is applied only to positions with a label, which gives the same loss.
     """
     if batch["labels"].ndim == 1 or getattr(model.config, "output_router_logits", False):
         return model(**batch).loss  # a mixture of experts adds its own loss

