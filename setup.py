@@ -37,7 +37,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
-    package_data={"fs_lowrank": ["py.typed"], "benchmark": ["suites/*.yaml"], "hpo": ["spaces/*.yaml"]},
+    package_data={"fs_lowrank": ["py.typed", "**/*.yaml"], "benchmark": ["suites/*.yaml"], "hpo": ["spaces/*.yaml"]},
     install_requires=[
         "torch>=2.8",
         "transformers>=5.0",

@@ -138,13 +138,15 @@ def load_for(
     if not classes or len({cls.name for cls in classes}) < len(classes):
         raise UserError(f"compare needs distinct methods, got {', '.join(methods) or 'none'}")
     flat, general = flatten(as_overrides(overrides)), general_keys()
-    own = {key: value for key, value in flat.items() if key.startswith("lowrank.") and key.split(".")[1] not in general}
-    for key in own:
+    params = {
+        key: value for key, value in flat.items() if key.startswith("lowrank.") and key.split(".")[1] not in general
+    }
+    for key in params:
         if not any(taken_keys(cls, [key]) for cls in classes):
-            unknown_parameter(key.split(".")[1], classes, Origin(overridden=frozenset(own)))
-    shared = {key: value for key, value in flat.items() if key not in own}
-    config = path.replace(shared) if isinstance(path, Config) else _build(*_content(path, shared), own)
-    return config, {cls.name: {key: own[key] for key in taken_keys(cls, own)} for cls in classes}
+            unknown_parameter(key.split(".")[1], classes, Origin(overridden=frozenset(params)))
+    shared = {key: value for key, value in flat.items() if key not in params}
+    config = path.replace(shared) if isinstance(path, Config) else _build(*_content(path, shared), params)
+    return config, {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
 
 
 def _content(path: Any, *changes: Mapping[str, Any]) -> tuple[dict[str, Any], Origin]:
@@ -158,7 +160,7 @@ def _content(path: Any, *changes: Mapping[str, Any]) -> tuple[dict[str, Any], Or
     return tree, origin
 
 
-def _build(tree: Mapping[str, Any], origin: Origin, own: Mapping[str, Any] | None = None) -> Config:
+def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[str, Any] | None = None) -> Config:
     """The checked config. Of ``own``, overrides in ``lowrank``, only those that its method has are applied."""
     others: dict[str, Any] = {}
     config = read_section(Config, tree, "", origin, others)
@@ -167,7 +169,7 @@ def _build(tree: Mapping[str, Any], origin: Origin, own: Mapping[str, Any] | Non
     federate = dataclasses.replace(config.federate, method=method.name)
     task = config.model.task or infer_task(config.model.type)
     params = dict(config.lowrank.params)
-    given = own or {}
+    given = overridden_params or {}
     for key in taken_keys(method, given):
         assign(params, key.removeprefix("lowrank."), given[key])
         origin = dataclasses.replace(origin, overridden=origin.overridden | {key})

@@ -1,7 +1,6 @@
 import math
 import os
 import pathlib
-import pickle
 import re
 import subprocess
 import sys
@@ -135,7 +134,7 @@ def test_file(write):
     assert config.method_params == {"mix": 0.5, "tau": 5} and config.lowrank.min_clients == 1
 
 
-def test_overrides_go_first_in_every_spelling(write):
+def test_overrides_take_precedence_in_every_spelling(write):
     path = write(FILE)
     for config in (
         load_config(path, **{"train.optimizer.lr": 1, "seed": 4}),
@@ -294,7 +293,7 @@ def test_an_unknown_key_names_the_nearest(key, meant):
         make({key: 1})
 
 
-def test_keys_that_are_not_the_users():
+def test_internal_keys_are_unknown():
     for key in ("framework", "source", "lowrank.params"):
         with refused("unknown key"):
             make({key: {"a": 1}})
@@ -567,7 +566,7 @@ def test_the_frameworks_other_keys(write, caplog):
     assert config.get("fedprox.mu") == 0.3 and config.get("fedprox.use") is False
 
 
-def test_what_only_the_framework_honours(write):
+def test_keys_of_the_framework_are_refused_by_the_local_engine(write):
     config = load_config(
         write(
             FILE + "fedprox:\n  use: True\n  mu: 0.3\nasyn.use: True\nfederate.use_ss: True\n"
@@ -643,7 +642,6 @@ def test_round_trip(write, tmp_path):
     again = load_config(tmp_path / "out.yaml")
     assert again == config and again.to_dict() == config.to_dict() and again.fingerprint() == config.fingerprint()
     assert again.train.cache_frozen == "off" and again.framework["fedprox.mu"] == 1e-7 and again.expname == "5e-3"
-    assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_numpy_values():

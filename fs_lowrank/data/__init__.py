@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -185,7 +186,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     train_examples, train = ready(train, "train")
     validation_examples, validation = ready(validation, "val")
     test_examples, test = ready(test, "test")
-    image_shape = _image_shape(train_examples, validation_examples, test_examples) if pipelines else None
+    image_shape = _image_shape(train_examples, [validation_examples, test_examples]) if pipelines else None
 
     fields = {name: train[name].to_numpy() for name in raw.fields if name in train}
     rows = Rows(len(train_examples), train_examples.labels, fields)
@@ -235,20 +236,23 @@ def _pipelines(data_cfg: Any, raw: RawData, origin: Origin) -> dict[str, Pipelin
     """The transforms of images for ``train``, ``val`` and ``test``."""
     usual = [["Normalize", {"mean": list(raw.mean), "std": list(raw.std)}]]
     train = list(getattr(data_cfg, "transform", None) or usual)
-    found = {"train": Pipeline(train, "data.transform", origin)}
+    pipelines = {"train": Pipeline(train, "data.transform", origin)}
     for split in ("val", "test"):
-        own = getattr(data_cfg, f"{split}_transform", None)
-        found[split] = Pipeline(own, f"data.{split}_transform", origin) if own else found["train"]
-    return found
+        steps = getattr(data_cfg, f"{split}_transform", None)
+        pipelines[split] = Pipeline(steps, f"data.{split}_transform", origin) if steps else pipelines["train"]
+    return pipelines
 
 
-def _image_shape(*parts: ImageExamples | None) -> tuple[int, int, int]:
-    shapes = {part.pipeline.key: part.shape for part in parts if part is not None}
-    train = parts[0].batch([0], _rng(0, "shape"))["pixel_values"].shape[1:]
-    for key, shape in shapes.items():
-        if shape != tuple(train):
-            raise UserError(f"{key} makes images of shape {shape}, in training they are {tuple(train)}")
-    return tuple(train)
+def _image_shape(train: ImageExamples, held_out: Iterable[ImageExamples | None]) -> tuple[int, int, int]:
+    """The shape of the training images, with and without random steps, and of all others."""
+    channels, height, width = train.batch([0], _rng(0, "shape"))["pixel_values"].shape[1:]
+    for part in (train, *held_out):
+        if part is not None and part.shape != (channels, height, width):
+            raise UserError(
+                f"{part.pipeline.key} makes images of shape {part.shape}, in training they are "
+                f"{(channels, height, width)}"
+            )
+    return channels, height, width
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:

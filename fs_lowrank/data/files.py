@@ -100,8 +100,12 @@ def read_table(path: Path, quoting: bool | None = None, named_by: str = "data.ro
 
 
 def _delimited(path: Path, text: str, delimiter: str, quoting: bool) -> list[dict[str, Any]]:
-    mode = csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=mode, strict=quoting)
+    reader = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=delimiter,
+        quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE,
+        strict=quoting,
+    )
     rows: list[dict[str, Any]] = []
     header: list[str] | None = None
     start = 1

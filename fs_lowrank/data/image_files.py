@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,11 +31,11 @@ from fs_lowrank.data.fetch import home as cache_home
 from fs_lowrank.data.fetch import resolve
 from fs_lowrank.data.idx import read_idx
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.settings.reading import read_packaged
 
 __all__ = ["IMAGE_SETS", "ImageSet", "read_folder", "read_image_set"]
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-FASHION_MNIST_DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 
 
@@ -63,19 +65,6 @@ class ImageSet:
     skipped: dict[str, int]
 
 
-def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], **rest: Any) -> ImageSet:
-    splits, start = {}, 0
-    for name, (images, _) in parts.items():
-        splits[name] = range(start, start + len(images))
-        start += len(images)
-    return ImageSet(
-        np.concatenate([images for images, _ in parts.values()]),
-        np.concatenate([labels for _, labels in parts.values()]).astype(np.int64),
-        splits,
-        **{"fields": {}, "skipped": {}, **rest},
-    )
-
-
 def _find(name: str, folders: Sequence[Path], files: Sequence[Sequence[str]]) -> list[Path]:
     """The paths of ``files`` in the first folder that has all of them. Each file may have several names.
 
@@ -84,69 +73,20 @@ def _find(name: str, folders: Sequence[Path], files: Sequence[Sequence[str]]) ->
     """
     best: tuple[int, Path, str] | None = None
     for folder in folders:
-        found = [next((folder / n for n in names if (folder / n).is_file()), None) for names in files]
-        if all(found):
-            return [path for path in found if path is not None]
-        missing = next(names[0] for names, path in zip(files, found) if path is None)
-        count = sum(path is not None for path in found)
+        paths = [next((folder / n for n in names if (folder / n).is_file()), None) for names in files]
+        if all(paths):
+            return [path for path in paths if path is not None]
+        missing = next(names[0] for names, path in zip(files, paths) if path is None)
+        count = sum(path is not None for path in paths)
         if best is None or count > best[0]:
             best = count, folder, missing
-    where = ", ".join(str(f) for f in folders)
     if best is not None and best[0]:
         raise UserError(f"data.type {name}: {best[1]} has no {best[2]}")
-    raise UserError(f"data.type {name}: no {files[0][0]} in any of: {where}; {_HINTS[name]}")
+    where = ", ".join(map(str, folders))
+    raise UserError(f"data.type {name}: no {files[0][0]} in any of: {where}; {IMAGE_SETS[name]['hint']}")
 
 
-_HINTS = {
-    "mnist": "run `fs-lowrank fetch mnist`, or name the folder of its four IDX files by data.root",
-    "fashion_mnist": "run `fs-lowrank fetch fashion_mnist`, or name the folder of its four IDX files by data.root",
-    "cifar10": "unpack cifar-10-binary.tar.gz there (its Python version is pickled, and pickles are not read), or name "
-    "a folder of class folders",
-    "cifar100": "unpack cifar-100-binary.tar.gz there (its Python version is pickled, and pickles are not read), or "
-    "name a folder of class folders",
-    "svhn": "put train_32x32.mat and test_32x32.mat there",
-}
-
-
-def _idx_set(
-    name: str,
-    root: Path,
-    home: Path | None,
-    *,
-    names: list[str],
-    source: str,
-    mean: float,
-    std: float,
-    more: Sequence[Path] = (),
-) -> ImageSet:
-    fetched = resolve(name, home)
-    plain = name.replace("_", "-")
-    folders = [
-        root,
-        root / name,
-        root / plain,
-        root / "raw",
-        *(root / folder / "raw" for folder in ("MNIST" if name == "mnist" else "FashionMNIST",)),
-        *([fetched] if fetched else []),
-        *more,
-    ]
-    stems = [
-        (f"{split}-{what}-idx{d}-ubyte", f"{split}-{what}.idx{d}-ubyte")
-        for split in ("train", "t10k")
-        for what, d in (("images", 3), ("labels", 1))
-    ]
-    files = _find(name, folders, [[f + z for f in stem for z in ("", ".gz")] for stem in stems])
-    parts = {}
-    for split, pixels, classes in ((TRAIN, files[0], files[1]), (TEST, files[2], files[3])):
-        images, labels = read_idx(pixels), read_idx(classes)
-        if images.ndim != 3 or images.dtype != np.uint8:
-            raise UserError(f"{pixels}: expected bytes in three dimensions, got {images.dtype} {images.shape}")
-        _labels(classes, labels, len(images), len(names))
-        parts[split] = images[:, None], labels
-    return _joined(parts, label_names=names, source=source, mean=(mean,), std=(std,))
-
-
-def _labels(path: Path, labels: np.ndarray, count: int, classes: int) -> None:
+def _check_labels(path: Path, labels: np.ndarray, count: int, classes: int) -> None:
     if labels.shape != (count,):
         raise UserError(f"{path}: {labels.shape} labels came for {count} images")
     if count and not 0 <= labels.min() <= labels.max() < classes:
@@ -154,126 +94,83 @@ def _labels(path: Path, labels: np.ndarray, count: int, classes: int) -> None:
         raise UserError(f"{path}: label {bad} is none of 0 … {classes - 1}")
 
 
-def _mnist(root: Path, home: Path | None) -> ImageSet:
-    return _idx_set(
-        "mnist",
-        root,
-        home,
-        names=[str(i) for i in range(10)],
-        mean=0.1307,
-        std=0.3081,
-        source="MNIST, handwritten digits (LeCun, Cortes, Burges), its own training and test sets",
-    )
+class _Part(NamedTuple):
+    """One split of a data set: uint8 images ``(n, channels, height, width)``, and one value per image by name."""
+
+    images: np.ndarray
+    values: dict[str, np.ndarray]
 
 
-def _fashion_mnist(root: Path, home: Path | None) -> ImageSet:
-    names = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
-    return _idx_set(
-        "fashion_mnist",
-        root,
-        home,
-        names=names,
-        mean=0.2860,
-        std=0.3530,
-        more=[FASHION_MNIST_DEBIAN],
-        source="Fashion-MNIST (Xiao, Rasul, Vollgraf, 2017), its own training and test sets",
-    )
+def _read_idx_set(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[str, _Part]]:
+    names = [
+        [f"{split}-{what}{sign}idx{axes}-ubyte{end}" for sign in "-." for end in ("", ".gz")]
+        for split in ("train", "t10k")
+        for what, axes in (("images", 3), ("labels", 1))
+    ]
+    files = _find(name, folders, names)
+    parts = {}
+    for split, pixels, classes in ((TRAIN, files[0], files[1]), (TEST, files[2], files[3])):
+        images, labels = read_idx(pixels), read_idx(classes)
+        if images.ndim != 3 or images.dtype != np.uint8:
+            raise UserError(f"{pixels}: expected bytes in three dimensions, got {images.dtype} {images.shape}")
+        _check_labels(classes, labels, len(images), len(IMAGE_SETS[name]["names"]))
+        parts[split] = _Part(images[:, None], {"label": labels})
+    return files, parts
 
 
-def _records(path: Path, ahead: int, count: int | None) -> np.ndarray:
-    """CIFAR's binary records: uint8 ``(n, ahead + 3072)``."""
+def _records(path: Path, ahead: int, count: int) -> np.ndarray:
+    """CIFAR's binary records, ``ahead`` bytes and an image each: uint8 ``(count, ahead + 3072)``."""
     size = ahead + 3072
     try:
         raw = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    expected = None if count is None else count * size
-    if len(raw) % size or not len(raw) or expected not in (None, len(raw)):
-        raise UserError(
-            f"{path}: truncated or too long: {len(raw)} bytes came, expected "
-            f"{expected if expected else f'a multiple of {size}'}"
-        )
+    if len(raw) != count * size:
+        raise UserError(f"{path}: truncated or too long: {len(raw)} bytes came, expected {count * size}")
     return raw.reshape(-1, size)
 
 
-def _cifar10(root: Path, home: Path | None) -> ImageSet:
-    batches = [f"data_batch_{i}.bin" for i in range(1, 6)]
-    files = _find(
-        "cifar10", [root, root / "cifar-10-batches-bin", root / "cifar10"], [[f] for f in (*batches, "test_batch.bin")]
-    )
-    read = [_records(path, 1, 10_000) for path in files]
-    for path, part in zip(files, read):
-        _labels(path, part[:, 0], len(part), 10)
-    parts = {
-        split: (
-            np.concatenate([p[:, 1:].reshape(-1, 3, 32, 32) for p in some]),
-            np.concatenate([p[:, 0] for p in some]),
-        )
-        for split, some in ((TRAIN, read[:-1]), (TEST, read[-1:]))
-    }
-    names = "airplane automobile bird cat deer dog frog horse ship truck".split()
-    return _joined(
-        parts,
-        label_names=names,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-        source="CIFAR-10 (Krizhevsky, 2009), its own training and test sets",
-    )
+def _read_cifar(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[str, _Part]]:
+    about = IMAGE_SETS[name]
+    fields: dict[str, int] = about["labels"]
+    files = _find(name, folders, [[file] for files in about["files"].values() for file in files])
+    parts, paths = {}, iter(files)
+    for split, listed in about["files"].items():
+        batches = []
+        for path in islice(paths, len(listed)):
+            batches.append(_records(path, len(fields), about["records"][split]))
+            for column, count in enumerate(fields.values()):
+                _check_labels(path, batches[-1][:, column], len(batches[-1]), count)
+        rows = np.concatenate(batches)
+        values = {field: rows[:, column] for column, field in enumerate(fields)}
+        parts[split] = _Part(rows[:, len(fields) :].reshape(-1, 3, 32, 32), values)
+    return files, parts
 
 
-def _cifar100(root: Path, home: Path | None) -> ImageSet:
-    files = _find("cifar100", [root, root / "cifar-100-binary", root / "cifar100"], [["train.bin"], ["test.bin"]])
-    read = [_records(path, 2, count) for path, count in zip(files, (50_000, 10_000))]
-    for path, part in zip(files, read):
-        _labels(path, part[:, 0], len(part), 20)
-        _labels(path, part[:, 1], len(part), 100)
-    written = files[0].with_name("fine_label_names.txt")
-    names = written.read_text(encoding="utf-8").split() if written.is_file() else []
-    parts = {split: (part[:, 2:].reshape(-1, 3, 32, 32), part[:, 1]) for split, part in zip((TRAIN, TEST), read)}
-    return _joined(
-        parts,
-        label_names=names if len(names) == 100 else [str(i) for i in range(100)],
-        mean=(0.5071, 0.4865, 0.4409),
-        std=(0.2673, 0.2564, 0.2762),
-        fields={"coarse": np.concatenate([part[:, 0] for part in read]).astype(np.int64)},
-        source="CIFAR-100 (Krizhevsky, 2009), its own training and test sets",
-    )
-
-
-def _svhn(root: Path, home: Path | None) -> ImageSet:
+def _read_svhn(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[str, _Part]]:
     try:
         from scipy.io import loadmat
     except ImportError as error:
         raise UserError("data.type svhn: its .mat files need the package scipy: pip install scipy") from error
-    files = _find("svhn", [root, root / "svhn", root / "SVHN"], [["train_32x32.mat"], ["test_32x32.mat"]])
+    files = _find(name, folders, list(IMAGE_SETS[name]["files"].values()))
     parts = {}
     for split, path in zip((TRAIN, TEST), files):
         try:
-            found = loadmat(path, variable_names=["X", "y"])
-            pixels, labels = found["X"], found["y"].reshape(-1)
+            content = loadmat(path, variable_names=["X", "y"])
+            pixels, labels = content["X"], content["y"].reshape(-1)
         except Exception as error:  # scipy raises various errors for a damaged file
             raise UserError(f"{path}: cannot be read as SVHN's 32x32 file: {error}") from error
         if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
             raise UserError(f"{path}: X is {pixels.dtype} {pixels.shape}, expected uint8 (32, 32, 3, n)")
         labels = labels.astype(np.int64) % 10  # zero is written as 10
-        _labels(path, labels, pixels.shape[3], 10)
-        parts[split] = np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)), labels
-    return _joined(
-        parts,
-        label_names=[str(i) for i in range(10)],
-        mean=(0.4377, 0.4438, 0.4728),
-        std=(0.1980, 0.2010, 0.1970),
-        source="SVHN (Netzer et al., 2011), cropped digits, its own training and test sets",
-    )
+        _check_labels(path, labels, pixels.shape[3], 10)
+        parts[split] = _Part(np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)), {"label": labels})
+    return files, parts
 
 
-IMAGE_SETS = {
-    "mnist": _mnist,
-    "fashion_mnist": _fashion_mnist,
-    "cifar10": _cifar10,
-    "cifar100": _cifar100,
-    "svhn": _svhn,
-}
+#: name -> format of the files, folders, names of classes, mean and std, and what to do if files are missing
+IMAGE_SETS: dict[str, dict[str, Any]] = read_packaged(__package__, "image_sets.yaml")
+_READERS = {"idx": _read_idx_set, "cifar": _read_cifar, "svhn": _read_svhn}
 
 
 def read_image_set(name: str, root: Path, home: str | Path | None = None) -> ImageSet:
@@ -284,7 +181,36 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Ima
     Raises:
         UserError: files are missing, truncated or invalid; the message names the file and the remedy.
     """
-    return IMAGE_SETS[name](root, None if home is None else Path(home))
+    about = IMAGE_SETS[name]
+    fetched = resolve(name, home)
+    folders = [*(root / folder for folder in about["folders"]), *([fetched] if fetched else [])]
+    files, parts = _READERS[about["format"]](name, [*folders, *map(Path, about.get("more", ()))])
+    splits, start = {}, 0
+    for split, part in parts.items():
+        splits[split] = range(start, start + len(part.images))
+        start += len(part.images)
+    values = {
+        field: np.concatenate([part.values[field] for part in parts.values()]).astype(np.int64)
+        for field in parts[TRAIN].values
+    }
+    labels = values.pop("label")
+    names = about.get("names")
+    if names is None:
+        written = files[0].with_name(about["names_file"])
+        names = written.read_text(encoding="utf-8").split() if written.is_file() else []
+        count = about["labels"]["label"]
+        names = names if len(names) == count else [str(i) for i in range(count)]
+    return ImageSet(
+        np.concatenate([part.images for part in parts.values()]),
+        labels,
+        splits,
+        names,
+        about["source"],
+        tuple(about["mean"]),
+        tuple(about["std"]),
+        values,
+        {},
+    )
 
 
 # Folders
@@ -346,7 +272,7 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
     skipped: dict[str, int] = {}
 
     def classes(where: Path) -> dict[str, list[Path]]:
-        found = {}
+        files = {}
         for kind in sorted(p for p in where.iterdir() if p.is_dir() and not p.name.startswith(".")):
             entries = sorted(os.scandir(kind), key=lambda e: e.name)
             kept = [Path(e.path) for e in entries if e.name.lower().endswith(SUFFIXES) and not e.name.startswith(".")]
@@ -355,19 +281,19 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
                     skipped.get("not an image, by its name", 0) + len(entries) - len(kept)
                 )
             if kept:
-                found[kind.name] = kept
-        return found
+                files[kind.name] = kept
+        return files
 
     try:
         if not (folder / TRAIN).is_dir():
             return {TRAIN: classes(folder)}, skipped
-        found = {}
+        splits = {}
         for name, split in _SPLIT_NAMES.items():
             if (folder / name).is_dir():
-                if split in found:
+                if split in splits:
                     raise UserError(f"{folder}: {name} is a second folder of {split} images")
-                found[split] = classes(folder / name)
-        return found, skipped
+                splits[split] = classes(folder / name)
+        return splits, skipped
     except OSError as error:
         raise UserError(f"cannot list {folder}: {error}") from error
 
@@ -395,8 +321,6 @@ def _decoded(
             np.save(file, images, allow_pickle=False)
         part.replace(kept)
     except OSError as error:
-        import logging
-
         logging.getLogger("fs_lowrank").warning("could not keep the decoded images in %s: %s", kept.parent, error)
     return images
 
@@ -409,25 +333,25 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
         try:
             with Image.open(path) as image:
                 gray = image.mode in ("1", "L", "LA", "I", "I;16")
-                wanted = "L" if (channels == 1 or channels is None and gray) else "RGB"
-                shown = image if image.mode == wanted else image.convert(wanted)
-                if size is not None and shown.size != size[::-1]:
-                    shown = shown.resize(size[::-1], Image.Resampling.BILINEAR)
-                return np.asarray(shown)
+                mode = "L" if (channels == 1 or channels is None and gray) else "RGB"
+                converted = image if image.mode == mode else image.convert(mode)
+                if size is not None and converted.size != size[::-1]:
+                    converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
+                return np.asarray(converted)
         except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
             raise UserError(f"{path}: cannot be read as an image: {error}") from error
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
-        found = list(pool.map(read, files))
-    first = found[0].shape[:2]
-    for path, image in zip(files, found):
+        decoded = list(pool.map(read, files))
+    first = decoded[0].shape[:2]
+    for path, image in zip(files, decoded):
         if image.shape[:2] != first:
             raise UserError(
                 f"{path}: is {image.shape[0]} × {image.shape[1]}, {files[0].name} is {first[0]} × "
                 f"{first[1]}; set a common size: data.args [{{size: {first[0]}}}]"
             )
-    depth = channels or (3 if any(image.ndim == 3 for image in found) else 1)
-    out = np.empty((len(found), depth, *first), dtype=np.uint8)
-    for row, image in zip(out, found):
+    depth = channels or (3 if any(image.ndim == 3 for image in decoded) else 1)
+    out = np.empty((len(decoded), depth, *first), dtype=np.uint8)
+    for row, image in zip(out, decoded):
         row[:] = image if image.ndim == 2 else image.transpose(2, 0, 1)
     return out

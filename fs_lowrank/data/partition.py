@@ -112,8 +112,8 @@ def partition(
     """
     origin = origin or Origin()
     if name not in PARTITIONERS:
-        there = f"{nearest(name, PARTITIONERS)}; there are: {', '.join(sorted(PARTITIONERS))}"
-        origin.fail("data.splitter", f"= {name!r}: there is no such splitter{there}")
+        hint = f"{nearest(name, PARTITIONERS)}; there are: {', '.join(sorted(PARTITIONERS))}"
+        origin.fail("data.splitter", f"= {name!r}: there is no such splitter{hint}")
     function = PARTITIONERS[name]
     args = check_keys(args or {}, keys_of(function, 3), origin, "data.splitter_args.0")
     if num_clients < 1:
@@ -146,8 +146,8 @@ def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Ge
     kinds_of, held_of = _kinds_of(parts, train, held)
     counts: dict[Any, np.ndarray] = {}
     for client, rows in enumerate(parts.indices):
-        kinds, found = np.unique(kinds_of[rows], return_counts=True)
-        for kind, count in zip(kinds.tolist(), found, strict=True):
+        kinds, numbers = np.unique(kinds_of[rows], return_counts=True)
+        for kind, count in zip(kinds.tolist(), numbers, strict=True):
             counts.setdefault(kind, np.zeros(len(parts)))[client] = count
     shares: list[list[np.ndarray]] = [[] for _ in parts.indices]
     for kind in np.unique(held_of).tolist():

@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from fs_lowrank.data.tables import (
     RawData,
     classified,
     count_skipped,
-    drop_empty,
     instructions,
     require_columns,
     several_classes,
@@ -44,6 +43,7 @@ from fs_lowrank.data.tables import (
 from fs_lowrank.data.tokenize import LOSSES, TEMPLATES
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin, check_keys, key, keys_of, one_mapping
+from fs_lowrank.settings.reading import read_packaged
 
 __all__ = ["CAUSAL_LM", "CLASSIFICATION", "IMAGE_CLASSIFICATION", "RawData", "data_args", "load_raw", "own_files"]
 
@@ -158,23 +158,23 @@ def _named(name: str, root: Path) -> tuple[str, str]:
     return (name, "") if is_path or "@" not in name else (stem, provider)
 
 
-def _images(found: ImageSet) -> RawData:
+def _images(image_set: ImageSet) -> RawData:
     frames = {}
-    for split, rows in found.splits.items():
+    for split, rows in image_set.splits.items():
         where = np.arange(rows.start, rows.stop)
-        columns = {"image": where, "label": found.labels[where]}
-        frames[split] = pd.DataFrame({**columns, **{name: values[where] for name, values in found.fields.items()}})
-    several_classes(frames["train"]["label"], found.source)
+        columns = {"image": where, "label": image_set.labels[where]}
+        frames[split] = pd.DataFrame({**columns, **{name: values[where] for name, values in image_set.fields.items()}})
+    several_classes(frames["train"]["label"], image_set.source)
     return RawData.of(
         IMAGE_CLASSIFICATION,
         frames,
-        found.label_names,
-        list(found.fields),
-        found.source,
-        found.skipped,
-        images=found.images,
-        mean=found.mean,
-        std=found.std,
+        image_set.label_names,
+        list(image_set.fields),
+        image_set.source,
+        image_set.skipped,
+        images=image_set.images,
+        mean=image_set.mean,
+        std=image_set.std,
     )
 
 
@@ -221,64 +221,22 @@ FETCHED = {"sentiment": _sentiment, "alpaca_demo": _alpaca_demo}
 
 @dataclass(frozen=True)
 class _Glue:
+    """A task as described in ``glue.yaml``."""
+
     folder: str
     text: str
-    text_pair: str | None
     label: str
-    names: tuple[str, ...]  # in the order of the class indices
-    raw: tuple[str, ...] = ()  # the labels in the file, if they are not the names
+    names: list[str]
+    hub: list[str]
+    text_pair: str | None = None
+    raw: list[str] | None = None
     dev: str = "dev.tsv"
     dev_hub: str = "validation"
-    header: tuple[str, ...] | None = None
-    fields: tuple[str, ...] = ()
-    hub: tuple[str, ...] = ("sentence",)
+    header: list[str] | None = None
+    fields: Sequence[str] = ()
 
 
-_TWO = ("0", "1")
-_ENTAILMENT = ("entailment", "not_entailment")
-GLUE = {
-    "sst2": _Glue("SST-2", "sentence", None, "label", ("negative", "positive"), _TWO),
-    "rte": _Glue("RTE", "sentence1", "sentence2", "label", _ENTAILMENT, hub=("sentence1", "sentence2")),
-    "qnli": _Glue("QNLI", "question", "sentence", "label", _ENTAILMENT, hub=("question", "sentence")),
-    "mnli": _Glue(
-        "MNLI",
-        "sentence1",
-        "sentence2",
-        "gold_label",
-        ("entailment", "neutral", "contradiction"),
-        dev="dev_matched.tsv",
-        dev_hub="validation_matched",
-        fields=("genre",),
-        hub=("premise", "hypothesis"),
-    ),
-    "qqp": _Glue(
-        "QQP",
-        "question1",
-        "question2",
-        "is_duplicate",
-        ("not_duplicate", "duplicate"),
-        _TWO,
-        hub=("question1", "question2"),
-    ),
-    "cola": _Glue(
-        "CoLA",
-        "sentence",
-        None,
-        "label",
-        ("unacceptable", "acceptable"),
-        _TWO,
-        header=("source", "label", "star", "sentence"),
-    ),
-    "mrpc": _Glue(
-        "MRPC",
-        "#1 String",
-        "#2 String",
-        "Quality",
-        ("not_equivalent", "equivalent"),
-        _TWO,
-        hub=("sentence1", "sentence2"),
-    ),
-}
+GLUE = {name: _Glue(**about) for name, about in read_packaged(__package__, "glue.yaml").items()}
 
 
 def _glue_task(name: str) -> _Glue:
@@ -292,41 +250,32 @@ def _glue_task(name: str) -> _Glue:
 def _glue(name: str, root: Path, args: Args) -> RawData:
     task = _glue_task(name)
     args(*COMMON_ARGS)
+    columns = {"text": task.text, "text_pair": task.text_pair, "label": task.label}
+    used = [column for column in columns.values() if column]
+    labels = task.raw or task.names
     skipped: dict[str, int] = {}
-    frames = []
-    for file in ("train.tsv", task.dev):
+    tables = {}
+    for role, file in (("train", "train.tsv"), ("test", task.dev)):
         path = root / task.folder / file
-        table, short = read_tsv(path, list(task.header) if task.header else None)
-        count_skipped(skipped, "too few columns", short)
-        wanted = [column for column in (task.text, task.text_pair, task.label) if column]
-        require_columns(path, table, wanted)
-        written = task.raw or task.names
-        label = table[task.label].map({value: i for i, value in enumerate(written)})
-        odd = table[task.label][label.isna()]
+        table, short = read_tsv(path, task.header)
+        require_columns(path, table, used)
+        index = table[task.label].map({value: i for i, value in enumerate(labels)})
+        unknown = table[task.label][index.isna()]
         # "-" marks pairs on which the annotators disagreed; GLUE leaves them out.
-        if len(odd) and not (odd == "-").all():
-            bad = odd[odd != "-"]
+        invalid = unknown[unknown != "-"]
+        if len(invalid):
             raise UserError(
-                f"{path}, row {bad.index[0] + 1}: label {bad.iloc[0]!r} is none of {', '.join(map(repr, written))}"
+                f"{path}, row {invalid.index[0] + 1}: label {invalid.iloc[0]!r} is none of "
+                f"{', '.join(map(repr, labels))}"
             )
-        frame = pd.DataFrame({"text": table[task.text]})
-        if task.text_pair:
-            frame["text_pair"] = table[task.text_pair]
-        frame["label"] = label
-        for column in task.fields:
-            if column in table:
-                frame[column] = table[column]
-        count_skipped(skipped, "no agreed label", len(odd))
-        frame = frame[label.notna()]
-        frame = drop_empty(frame, ("text", "text_pair"), skipped)
-        if not len(frame):
-            raise UserError(f"{path}: every row has an empty text or no label")
-        frames.append(frame.astype({"label": np.int64}))
-    train, dev = frames
-    fields = [column for column in task.fields if column in train and column in dev]
+        count_skipped(skipped, "too few columns", short)
+        count_skipped(skipped, "no agreed label", len(unknown))
+        table = table[[*used, *(column for column in task.fields if column in table)]]
+        tables[role] = (str(path), table.assign(**{task.label: index})[index.notna()])
     source = f"GLUE {task.folder}, official files; its {task.dev} is the test set, since GLUE's test labels are hidden"
-    several_classes(train["label"], str(root / task.folder / "train.tsv"))
-    return RawData(CLASSIFICATION, train, None, dev, list(task.names), fields, source, skipped)
+    raw = classified(tables, columns, source, task.names)
+    raw.skipped.update(skipped)
+    return raw
 
 
 # Hugging Face hub
@@ -446,8 +395,8 @@ def _own_file(path: Path, args: Mapping[str, Any], takes: Args, language: bool |
     fields: list[str] = []
     skipped: dict[str, int] = {}
     for role, (where, table) in tables.items():
-        frames[role], found, left_out = instructions(table, where, args)
-        fields = found if role == "train" else fields
+        frames[role], column_names, left_out = instructions(table, where, args)
+        fields = column_names if role == "train" else fields
         for reason, count in left_out.items():
             count_skipped(skipped, reason, count)
     source = f"the user's file {path.name}"

@@ -105,9 +105,9 @@ def classified(
     for role, frame in frames.items():
         label = frame["label"].map(lambda value: index.get(_plain(value)))
         if label.isna().any():
-            odd = frame["label"][label.isna()].iloc[0]
+            unknown = frame["label"][label.isna()].iloc[0]
             raise UserError(
-                f"{tables[role][0]}: label {odd!r} does not occur in training{nearest(str(odd), names)}; "
+                f"{tables[role][0]}: label {unknown!r} does not occur in training{nearest(str(unknown), names)}; "
                 f"its labels are {', '.join(names[:10])}"
             )
         frames[role] = frame.assign(label=label.astype(np.int64))
@@ -149,15 +149,15 @@ def instructions(
         frame = pd.DataFrame({"messages": table["messages"]})
         for row, messages in enumerate(frame["messages"], start=1):
             _conversation(f"{where}, row {row}", messages)
-        used = {"messages"}
+        used: set[str | None] = {"messages"}
     else:
         chosen = {}
         for role, names in SYNONYMS.items():
-            wanted = args.get(role)
-            found = wanted if wanted else next((name for name in names if name in table), None)
-            if wanted or found is None and role != "input":
-                require_columns(where, table, [wanted or names[0]])
-            chosen[role] = found
+            named = args.get(role)
+            column = named if named else next((name for name in names if name in table), None)
+            if named or column is None and role != "input":
+                require_columns(where, table, [named or names[0]])
+            chosen[role] = column
         frame = pd.DataFrame(
             {role: "" if name is None else table[name].map(_text) for role, name in chosen.items()}, index=table.index
         )

@@ -49,15 +49,16 @@ def check_vocabulary(frame: pd.DataFrame, tokenizer: Any) -> None:
     share = unknown / max(sum(len(row) or 1 for row in ids), 1)
     if share <= UNKNOWN_SAID:
         return
-    found = (
+    problem = (
         f"the tokenizer at {tokenizer.name_or_path!r} does not know {share:.0%} of the tokens of the training text; "
         f"its vocabulary has {len(tokenizer)}"
     )
     if share > UNKNOWN_REFUSED:
         raise UserError(
-            f"model.type: {found}; are its files (tokenizer.json, vocab.txt, …) there, and is it for text of this kind?"
+            f"model.type: {problem}; are its files (tokenizer.json, vocab.txt, …) there, and is it for text of "
+            "this kind?"
         )
-    say_once(found)
+    say_once(problem)
 
 
 def _texts(frame: pd.DataFrame) -> Iterator[str]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,12 +20,13 @@ from torch import Tensor, nn
 from ..errors import UserError, nearest
 from ..jobs.files import replacing
 from ..seeds import derive
-from ..settings import AdapterSpec
+from ..settings import AdapterSpec, Origin, check_value, keys_of
 from .chain import resize
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, zero_at_start
 
 if TYPE_CHECKING:
     import peft
+    from peft.tuners.lora import LoraLayer
 
 #: by ``adapter_method`` of ``llm.adapter.args``
 _CLASSES = {"lora": "LoraConfig", "loha": "LoHaConfig", "lokr": "LoKrConfig"}
@@ -80,7 +80,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     return wrapped
 
 
-def _freeze_inside(wrapped: nn.Module, spec: AdapterSpec) -> None:
+def _freeze_inside(wrapped: peft.PeftModel, spec: AdapterSpec) -> None:
     """Freeze modules inside the base that PEFT treats as a head and ``names.tags`` as base.
 
     For classifiers, PEFT copies and trains every module whose name ends in ``classifier`` or ``score``, anywhere in the
@@ -94,7 +94,7 @@ def _freeze_inside(wrapped: nn.Module, spec: AdapterSpec) -> None:
     from peft.utils import ModulesToSaveWrapper
 
     inner = wrapped.get_base_model()
-    taken = {
+    copied = {
         name: module
         for name, module in inner.named_modules()
         if isinstance(module, ModulesToSaveWrapper) and "head" not in tags(f"{name}.modules_to_save.default.weight")
@@ -102,7 +102,7 @@ def _freeze_inside(wrapped: nn.Module, spec: AdapterSpec) -> None:
     named = [m for m in spec.extra.get("modules_to_save") or () if m not in HEAD_MODULES]
     plain = copy.copy(wrapped.peft_config["default"])
     plain.modules_to_save = None
-    for name, module in taken.items():
+    for name, module in copied.items():
         if name.endswith(tuple(named)):
             raise UserError(
                 f"llm.adapter.args: modules_to_save: {name} is inside the base; by its name PEFT trains all "
@@ -139,14 +139,20 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
         strength = {"alpha": spec.lora_alpha, "rank_dropout": spec.lora_dropout}
     import peft
 
-    made = getattr(peft, _CLASSES[spec.method])
-    takes = [f.name for f in dataclasses.fields(made)]
-    for key in spec.extra:
-        if key not in takes:
-            raise UserError(f"llm.adapter.args: {key!r} is no argument of PEFT's {made.__name__}{nearest(key, takes)}")
+    config_class = getattr(peft, _CLASSES[spec.method])
+    keys = keys_of(config_class)
+    for name, value in spec.extra.items():
+        if name not in keys:
+            raise UserError(
+                f"llm.adapter.args: {name!r} is no argument of PEFT's {config_class.__name__}{nearest(name, keys)}"
+            )
+        if "Literal" not in str(keys[name].hint):  # PEFT accepts more than it lists, such as pissa_niter_16
+            check_value(f"llm.adapter.args.0.{name}", value, keys[name].hint, {}, Origin())
     targets, layers = _targets(model, spec), _layers(model, spec)
     with _complaints():
-        return made(r=spec.r, **strength, target_modules=targets, layers_to_transform=layers, **task, **spec.extra)
+        return config_class(
+            r=spec.r, **strength, target_modules=targets, layers_to_transform=layers, **task, **spec.extra
+        )
 
 
 @contextlib.contextmanager
@@ -154,7 +160,7 @@ def _complaints() -> Iterator[None]:
     """Turn an error of PEFT into a ``UserError`` about ``llm.adapter.args``."""
     try:
         yield
-    except (TypeError, ValueError, KeyError, AttributeError, ImportError, NotImplementedError) as error:
+    except (TypeError, ValueError, ImportError, NotImplementedError) as error:
         raise UserError(f"llm.adapter.args: PEFT refuses this adapter: {' '.join(str(error).split())}") from error
 
 
@@ -171,13 +177,13 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
     if config.target_modules is None:
         kind = getattr(getattr(model, "config", None), "model_type", None)
         config.target_modules = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
-    found = [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
-    if not found:
+    names = [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
+    if not names:
         raise UserError(
             "llm.adapter.args: target_modules is missing, and there is no usual choice for this model; "
             "name some modules"
         )
-    return found
+    return names
 
 
 def _own_targets(model: nn.Module) -> list[str] | None:
@@ -235,15 +241,27 @@ def start_at_zero(model: nn.Module, seed: int) -> None:
 _LORA_WEIGHT = re.compile(r"^(?P<module>.+)\.lora_[AB]\.(?P<adapter>[^.]+)\.weight$")
 _ADAPTER_TENSOR = re.compile(r"^(?P<module>.+)\.(?:lora|hada|lokr)_\w+\.(?P<adapter>[^.]+)(?:\.weight)?$")
 
+
+def _matched(name: str) -> re.Match[str]:
+    match = _ADAPTER_TENSOR.match(name)
+    if match is None:
+        raise ValueError(f"{name} is not a tensor of an adapter")
+    return match
+
+
+def _module_of(name: str) -> str:
+    """The name of the layer to which adapter tensor ``name`` belongs."""
+    return _matched(name)["module"]
+
+
 #: name of the adapter of accumulated products; its B includes their scale
 ACCUMULATED = "accumulated"
 
 
-def add_beside(model: nn.Module, name: str, seed: int, *, r: int | None = None) -> nn.Module:
+def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = None) -> peft.PeftModel:
     """Add a second adapter ``name`` on the layers of the shared one; both are active afterwards.
 
     Args:
-        model: PEFT's model from ``add_adapter``.
         r: its rank; None: the rank of the shared adapter.
     """
     config = copy.deepcopy(model.peft_config["default"])
@@ -268,10 +286,10 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         KeyError: a name that the model does not have. ValueError: a shape that cannot be loaded.
     """
-    own = all_tensors(model) if tensors else {}
+    parameters = all_tensors(model) if tensors else {}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            parameter = own[name]
+            parameter = parameters[name]
             if parameter.shape == tensor.shape:
                 parameter.copy_(tensor)
                 continue
@@ -289,7 +307,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 _set_rank(model.get_submodule(match["module"]), match["adapter"])
 
 
-def _set_rank(layer: nn.Module, adapter: str) -> None:
+def _set_rank(layer: LoraLayer, adapter: str) -> None:
     layer.r[adapter] = layer.lora_A[adapter].weight.shape[0]
     layer.set_scale(adapter, 1.0)
     if adapter == ACCUMULATED:
@@ -303,7 +321,7 @@ def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> No
         up: ``(d_out, q)``, including any scale. down: ``(q, d_in)``, for any ``q``. The pair of a convolution may
             have its 4-D shapes.
     """
-    layer = model.get_submodule(_LORA_WEIGHT.match(down_name)["module"])
+    layer: Any = model.get_submodule(_module_of(down_name))
     weight = layer.get_base_layer().weight
     up, down = up.flatten(1).to(weight), down.flatten(1).to(weight)
     with torch.no_grad():
@@ -315,8 +333,8 @@ def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> No
 
 def merge_adapter(model: nn.Module, names: Iterable[str]) -> None:
     """``W ← W + ΔW`` of the shared adapter, including its scale, in the layers of the tensors ``names``."""
-    for module in sorted({_ADAPTER_TENSOR.match(n)["module"] for n in names}):
-        layer = model.get_submodule(module)
+    for module in sorted(set(map(_module_of, names))):
+        layer: Any = model.get_submodule(module)
         with torch.no_grad():
             weight = layer.get_base_layer().weight
             weight.add_(layer.get_delta_weight("default").to(weight.dtype))
@@ -331,27 +349,28 @@ def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) 
     """
     down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
     up_all = down_all.replace(".lora_A.", ".lora_B.")
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     # Its initial pair has B = 0 and is replaced.
-    kept = bool(own[up_all].any())
+    kept = bool(parameters[up_all].any())
     load_tensors(
         model,
         {
-            up_all: torch.cat([own[up_all], up], 1) if kept else up,
-            down_all: torch.cat([own[down_all], down]) if kept else down,
+            up_all: torch.cat([parameters[up_all], up], 1) if kept else up,
+            down_all: torch.cat([parameters[down_all], down]) if kept else down,
         },
     )
 
 
-def one_adapter(model: nn.Module) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
+def one_adapter(model: peft.PeftModel) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
     """The adapter ``ACCUMULATED`` and the shared one as a single LoRA adapter, with PEFT's names.
 
     Returns:
-        Its config, with the sum of both ranks and scale 1, and its tensors with those of the head.
+        Its config, with the sum of both ranks of each layer and scale 1, and its tensors with those of the head.
     """
     from peft import get_peft_model_state_dict
 
     tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name="default").items() if ".lora_" not in n}
+    ranks: dict[str, int] = {}
     for name, layer in model.named_modules():
         if ACCUMULATED not in getattr(layer, "lora_A", {}):
             continue
@@ -360,9 +379,12 @@ def one_adapter(model: nn.Module) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
         tensors[f"{name}.lora_B.weight"] = torch.cat(
             [layer.lora_B[a].weight * layer.scaling[a] for a in parts], 1
         ).detach()
-        rank = tensors[f"{name}.lora_A.weight"].shape[0]
+        ranks[name.removeprefix("base_model.model.")] = tensors[f"{name}.lora_A.weight"].shape[0]
     config = copy.deepcopy(model.peft_config["default"])
+    rank = max(ranks.values())
     config.r, config.lora_alpha, config.use_rslora = rank, rank, False
+    config.rank_pattern = {name: r for name, r in ranks.items() if r != rank}
+    config.alpha_pattern = dict(config.rank_pattern)
     return config, tensors
 
 
@@ -379,9 +401,9 @@ def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[s
 
 def adapter_name(name: str) -> str:
     """The adapter to which tensor ``name`` belongs; the shared one is PEFT's ``default``."""
-    return _ADAPTER_TENSOR.match(name)["adapter"]
+    return _matched(name)["adapter"]
 
 
 def base_weight_name(name: str) -> str:
     """The name of the frozen weight of the layer of adapter tensor ``name``."""
-    return _ADAPTER_TENSOR.match(name)["module"] + ".base_layer.weight"
+    return _module_of(name) + ".base_layer.weight"

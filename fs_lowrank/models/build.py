@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +16,11 @@ from ..errors import UserError, nearest
 from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
 from .loaded import check_loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .vision import VisionModel
 
 
 def locate(name: str) -> str:
@@ -86,7 +92,7 @@ def build_tokenizer(config: Settings):
     from transformers import AutoTokenizer
 
     place = locate(model_name(config.model.type))
-    skeleton = build_skeleton(config)
+    skeleton: Any = build_skeleton(config)
     length, room = data_args(config.data).get("max_len") or config.llm.tok_len, positions(skeleton)
     if room is not None and isinstance(length, int) and length > room:
         raise UserError(
@@ -107,20 +113,20 @@ def build_tokenizer(config: Settings):
     return tokenizer
 
 
-def positions(model: nn.Module) -> int | None:
+def positions(model: PreTrainedModel) -> int | None:
     """The maximum number of tokens; None if the model has no limit (relative positions, ALiBi, state spaces).
 
     For learned or sinusoidal positions, this is the number of rows of their embedding, without those that models with a
     padding position (RoBERTa) or an offset (OPT, BART) do not use. For rotary positions it is
     ``max_position_embeddings``, the length that the model was trained for.
     """
-    found = [
+    rows = [
         module.num_embeddings - (getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1)
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and (name.endswith(".wpe") or "position" in name.rpartition(".")[2])
     ]
-    if found:
-        return min(found)
+    if rows:
+        return min(rows)
     config = model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None) if getattr(config, "rope_parameters", None) else None
 
@@ -145,6 +151,7 @@ def build_model(
     """
     _check_type(config)
     if config.is_vision:
+        assert num_labels is not None and image_shape is not None
         return _build_vision(config, num_labels, image_shape)
     import transformers
 
@@ -174,7 +181,7 @@ def build_model(
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
-    model.new_weights = check_loaded(model, report, place, num_labels if classifies else None)
+    vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
     if label_names and classifies:
@@ -204,14 +211,14 @@ def build_skeleton(config: Settings, image_shape: tuple[int, int, int] = (3, 32,
             return loader.from_config(transformers.AutoConfig.from_pretrained(place))
 
 
-def _vision_net(config: Settings, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+def _vision_net(config: Settings, num_classes: int, image_shape: tuple[int, int, int]) -> VisionModel:
     from .vision import VisionOptions, build_vision
 
     return build_vision(
         VisionOptions(
             config.model.type,
             num_classes,
-            tuple(image_shape),
+            image_shape,
             config.lowrank.width,
             config.lowrank.norm,
             config.model.use_bias,
@@ -224,10 +231,8 @@ def _build_vision(config: Settings, num_classes: int, image_shape: tuple[int, in
 
     torch.manual_seed(derive(config.seed, "model"))
     model = _vision_net(config, num_classes, image_shape)
-    if config.lowrank.weights:
-        model.new_weights = load_weights(model, config.lowrank.weights)
-    else:
-        model.new_weights = [n for n, _ in model.named_parameters()]
+    weights = config.lowrank.weights
+    vars(model)["new_weights"] = load_weights(model, weights) if weights else [n for n, _ in model.named_parameters()]
     model.to(getattr(torch, config.dtype))
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

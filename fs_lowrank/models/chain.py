@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..errors import UserError
@@ -57,11 +59,11 @@ def allow_growth(model: nn.Module) -> None:
     """Allow ``load_tensors`` to change the widths of the layers."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
-            module.may_grow = True
+            vars(module)["may_grow"] = True
 
 
-def resize(layer: nn.Module, weight: Tensor) -> None:
-    """Give ``layer`` a weight of another shape, and the corresponding widths."""
+def resize(layer: Any, weight: Tensor) -> None:
+    """Give a linear layer or convolution a weight of another shape, and the corresponding widths."""
     layer.weight.data = weight.detach().clone().to(layer.weight)
     if isinstance(layer, nn.Conv2d):
         layer.out_channels, layer.in_channels = weight.shape[:2]

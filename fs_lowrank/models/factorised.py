@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class Factorised(nn.Module):
         UserError: another type of layer.
     """
 
-    def __init__(self, base_layer: nn.Module, name: str):
+    def __init__(self, base_layer: Any, name: str):
         super().__init__()
         is_conv = isinstance(base_layer, nn.Conv2d)
         if not (
@@ -74,7 +75,7 @@ def empty_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def full_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
-    """Shape of the weight that the factors stand for: ``(d_out, d_in)``, and of a convolution the kernel's."""
+    """Shape of the weight that the factors replace: ``(d_out, d_in)``, or that of a convolution."""
     return (left.shape[0], right.shape[1], *((left.shape[2], right.shape[3]) if left.ndim == 4 else ()))
 
 

@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,9 @@ class FrozenPrefix:
         self.below: list[nn.Module] = []
         #: number of outputs of each block that has run; 0 for a bare tensor
         self.outputs: dict[nn.Module, int] = {}
+        #: owner -> states of all its samples, and the first row of each sample
         self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
+        #: owner -> whether its states are cached
         self.budget: dict[str, bool] = {}
 
     def __bool__(self) -> bool:
@@ -71,7 +74,7 @@ class FrozenPrefix:
         for module in self.below:
             module.training = False
 
-    def plan(self, owners: Mapping[str, tuple[object, float]]) -> None:
+    def plan(self, owners: Mapping[str, tuple[Any, float]]) -> None:
         """Decide once whose states are cached, by number of uses and size, in the given order.
 
         The decision must not depend on the order of training, because a resumed run has to make the same one. If the
@@ -87,15 +90,15 @@ class FrozenPrefix:
             self._probe(next(iter(owners.values()))[0])
         if not self:
             return
-        left = self.limit
+        remaining = self.limit
         for owner, (examples, passes) in owners.items():
             size = int(examples.lengths.sum()) * self.width * self.dtype.itemsize
-            self.budget[owner] = passes >= 2 and size <= left
-            left -= size if self.budget[owner] else 0
+            self.budget[owner] = passes >= 2 and size <= remaining
+            remaining -= size if self.budget[owner] else 0
         kept = [examples for owner, (examples, _) in owners.items() if self.budget[owner] and len(examples)]
         wrong = self._differs(kept) if kept else ""
         if wrong:
-            inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+            inner = getattr(self.model, "get_base_model", lambda: self.model)()
             logger.warning(
                 "train.cache_frozen: the cache cannot be used with %s (%s); the frozen layers are computed each time",
                 type(inner).__name__,
@@ -122,10 +125,10 @@ class FrozenPrefix:
 
     @contextlib.contextmanager
     def _bypass(self, states: Tensor) -> Iterator[None]:
-        """While open, the blocks below pass on what they are given, and the first trainable one gets ``states``.
+        """A context in which the blocks below return their input, and the first trainable block receives ``states``.
 
-        ``forward`` is replaced on the instance, since no hook of torch's can leave a module's own computation out.
-        That a model bears it is tried on samples first (``_differs``).
+        ``forward`` is replaced on the instance, because no hook of torch can skip the computation of a module.
+        ``_differs`` checks on samples that the model gives the same results.
         """
 
         def give(module, args, kwargs):
@@ -147,25 +150,25 @@ class FrozenPrefix:
     @torch.no_grad()
     def _probe(self, examples) -> None:
         """Run one sample up to the first trainable block, to find the modules below it and its inputs."""
-        seen: dict[nn.Module, None] = {}
+        modules: dict[nn.Module, None] = {}
 
         def note(module, args, output):
-            seen[module] = None
+            modules[module] = None
             if module in self.layers:
                 self.outputs[module] = len(output) if isinstance(output, tuple) else 0
 
         hooks = [m.register_forward_hook(note) for m in self.model.modules()]
         try:
             states = self._hidden(examples, np.arange(1))
+        except _Unused:
+            self.depth = 0
+            return
         finally:
             for hook in hooks:
                 hook.remove()
-        if states is None:  # the blocks are not used for these data
-            self.depth = 0
-            return
         self.width, self.dtype = states.shape[-1], states.dtype
         # All submodules, also those that run only in training.
-        self.below = list({part: None for module in seen for part in module.modules()})
+        self.below = list({part: None for module in modules for part in module.modules()})
         frozen = {id(p) for module in self.below for p in module.parameters()}
         if any(id(p) in frozen for n, p in self.model.named_parameters() if n in self.learns):
             self.depth = 0  # a trained module of modules_to_save, such as an embedding, runs below the blocks
@@ -200,9 +203,9 @@ class FrozenPrefix:
                 with self._bypass(states):
                     ends = self._ends(batch)
                 for what, a, b in zip(("logits", "states"), plain, ends):
-                    apart, scale = float((a - b).abs().max()), float(a.abs().max())
-                    if not apart <= allowed * scale:  # NaN too
-                        return f"{what} up to {scale:.2g} differ by {apart:.2g}"
+                    difference, scale = float((a - b).abs().max()), float(a.abs().max())
+                    if not difference <= allowed * scale:  # NaN too
+                        return f"{what} up to {scale:.2g} differ by {difference:.2g}"
         except Exception as error:  # a model's code may raise any error for inputs that it does not expect
             return f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
@@ -212,9 +215,9 @@ class FrozenPrefix:
 
     def _ends(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Logits and outputs of the last block, without padding positions; dropout is the same each time."""
-        left: list[Tensor] = []
+        last_states: list[Tensor] = []
         hook = self.layers[-1].register_forward_hook(
-            lambda module, args, output: left.append(output[0] if isinstance(output, tuple) else output)
+            lambda module, args, output: last_states.append(output[0] if isinstance(output, tuple) else output)
         )
         device = batch["input_ids"].device
         try:
@@ -224,18 +227,19 @@ class FrozenPrefix:
         finally:
             hook.remove()
         real = batch["attention_mask"].bool()
-        return [t[real].float() if t.ndim == 3 else t.float() for t in (logits, left[0])]
+        return [t[real].float() if t.ndim == 3 else t.float() for t in (logits, last_states[0])]
 
     @torch.no_grad()
-    def _hidden(self, examples, indices: np.ndarray) -> Tensor | None:
+    def _hidden(self, examples, indices: np.ndarray) -> Tensor:
         """The input of the first trainable block for a batch, ``(len(indices), longest, width)``, without dropout.
 
-        None if that block does not run or receives no ``hidden_states``.
+        Raises:
+            _Unused: that block does not run, or receives no ``hidden_states``.
         """
-        seen: list[Tensor | None] = []
+        inputs: list[Tensor | None] = []
 
         def catch(module, args, kwargs):
-            seen.append(args[0] if args else kwargs.get("hidden_states"))
+            inputs.append(args[0] if args else kwargs.get("hidden_states"))
             raise _Enough
 
         device = next(self.model.parameters()).device
@@ -250,7 +254,9 @@ class FrozenPrefix:
             hook.remove()
             for module, was in training.items():
                 module.training = was
-        return seen[0] if seen else None
+        if not inputs or inputs[0] is None:
+            raise _Unused
+        return inputs[0]
 
     def _compute(self, owner: str, examples) -> tuple[Tensor, np.ndarray]:
         """Hidden states of all samples, computed in fixed batches, so that they do not depend on earlier calls."""
@@ -305,6 +311,10 @@ def _reserve(path: Path, size: int) -> None:
             f"train.cache_frozen_dir: {path.parent} has no room for the {size / 1e6:.3g} MB of cached "
             f"states ({error.strerror}); choose another folder, or set train.cache_frozen: off"
         ) from None
+
+
+class _Unused(Exception):
+    """The model does not use its blocks for these data."""
 
 
 class _Enough(Exception):

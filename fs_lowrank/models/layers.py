@@ -1,4 +1,4 @@
-"""Named tensors layer by layer, under the letters that the papers give them."""
+"""The tensors of adapted layers, by the letters that the papers use for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-#: attribute of ``Layer`` -> what stands behind the layer's name in the name of the tensor
+#: attribute of ``Layer`` -> the part of the tensor's name after the name of the layer
 _ENDS = {
     "A": ".lora_A.default.weight",
     "B": ".lora_B.default.weight",
@@ -24,13 +24,13 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Layer:
-    """The tensors of one adapted layer; None for those that are not there. Of a convolution they have further axes.
+    """The tensors of one adapted layer; None for tensors that it does not have. Those of convolutions have more axes.
 
     Attributes:
         name: the layer's name in the model.
         A, B: the shared pair, ``(r, d_in)`` and ``(d_out, r)``.
-        W: the weight that the adapter or the factors stand beside, ``(d_out, d_in)``.
-        U, V: the factors in the place of ``W``, ``(d_out, r)`` and ``(r, d_in)`` (``models.factorised``).
+        W: the weight of the layer, ``(d_out, d_in)``.
+        U, V: the factors that replace ``W``, ``(d_out, r)`` and ``(r, d_in)`` (``models.factorised``).
         A_d, A_u, B_d, B_u: the pairs nested in ``A`` and ``B`` (``models.nested``).
     """
 
@@ -46,7 +46,7 @@ class Layer:
     B_u: Tensor | None = None
 
     def key(self, letter: str) -> str:
-        """The name in the model of the tensor that is called ``letter`` here."""
+        """The name of tensor ``letter`` in the model."""
         return self.name + _ENDS[letter]
 
     def named(self) -> dict[str, Tensor]:
@@ -56,13 +56,13 @@ class Layer:
 
 @lru_cache(maxsize=1 << 16)
 def _place(name: str) -> tuple[str, str] | None:
-    """The layer and the letter of the tensor called ``name``; None for one that is no adapted layer's."""
-    found = [letter for letter, end in _ENDS.items() if name.endswith(end)]
-    return (name.removesuffix(_ENDS[found[0]]), found[0]) if found and ":" not in name else None
+    """The layer and the letter of tensor ``name``; None for a tensor of no adapted layer."""
+    letters = [letter for letter, end in _ENDS.items() if name.endswith(end)]
+    return (name.removesuffix(_ENDS[letters[0]]), letters[0]) if letters and ":" not in name else None
 
 
 def adapted_layers(tensors: Mapping[str, Tensor]) -> list[Layer]:
-    """The adapted layers that have tensors among ``tensors``, sorted by name; names ``x:…`` belong to none."""
+    """The adapted layers of ``tensors``, sorted by name. Names such as ``x:…`` belong to no layer."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name in tensors:
         if place := _place(name):

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from torch import nn
-
 from ..errors import UserError, say_once
 
 _SHOWN = 3
 
 
-def check_loaded(model: nn.Module, report: Mapping[str, Any], place: str, classes: int | None) -> list[str]:
+def check_loaded(model: Any, report: Mapping[str, Any], place: str, classes: int | None) -> list[str]:
     """Check that the checkpoint at ``place`` holds all weights of ``model``; warn about new heads and unused tensors.
 
     Two kinds of modules may be new: a head, which is a module outside the base model (``base_model_prefix``) without
@@ -24,6 +22,7 @@ def check_loaded(model: nn.Module, report: Mapping[str, Any], place: str, classe
     weights are not in the report; integer buffers (``position_ids``) are not loaded.
 
     Args:
+        model: of transformers.
         report: what ``from_pretrained(…, output_loading_info=True, ignore_mismatched_sizes=True)`` returned: sets of
             ``missing_keys`` and ``unexpected_keys``, and ``mismatched_keys`` of (name, shape in the file, shape in
             the model).
@@ -34,19 +33,19 @@ def check_loaded(model: nn.Module, report: Mapping[str, Any], place: str, classe
         UserError: a weight is missing or has another shape.
     """
     counters = {n for n, b in model.named_buffers() if not b.is_floating_point()}
-    own = model.state_dict().keys() - counters
+    expected = model.state_dict().keys() - counters
     missing, unexpected = set(report["missing_keys"]) - counters, set(report["unexpected_keys"])
     _check_shapes(report["mismatched_keys"], place, classes)
     modules: dict[str, set[str]] = {}
-    for name in own if classes is not None else ():
+    for name in expected if classes is not None else ():
         modules.setdefault(_new_module(model, name), set()).add(name)
     new = {n for module, names in modules.items() if module and names <= missing for n in names}
     lacking = sorted(missing - new)
     if lacking:
         raise UserError(
-            f"model.type: {place!r} lacks {len(lacking)} of the model's {len(own)} weights ({_some(lacking)}), which "
-            f"would be random{_instead(lacking, unexpected, model.base_model_prefix)}; the checkpoint is incomplete, "
-            "or its names are not this model's: save it again with save_pretrained, or take another"
+            f"model.type: {place!r} lacks {len(lacking)} of the model's {len(expected)} weights ({_some(lacking)}), "
+            f"which would be random{_instead(lacking, unexpected, model.base_model_prefix)}; the checkpoint is "
+            "incomplete, or its names are not this model's: save it again with save_pretrained, or take another"
         )
     if unexpected:
         say_once(
@@ -58,7 +57,7 @@ def check_loaded(model: nn.Module, report: Mapping[str, Any], place: str, classe
     return sorted(new)
 
 
-def _new_module(model: nn.Module, name: str) -> str:
+def _new_module(model: Any, name: str) -> str:
     """The module of weight ``name`` that may be new; empty if the weight must be in the checkpoint."""
     base = model.base_model_prefix
     first, _, rest = name.partition(".")
@@ -70,15 +69,15 @@ def _new_module(model: nn.Module, name: str) -> str:
 
 
 def _check_shapes(mismatched: Iterable[tuple], place: str, classes: int | None) -> None:
-    for name, there, here in sorted((n, tuple(a), tuple(b)) for n, a, b in mismatched):
-        if classes is not None and here[:1] == (classes,) and there[1:] == here[1:]:
+    for name, saved, expected in sorted((n, tuple(a), tuple(b)) for n, a, b in mismatched):
+        if classes is not None and expected[:1] == (classes,) and saved[1:] == expected[1:]:
             raise UserError(
-                f"model.type: {place!r} is a classifier of {there[0]} classes ({name} is {there}), the data has "
-                f"{classes}; take data of {there[0]} classes, or a checkpoint without a head"
+                f"model.type: {place!r} is a classifier of {saved[0]} classes ({name} is {saved}), the data has "
+                f"{classes}; take data of {saved[0]} classes, or a checkpoint without a head"
             )
         raise UserError(
-            f"model.type: {place!r}: {name} is {there} in the checkpoint, and by its config.json {here}; the two do "
-            "not belong together"
+            f"model.type: {place!r}: {name} is {saved} in the checkpoint, and by its config.json {expected}; the two "
+            "do not belong together"
         )
 
 
@@ -88,9 +87,9 @@ def _instead(lacking: Collection[str], unexpected: Collection[str], base: str) -
     for name in sorted(unexpected):
         parts = name.split(".")
         for i in range(1, len(parts)):
-            found = short.get(".".join(parts[i:]))
-            if found:
-                return f", and has {len(unexpected)} under other names: {name!r} for {found!r}"
+            match = short.get(".".join(parts[i:]))
+            if match:
+                return f", and has {len(unexpected)} under other names: {name!r} for {match!r}"
     return f", and has {len(unexpected)} that the model has not ({_some(unexpected)})" if unexpected else ""
 
 

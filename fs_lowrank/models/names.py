@@ -5,8 +5,9 @@
 ``lora_B``   the up-projection of the shared adapter, ``(d_out, r)``, zero at start
 ``adapter``  any tensor of the shared adapter (also LoHa's and LoKr's)
 ``personal`` any tensor of the adapter ``personal``; likewise for any adapter other than PEFT's ``default``
-``head``     the classifier: a module of such a name at the top of the model, or in PEFT's ``modules_to_save``;
-             a module of the same name inside the base model is ``base``
+``head``     the classifier: a module at the top of the model whose name is in ``HEAD_MODULES`` or ends as in
+             ``PEFT_HEADS`` (DistilBERT's ``pre_classifier``), or one that the user names in ``modules_to_save``;
+             a module of such a name inside the base model is ``base``
 ``rest``     any tensor of ``base`` without an adapter; trained only in a model from scratch
 ``nested``   a pair nested in the shared one (``models.nested``)
 ``factor``   a thin factor in place of a full weight (``models.factorised``)
@@ -24,29 +25,15 @@ from torch import Tensor, nn
 
 #: names of heads; such a module is a head only at the top of the model, not inside the base
 HEAD_MODULES = ("classifier", "score", "fc")
-#: endings of names that PEFT treats as the head of a classifier, anywhere in the model
+#: endings of the names of heads: PEFT trains and saves modules with such names, anywhere in the model
 PEFT_HEADS = ("classifier", "score")
 #: prefix of the wrapped model in PEFT's model
 _PEFT_PREFIX = "base_model.model."
-_ADAPTER_PARTS = (
-    "lora_A",
-    "lora_B",
-    "hada_w1_a",
-    "hada_w1_b",
-    "hada_w2_a",
-    "hada_w2_b",
-    "hada_t1",
-    "hada_t2",
-    "lokr_w1",
-    "lokr_w1_a",
-    "lokr_w1_b",
-    "lokr_w2",
-    "lokr_w2_a",
-    "lokr_w2_b",
-    "lokr_t2",
-)
-
-
+#: parts of the names of adapters' tensors, by which they are known
+_ADAPTER_PARTS = """
+    lora_A lora_B hada_w1_a hada_w1_b hada_w2_a hada_w2_b hada_t1 hada_t2 lokr_w1 lokr_w1_a lokr_w1_b lokr_w2
+    lokr_w2_a lokr_w2_b lokr_t2
+""".split()
 #: tensors of adapters that are initialised to zero, so that the adapter has no effect
 _ZERO_AT_START = frozenset({"lora_B", "hada_w2_b", "lokr_w1", "lokr_w1_a"})
 
@@ -78,7 +65,7 @@ def tags(name: str) -> frozenset[str]:
         # Inside the base it is a head only if the user named it; PEFT chooses by the end of the name.
         is_head = len(module) == 1 or not module[-1].endswith(PEFT_HEADS)
     else:
-        is_head = path[0] in HEAD_MODULES
+        is_head = path[0] in HEAD_MODULES or path[0].endswith(PEFT_HEADS)
     if is_head:
         return frozenset({"head"})
     return frozenset({"base"} if parts[-2:] == ["base_layer", "weight"] else {"base", "rest"})
@@ -97,12 +84,12 @@ def pairs(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 
 
 def entries(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` under names ``KIND:name``, which are no tensors of the model."""
+    """``tensors`` under the names ``KIND:name``, which are not names of tensors of the model."""
     return {f"{kind}:{n}": t for n, t in tensors.items()}
 
 
 def entries_of(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse of ``entries``: those of ``tensors`` that are called ``KIND:name``, by ``name``."""
+    """The reverse of ``entries``: the tensors with names ``KIND:name``, by ``name``."""
     return {n.removeprefix(f"{kind}:"): t for n, t in tensors.items() if n.startswith(f"{kind}:")}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,11 @@ class Nested(nn.Module):
     convolution, ``A_u`` is ``(r_A, d_in, k, k)`` and the others are ``1 × 1``. Rank 0 means no pair.
     """
 
+    A_d: nn.Parameter
+    A_u: nn.Parameter
+    B_d: nn.Parameter
+    B_u: nn.Parameter
+
     def __init__(self, layer: LoraLayer, scale: float):
         super().__init__()
         self.scale = scale
@@ -38,7 +43,7 @@ class Nested(nn.Module):
     def beside_b(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return self._beside(module, args[0], output, self.B_u, self.B_d)
 
-    def _beside(self, module: nn.Module, x: Tensor, output: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def _beside(self, module: Any, x: Tensor, output: Tensor, first: Tensor, second: Tensor) -> Tensor:
         if first.shape[0] == 0:
             return output
         if isinstance(module, nn.Linear):
@@ -59,17 +64,18 @@ def nested_shapes(a: torch.Size, b: torch.Size, rank_a: int, rank_b: int) -> dic
 
 
 def nested_product(second: Tensor, first: Tensor, like: Tensor) -> Tensor:
-    """``second @ first`` in the shape of ``like``, the half that the nested pair stands beside."""
+    """``second @ first`` in the shape of ``like``, the matrix to which the nested pair is added."""
     return (second.flatten(1) @ first.flatten(1)).reshape(like.shape)
 
 
 def cut_nested(layers: Iterable[Layer], rank_a: int, rank_b: int) -> dict[str, Tensor]:
     """The nested pairs of ``layers`` at lower ranks, by name."""
-    cut = {}
-    for each in layers:
-        a = {"A_d": each.A_d[:, :rank_a], "A_u": each.A_u[:rank_a]}
-        cut |= Layer(each.name, **a, B_d=each.B_d[:, :rank_b], B_u=each.B_u[:rank_b]).named()
-    return cut
+    ranks = {"A_d": (1, rank_a), "A_u": (0, rank_a), "B_d": (1, rank_b), "B_u": (0, rank_b)}  # letter -> (axis, rank)
+    return {
+        layer.key(letter): getattr(layer, letter).narrow(axis, 0, rank)
+        for layer in layers
+        for letter, (axis, rank) in ranks.items()
+    }
 
 
 def add_nested(model: nn.Module, scale: float) -> nn.Module:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from ..errors import UserError, nearest, say_once
 from ..jobs.files import replacing, write_text
 from ..settings import VISION_MODELS
-from .chain import resize
+from .chain import allow_growth, resize
 
 __all__ = ["VisionModel", "VisionOptions", "build_vision", "load_vision", "load_weights"]
 
@@ -71,7 +72,7 @@ class VisionOptions:
         return max(1, round(channels * self.width))
 
 
-class VisionModel(nn.Module):
+class VisionModel(nn.Module, ABC):
     """Base class of the networks: loss, saving, and default layers for adapters.
 
     Attributes:
@@ -84,14 +85,14 @@ class VisionModel(nn.Module):
         self.options = options
         self.adapter_targets: list[str] = []
 
+    @abstractmethod
     def features(self, x: Tensor) -> Tensor:
         """``(batch, channels, height, width)`` to ``(batch, width of the head)``."""
-        raise NotImplementedError
 
     @property
     def head(self) -> nn.Linear:
         """The last layer."""
-        return self.get_submodule("fc" if hasattr(self, "fc") else "classifier")
+        return getattr(self, "fc" if hasattr(self, "fc") else "classifier")
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **_) -> ImageClassifierOutput:
         """Logits, and the mean cross entropy if ``labels`` are given.
@@ -152,6 +153,11 @@ class _Block(nn.Module):
 class ResNet(VisionModel):
     """Stem, four stages of ``blocks`` blocks with 64, 128, 256, 512 channels, mean over positions, one linear layer."""
 
+    layer1: nn.Sequential
+    layer2: nn.Sequential
+    layer3: nn.Sequential
+    layer4: nn.Sequential
+
     def __init__(self, options: VisionOptions, blocks: int):
         super().__init__(options)
         inside = options.scaled(64)
@@ -192,8 +198,8 @@ class ConvNet(VisionModel):
     def __init__(self, options: VisionOptions, convs: tuple[int, int], hidden: tuple[int, int]):
         super().__init__(options)
         channels, *size = options.image_shape
-        left = [((s - 4) // 2 - 4) // 2 for s in size]
-        if min(left) < 1:
+        pooled = [((s - 4) // 2 - 4) // 2 for s in size]
+        if min(pooled) < 1:
             raise UserError(
                 f"model.type = {options.type}: images of {size[0]} × {size[1]} are too small for it; "
                 "it needs 16 × 16, for instance by data.transform [['Resize', {'size': [16, 16]}]]"
@@ -202,7 +208,7 @@ class ConvNet(VisionModel):
         bias = options.use_bias
         self.conv1 = nn.Conv2d(channels, first, 5, bias=bias)
         self.conv2 = nn.Conv2d(first, second, 5, bias=bias)
-        widths = [second * left[0] * left[1], *map(options.scaled, hidden)]
+        widths = [second * pooled[0] * pooled[1], *map(options.scaled, hidden)]
         self.fc1 = nn.Linear(widths[0], widths[1], bias=bias)
         self.fc2 = nn.Linear(widths[1], widths[2], bias=bias)
         self.classifier = nn.Linear(widths[2], options.num_classes, bias=bias)
@@ -251,8 +257,8 @@ def load_vision(folder: str | Path) -> VisionModel:
         model = build_vision(options)
         for name, shape in grown.items():  # widths changed by a method
             layer = model.get_submodule(name)
-            resize(layer, layer.weight.new_empty([int(size) for size in shape]))
-            layer.may_grow = True
+            resize(layer, torch.empty([int(size) for size in shape]))
+            allow_growth(layer)
     except UserError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -284,22 +290,22 @@ def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) ->
     Raises:
         UserError: the file cannot be read, or a name or shape differs; the model is not changed then.
     """
-    given, own = read_weights(path), model.state_dict()
-    head = {n for n in own if model.get_submodule(n.rpartition(".")[0]) is model.head}
+    given, parameters = read_weights(path), model.state_dict()
+    head = {n for n in parameters if model.get_submodule(n.rpartition(".")[0]) is model.head}
     # The counters of batch norms are not used.
-    counters = {n for n in own if n.endswith("num_batches_tracked")}
-    other = sorted(n for n in head & given.keys() if given[n].shape != own[n].shape)
-    if new_head and (other or not head & given.keys()):
-        reason = f"{other[0]} is {_shape(given[other[0]])} there" if other else "the file has none"
+    counters = {n for n in parameters if n.endswith("num_batches_tracked")}
+    reshaped = sorted(n for n in head & given.keys() if given[n].shape != parameters[n].shape)
+    if new_head and (reshaped or not head & given.keys()):
+        reason = f"{reshaped[0]} is {_shape(given[reshaped[0]])} there" if reshaped else "the file has none"
         say_once(
             f"{path}: the head for {model.options.num_classes} classes is new ({', '.join(sorted(head))}): {reason}"
         )
         given = {n: t for n, t in given.items() if n not in head}
     else:
         head = set()
-    wanted = own.keys() - head - counters
-    _check_weights(given, own, wanted, counters, path, model.options.type)
-    model.load_state_dict({n: t for n, t in given.items() if n in wanted}, strict=False)
+    required = parameters.keys() - head - counters
+    _check_weights(given, parameters, required, counters, path, model.options.type)
+    model.load_state_dict({n: t for n, t in given.items() if n in required}, strict=False)
     return sorted(head)
 
 
@@ -309,24 +315,24 @@ def _shape(tensor: Tensor) -> str:
 
 def _check_weights(
     given: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
-    wanted: set[str],
+    parameters: Mapping[str, Tensor],
+    required: set[str],
     counters: set[str],
     path: str | Path,
     kind: str,
 ) -> None:
-    for name in sorted(wanted - given.keys()):
+    for name in sorted(required - given.keys()):
         raise UserError(f"{path}: has no tensor {name!r}, which {kind} needs{nearest(name, given)}")
-    for name in sorted(given.keys() - wanted - counters):
+    for name in sorted(given.keys() - required - counters):
         raise UserError(
-            f"{path}: has a tensor {name!r}, which this {kind} has not{nearest(name, wanted)}; "
+            f"{path}: has a tensor {name!r}, which this {kind} has not{nearest(name, required)}; "
             "lowrank.norm, lowrank.width and model.use_bias must be as when it was saved"
         )
-    for name in sorted(wanted):
-        if given[name].shape != own[name].shape:
+    for name in sorted(required):
+        if given[name].shape != parameters[name].shape:
             raise UserError(
                 f"{path}: {name} has shape {tuple(given[name].shape)}, this {kind} has "
-                f"{tuple(own[name].shape)}; is lowrank.width the same, and the images' shape?"
+                f"{tuple(parameters[name].shape)}; is lowrank.width the same, and the images' shape?"
             )
         if not given[name].is_floating_point():
             raise UserError(f"{path}: {name} has dtype {given[name].dtype}, expected floating point")

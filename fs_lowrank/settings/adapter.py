@@ -21,37 +21,12 @@ SHORT = {
 }
 _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
 #: other names of PEFT, used only to tell a misspelling from an argument of a later version
-_PEFT_KEYS = (
-    "alpha_pattern",
-    "arrow_config",
-    "bias",
-    "corda_config",
-    "decompose_both",
-    "decompose_factor",
-    "ensure_weight_tying",
-    "eva_config",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "init_lora_weights",
-    "init_weights",
-    "layer_replication",
-    "layers_pattern",
-    "loftq_config",
-    "lora_bias",
-    "megatron_config",
-    "megatron_core",
-    "module_dropout",
-    "modules_to_save",
-    "rank_dropout",
-    "rank_dropout_scale",
-    "rank_pattern",
-    "runtime_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_dora",
-    "use_effective_conv2d",
-    "use_qalora",
-)
+_PEFT_KEYS = """
+    alpha_pattern arrow_config bias corda_config decompose_both decompose_factor ensure_weight_tying eva_config
+    exclude_modules fan_in_fan_out init_lora_weights init_weights layer_replication layers_pattern loftq_config
+    lora_bias megatron_config megatron_core module_dropout modules_to_save rank_dropout rank_dropout_scale
+    rank_pattern runtime_config target_parameters trainable_token_indices use_dora use_effective_conv2d use_qalora
+""".split()
 LOW_RANK_METHODS = ("lora", "lokr", "loha")
 _ADAPTER_METHODS = (*LOW_RANK_METHODS, "prefix", "prompt", "p-tuning")
 

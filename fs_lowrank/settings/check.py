@@ -101,13 +101,13 @@ def keys_of(what: type | Callable[..., Any], skip: int = 0) -> dict[str, Key]:
             if f.init
         }
     hints = typing.get_type_hints(what, include_extras=True)
-    found = {}
+    keys = {}
     for name, parameter in list(inspect.signature(what).parameters.items())[skip:]:
         hint, *noted = (
             typing.get_args(hints[name]) if hasattr(hints.get(name), "__metadata__") else [hints.get(name, Any)]
         )
-        found[name] = Key(hint, noted[0] if noted else {}, parameter.default is parameter.empty)
-    return found
+        keys[name] = Key(hint, noted[0] if noted else {}, parameter.default is parameter.empty)
+    return keys
 
 
 def check_keys(
@@ -230,7 +230,7 @@ def _coerce(value: Any, hint: Any) -> Any:
     elif (origin or hint) in (dict, Mapping):
         if isinstance(value, Mapping):
             return dict(value)
-    else:
+    elif not dataclasses.is_dataclass(hint) or isinstance(value, typing.cast(type, hint)):
         return value
     raise _Mismatch
 

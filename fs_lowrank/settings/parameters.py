@@ -18,13 +18,13 @@ def params_fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def params_defaults(cls: Any) -> dict[str, Any]:
-    made = {}
+    defaults = {}
     for name, f in params_fields(cls).items():
         if f.default_factory is not dataclasses.MISSING:
-            made[name] = f.default_factory()
+            defaults[name] = f.default_factory()
         elif f.default is not dataclasses.MISSING:
-            made[name] = f.default
-    return made
+            defaults[name] = f.default
+    return defaults
 
 
 def general_keys() -> list[str]:
@@ -66,7 +66,7 @@ def check_method_params(cls: Any, given: Mapping[str, Any], origin: Origin | Non
     if not fields:
         return {}
     try:
-        made = cls.Params(**values)
+        params = cls.Params(**values)
     except ValueError as error:
         raise UserError(f"{origin.where('lowrank')}lowrank ({cls.name}): {error}") from None
-    return {key: getattr(made, key) for key in fields}
+    return {key: getattr(params, key) for key in fields}

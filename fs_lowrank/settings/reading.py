@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 import yaml
@@ -35,6 +36,12 @@ Loader.yaml_implicit_resolvers = {
 }
 for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def read_packaged(package: str, name: str) -> Any:
+    """The content of a YAML file that is part of ``package``, such as a table; numbers need YAML 1.1's spelling."""
+    fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, since this is read on every start
+    return yaml.load(resources.files(package).joinpath(name).read_text(encoding="utf-8"), fast)
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:

@@ -140,16 +140,16 @@ class Settings:
 
     def decisive(self) -> dict[str, Any]:
         """Every value that affects the result, by dotted key; devices, folders and saved files do not."""
-        found = {name: value for name, value, meta in flat_keys(self) if meta.get("result", True)}
-        found.update(
+        values = {name: value for name, value, meta in flat_keys(self) if meta.get("result", True)}
+        values.update(
             (name, value)
             for name, value in self.framework.items()
             if not framework.decides_nothing(name, self.framework)
         )
         if self.fedopt.optimizer.lr is None:
             # Without fedopt.use, the value is FederatedScope's default, so that it does not change the hash.
-            found["fedopt.optimizer.lr"] = server_lr(self.fedopt.optimizer.type) if self.fedopt.use else 0.01
-        return dict(canonical(found))
+            values["fedopt.optimizer.lr"] = server_lr(self.fedopt.optimizer.type) if self.fedopt.use else 0.01
+        return dict(canonical(values))
 
 
 def known_keys() -> list[str]:

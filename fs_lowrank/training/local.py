@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from ..models.names import tags
 from ..seeds import derive
 from ..settings import Settings
 from .optimizer import make_optimizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -79,19 +83,20 @@ def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean loss of the model on a batch.
 
-    The head of a causal LM is wide, so it is applied only to the positions that have a label. The loss is the same.
+    The head of a causal LM is wide, so it is applied only to positions with a label, which gives the same loss.
     """
     if batch["labels"].ndim == 1 or getattr(model.config, "output_router_logits", False):
         return model(**batch).loss  # a mixture of experts adds its own loss
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     following = batch["labels"][:, 1:]
-    taken = following != -100
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, :-1][taken],))
+    labelled = following != -100
+    head: nn.Module = cast("PreTrainedModel", model).get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, args: (args[0][:, :-1][labelled],))
     try:
         logits = model(**inputs).logits
     finally:
         hook.remove()
-    return nn.functional.cross_entropy(logits.float(), following[taken])
+    return nn.functional.cross_entropy(logits.float(), following[labelled])
 
 
 def train_client(
@@ -124,12 +129,12 @@ def train_client(
     model.train()
     if prefix is not None:
         prefix.eval_below()
-    wanted = config.train.optimizer
+    settings = config.train.optimizer
     total, steps, samples = torch.zeros((), device=device), 0, 0
     for phase in phases:
         parameters = set_trainable(model, phase.train)
-        optimizer = make_optimizer(parameters, wanted.type, lr, wanted.extra)
-        accumulate, waiting = config.grad.grad_accum_count, 0
+        optimizer = make_optimizer(parameters, settings.type, lr, settings.extra)
+        batches_per_step, pending = config.grad.grad_accum_count, 0
         duration = config.train.local_update_steps if phase.steps is None else phase.steps
         for indices in _batches(len(examples), config, duration, order):
             batch = to_device(examples.batch(indices, augment), device)
@@ -141,12 +146,12 @@ def train_client(
             total += loss.detach()
             if phase.penalty is not None:
                 loss = loss + phase.penalty(model)
-            (loss / accumulate if accumulate > 1 else loss).backward()
-            waiting, steps, samples = waiting + 1, steps + 1, samples + len(indices)
-            if waiting == accumulate:
+            (loss / batches_per_step if batches_per_step > 1 else loss).backward()
+            pending, steps, samples = pending + 1, steps + 1, samples + len(indices)
+            if pending == batches_per_step:
                 _step(optimizer, parameters, config)
-                waiting = 0
-        if waiting:
+                pending = 0
+        if pending:
             _step(optimizer, parameters, config)
     for parameter in model.parameters():
         parameter.grad = None

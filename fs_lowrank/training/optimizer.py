@@ -36,8 +36,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     parameter.grad = torch.ones(1)
     # Arguments that depend on the device are not tested.
     extra = {key: value for key, value in optimizer.extra.items() if key not in ("capturable", "fused")}
-    made = make_optimizer([parameter], optimizer.type, optimizer.lr, extra)
+    trial = make_optimizer([parameter], optimizer.type, optimizer.lr, extra)
     try:
-        made.step()
+        trial.step()
     except Exception as error:  # torch raises various errors for invalid values
         raise UserError(f"train.optimizer: {optimizer.type} does not take {extra}: {error}") from error

@@ -38,7 +38,7 @@ def test_splits_cover_every_row_once_and_keep_the_classes(reviews, config, encod
     assert built.majority == 0.7 and built.num_labels == 2 and built.task == "classification"
 
 
-def test_the_test_set_may_have_a_seed_of_its_own(reviews, config, encoder_tokenizer):
+def test_test_seed_fixes_the_test_set(reviews, config, encoder_tokenizer):
     def held_out(seed, test_seed):
         settings = config(reviews, seed=seed)
         settings.lowrank = SimpleNamespace(test_seed=test_seed)
@@ -58,7 +58,7 @@ def test_an_empty_share_gives_none(reviews, config, encoder_tokenizer):
     assert built.test is None and built.majority is None and len(built.validation) == 10
 
 
-def test_the_record_says_which_row_of_the_file_is_whose(reviews, config, encoder_tokenizer):
+def test_record_lists_the_file_rows_of_each_client(reviews, config, encoder_tokenizer):
     lines = reviews.read_text().splitlines()
     lines[4:4] = ["", ",0,x", " ,1,y"]  # an empty line does not count, a row without a text does
     reviews.write_text("\n".join(lines) + "\n")
@@ -78,7 +78,7 @@ def test_the_record_says_which_row_of_the_file_is_whose(reviews, config, encoder
         assert client["labels"]["1"] == sum(table[row][1] == "1" for row in client["rows"])
 
 
-def test_the_record_of_a_test_set_of_its_own(reviews, tmp_path, config, encoder_tokenizer):
+def test_record_with_an_official_test_set(reviews, tmp_path, config, encoder_tokenizer):
     (tmp_path / "held.csv").write_text("text,label\n,1\nb,0\nc,1\n")
     built = build_data(config(reviews, args=[{"test": "held.csv"}], splits=(1, 0, 0)), encoder_tokenizer)
     record = built.record()
@@ -86,7 +86,7 @@ def test_the_record_of_a_test_set_of_its_own(reviews, tmp_path, config, encoder_
     assert sorted(row for client in record["clients"] for row in client["rows"]) == list(range(100))
 
 
-def test_the_record_of_prompts_that_are_too_long(tmp_path, config, chat_tokenizer):
+def test_record_excludes_prompts_that_are_too_long(tmp_path, config, chat_tokenizer):
     rows = [{"instruction": "a " * (50 if i % 4 == 1 else 1 + i % 3), "output": "b"} for i in range(40)]
     (tmp_path / "i.json").write_text(json.dumps(rows))
     record = build_data(config("i.json", tmp_path), chat_tokenizer).record()
@@ -94,7 +94,7 @@ def test_the_record_of_prompts_that_are_too_long(tmp_path, config, chat_tokenize
     assert sorted(row for part in parts for row in part["rows"]) == [i for i in range(40) if i % 4 != 1]
 
 
-def test_one_seed_decides_everything(reviews, config, encoder_tokenizer):
+def test_the_seed_determines_splits_and_partition(reviews, config, encoder_tokenizer):
     first, again, other = (build_data(config(reviews, seed=s), encoder_tokenizer) for s in (1, 1, 2))
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert first.partition.to_json() == again.partition.to_json()
@@ -114,7 +114,7 @@ def test_the_test_set_does_not_depend_on_what_training_does(reviews, config, enc
     assert plain.fingerprint != other.fingerprint
 
 
-def test_an_official_test_set_is_left_whole(reviews, config, encoder_tokenizer):
+def test_an_official_test_set_is_not_split(reviews, config, encoder_tokenizer):
     (reviews.parent / "held.csv").write_text("text,label\ngood,1\nbad,0\nfine,1\n")
     built = build_data(config(reviews, args=[{"test": "held.csv"}], splits=(0.8, 0.2, 0)), encoder_tokenizer)
     assert len(built.test) == 3 and len(built.validation) == 20 and sum(map(len, built.clients)) == 80
@@ -128,7 +128,7 @@ def test_partition_by_a_field(reviews, config, encoder_tokenizer):
     assert built.partition.summary()[0]["labels"].keys() == {"0", "1"}
 
 
-def test_clients_hold_what_the_partition_says(reviews, config, encoder_tokenizer):
+def test_clients_hold_the_rows_of_the_partition(reviews, config, encoder_tokenizer):
     cfg = config(reviews, splitter="lda", splitter_args=[{"alpha": 0.3}], clients=3)
     built = build_data(cfg, encoder_tokenizer)
     counts = [np.bincount(client.labels, minlength=2).tolist() for client in built.clients]

@@ -9,7 +9,7 @@ def classes():
     return Examples({"input_ids": [[5, 6], [7], [8, 9, 10]], "token_type_ids": [[0, 1], [0], [0, 1, 1]]}, [1, 0, 1], 99)
 
 
-def test_batch_is_padded_to_its_own_longest():
+def test_batch_is_padded_to_its_longest_example():
     batch = classes().batch([1, 0])
     assert batch["input_ids"].tolist() == [[7, 99], [5, 6]]
     assert batch["attention_mask"].tolist() == [[1, 0], [1, 1]]
@@ -35,7 +35,7 @@ def test_select_length_and_lengths():
     assert len(classes().select([])) == 0
 
 
-def test_fingerprint_follows_the_contents_alone():
+def test_fingerprint_depends_only_on_the_contents():
     assert classes().fingerprint() == classes().select([0, 1, 2]).fingerprint()
     different = {
         classes().fingerprint(),

@@ -52,6 +52,7 @@ def offer(monkeypatch, path, **changes):
         "description": "a test",
         "size": "1 kB",
         "licence": "none",
+        "registry": "pypi",
         "package": "tiny-pack",
         "version": "1.0",
         "filename": path.name,
@@ -84,7 +85,7 @@ def test_a_second_fetch_does_nothing(wheel, tmp_path):
     assert len(lines) == 1 and "already" in lines[0]
 
 
-def test_half_fetched_and_outdated_folders_are_redone(wheel, tmp_path):
+def test_incomplete_and_outdated_folders_are_fetched_again(wheel, tmp_path):
     root = tmp_path / "home"
     (root / "tiny").mkdir(parents=True)
     (root / "tiny" / "config.json").write_text("half")
@@ -109,7 +110,7 @@ def test_wrong_checksum(wheel, tmp_path, monkeypatch):
         fetch("tiny", tmp_path / "home", quiet)
 
 
-def test_what_the_index_lacks(wheel, tmp_path, monkeypatch):
+def test_packages_and_files_missing_from_the_index(wheel, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot fetch 'tinny'; did you mean 'tiny'"):
         fetch("tinny", tmp_path)
     offer(monkeypatch, wheel, filename="tiny_pack-2.0.whl")
@@ -216,7 +217,7 @@ def test_login_of_the_index_is_sent_to_no_other_host(server, wheel, tmp_path, mo
     assert [login for _, login in server.seen] == ["Basic bWU6c2VjcmV0", None]
 
 
-def test_what_is_no_index_page(server, tmp_path, monkeypatch):
+def test_an_answer_that_is_not_an_index_page(server, tmp_path, monkeypatch):
     monkeypatch.setitem(http.server.SimpleHTTPRequestHandler.extensions_map, ".html", "text/plain")
     with pytest.raises(UserError, match="answers for 'tiny-pack' with text/plain, which is no index page"):
         fetch("tiny", tmp_path / "home", quiet)
@@ -320,13 +321,9 @@ def test_files_of_a_debian_package(tmp_path):
     assert (tmp_path / "a.bin").read_bytes() == b"aaa" and (tmp_path / "b.bin").read_bytes() == b"bb"
     with pytest.raises(UserError, match="lacks 'usr/c'"):
         undeb(path, tmp_path, ("usr/c",))
-    for raw, message in (
-        (b"PK", "not a Debian package"),
-        (path.read_bytes()[:-40], "damaged"),
-        (path.read_bytes()[:72], "holds no files"),
-    ):
+    for raw in (b"PK", path.read_bytes()[:-40], path.read_bytes()[:72]):
         (tmp_path / "bad.deb").write_bytes(raw)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match="bad.deb: not a Debian package, or damaged: .*dpkg-deb: error"):
             undeb(tmp_path / "bad.deb", tmp_path, ("usr/share/a.bin",))
 
 

@@ -40,7 +40,7 @@ def mnist(folder, pack=lambda raw: raw, suffix="", form="{}-{}-idx{}-ubyte"):
         ("MNIST/raw", bytes, "", "{}-{}.idx{}-ubyte"),
     ],
 )
-def test_mnist_wherever_its_files_lie(tmp_path, where, pack, suffix, form):
+def test_mnist_in_each_supported_folder(tmp_path, where, pack, suffix, form):
     mnist(tmp_path / where, pack, suffix, form)
     raw = load("mnist", tmp_path)
     assert raw.images.shape == (17, 1, 28, 28) and raw.images.dtype == np.uint8
@@ -50,14 +50,14 @@ def test_mnist_wherever_its_files_lie(tmp_path, where, pack, suffix, form):
 
 
 def test_fashion_mnist_from_the_systems_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "FASHION_MNIST_DEBIAN", mnist(tmp_path / "system"))
+    monkeypatch.setitem(module.IMAGE_SETS["fashion_mnist"], "more", [mnist(tmp_path / "system")])
     raw = load("fashion_mnist", tmp_path / "nowhere", tmp_path)
     assert raw.label_names[1] == "Trouser" and len(raw.train) == 12
     # FederatedScope's way of writing it.
     assert load("FashionMNIST@torchvision", tmp_path / "nowhere", tmp_path).fingerprint == raw.fingerprint
 
 
-def test_mnist_that_is_not_there_or_not_whole(tmp_path):
+def test_missing_or_truncated_mnist(tmp_path):
     with pytest.raises(UserError, match="no train-images-idx3-ubyte in any of.*fs-lowrank fetch mnist"):
         load("mnist", tmp_path, tmp_path)
     folder = mnist(tmp_path)
@@ -166,7 +166,7 @@ def test_a_folder_of_class_folders(folder, tmp_path):
     assert len(load(folder, "", tmp_path / "home").validation) == 2
 
 
-def test_decoded_once_until_something_changes(folder, tmp_path, monkeypatch):
+def test_images_are_decoded_again_only_after_a_change(folder, tmp_path, monkeypatch):
     decoded = []
     decode = module._decode
     monkeypatch.setattr(module, "_decode", lambda files, *a: decoded.append(len(files)) or decode(files, *a))
@@ -208,7 +208,7 @@ def test_wrong_arguments(folder, tmp_path, args, message):
         load(folder, "", tmp_path, args)
 
 
-def test_folders_that_are_wrong(folder, tmp_path):
+def test_invalid_folders(folder, tmp_path):
     (folder / "train" / "cat" / "bad.png").write_bytes(b"no picture")
     with pytest.raises(UserError, match="bad.png: cannot be read as an image"):
         load(folder, "", tmp_path)
@@ -240,7 +240,7 @@ def test_built_without_a_tokenizer(tiny_images, tmp_path, config):
         build_data(cfg, raw=raw)
 
 
-def test_the_usual_normalisation_where_none_is_asked_for(tmp_path, config):
+def test_default_normalisation(tmp_path, config):
     mnist(tmp_path)
     built = build_data(config("mnist", tmp_path, splits=(1, 0, 0), clients=2))
     np.testing.assert_allclose(built.test.batch([0])["pixel_values"].numpy(), (5 / 255 - 0.1307) / 0.3081, atol=1e-5)

@@ -33,14 +33,14 @@ def test_a_selection_shares_the_images():
     assert part.fingerprint() == data.select([3, 5]).fingerprint() != data.select([5, 3]).fingerprint()
 
 
-def test_only_contents_make_the_fingerprint():
+def test_image_fingerprint_depends_only_on_the_contents():
     first, again, other = examples(), examples(), examples()
     other.images[2, 0, 3, 3] ^= 1
     assert first.fingerprint() == again.fingerprint() != other.fingerprint()
     assert first.select([0]).fingerprint() != ImageExamples(first.images, [0], [1], first.pipeline).fingerprint()
 
 
-def test_what_is_no_image():
+def test_arrays_that_are_not_images():
     for images in (np.zeros((2, 8, 8), np.uint8), np.zeros((2, 1, 8, 8))):
         with pytest.raises(ValueError, match="uint8"):
             ImageExamples(images, [0], [0], Pipeline([]))
@@ -51,7 +51,7 @@ def test_what_is_no_image():
 AUGMENT = [["RandomHorizontalFlip"], ["RandomCrop", {"size": 8, "padding": 2}], ["ToTensor"]]
 
 
-def test_what_is_random_comes_from_the_generator_alone():
+def test_random_steps_use_only_the_generator():
     data = examples(40, steps=AUGMENT)
     first, again, other = (data.batch(range(40), np.random.default_rng(s))["pixel_values"] for s in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
@@ -137,7 +137,7 @@ def test_wrong_steps(steps, message):
         ([["Normalize", {"mean": [0, 0, 0], "std": [1, 1, 1]}]], "mean has 3 numbers, the images have 1 channel"),
     ],
 )
-def test_steps_that_do_not_fit_the_images(steps, message):
+def test_steps_that_do_not_suit_the_images(steps, message):
     with pytest.raises(UserError, match=message):
         examples(steps=steps).batch([0], np.random.default_rng(0))
 

@@ -39,7 +39,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, args", CASES)
-def test_every_row_goes_to_one_client_and_a_seed_decides_which(name, args):
+def test_every_row_goes_to_one_client_determined_by_the_seed(name, args):
     first = partition(name, rows(), 8, rng(3), args)
     assert np.sort(np.concatenate(first.indices)).tolist() == list(range(200))
     assert len(first) == 8 and first.sizes().min() >= args.get("min_size", 1)
@@ -75,7 +75,7 @@ def test_small_alpha_skews_the_classes_and_large_does_not():
     assert skewed > 0.7 and even < 0.4
 
 
-def test_a_mixture_s_seed_fixes_the_skew_and_not_the_rows():
+def test_mixture_seed_fixes_the_proportions_but_not_the_rows():
     data = rows(5000)
     args = {"alpha": 0.2, "mixture_seed": 3}
     one, other = partition("mixture", data, 5, rng(0), args), partition("mixture", data, 5, rng(1), args)
@@ -185,7 +185,7 @@ def test_errors(name, clients, args, message):
         partition(name, rows(), clients, rng(), args)
 
 
-def test_a_partitioner_that_loses_rows_is_caught():
+def test_a_partitioner_that_loses_rows_is_refused():
     @register_partitioner("lossy")
     def lossy(rows, num_clients, rng):
         return [np.arange(1)] * num_clients
@@ -232,14 +232,14 @@ def test_shares_are_distributed_as_the_training_rows(name, args, by):
         assert (np.abs(got - quota) < 1).all()
 
 
-def test_shares_by_size_where_there_is_nothing_else():
+def test_shares_without_classes_are_by_size():
     train, held = Rows(100), Rows(50)
     parts = partition("quantity", train, 4, rng(3), {"alpha": 0.5})
     sizes = [len(share) for share in matching_shares(parts, train, held, rng(1))]
     assert all(abs(got - size / 2) < 1 for got, size in zip(sizes, parts.sizes(), strict=True))
 
 
-def test_a_kind_that_nobody_trains_on_goes_by_size():
+def test_a_class_without_training_rows_is_shared_by_size():
     train, held = Rows(40, np.zeros(40, np.int64)), Rows(8, np.ones(8, np.int64))
     parts = partition("iid", train, 4, rng(3))
     assert [len(share) for share in matching_shares(parts, train, held, rng(1))] == [2, 2, 2, 2]

@@ -257,7 +257,7 @@ def test_args_of_the_wrong_kind(tmp_path, args, message):
         load("a.csv", tmp_path, [args])
 
 
-def test_an_arg_of_none_is_as_good_as_left_out(tmp_path):
+def test_none_means_the_default_of_an_argument(tmp_path):
     write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
     assert len(load("a.csv", tmp_path, [{"text_pair": None, "test": None, "quoting": None}]).train) == 2
 
@@ -280,7 +280,7 @@ def test_unknown_arg(tmp_path):
         ('{"text": {"0": "a", "1": "b"}, "label": {"0": 1, "1": 0}}', "keys 'text', 'label'"),
     ],
 )
-def test_a_json_object_that_is_no_table(tmp_path, text, keys):
+def test_a_json_object_that_is_not_a_row(tmp_path, text, keys):
     write(tmp_path / "a.json", text)
     with pytest.raises(UserError, match=f"a.json: expected a list of objects, or one object a line; got .* {keys}"):
         load("a.json", tmp_path)

@@ -90,7 +90,7 @@ def test_unknown_choices(causal_tokenizer):
 
 @pytest.mark.parametrize("columns", [("text", "text_pair"), ("instruction", "output"), ("messages",)])
 @pytest.mark.parametrize("unknown, outcome", [(5, ""), (6, "said"), (50, "said"), (51, "refused"), (100, "refused")])
-def test_words_that_the_tokenizer_does_not_know(encoder_tokenizer, caplog, columns, unknown, outcome):
+def test_unknown_words(encoder_tokenizer, caplog, columns, unknown, outcome):
     say_once.cache_clear()
     texts = ["tapir"] * unknown + ["good"] * (100 - unknown)
     if columns == ("messages",):
@@ -119,7 +119,7 @@ def test_a_tokenizer_without_an_unknown_token_gives_none_at_all():
     check_vocabulary(pd.DataFrame({"text": ["", " "]}), empty)
 
 
-def test_a_length_that_the_tokenizer_lowers_is_said(encoder_tokenizer, caplog):
+def test_a_length_lowered_by_the_tokenizer_is_reported(encoder_tokenizer, caplog):
     say_once.cache_clear()
     encoder_tokenizer.model_max_length = 5
     frame = pd.DataFrame({"text": ["a b c d e f"], "label": [1]})

@@ -2,13 +2,25 @@
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.models.adapters import add_adapter, base_weight_name, layer_stack, load_tensors, merge_pair
-from fs_lowrank.models.names import named_tensors, pairs, select, tags
+from fs_lowrank.models.adapters import (
+    ACCUMULATED,
+    accumulate_pair,
+    add_adapter,
+    add_beside,
+    base_weight_name,
+    layer_stack,
+    load_tensors,
+    merge_pair,
+    one_adapter,
+    save_adapter,
+)
+from fs_lowrank.models.names import all_tensors, named_tensors, pairs, select, tags
 from fs_lowrank.settings import AdapterSpec
 
 SPEC = AdapterSpec(r=3, lora_alpha=5, target_modules=("query", "intermediate.dense"), layers=(1, 2))
@@ -42,7 +54,7 @@ def test_a_causal_model_needs_no_head(tiny_causal):
     assert model.peft_config["default"].task_type == "CAUSAL_LM"
 
 
-def test_one_seed_draws_one_a(tiny_encoder):
+def test_lora_a_depends_only_on_the_seed(tiny_encoder):
     def drawn(seed):
         torch.manual_seed(seed * 77)  # what was drawn before must not matter
         model = encoder(tiny_encoder)
@@ -69,7 +81,10 @@ def test_one_seed_draws_one_a(tiny_encoder):
         ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT refuses this adapter: No modules were targeted"),
         ({"target_modules": ("LayerNorm",)}, "llm.adapter.args: PEFT refuses this adapter: .*is not supported"),
         ({"target_modules": ("query",), "extra": {"init_lora_weights": "foo"}}, "llm.adapter.args: .*'foo'"),
-        ({"target_modules": ("query",), "extra": {"rank_pattern": 5}}, "llm.adapter.args: PEFT refuses"),
+        (
+            {"target_modules": ("query",), "extra": {"rank_pattern": 5}},
+            "llm.adapter.args.0.rank_pattern = 5: expected a mapping or nothing",
+        ),
         ({"target_modules": ("query",), "extra": {"foo": 1}}, "llm.adapter.args: 'foo' is no argument of .*LoraConfig"),
     ],
 )
@@ -112,6 +127,30 @@ def test_one_model_holds_pairs_of_any_rank(tiny_encoder, rank, rslora):
         assert not torch.allclose(start, model(input_ids=ids).logits)
 
 
+def test_one_adapter_of_layers_with_different_ranks(tiny_encoder, tmp_path):
+    """Accumulated products may be of other ranks in each layer, or none at all."""
+    model = add_beside(add_adapter(encoder(tiny_encoder), SPEC, seed=1), ACCUMULATED, 2, r=1)
+    pairs = [n for n in all_tensors(model) if ".lora_A.default." in n]
+    generator = torch.Generator().manual_seed(0)
+    for rank, name in enumerate(pairs):
+        down = torch.randn(rank, 32, generator=generator)
+        if rank:
+            accumulate_pair(
+                model,
+                name,
+                torch.randn(model.get_parameter(name.replace("_A", "_B")).shape[0], rank, generator=generator),
+                down,
+            )
+    assert len(pairs) > 2
+    save_adapter(tmp_path, *one_adapter(model))
+    again = PeftModel.from_pretrained(encoder(tiny_encoder), tmp_path).eval()
+    ids = torch.randint(4, 30, (2, 9), generator=generator)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+        torch.testing.assert_close(again(input_ids=ids).logits, expected)
+        assert not torch.allclose(encoder(tiny_encoder).eval()(input_ids=ids).logits, expected)
+
+
 def test_loading_copies(tiny_encoder):
     model = add_adapter(encoder(tiny_encoder), SPEC, seed=1)
     for rank in (3, 2):
@@ -126,7 +165,7 @@ def test_loading_copies(tiny_encoder):
         model = add_adapter(encoder(tiny_encoder), SPEC, seed=1)
 
 
-def test_loading_what_does_not_fit(tiny_encoder):
+def test_loading_tensors_of_wrong_shapes(tiny_encoder):
     model = add_adapter(encoder(tiny_encoder), SPEC, seed=1)
     head = next(iter(named_tensors(model, ("head",))))
     with pytest.raises(ValueError, match="classifier"):
@@ -144,7 +183,7 @@ def test_loading_what_does_not_fit(tiny_encoder):
         (nn.Conv2d(3, 5, (1, 2)), (4, 3, 6, 6)),
     ],
 )
-def test_a_merge_is_what_the_adapter_did(layer, inputs):
+def test_merging_does_not_change_the_output(layer, inputs):
     import peft
 
     generator = torch.Generator().manual_seed(0)
@@ -209,6 +248,6 @@ def test_selecting_does_not_depend_on_order():
         ({}, ("word_embeddings",), "lora_embedding_A"),
     ],
 )
-def test_what_no_method_would_train_is_refused(tiny_encoder, extra, modules, named):
+def test_tensors_that_no_method_trains_are_refused(tiny_encoder, extra, modules, named):
     with pytest.raises(UserError, match=f"llm.adapter.args: it would train .*{named}"):
         add_adapter(encoder(tiny_encoder), AdapterSpec(r=2, target_modules=modules, extra=extra), seed=1)

@@ -122,7 +122,7 @@ def test_the_budget_goes_by_order_and_use(tiny_encoder):
     assert not prefix.kept, "what is not planned for is not kept"
 
 
-def test_an_error_inside_leaves_the_model_whole(tiny_encoder):
+def test_an_error_in_the_context_restores_the_model(tiny_encoder):
     model, data = model_of(tiny_encoder, (1,)), examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
     prefix.plan({"a": (data, 5)})
@@ -260,7 +260,7 @@ def trained(name, data, limit):
 
 
 @pytest.mark.parametrize("name", KEPT + COMPUTED)
-def test_every_architecture_is_as_without_kept_states(name, caplog):
+def test_every_architecture_gives_equal_results_with_the_cache(name, caplog):
     data = examples(causal=name in CAUSAL)
     with caplog.at_level(logging.WARNING, "fs_lowrank"):
         prefix = planned(name, data)
@@ -281,7 +281,7 @@ def test_every_architecture_is_as_without_kept_states(name, caplog):
 
 
 @pytest.mark.parametrize("name", ["xlm", "fnet", "convbert"])
-def test_what_is_not_kept_would_have_been_wrong(name):
+def test_the_cache_is_refused_only_where_results_would_differ(name):
     data = examples()
     prefix = planned(name, data)
     prefix.budget["a"] = True
@@ -289,7 +289,7 @@ def test_what_is_not_kept_would_have_been_wrong(name):
     assert (plain - kept).abs().max() > 0.01 * plain.abs().max()
 
 
-def test_the_check_takes_what_samples_there_are():
+def test_the_check_works_with_few_samples():
     """Where an owner's samples are equally long, none of its batches is padded; one with two lengths decides."""
     draw = np.random.default_rng(0)
 
@@ -308,7 +308,7 @@ def test_the_check_takes_what_samples_there_are():
 
 
 @pytest.mark.parametrize("name", ["bert", "xlm", "xlnet"])
-def test_the_check_leaves_no_trace(name):
+def test_the_check_restores_mode_and_random_state(name):
     model, data = random_model(name), examples()
     model.train()
     list(model.modules())[-1].eval()
@@ -320,7 +320,7 @@ def test_the_check_leaves_no_trace(name):
     assert not any("forward" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_nothing_is_tried_where_nothing_is_kept(monkeypatch):
+def test_no_check_without_cached_examples(monkeypatch):
     monkeypatch.setattr(FrozenPrefix, "_differs", lambda *_: pytest.fail("tried"))
     assert planned("xlm", examples(), limit=0).budget == {"a": False}
 

@@ -108,7 +108,7 @@ def test_only_the_head_may_be_new(kind, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_language_model_has_nothing_new(tmp_path, tied):
+def test_a_language_model_has_no_new_weights(tmp_path, tied):
     config = hf.LlamaConfig(**SIZES, tie_word_embeddings=tied)
     whole = saved(AutoModelForCausalLM.from_config(config), tmp_path / "whole")
     assert ("lm_head.weight" in load_file(whole / "model.safetensors")) is not tied
@@ -134,7 +134,7 @@ def test_an_encoder_may_come_without_its_pooler_but_not_with_half_of_it(tiny_enc
         build_model(a_config(folder), 2)
 
 
-def test_any_weight_that_lacks_is_named(tuned, tmp_path):
+def test_a_missing_weight_is_named(tuned, tmp_path):
     for i, name in enumerate(sorted(load_file(tuned / "model.safetensors"))):
         folder = change(tuned, tmp_path / str(i), lambda t, name=name: t.pop(name))
         with pytest.raises(UserError, match=rf"lacks 1 of the model's \d+ weights \({name}\), which would be random"):
@@ -162,7 +162,7 @@ def test_another_number_of_classes(tuned):
         build_model(a_config(tuned), 2)
 
 
-def test_another_shape_than_the_configuration_says(tiny_encoder, tmp_path):
+def test_a_shape_that_differs_from_the_configuration(tiny_encoder, tmp_path):
     folder = tmp_path / "wide"
     shutil.copytree(tiny_encoder, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -171,7 +171,7 @@ def test_another_shape_than_the_configuration_says(tiny_encoder, tmp_path):
         build_model(a_config(folder), 2)
 
 
-def test_layers_that_are_left_out_are_said(tiny_encoder, tmp_path, caplog):
+def test_unused_layers_of_a_checkpoint_are_reported(tiny_encoder, tmp_path, caplog):
     folder = tmp_path / "short"
     shutil.copytree(tiny_encoder, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -183,7 +183,7 @@ def test_layers_that_are_left_out_are_said(tiny_encoder, tmp_path, caplog):
 
 @pytest.mark.parametrize("left", [0.0, 0.001, 0.3, 0.999])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_weights_cut_short(tiny_encoder, tmp_path, left, name):
+def test_truncated_weights(tiny_encoder, tmp_path, left, name):
     folder = tmp_path / "cut"
     shutil.copytree(tiny_encoder, folder)
     if name.endswith(".bin"):
@@ -199,7 +199,7 @@ def test_weights_cut_short(tiny_encoder, tmp_path, left, name):
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"model_type": "bert", "hidden_size": "wide"}', '{"model_type": 3}']
 )
-def test_a_configuration_that_is_none(tiny_encoder, tmp_path, content):
+def test_an_invalid_model_configuration(tiny_encoder, tmp_path, content):
     folder = tmp_path / "bad"
     shutil.copytree(tiny_encoder, folder)
     (folder / "config.json").write_text(content)
@@ -209,7 +209,7 @@ def test_a_configuration_that_is_none(tiny_encoder, tmp_path, content):
         assert "\n" not in str(raised.value)
 
 
-def test_an_adapter_is_no_model(tiny_encoder, tmp_path):
+def test_a_folder_with_an_adapter_is_not_a_model(tiny_encoder, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = AutoModelForSequenceClassification.from_pretrained(str(tiny_encoder), num_labels=2)
@@ -258,13 +258,13 @@ def test_a_vocabulary_above_the_embedding(tiny_encoder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "gpt2", "qwen2"])
-def test_without_the_tokenizers_files(kind, settings, tmp_path):
+def test_missing_tokenizer_files(kind, settings, tmp_path):
     folder = saved(AutoModel.from_config(CLASSIFIERS[kind][0]()), tmp_path / "bare")
     with pytest.raises(UserError, match="does not know 100% of the tokens of the training text; its vocabulary has"):
         fs_lowrank.run(load_config({**settings, "model": {"type": f"{folder}@transformers"}, "llm": {"tok_len": 16}}))
 
 
-def test_a_run_says_and_records_its_new_head(settings, tmp_path, caplog, no_curves):
+def test_a_run_reports_and_records_its_new_head(settings, tmp_path, caplog, no_curves):
     caplog.set_level(logging.WARNING, "fs_lowrank")
     settings["federate"]["total_round_num"] = 1
     fs_lowrank.run(load_config(settings))

@@ -60,7 +60,7 @@ def test_parameters_as_published(kind, shape, classes, total, millions):
         ("resnet10", (1, 28, 28), 10, 64, 1.07, 22),
     ],
 )
-def test_what_trains_beside_the_papers_ratios(kind, shape, classes, rank, trained, percent):
+def test_trained_parameters_against_the_papers_ratios(kind, shape, classes, rank, trained, percent):
     model = build(kind, shape, classes)
     total = count(model.parameters())
     found = count(named_tensors(add_adapter(model, AdapterSpec(r=rank), 0), ("adapter", "rest", "head")).values())
@@ -215,7 +215,7 @@ def test_wrong_weights_change_nothing(tmp_path, change, message):
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
 
 
-def test_files_that_are_none(tmp_path):
+def test_files_that_are_not_weights(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"not tensors")
     for name in ("w.safetensors", "missing.safetensors"):
         with pytest.raises(UserError, match=f"cannot read weights from .*{name}"):
@@ -227,7 +227,7 @@ def test_files_that_are_none(tmp_path):
 # -- adapters ------------------------------------------------------------------------------------------
 
 
-def test_where_adapters_go():
+def test_default_layers_for_adapters():
     model = add_adapter(build("resnet10", **SMALL), AdapterSpec(r=2), 0)
     layers = {n.split(".lora_A.")[0].removeprefix("base_model.model.") for n in named_tensors(model, ("lora_A",))}
     assert layers == {f"layer{s}.0.{c}" for s in (1, 2, 3, 4) for c in ("conv1", "conv2")} | {

@@ -64,7 +64,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("kind, extra", OPTIMIZERS)
 @pytest.mark.parametrize("half, frozen", [("lora_B", "lora_A"), ("lora_A", "lora_B")])
-def test_the_frozen_half_keeps_every_bit(model, kind, extra, half, frozen):
+def test_the_frozen_half_does_not_change(model, kind, extra, half, frozen):
     for n, p in model.named_parameters():  # with B = 0 an A round has no gradient
         if "lora_B" in n:
             p.data.normal_()
@@ -96,7 +96,7 @@ def test_no_optimizer_state_survives_a_switch_of_halves(model, monkeypatch):
     assert [max(int(s["step"]) for s in o.state.values()) for _, o in made] == [2, 1, 2]
 
 
-def test_a_phase_without_head_leaves_it(model):
+def test_a_phase_without_the_head_does_not_change_it(model):
     before = snapshot(model)
     train_client(model, data(), [Phase(("lora_B",))], config(), lr=0.1, seed=1)
     assert all("lora_B" in n for n in moved(model, before))
@@ -138,7 +138,7 @@ def test_against_a_plain_loop(model):
         torch.testing.assert_close(parameter, theirs[name], atol=1e-6, rtol=1e-5)
 
 
-def test_one_seed_one_result(tiny_encoder, model):
+def test_equal_seeds_give_equal_results(tiny_encoder, model):
     import copy
 
     for module in model.modules():  # with dropout
@@ -179,7 +179,7 @@ def test_an_epoch_of_batches(size, drop_last):
         ({"train.local_update_steps": 2, "grad.grad_accum_count": 3}, 6, 20),
     ],
 )
-def test_how_long(model, keys, steps, samples):
+def test_number_of_steps(model, keys, steps, samples):
     result = train_client(model, data(), [Phase(("lora_B",))], config(**keys), lr=0.1, seed=0)
     assert (result.steps, result.samples) == (steps, samples)
 
@@ -238,7 +238,7 @@ def test_betas_that_fail_only_in_a_step(betas):
         check_optimizer(Optimizer(type="AdamW", lr=0.1, extra={"betas": betas}))
 
 
-def test_what_depends_on_the_device_is_left_to_it():
+def test_device_arguments_are_not_tried():
     check_optimizer(Optimizer(type="AdamW", lr=0.1, extra={"capturable": True}))
 
 
@@ -282,7 +282,7 @@ def test_evaluation_of_a_causal_model_is_per_token(tiny_causal):
         assert found == {"loss": pytest.approx(np.mean(losses), rel=1e-5), "acc": pytest.approx(right / len(losses))}
 
 
-def test_evaluation_moves_nothing(model):
+def test_evaluation_changes_nothing(model):
     before = snapshot(model)
     evaluate(model, data(), 4)
     assert not moved(model, before)
@@ -324,7 +324,7 @@ def test_wrong_schedules_are_named(scheduler, message):
         schedule_of(scheduler)
 
 
-def test_seeds_are_apart():
+def test_derived_seeds_differ():
     drawn = {
         derive(seed, purpose, round, client)
         for seed in (0, 1)

@@ -43,8 +43,8 @@ def resolve(name: str, home: str | os.PathLike | None = None) -> Path | None:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    wanted = {"name": name, "version": item.version, "sha256": item.sha256}
-    return folder if isinstance(marker, dict) and all(marker.get(k) == v for k, v in wanted.items()) else None
+    expected = {"name": name, "version": item.version, "sha256": item.sha256}
+    return folder if isinstance(marker, dict) and all(marker.get(k) == v for k, v in expected.items()) else None
 
 
 def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[str], None] = print) -> Path:
@@ -59,10 +59,10 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
     if name not in FETCHABLE:
         raise UserError(f"cannot fetch {name!r}{nearest(name, FETCHABLE)}; there are: {', '.join(sorted(FETCHABLE))}")
     item = FETCHABLE[name]
-    there = resolve(name, home)
-    if there is not None:
-        progress(f"{name}: already in {there}")
-        return there
+    fetched = resolve(name, home)
+    if fetched is not None:
+        progress(f"{name}: already in {fetched}")
+        return fetched
     for package in item.needs:
         if find_spec(package) is None:
             raise UserError(f"fetching {name!r} needs the package {package!r}: pip install {package}")
@@ -102,10 +102,10 @@ _home = home  # the functions above take an argument of that name
 
 def _check(item: Item, archive: Path) -> None:
     with archive.open("rb") as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest()
-    if item.sha256 and got != item.sha256:
+        computed = hashlib.file_digest(file, "sha256").hexdigest()
+    if item.sha256 and computed != item.sha256:
         raise UserError(
-            f"{item.filename}: wrong checksum: SHA-256 {got} came, {item.sha256} is expected; it was discarded"
+            f"{item.filename}: wrong checksum: SHA-256 {computed} came, {item.sha256} is expected; it was discarded"
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import lzma
 import shutil
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -13,34 +13,22 @@ from fs_lowrank.errors import UserError
 
 
 def undeb(archive: Path, target: Path, names: tuple[str, ...]) -> None:
-    """Extract the files ``names`` of a Debian package into ``target``, without their folders.
+    """Extract the files ``names`` of a Debian package into ``target``, without their folders, with ``dpkg-deb``.
 
     Raises:
         UserError: not a Debian package, or a missing file.
     """
-    raw = archive.read_bytes()
-    if not raw.startswith(b"!<arch>\n"):
-        raise UserError(f"{archive.name}: not a Debian package")
-    at, data = 8, None
-    while at + 60 <= len(raw) and data is None:  # each member has a header of 60 bytes and begins at an even offset
-        kind, size = raw[at : at + 16].decode("ascii", "replace").strip(), raw[at + 48 : at + 58].strip()
-        if not size.isdigit() or at + 60 + int(size) > len(raw):
-            raise UserError(f"{archive.name}: damaged at byte {at}")
-        if kind.startswith("data.tar"):
-            data = io.BytesIO(raw[at + 60 : at + 60 + int(size)])
-        at += 60 + int(size) + int(size) % 2
-    if data is None:
-        raise UserError(f"{archive.name}: holds no files")
-    try:
-        with tarfile.open(fileobj=data) as bundle:
-            members = {member.name.removeprefix("./"): member for member in bundle.getmembers()}
-            for name in names:
-                source = bundle.extractfile(members[name]) if name in members else None
-                if source is None:
-                    raise UserError(f"{archive.name} lacks {name!r}")
-                (target / PurePosixPath(name).name).write_bytes(source.read())
-    except (tarfile.TarError, EOFError, lzma.LZMAError) as error:
-        raise UserError(f"{archive.name}: damaged: {error}") from error
+    unpacked = subprocess.run(["dpkg-deb", "--fsys-tarfile", archive], capture_output=True, check=False)
+    if unpacked.returncode:
+        message = unpacked.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise UserError(f"{archive.name}: not a Debian package, or damaged: {message[-1]}")
+    with tarfile.open(fileobj=io.BytesIO(unpacked.stdout)) as bundle:
+        members = {member.name.removeprefix("./"): member for member in bundle.getmembers()}
+        for name in names:
+            source = bundle.extractfile(members[name]) if name in members else None
+            if source is None:
+                raise UserError(f"{archive.name} lacks {name!r}")
+            (target / PurePosixPath(name).name).write_bytes(source.read())
 
 
 def _safe(name: str, archive: Path) -> PurePosixPath:

@@ -82,18 +82,18 @@ def client_download(
 
     def download() -> Path:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [program, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=CLIENT_SECONDS, check=False
             )
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"{name} gave no answer in {CLIENT_SECONDS} s") from error
-        found = sorted(folder.glob(pattern))
-        if done.returncode or not found:
-            said = ((done.stderr or done.stdout).strip().splitlines() or ["nothing"])[-1]
+        files = sorted(folder.glob(pattern))
+        if process.returncode or not files:
+            message = ((process.stderr or process.stdout).strip().splitlines() or ["nothing"])[-1]
             for words, meaning in unknown.items():
-                if words in said:
+                if words in message:
                     raise UserError(meaning)
-            raise ConnectionError(f"{name} {command[1]} ended with status {done.returncode} and said: {said}")
-        return found[0]
+            raise ConnectionError(f"{name} {command[1]} ended with status {process.returncode} and said: {message}")
+        return files[0]
 
     return retrying(item.filename or item.package, download, progress)

