@@ -136,7 +136,7 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
         ("aggregator.robust_rule", "krum", "the method aggregates"),
         ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"),
         ("federate.save_freq", 0, "rounds between"),
-        ("finetune.before_eval", True, "evaluation"),
+        ("finetune.before_eval", True, "the model is evaluated"),
         ("llm.offsite_tuning.use", True, "a server and client of its own"),
     ],
 )

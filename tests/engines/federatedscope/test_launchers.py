@@ -5,14 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
+import fs_lowrank
 from fs_lowrank.engines import locate_federatedscope
 from fs_lowrank.errors import UserError
 
 framework = pytest.mark.federatedscope
+#: the folder that this package is imported from, and nothing else
+ROOT = str(Path(fs_lowrank.__file__).parents[1])
 
 
 def call(*command, env=None, cwd=None):
@@ -191,7 +195,7 @@ json.dump(found, sys.stdout)
         capture_output=True,
         text=True,
         timeout=180,
-        env={**os.environ, "FEDERATEDSCOPE_ROOT": "", "PYTHONPATH": "", "COLUMNS": "300"},
+        env={**os.environ, "FEDERATEDSCOPE_ROOT": "", "PYTHONPATH": ROOT, "COLUMNS": "300"},
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
