@@ -36,7 +36,8 @@ def _framework() -> list[Check]:
     from .errors import UserError
 
     try:
-        from .engines.federatedscope import FRAMEWORK, compat, locate
+        from .engines import locate_federatedscope as locate
+        from .engines.federatedscope import FRAMEWORK, compat
     except UserError as error:
         return [Check("engine federatedscope", False, getattr(error, "what", str(error)), getattr(error, "remedy", ""))]
     except Exception as error:  # the other engine works, whatever fails here

@@ -62,7 +62,7 @@ def test_a_module_s_forward_can_be_replaced_on_the_instance():
 DOCUMENTED = {"_exit", "_replace"}
 BORROWED = {
     "hpo/storage.py": {"_storage", "_trial_id"},
-    # the framework is one pinned version, checked when it is imported (engines/federatedscope/locate.py)
+    # the framework is one pinned version, checked when it is imported (engines/locate_federatedscope.py)
     "fs_lowrank/engines/federatedscope/config.py": {"_immutable"},
     "fs_lowrank/engines/federatedscope/parallel.py": {"_immutable", "_monitor"},
     # torch has no public way to ask whether a module has hooks; with one, PEFT's own two convolutions run

@@ -1,18 +1,20 @@
 """The plug-in for FederatedScope: importing this package registers our methods, models, data and trainers there.
 
     import fs_lowrank.engines.federatedscope      # in your own launcher, before federatedscope.main
-    python -m fs_lowrank.engines.federatedscope --cfg FILE [key value …]      # or with ours
+    python -m fs_lowrank.engines.federatedscope --cfg FILE [key value …]      # or with this package's launcher
 
-``federate.method: rolora`` then runs RoLoRA, standalone or distributed. No file of the framework is changed.
-Importing twice, or after the framework has built its configuration, is the same as importing first.
+``federate.method: rolora`` then runs RoLoRA, standalone or distributed. No file of the framework is changed. Importing
+this package a second time, or after the framework has built its configuration, has the same effect.
 
 Raises (on import):
-    UserError: the framework is not found, another version, not whole, or lacks packages; see ``locate``.
+    UserError: the framework is not found, incomplete or another version, or lacks packages; see
+        ``locate_federatedscope``.
 """
 
-from . import compat, locate
+from .. import locate_federatedscope
+from . import compat
 
-FRAMEWORK = locate.require()
+FRAMEWORK = locate_federatedscope.require()
 compat.mend(compat.MENDS, FRAMEWORK)
 
 from .registration import register_all  # noqa: E402

@@ -1,4 +1,4 @@
-"""The framework's own launcher, after our registration: ``python -m fs_lowrank.engines.federatedscope --cfg FILE``."""
+"""Runs the framework's launcher after our registration: ``python -m fs_lowrank.engines.federatedscope --cfg FILE``."""
 
 import runpy
 import sys

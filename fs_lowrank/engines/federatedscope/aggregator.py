@@ -1,4 +1,4 @@
-"""The method's server step and its state, where the framework expects an aggregator."""
+"""Gives the framework an aggregator that takes the method's server step, and saves and loads its state."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .session import Session
 
 
 class MethodAggregator(Aggregator):
-    """The method's server step and its state, where the framework expects an aggregator."""
+    """Takes the server step of the session's method."""
 
     def __init__(self, session: Session):
         super().__init__()
         self.session, self.model = session, session.site.model
 
     def aggregate(self, agg_info):
-        """End the round ``agg_info["round"]``; what it came to."""
+        """Finish the round ``agg_info["round"]``; returns its ``Finished``."""
         return end_round(agg_info["round"], self.session.keeper)
 
     def save_model(self, path, cur_round=-1):
-        """The shared tensors under the names of the framework's own adapters, and what else a run goes on from."""
+        """Write the shared tensors, by the names of the framework's adapters, and the rest of the method's state."""
         session, ledger = self.session, self.session.ledger
         folder = os.path.dirname(path)
         if folder:
@@ -45,10 +45,10 @@ class MethodAggregator(Aggregator):
         )
 
     def load_model(self, path):
-        """Take up where the file at ``path`` was saved; returns the rounds that were done.
+        """Restore the state from the file at ``path``; returns the number of completed rounds.
 
         Raises:
-            UserError: no such file, or one of another method or model.
+            UserError: there is no such file, or it is of another method or model.
         """
         session = self.session
         if not os.path.exists(path):
@@ -73,7 +73,7 @@ class MethodAggregator(Aggregator):
             raise UserError(
                 f"federate.restore_from: {path} is of method {saved['method']!r}, this run's is {session.method.name!r}"
             )
-        # A file of the framework's own has the tensors only.
+        # A file that the framework itself has written has only the tensors.
         state, done = dict(saved.get("state") or {**session.ledger.state, **then}), int(saved.get("cur_round", 0))
         numbers = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
         known = {"numbers": numbers, "synced": {}, "outbox": {}}
@@ -84,4 +84,4 @@ class MethodAggregator(Aggregator):
         return done
 
     def reset(self):
-        """The framework calls this before every broadcast where it aggregates online; each round starts anew here."""
+        """Do nothing: the framework resets an online aggregator here, and every round of ours has a new intake."""

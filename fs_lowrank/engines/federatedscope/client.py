@@ -1,4 +1,4 @@
-"""The framework's client, with a copy of the model that follows our method's messages."""
+"""The framework's client with our method's training, and a copy of the model that follows the method's messages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from federatedscope.core.workers import Client
 
 from ...algebra import nbytes
 from ...errors import RunFailed, UserError
+from ...methods import revisions
 from ...rounds.codec import Codec, Plain, Uniform
 from ...rounds.copies import LostCopy, OwnCopy, SharedCopy, answer, apology
 from ...rounds.parcel import Parcel
@@ -23,48 +24,23 @@ logger = logging.getLogger("federatedscope.lowrank")
 
 
 def codec_of(cfg) -> Codec:
-    """How messages and updates travel, by the framework's section ``quantization``."""
+    """The encoding of messages and updates that the framework's section ``quantization`` asks for."""
     return Uniform(cfg.quantization.nbits) if cfg.quantization.method == "uniform" else Plain()
 
 
 class LowRankClient(Client):
-    """One of the framework's clients."""
+    """A client; ``copy`` is its copy of the model, ``fragments`` and ``own`` belong to secret sharing."""
 
-    def __init__(
-        self,
-        ID=-1,
-        server_id=None,
-        state=-1,
-        config=None,
-        data=None,
-        model=None,
-        device="cpu",
-        strategy=None,
-        is_unseen_client=False,
-        *args,
-        **kwargs,
-    ):
+    def __init__(self, config=None, **kwargs):
         self.ready = False
-        if config is None:  # the framework asks a bare worker which messages it handles
-            super().__init__(ID, server_id, state)
+        if config is None:  # the framework asks a worker without a configuration which messages it handles
+            super().__init__(**kwargs)
             return
         self.session = current()
         self.distributed = config.federate.mode == "distributed"
         if self.distributed:
             wire.require_free(kwargs["host"], kwargs["port"])
-        super().__init__(
-            ID,
-            server_id,
-            state,
-            for_frameworks_workers(config),
-            data,
-            model,
-            device,
-            strategy,
-            is_unseen_client,
-            *args,
-            **kwargs,
-        )
+        super().__init__(config=for_frameworks_workers(config), **kwargs)
         self._cfg, self.ready, self.codec = config, True, codec_of(config)
         if self.distributed and self.session.index > 0:
             self.ID = self.session.index
@@ -73,27 +49,28 @@ class LowRankClient(Client):
             self.comm_manager = wire.BoundedComm.take_over(
                 self.comm_manager, self.timeout, config.distribute.grpc_max_send_message_length
             )
-            self.server_address = self.comm_manager.neighbors[server_id]
-        self.copy: SharedCopy | None = None
+            self.server_address = self.comm_manager.neighbors[self.server_id]
+        self.copy: SharedCopy
         if self.ID > 0:
-            self._settle()
-        # kbit, from which the framework simulates how long a message takes
+            self._use_number()
+        # In kbit; the framework computes from it how long a message would take.
         sent = self.session.method.expected(self.session.ledger.state, 1, max(self.ID, 1))
         self.model_size = nbytes(sent) * 8 / 1000
+        #: by round of the framework: the shares that came, and the facts of this client's update
         self.fragments: dict[int, list] = {}
         self.own: dict[int, dict] = {}
 
     @property
     def model(self):
-        # The framework pickles the model when a client is made, to learn its size; there is no need to.
+        # None during construction, when the framework would pickle the model to learn its size.
         return self._model if self.ready else None
 
     @model.setter
     def model(self, value):
         self._model = value
 
-    def _settle(self) -> None:
-        """Take up the client's number: its copy of the model, its data, its random numbers."""
+    def _use_number(self) -> None:
+        """Make what depends on the client's number, once it is known."""
         site = self.session.site
         parts = site.method, self._model, self.ID, site.personal
         self.copy = SharedCopy(*parts) if self.session.shares_model else OwnCopy(*parts, self.codec)
@@ -103,10 +80,13 @@ class LowRankClient(Client):
     # -- joining -----------------------------------------------------------------------------------
 
     def join_in(self):
-        """Ask the server to take part, with the proof that this process starts from what the server starts from.
+        """Ask the server to take part.
+
+        A distributed client sends its configuration and hashes of its model, by which the server checks that both start
+        from the same.
 
         Raises:
-            UserError: no server answers within ``lowrank.timeout``.
+            RunFailed: no server answers within ``lowrank.timeout``.
         """
         content = self.local_address
         if self.distributed:
@@ -123,21 +103,20 @@ class LowRankClient(Client):
                     "address": self.local_address,
                     "proof": self.session.proof,
                     "config": self.session.config.to_dict(),
+                    "revisions": revisions(self.session.config),
                     "samples": self.session.client(max(self.ID, 1)).num_samples,
                 }
             )
-        self.comm_manager.send(
-            Message(msg_type="join_in", sender=self.ID, receiver=[self.server_id], timestamp=0, content=content)
-        )
+        wire.send(self, "join_in", [self.server_id], content, state=0)
 
     def callback_funcs_for_assign_id(self, message: Message):
         super().callback_funcs_for_assign_id(message)
-        self._settle()
+        self._use_number()
 
     # -- a round -----------------------------------------------------------------------------------
 
     def callback_funcs_for_model_para(self, message: Message):
-        """Catch up, train, send."""
+        """Bring the copy up to date, train if asked to, and send the update; also takes shares of other clients."""
         if "ss" in message.msg_type:
             return self._add_fragment(int(message.state), message.sender, wire.parcel_of(message.content).tensors)
         parcel = wire.parcel_of(message.content)
@@ -148,8 +127,8 @@ class LowRankClient(Client):
             if not trains:
                 return
             self.session.on_client(round, self.ID, self.session.config.sampled_per_round)
-            parcel, samples = self._train(round)
-        except Exception as error:  # one client's failure must not end the others' round; the server records it
+            update, samples = self._train(round)
+        except Exception as error:  # this client has failed; the server records it and continues with the others
             if isinstance(error, UserError) and not self.distributed:
                 raise
             logger.warning("round %d: client %d failed: %s", round, self.ID, error)
@@ -157,10 +136,11 @@ class LowRankClient(Client):
             if trains:
                 self._send(apology(round, error), message, 0)
             return
-        if parcel is not None:
-            self._send(parcel, message, samples)
+        if update is not None:
+            self._send(update, message, samples)
 
     def _train(self, round: int) -> tuple[Parcel | None, int]:
+        """The answer, None if it follows when all shares are in, and the number of samples processed."""
         trainer = self.trainer
         trainer.round = round
         samples, _, results = trainer.train()
@@ -174,21 +154,13 @@ class LowRankClient(Client):
     def _send(self, parcel: Parcel, message: Message, samples: int) -> None:
         self._monitor.track_upload_bytes(nbytes(parcel.tensors))
         timestamp = self._gen_timestamp(init_timestamp=message.timestamp, instance_number=samples)
-        self.comm_manager.send(
-            Message(
-                msg_type="model_para",
-                sender=self.ID,
-                receiver=[self.server_id],
-                state=self.state,
-                timestamp=timestamp,
-                content=wire.content_of(parcel, self.distributed),
-            )
-        )
+        content = wire.content_of(parcel, self.distributed)
+        wire.send(self, "model_para", [self.server_id], content, timestamp=timestamp)
 
     # -- secret sharing ----------------------------------------------------------------------------
 
     def _share(self, update, facts: dict) -> Parcel | None:
-        """Give every other client a share; the server gets the sum of the shares that this one was given."""
+        """Send a share to every other client; the server is sent the sum of the shares that this client was given."""
         weight = 1 if self.session.method.setting.uniform else update.num_samples
         others = sorted(int(n) for n in self.comm_manager.neighbors if int(n) not in (self.server_id, self.ID))
         parties = self.session.config.federate.client_num
@@ -196,71 +168,44 @@ class LowRankClient(Client):
             raise UserError(f"federate.use_ss: client {self.ID} knows {len(others)} of {parties - 1} other clients")
         shares = split_secret(update.tensors, weight, parties)
         for other, share in zip(others, shares[1:]):
-            parcel = Parcel(share)
             self._monitor.track_upload_bytes(nbytes(share))
-            self.comm_manager.send(
-                Message(
-                    msg_type="ss_model_para",
-                    sender=self.ID,
-                    receiver=[other],
-                    state=self.state,
-                    timestamp=0,
-                    content=wire.content_of(parcel, self.distributed),
-                )
-            )
+            wire.send(self, "ss_model_para", [other], wire.content_of(Parcel(share), self.distributed))
         self.own[self.state] = facts
         self._add_fragment(self.state, self.ID, shares[0])
         return None
 
     def _add_fragment(self, state: int, sender: int, tensors) -> None:
-        # A quick neighbour's share may come before the server's message of the round.
-        have = self.fragments.setdefault(state, [])
-        have.append(tensors)
-        if len(have) == self.session.config.federate.client_num and state in self.own:
+        # The share of another client may come before the server's message of the round.
+        shares = self.fragments.setdefault(state, [])
+        shares.append(tensors)
+        if len(shares) == self.session.config.federate.client_num and state in self.own:
             parcel = Parcel(add_shares(self.fragments.pop(state)), **self.own.pop(state))
             self._send(parcel, Message(state=state, timestamp=0), parcel.facts["samples"])
 
     # -- evaluation and end ------------------------------------------------------------------------
 
     def callback_funcs_for_evaluate(self, message: Message):
+        evaluates = any(self.trainer.ctx.get(f"{split}_data") is not None for split in self._cfg.eval.split)
         try:
             self.copy.catch_up(wire.parcel_of(message.content))
-            standing = True
         except LostCopy as error:
             logger.warning("client %d does not evaluate: %s", self.ID, error)
-            standing = False
-        if not standing or not any(self.trainer.ctx.get(f"{split}_data") is not None for split in self._cfg.eval.split):
-            self.comm_manager.send(
-                Message(
-                    msg_type="metrics",
-                    sender=self.ID,
-                    receiver=[message.sender],
-                    state=message.state,
-                    timestamp=message.timestamp,
-                    content="none",
-                )
-            )
+            evaluates = False
+        if not evaluates:
+            wire.send(self, "metrics", [message.sender], "none", state=message.state, timestamp=message.timestamp)
             return
-        super().callback_funcs_for_evaluate(
-            Message(
-                msg_type=message.msg_type,
-                sender=message.sender,
-                receiver=message.receiver,
-                state=message.state,
-                timestamp=message.timestamp,
-                content=None,
-            )
-        )
+        super().callback_funcs_for_evaluate(wire.with_content(message, None))
 
     def callback_funcs_for_finish(self, message: Message):
         logger.info("client %s: the run is over", self.ID)
         self._monitor.finish_fl()
 
     def run(self):
-        """Handle messages until the run is over.
+        """Handle messages until the run is over; in distributed mode only.
 
         Raises:
-            UserError: the server refused this client, stopped, or is gone.
+            UserError: the server refused this client.
+            RunFailed: the server stopped, or is gone.
         """
         next_look, silent_since = time.monotonic() + 1.0, None
         try:
@@ -281,14 +226,14 @@ class LowRankClient(Client):
                     raise RunFailed(f"the server stopped: {message.content}")
                 handler = self.msg_handlers.get(message.msg_type)
                 if handler is None:
-                    logger.warning("left out a message of unknown type %r", message.msg_type)
+                    logger.warning("ignored a message of unknown type %r", message.msg_type)
                     continue
                 try:
                     handler(message)
                 except ValueError as error:
                     if isinstance(error, UserError):
                         raise
-                    logger.warning("left out a %s that cannot be read: %s", message.msg_type, error)
+                    logger.warning("ignored a %s that cannot be read: %s", message.msg_type, error)
                 if message.msg_type == "finish":
                     return
         finally:

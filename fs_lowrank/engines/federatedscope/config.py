@@ -1,8 +1,8 @@
-"""Our keys in the framework's configuration, and the way between its configuration and ours.
+"""Adds our keys to the framework's configuration, and converts its configuration to ours and back.
 
-The framework's values are typed by their defaults and it knows no "not given", so a hyperparameter of a method
-is registered as its ``Argument`` without a value. One place checks values: ``load_config``, to which
-``from_framework`` hands everything.
+In the framework the default of a key determines its type, and every key has a value. A hyperparameter of a method is
+therefore registered as an ``Argument`` without a value, which means that it was not given. Values are checked in one
+place, ``load_config``, which ``from_framework`` calls.
 """
 
 from __future__ import annotations
@@ -20,23 +20,14 @@ from ...methods import get_method_class, list_methods, requirements
 from ...settings import Lowrank, Settings, check_method_params, flat_keys, framework, infer_task, known_keys
 from ...settings.parameters import params_defaults, params_fields
 
-#: in front of one of our methods' names where the framework has a method of the same name
+#: the prefix of a method of ours where the framework has a method of the same name
 PREFIX = "lowrank_"
-#: methods that the framework itself tells by name, besides those in its own tables
+#: names of the framework's methods that are not in its tables
 _WRAPPERS = (
-    "pfedme",
-    "ditto",
-    "fedem",
-    "fedrep",
-    "fedopt",
-    "local",
-    "global",
-    "fedavg",
-    "fedsageplus",
-    "gcflplus",
-    "fedgc",
+    *("pfedme", "ditto", "fedem", "fedrep", "fedopt", "local"),
+    *("global", "fedavg", "fedsageplus", "gcflplus", "fedgc"),
 )
-#: our trainer for each task, and the framework's trainers whose place it takes
+#: our trainer for each task, and below the framework's trainers that it replaces
 TRAINERS = {
     "CausalLM": "lowrank_llmtrainer",
     "SequenceClassification": "lowrank_nlptrainer",
@@ -44,30 +35,30 @@ TRAINERS = {
 }
 _REPLACED = ("general", "llmtrainer", "nlptrainer", "cvtrainer", "torchtrainer")
 
-#: parts of the framework that act where our methods do, by key: the values under which they are off, and why not both
-_ACTS_ELSEWHERE = {
-    "backend": (("torch",), "our methods are torch's"),
-    "asyn.use": ((False,), "a round of ours is synchronous; a late client is brought up to date instead"),
-    "fedprox.use": ((False,), "its penalty would have to enter our training loop, which does not know it"),
-    "fedswa.use": ((False,), "it averages the framework's server model, ours is the method's state"),
-    "nbafl.use": ((False,), "its noise is drawn on the framework's server model, ours is the method's state"),
+#: keys of the framework's features that do not work with our methods: the values under which each is off, and why
+_REFUSED = {
+    "backend": (("torch",), "our methods need torch"),
+    "asyn.use": ((False,), "our rounds are synchronous; a late client is brought up to date instead"),
+    "fedprox.use": ((False,), "our training loop has no such penalty"),
+    "fedswa.use": ((False,), "it averages the framework's server model, which our methods do not use"),
+    "nbafl.use": ((False,), "it adds noise to the framework's server model, which our methods do not use"),
     "sgdmf.use": ((False,), "it is for matrix factorisation"),
     "vertical.use": ((False,), "our methods are for clients that share a model"),
     "hpo.fedex.use": ((False,), "use `python -m hpo`"),
     "hpo.fts.use": ((False,), "use `python -m hpo`"),
     "hpo.pfedhpo.use": ((False,), "use `python -m hpo`"),
-    "llm.deepspeed.use": ((False,), "our training loop does not drive it"),
-    "llm.offsite_tuning.use": ((False,), "it brings its own server and client"),
-    "finetune.before_eval": ((False,), "evaluation is of the model as the round left it"),
-    "personalization.local_param": (([],), "which part stays with a client is the method's business"),
+    "llm.deepspeed.use": ((False,), "our training loop does not use it"),
+    "llm.offsite_tuning.use": ((False,), "it needs a server and client of its own"),
+    "finetune.before_eval": ((False,), "the model is evaluated as it is at the end of the round"),
+    "personalization.local_param": (([],), "the method decides which part stays with a client"),
     "aggregator.robust_rule": (("fedavg",), "the method aggregates"),
-    "attack.attack_method": (("",), "attackers wrap the framework's own workers"),
-    "feat_engr.type": (("",), "our data come ready"),
-    "federate.use_diff": ((False,), "what is sent is the method's business"),
+    "attack.attack_method": (("",), "attackers need the framework's own workers"),
+    "feat_engr.type": (("",), "our data are prepared already"),
+    "federate.use_diff": ((False,), "the method decides what is sent"),
     "federate.unseen_clients_rate": ((0.0,), "held-out data are evaluated instead"),
     "federate.data_weighted_aggr": (
         (False,),
-        "updates weigh by the client's number of samples already; see federate.ignore_weight",
+        "updates are weighted by the client's number of samples already; see federate.ignore_weight",
     ),
     "model.model_num_per_trainer": ((1,), "a client trains one model"),
     "llm.retry_on_nan_loss": ((False,), "a client whose update is not finite is left out of the round"),
@@ -75,7 +66,7 @@ _ACTS_ELSEWHERE = {
 }
 
 
-# -- which method is meant -----------------------------------------------------------------------------
+# -- names of methods ----------------------------------------------------------------------------------
 
 
 def frameworks_own() -> frozenset[str]:
@@ -86,7 +77,7 @@ def frameworks_own() -> frozenset[str]:
 
 
 def our_method(name: str) -> str | None:
-    """Our name of the method that ``federate.method = name`` means in the framework; None if it is none of ours."""
+    """Our name of the method that is ``name`` in the framework's configuration; None if it is not one of ours."""
     name = name.lower()
     plain = name.removeprefix(PREFIX)
     if plain == name and name in frameworks_own():
@@ -98,15 +89,15 @@ def our_method(name: str) -> str | None:
 
 
 def frameworks_name(method: str) -> str:
-    """How our method is called in the framework's configuration."""
+    """The name of our method in the framework's configuration."""
     return PREFIX + method if method in frameworks_own() else method
 
 
 def check_method_name(name: str) -> None:
-    """Raise ``UserError`` if ``name`` is no method at all; the framework would silently run FedAvg."""
+    """Raise ``UserError`` if there is no method ``name``, for which the framework would run FedAvg without a word."""
     if our_method(name) or name.lower() in frameworks_own():
         return
-    import federatedscope.core.auxiliaries.worker_builder  # noqa: F401  (brings in the user's contrib.worker)
+    import federatedscope.core.auxiliaries.worker_builder  # noqa: F401  (imports the user's contrib.worker)
     from federatedscope import register
 
     if any(function(name.lower()) is not None for key, function in register.worker_dict.items() if key != "lowrank"):
@@ -118,22 +109,22 @@ def check_method_name(name: str) -> None:
     )
 
 
-# -- our keys in theirs --------------------------------------------------------------------------------
+# -- our keys in the framework's configuration ---------------------------------------------------------
 
 
 def _parameters() -> dict[str, tuple[Any, str]]:
-    """Every hyperparameter of every method: its type and help; a name that two methods share counts once."""
-    found: dict[str, tuple[Any, str]] = {}
+    """The type and the help of each hyperparameter of all methods; of a shared name, those of the first method."""
+    parameters: dict[str, tuple[Any, str]] = {}
     for name in list_methods():
         cls = get_method_class(name)
         hints = typing.get_type_hints(cls.Params)
         for f in dataclasses.fields(cls.Params):
-            found.setdefault(f.name, (hints[f.name], f.metadata.get("help", "")))
-    return found
+            parameters.setdefault(f.name, (hints[f.name], f.metadata.get("help", "")))
+    return parameters
 
 
 def _framework_type(hint: Any) -> type:
-    """The type by which the framework may check a value. Whole numbers too are float: it would cut 2.5 to 2."""
+    """The type by which the framework checks a value; float for an int, of which it would cut 2.5 to 2."""
     bare = typing.get_origin(hint) or hint
     if bare in (int, float):
         return float
@@ -141,7 +132,7 @@ def _framework_type(hint: Any) -> type:
 
 
 def extend(cfg) -> None:
-    """Add the section ``lowrank``, and our keys in the framework's own sections, to a configuration."""
+    """Add the section ``lowrank`` and our keys in other sections to a configuration of the framework."""
     from federatedscope.core.configs.config import CN
     from federatedscope.core.configs.yacs_config import Argument
 
@@ -169,7 +160,7 @@ def _node(cfg, name: str, create=None):
 
 
 def check(cfg) -> None:
-    """The framework's own configuration check, of what can be told from a configuration that is not complete yet.
+    """Check what can be checked in a configuration that may be incomplete; the framework calls this on every merge.
 
     Raises:
         UserError: no such method; a hyperparameter that the method does not have, or out of its range.
@@ -184,7 +175,7 @@ def check(cfg) -> None:
     if cfg.model.type and cfg.trainer.type.lower() in (*_REPLACED, *TRAINERS.values()):
         cfg.trainer.type = TRAINERS.get(infer_task(cfg.model.type), TRAINERS["ImageClassification"])
     if cfg.eval.freq < 1 <= cfg.federate.total_round_num:
-        cfg.eval.freq = cfg.federate.total_round_num  # after the last round only; it divides by it
+        cfg.eval.freq = cfg.federate.total_round_num  # after the last round only; the framework divides by this
     if not cfg.eval.metrics:
         cfg.eval.metrics = ["acc", "loss"]
 
@@ -202,9 +193,9 @@ def _given_parameters(cfg, cls) -> dict[str, Any]:
     return given
 
 
-# -- there and back ------------------------------------------------------------------------------------
+# -- conversion ----------------------------------------------------------------------------------------
 
-#: bookkeeping of the framework's configuration, no keys
+#: names in the framework's configuration that are not keys
 _BOOKKEEPING = ("__help_info__", "__cfg_check_funcs__", "is_ready_for_run")
 
 
@@ -222,9 +213,11 @@ def from_framework(cfg) -> Config:
     """Our configuration, from the framework's.
 
     Raises:
-        UserError: a value that is wrong, or a part of the framework turned on that acts where our methods do.
+        UserError: a value is wrong, or a feature of the framework is on that does not work with our methods.
     """
     method = our_method(cfg.federate.method)
+    if method is None:
+        raise UserError(f"federate.method = {cfg.federate.method!r} is not a method of fs-lowrank")
     cls = get_method_class(method)
     known, tree = set(known_keys()), {}
     for name, value in _walk(cfg):
@@ -237,29 +230,30 @@ def from_framework(cfg) -> Config:
     needs = requirements(method, given)
     tree.update({f"lowrank.{key}": value for key, value in given.items()})
     tree["federate.method"] = method
-    # The framework's default says only that it would not use the adapter by itself.
+    # False is the framework's default, so it does not say that the user wants no adapter.
     tree["llm.adapter.use"] = True if needs.adapts(cfg.llm.adapter.use) else None
-    # What became of the framework's trainer is our doing; which classes they are says the task.
+    # ``check`` has replaced the framework's trainer; the task determines the class.
     tree.pop("trainer.type", None)
     tree["device"] = cfg.device if isinstance(cfg.device, int) else "cpu"
     if cfg.federate.sample_client_rate > 0 or cfg.federate.sample_client_num == cfg.federate.client_num:
-        # The framework works the number out from the rate, and where neither is given.
+        # The framework has computed the number from the rate, or from the default.
         tree["federate.sample_client_num"] = -1
     if cfg.federate.process_num < 1:
-        tree["federate.process_num"] = 1  # what the framework makes of it without a GPU
+        tree["federate.process_num"] = 1  # without a GPU the framework sets it to 0
     tree["federate.sampler"] = cfg.federate.sampler
     _refuse(cfg, method, needs.sums)
     return load_config(tree)
 
 
 def _extra(name: str) -> bool:
-    """Whether ``name`` is a further argument in one of the sections that take any."""
+    """Whether ``name`` is in a section that takes any key."""
     return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer.", "eval."))
 
 
 def _refuse(cfg, method: str, sums: bool) -> None:
+    """Raise ``UserError`` for the features that do not work with ``method``; ``sums``: its server step is a sum."""
     refused = []
-    for name, (off, why) in _ACTS_ELSEWHERE.items():
+    for name, (off, why) in _REFUSED.items():
         try:
             node, key = _node(cfg, name)
             value = node[key]
@@ -267,61 +261,70 @@ def _refuse(cfg, method: str, sums: bool) -> None:
             continue
         if value not in off:
             refused.append(f"{name} = {value!r}: {why}")
-    quantises, shares, online = (cfg.quantization.method != "none", cfg.federate.use_ss, cfg.federate.online_aggr)
-    if shares and not sums:
-        refused.append(
-            f"federate.use_ss = True: {method}'s server step is not a weighted sum, so it cannot work on "
-            f"shares; it applies to: {_additive()}"
-        )
-    if online and not sums:
-        refused.append(
-            f"federate.online_aggr = True: {method}'s server step needs all updates at once, not their "
-            f"running sum; it applies to: {_additive()}"
-        )
-    if shares and quantises:
-        refused.append(
-            "federate.use_ss and quantization.method together: shares are random numbers over the whole "
-            "range, and rounded ones do not add up"
-        )
-    if shares and cfg.federate.sample_client_num != cfg.federate.client_num:
-        refused.append("federate.use_ss needs every client in every round: the shares of an absent one are missing")
-    drop_rate = getattr(cfg.lowrank.drop_rate, "value", cfg.lowrank.drop_rate)  # an Argument
-    if shares and drop_rate > 0:
-        refused.append(
-            f"federate.use_ss and lowrank.drop_rate = {drop_rate} together: the shares of a client that "
-            "drops out are missing"
-        )
-    for key, blind, why in (
-        ("max_update_norm", shares, "federate.use_ss together: the server sees no client's own update"),
-        ("max_update_norm_factor", shares, "federate.use_ss together: the server sees no client's own update"),
-        ("max_update_norm_factor", online, "federate.online_aggr together: no update is kept until the others are in"),
+    federate, quantises = cfg.federate, cfg.quantization.method != "none"
+    shares, online = federate.use_ss, federate.online_aggr
+    # A value may still be an Argument of the framework.
+    bounds = ("drop_rate", "max_update_norm", "max_update_norm_factor")
+    drop_rate, norm, factor = (getattr(cfg.lowrank[key], "value", cfg.lowrank[key]) for key in bounds)
+    unseen = "federate.use_ss together: the server sees no client's own update"
+    best, trainer = cfg.eval.best_res_update_round_wise_key, cfg.trainer.type
+    trains = trainer in TRAINERS.values() or trainer.lower() in _REPLACED
+    for wrong, why in (
+        (
+            shares and not sums,
+            f"federate.use_ss = True: {method}'s server step is not a weighted sum, so it cannot work on shares; it "
+            f"applies to: {_additive()}",
+        ),
+        (
+            online and not sums,
+            f"federate.online_aggr = True: {method}'s server step needs all updates at once, not their running sum; it "
+            f"applies to: {_additive()}",
+        ),
+        (shares and quantises, "federate.use_ss and quantization.method together: the sum of rounded shares is wrong"),
+        (
+            shares and federate.sample_client_num != federate.client_num,
+            "federate.use_ss needs every client in every round: the shares of an absent one are missing",
+        ),
+        (
+            shares and drop_rate > 0,
+            f"federate.use_ss and lowrank.drop_rate = {drop_rate} together: the shares of a client that drops out are "
+            "missing",
+        ),
+        (shares and norm, f"lowrank.max_update_norm = {norm} and {unseen}"),
+        (shares and factor, f"lowrank.max_update_norm_factor = {factor} and {unseen}"),
+        (
+            online and factor,
+            f"lowrank.max_update_norm_factor = {factor} and federate.online_aggr together: no update is kept until the "
+            "others are in",
+        ),
+        (shares and federate.client_num < 2, "federate.use_ss needs at least two clients"),
+        (
+            quantises and cfg.quantization.method != "uniform",
+            f"quantization.method = {cfg.quantization.method!r}: the framework has none and uniform",
+        ),
+        (
+            quantises and cfg.quantization.nbits not in (8, 16),
+            f"quantization.nbits = {cfg.quantization.nbits}: the framework has 8 and 16",
+        ),
+        (
+            "client_test_" in best,
+            f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics under test_",
+        ),
+        (federate.save_freq == 0, "federate.save_freq = 0: rounds between saved models, or -1 for none"),
+        (
+            not trains,
+            f"trainer.type = {trainer!r}: it cannot train for {method}; leave it out, or choose one of "
+            f"{', '.join(TRAINERS.values())}",
+        ),
     ):
-        value = getattr(cfg.lowrank[key], "value", cfg.lowrank[key])  # an Argument
-        if blind and value:
-            refused.append(f"lowrank.{key} = {value} and {why}")
-    if shares and cfg.federate.client_num < 2:
-        refused.append("federate.use_ss needs two clients at least")
-    if quantises and cfg.quantization.method != "uniform":
-        refused.append(f"quantization.method = {cfg.quantization.method!r}: the framework has none and uniform")
-    if quantises and cfg.quantization.nbits not in (8, 16):
-        refused.append(f"quantization.nbits = {cfg.quantization.nbits}: the framework has 8 and 16")
-    best = cfg.eval.best_res_update_round_wise_key
-    if "client_test_" in best:
-        refused.append(
-            f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics under test_"
-        )
-    if cfg.federate.save_freq == 0:
-        refused.append("federate.save_freq = 0: rounds between saved models, or -1 for none")
-    if cfg.trainer.type not in TRAINERS.values() and cfg.trainer.type.lower() not in _REPLACED:
-        refused.append(
-            f"trainer.type = {cfg.trainer.type!r}: it cannot train for {method}; leave it out, or one of "
-            f"{', '.join(TRAINERS.values())}"
-        )
+        if wrong:
+            refused.append(why)
     if refused:
         raise UserError(f"federate.method = {method} cannot run together with:\n  " + "\n  ".join(refused))
 
 
 def _additive() -> str:
+    """The names of the methods whose server step is a weighted sum, for a message."""
     known = [(n, get_method_class(n)) for n in list_methods()]
     complete = [n for n, cls in known if params_fields(cls).keys() == params_defaults(cls).keys()]
     return ", ".join(n for n in complete if requirements(n).sums) + " (with their default hyperparameters)"
@@ -339,7 +342,7 @@ def to_framework(config: Settings):
     flat["outdir"], flat["expname"] = config.outdir, config.expname
     if not config.model.task:
         flat.pop("model.task")
-    # The framework lowers it to the number of GPUs, with a warning; ``run`` starts ours by itself.
+    # The framework lowers this to the number of GPUs and warns; ``run`` starts our processes itself.
     flat["federate.process_num"] = int(torch.cuda.is_available())
     for name, value in flat.items():
         node, key = _node(cfg, name, create=CN)
@@ -349,15 +352,16 @@ def to_framework(config: Settings):
 
 
 def for_frameworks_workers(cfg):
-    """The configuration as the framework's own workers are made with: without what ours do in their place.
+    """``cfg`` for the constructors of the framework's workers, without the features that our workers implement.
 
-    With the method's name it would warn that it has no such aggregator; with the rest it would prepare its own.
+    With the method's name the framework would warn that it has no such aggregator; with the other keys it would set up
+    its own form of each feature.
     """
     plain = cfg.clone()
     plain.defrost()
     plain.federate.method, plain.federate.restore_from = "fedavg", ""
     plain.federate.online_aggr = plain.federate.use_ss = False
-    plain.train.is_enable_half = False  # it would turn the adapters too into 16 bits
+    plain.train.is_enable_half = False  # the framework would convert the adapters as well
     plain.fedopt.use = False
     plain.quantization.method = "none"
     plain._immutable(True)

@@ -1,4 +1,4 @@
-"""Our data sets and partitioners, as the framework asks for them."""
+"""Gives the framework our data sets and partitioners."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from .config import our_method
 from .session import Session, open_session
 
 
-class Held(ClientData):
-    """One worker's data: our tokenized examples by split, of which batches are made as they are needed."""
+class WorkerData(ClientData):
+    """The data of one worker: tokenized examples by split, from which our trainers draw batches.
+
+    Each split is a mapping with the keys ``examples`` and ``x``. The framework looks in ``x`` of at least one split for
+    the shape of the inputs, and warns if there is none; the array in it has a row for each example and no columns.
+    """
 
     def __init__(self, client_cfg, **splits):
         super().__init__(client_cfg)
-        # A mapping with ``x``, because the framework looks there for the shape of its inputs, and warns without one.
-        # It looks at one split at least, also where the server evaluates nothing.
         for split, examples in (splits or {"test": None}).items():
             self[split] = {"examples": examples, "x": np.empty((len(examples or ()), 0))}
 
     def setup(self, new_client_cfg=None):
-        """The framework would build its data loaders here; ours are the examples themselves."""
+        """Do nothing where the framework would build data loaders, because our trainers need none."""
         self.client_cfg = new_client_cfg
         return False
 
 
 def load(config, client_cfgs=None):
-    """The data of a run with one of our methods; None leaves it to the framework."""
+    """The data of a run with one of our methods, and its configuration; None leaves both to the framework."""
     if our_method(config.federate.method) is None:
         return None
-    return handed_out(open_session(config), config), config
+    return worker_data(open_session(config), config), config
 
 
-def handed_out(session: Session, config):
-    """What each worker of this process holds: by its number in standalone mode, its own alone otherwise."""
+def worker_data(session: Session, config):
+    """The data of the workers in this process: by worker number in standalone mode, else those of the only worker."""
     held_out = {split: examples for split, examples in session.site.held_out().items() if len(examples)}
     split, _, metric = config.eval.best_res_update_round_wise_key.partition("_")
     if held_out and split in ("val", "test") and split not in held_out:
         # The framework ends a run whose key names a split that is not evaluated, and its default is val_loss.
         config.eval.best_res_update_round_wise_key = f"{next(iter(held_out))}_{metric}"
     if session.role == "server":
-        return Held(config, **held_out)
-    by_clients = not config.federate.make_global_eval
+        return WorkerData(config, **held_out)
 
-    def of(number: int) -> Held:
-        evaluated = session.held_out_for(number) if by_clients else {}
-        return Held(config, train=session.examples(number), **evaluated)
+    def of_client(number: int) -> WorkerData:
+        evaluated = {} if config.federate.make_global_eval else session.held_out_for(number)
+        return WorkerData(config, train=session.examples(number), **evaluated)
 
     if session.role == "client":
-        return of(max(session.index, 1))
-    everyone = {number: of(number) for number in range(1, len(session.site.clients) + 1)}
-    return {0: Held(config, **held_out), **everyone}
+        return of_client(max(session.index, 1))
+    clients = {number: of_client(number) for number in range(1, len(session.site.clients) + 1)}
+    return {0: WorkerData(config, **held_out), **clients}
 
 
 class Partitioned(BaseSplitter):
-    """One of our partitioners, for a data set of the framework's."""
+    """Divides a data set of the framework with our partitioner called ``name``."""
 
     def __init__(self, client_num: int, name: str, **args):
         super().__init__(client_num)
@@ -69,20 +70,15 @@ class Partitioned(BaseSplitter):
             labels = np.array([int(np.asarray(item[1]).reshape(-1)[0]) for item in items])
         elif items and isinstance(items[0], dict) and "categories" in items[0]:
             labels = np.array([int(item["categories"]) for item in items])
-        parts = partition(
-            self.name,
-            Rows(len(items), labels),
-            self.client_num,
-            np.random.default_rng(np.random.randint(2**31)),
-            self.args,
-        )
+        generator = np.random.default_rng(np.random.randint(2**31))
+        parts = partition(self.name, Rows(len(items), labels), self.client_num, generator, self.args)
         return [[items[i] for i in indices] for indices in parts.indices]
 
 
-#: partitioners under these names are the framework's where its own data are concerned
+#: names under which the framework has a partitioner of its own, which keeps its data sets
 _FRAMEWORKS = ("iid", "lda", "meta")
 
 
 def splitter(kind: str, client_num: int, **args):
-    """Our partitioner called ``kind``, if the framework has none of that name."""
+    """Our partitioner called ``kind``; None if there is none, or if the framework has one of that name."""
     return Partitioned(client_num, kind, **args) if kind in PARTITIONERS and kind not in _FRAMEWORKS else None

@@ -1,4 +1,4 @@
-"""What only a distributed server does: it lets clients join, and no wait of its is without a bound."""
+"""The part of the server that only distributed mode uses: clients join, and every wait has a limit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import logging
 import time
 
 from federatedscope.core.message import Message
+from federatedscope.core.workers import Server
 
 from ...config import load_config
 from ...errors import RunFailed, UserError
+from ...methods import revisions
 from ...rounds.admission import is_whole
 from . import wire
 from .session import differing
@@ -17,8 +19,8 @@ from .session import differing
 logger = logging.getLogger("federatedscope.lowrank")
 
 
-class Distributed:
-    """Joining and waiting; the other base class of ``server.LowRankServer``, whose attributes it uses."""
+class DistributedServer(Server):
+    """The base class of ``server.LowRankServer``, whose attributes it uses."""
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -28,14 +30,14 @@ class Distributed:
         sender, content, samples = int(message.sender), message.content, None
         if self.distributed:
             try:
-                told = json.loads(content)
-                samples = told["samples"]
-                address = {"host": str(told["address"]["host"]), "port": int(told["address"]["port"])}
-                proof, config = dict(told["proof"]), dict(told["config"])
+                request = json.loads(content)
+                samples = request["samples"]
+                address = {"host": str(request["address"]["host"]), "port": int(request["address"]["port"])}
+                proof, config = dict(request["proof"]), dict(request["config"])
+                reason = self._objection(sender, proof, config, samples, dict(request["revisions"]))
             except (TypeError, ValueError, KeyError):
-                logger.warning("left out a request to join that cannot be read: is it a client with this plug-in?")
+                logger.warning("ignored a request to join that cannot be read: is it a client with this plug-in?")
                 return False
-            reason = self._objection(sender, proof, config, samples)
             if reason:
                 logger.warning("refused %s:%s: %s", address["host"], address["port"], reason)
                 self._tell(address, "refused", reason)
@@ -43,29 +45,22 @@ class Distributed:
             content = address
         known = sender in self.comm_manager.neighbors
         if known or self.started:
-            # It begins with the seed's tensors whatever the process before it had.
+            # Its copy of the model is that of the start, whatever the copy of an earlier process was.
             self.comm_manager.add_neighbors(neighbor_id=sender, address=content)
             self.ledger.forget([sender])
-            logger.info("client %d has come %s; it will be brought up to date", sender, "again" if known else "late")
-            if sender in self._asked():
-                self._failed(sender, "failed", "its process ended and another one took its place")
+            logger.info("client %d joined %s; it will be brought up to date", sender, "again" if known else "late")
+            if sender in self._awaited():
+                self._failed(sender, "failed", "its process ended and a new one has joined")
                 return self.check_and_move_on()
             return False
-        if sender == -1:  # the framework gives it the next number; it reads data of its own
+        if sender == -1:  # the framework assigns the next number; the client has data of its own
             self.ledger.admission.samples[self.join_in_client_num + 1] = samples
-        return super().callback_funcs_for_join_in(
-            Message(
-                msg_type=message.msg_type,
-                sender=sender,
-                receiver=message.receiver,
-                state=message.state,
-                timestamp=message.timestamp,
-                content=content,
-            )
-        )
+        message = wire.with_content(message, content)
+        message.sender = sender
+        return super().callback_funcs_for_join_in(message)
 
-    def _objection(self, sender: int, proof: dict, config: dict, samples: object) -> str:
-        """Why this client cannot take part; empty if it can."""
+    def _objection(self, sender: int, proof: dict, config: dict, samples: object, versions: dict) -> str:
+        """The reason why a client cannot take part; empty if it can. ``versions``: the ``revisions`` of its methods."""
         try:
             theirs = load_config(config)
         except UserError as error:
@@ -73,6 +68,13 @@ class Distributed:
         keys = differing(theirs, self.session.config, own_data=sender == -1)
         if keys:
             return f"it was started with another configuration than the server; they differ in {', '.join(keys)}"
+        own = revisions(self.session.config)
+        for name in sorted(own.keys() | versions.keys()):
+            if own.get(name, 1) != versions.get(name, 1):
+                return (
+                    f"it has revision {versions.get(name, 1)} of {name}, the server has revision {own.get(name, 1)}, "
+                    "which computes another result; install the same version of fs-lowrank on both"
+                )
         mine = self.session.proof
         wrong = sorted(n for n in mine.keys() | proof.keys() if mine.get(n) != proof.get(n))
         if wrong:
@@ -102,26 +104,16 @@ class Distributed:
         return ""
 
     def _tell(self, address: dict, kind: str, text: str) -> None:
-        where = f"{address['host']}:{address['port']}"
-        self.comm_manager._send(
-            where,
-            Message(
-                msg_type=kind,
-                sender=self.ID,
-                receiver=[-1],
-                state=self.state,
-                timestamp=self.cur_timestamp,
-                content=text,
-            ),
-        )
+        message = Message(kind, self.ID, [-1], self.state, text, self.cur_timestamp)
+        self.comm_manager._send(f"{address['host']}:{address['port']}", message)
 
-    # -- distributed: every wait has a bound -----------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------
 
     def run(self):
         """Wait for the clients, then handle messages until the run is over.
 
         Raises:
-            UserError: too few clients came in time, or are left.
+            RunFailed: too few clients joined in time, or are left.
         """
         try:
             self._gather()
@@ -139,9 +131,9 @@ class Distributed:
             return
         handler = self.msg_handlers.get(message.msg_type)
         if handler is None:
-            logger.warning("left out a message of unknown type %r", message.msg_type)
+            logger.warning("ignored a message of unknown type %r", message.msg_type)
         elif message.msg_type not in ("join_in", "join_in_info") and message.sender not in self.comm_manager.neighbors:
-            logger.warning("left out a %s of client %s, which has not joined", message.msg_type, message.sender)
+            logger.warning("ignored a %s of client %s, which has not joined", message.msg_type, message.sender)
         else:
             handler(message)
 
@@ -164,7 +156,7 @@ class Distributed:
             self.trigger_for_start()
 
     def _give_up_on_the_lost(self) -> None:
-        """Go on without clients whose process is gone, at once, and without those that are silent, after the bound."""
+        """Continue without clients whose process is gone, and without those that have not answered in time."""
         now = time.monotonic()
         if self.is_finish or now < getattr(self, "next_look", 0.0):
             return
@@ -176,7 +168,7 @@ class Distributed:
                 logger.warning("no evaluation from clients %s", sorted(gone))
                 self.asked_to_evaluate -= gone
                 self.check_and_move_on(check_eval_result=True)
-        missing = sorted(self._asked())
+        missing = sorted(self._awaited())
         for client in missing:
             if not wire.listening(self.comm_manager.neighbors[client]):
                 self.ledger.forget([client])
@@ -193,14 +185,4 @@ class Distributed:
 
     def _stop_clients(self, reason: str) -> None:
         self.comm_manager.timeout = min(self.timeout, 5.0)
-        for client in list(self.comm_manager.neighbors):
-            self.comm_manager.send(
-                Message(
-                    msg_type="stopped",
-                    sender=self.ID,
-                    receiver=[client],
-                    state=self.state,
-                    timestamp=self.cur_timestamp,
-                    content=reason,
-                )
-            )
+        wire.send(self, "stopped", list(self.comm_manager.neighbors), reason, timestamp=self.cur_timestamp)

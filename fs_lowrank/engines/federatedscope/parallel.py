@@ -1,8 +1,9 @@
-"""Standalone with ``federate.process_num`` P: the server in this process, the clients in P − 1 further ones.
+"""Standalone with ``federate.process_num`` P: the server runs in this process, the clients in P − 1 processes.
 
-The framework's own form of it wants P GPUs and a state dict of one shape in every message; ours sends what the method
-sends, runs with GPUs or without, and ends with the tensors of a run in one process. A client's process does one message
-after the other and says when each is done: neither side ever writes while the other does.
+The framework's own runner needs P GPUs and a state dict of one shape in every message. This one sends what the method
+sends, runs with or without GPUs, and gives tensors that are bit-identical to those of a run in one process. A clients'
+process handles one message at a time and reports when it is done, so that the two ends of a connection never write at
+the same time.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from ...rounds.parcel import Parcel
 from ...runs.checkpoint import load_checkpoint
 from .aggregator import MethodAggregator
 from .config import our_method, to_framework
-from .data import handed_out
+from .data import worker_data
 from .logs import LogTo
 from .session import close_session, current
 from .wire import Sealed
 
 logger = logging.getLogger("federatedscope.lowrank")
 
-#: errors that keep their kind on the way from a process to the server's, the narrower first
+#: errors that a clients' process reports by their class, subclasses first
 _FOR_USERS = (RunFailed, UserError)
 
 
 class ParallelRunner(StandaloneRunner):
-    """The framework's standalone runner, with its clients in processes of their own.
+    """The framework's standalone runner, with the clients in further processes.
 
     Args:
-        processes: in all, with this one; of the configuration's ``federate.process_num`` where it is not given.
+        processes: number of processes, this one included; by default ``federate.process_num``.
     """
 
     def __init__(self, *args, config, processes: int = 0, **kwargs):
@@ -56,24 +57,25 @@ class ParallelRunner(StandaloneRunner):
         self.processes = processes or config.federate.process_num
         config = config.clone()
         config.defrost()
-        config.federate.process_num = 1  # in each of them all is as in one
+        config.federate.process_num = 1  # each process runs as one of its own
         config._immutable(True)
         super().__init__(*args, config=config, **kwargs)
 
     def _set_up(self):
         self.session = current()
-        self.data = handed_out(self.session, self.cfg)
+        self.data = worker_data(self.session, self.cfg)
         super()._set_up()
 
     def _setup_client(self, client_id=-1, client_model=None, resource_info=None):
-        """A client's place is elsewhere; what is known of it here."""
+        """A stand-in for a client, which is in another process."""
         return SimpleNamespace(trainer=None, resource_info=resource_info)
 
     def run(self):
-        """The best results, as every runner of the framework gives them.
+        """Run to the end and return the best results, as every runner of the framework does.
 
         Raises:
-            UserError: a process died, did not answer within ``lowrank.timeout`` or could not go on.
+            RunFailed: a process died, did not answer within ``lowrank.timeout``, or had nothing left to do.
+            UserError: what a process reports that the user can put right.
         """
         self.pool = Pool()
         self.session.on_message = self._follow
@@ -83,8 +85,8 @@ class ParallelRunner(StandaloneRunner):
                 self._hand_out()
                 if self._nothing_left() and not self.server.is_finish:
                     raise RunFailed(
-                        f"round {self.server.state + 1} cannot be completed: nobody has anything left to "
-                        f"do; the logs are in {self.session.outdir}{self._kept()}"
+                        f"round {self.server.state + 1} cannot be completed: no process has any work left; the logs "
+                        f"are in {self.session.outdir}{self._how_to_continue()}"
                     )
                 self._listen()
             self.pool.dismiss()
@@ -100,9 +102,9 @@ class ParallelRunner(StandaloneRunner):
         numbers, session = list(self.client), self.session
         count = min(self.processes - 1, len(numbers))
         for i in range(count):
-            site = _Site(i + 1, numbers[i::count], session.config.lowrank.timeout)
-            self.pool.members.append(site)
-            site.send(
+            process = _ClientProcess(i + 1, numbers[i::count], session.config.lowrank.timeout)
+            self.pool.members.append(process)
+            process.send(
                 Parcel(
                     {},
                     config=session.config.to_dict(),
@@ -112,15 +114,15 @@ class ParallelRunner(StandaloneRunner):
                     resume=session.resume,
                 )
             )
-        self.home = {number: site for site in self.pool.members for number in site.numbers}
+        self.process_of = {number: process for process in self.pool.members for number in process.numbers}
 
     def _follow(self, message, round: int) -> None:
         if self.session.shares_model:
-            for site in self.pool.members:
-                site.waiting.append(Parcel(message, kind="follow", round=round))
+            for process in self.pool.members:
+                process.waiting.append(Parcel(message, kind="follow", round=round))
 
     def _hand_out(self) -> None:
-        """Bring what lies in the framework's queue to its receivers."""
+        """Deliver the messages in the framework's queue."""
         while self.shared_comm_queue:
             message = self.shared_comm_queue.popleft()
             receivers = message.receiver if isinstance(message.receiver, list) else [message.receiver]
@@ -128,35 +130,36 @@ class ParallelRunner(StandaloneRunner):
                 self._handle_msg(message)
                 continue
             for number in receivers:
-                self.home[int(number)].waiting.append(_packed(message, int(number)))
-        for site in self.pool.members:
-            begun = site.next()
+                self.process_of[int(number)].waiting.append(_packed(message, int(number)))
+        for process in self.pool.members:
+            begun = process.next()
             if begun is not None and begun.facts.get("facts", {}).get("purpose") == "train":
                 self.session.on_client(
                     begun.facts["facts"]["round"], begun.facts["receiver"], self.session.config.sampled_per_round
                 )
 
     def _listen(self) -> None:
-        """Take what the processes have sent; wait for it if every one of them is at work."""
-        for site in self.pool.heard(0 if self.shared_comm_queue else 1.0):
-            self._take(site, site.receive())
-        if (site := self.pool.silent()) is not None:
+        """Take what the processes have sent; wait for it if there is nothing else to do."""
+        for process in self.pool.heard(0 if self.shared_comm_queue else 1.0):
+            self._take(process, process.receive())
+        if (process := self.pool.silent()) is not None:
             raise RunFailed(
-                f"{site} has not answered within lowrank.timeout, {site.timeout:g} s; it is ended. Raise "
-                f"lowrank.timeout if its clients need longer{self._kept()}"
+                f"{process} has not answered within lowrank.timeout, {process.timeout:g} s; it is ended. Raise "
+                f"lowrank.timeout if its clients need longer{self._how_to_continue()}"
             )
 
-    def _take(self, site: _Site, parcel: Parcel | None) -> None:
+    def _take(self, process: _ClientProcess, parcel: Parcel | None) -> None:
         if parcel is None:
             raise RunFailed(
-                f"{site} is gone (exit code {site.process.returncode}); was it killed, or out of memory?{self._kept()}"
+                f"{process} is gone (exit code {process.process.returncode}); was it killed, or out of memory?"
+                f"{self._how_to_continue()}"
             )
         facts = parcel.facts
         if facts["kind"] == "done":
-            site.idle = True
+            process.idle = True
         elif facts["kind"] == "stopped":
             kind = next((kind for kind in _FOR_USERS if kind.__name__ == facts["error"]), RuntimeError)
-            raise kind(f"{site}: {facts['reason']}")
+            raise kind(f"{process}: {facts['reason']}")
         elif facts["kind"] == "client":
             number = facts["client"]
             self.session.site.add_spent({int(n): spent for n, spent in facts["spent"].items()})
@@ -167,16 +170,17 @@ class ParallelRunner(StandaloneRunner):
         else:
             self.shared_comm_queue.append(_unpacked(parcel))
 
-    def _kept(self) -> str:
+    def _how_to_continue(self) -> str:
         kept = (self.session.outdir / "checkpoint").exists()
         return f"; the last checkpoint is in {self.session.outdir / 'checkpoint'}; continue with --resume" * kept
 
 
-class _Site(Member):
-    """This side of a process with some of the clients.
+class _ClientProcess(Member):
+    """The server's end of a process that runs some of the clients.
 
     Args:
-        timeout: seconds that a message may take to go in or out, and a process for its answer.
+        rank: from 1. numbers: of the clients.
+        timeout: seconds that sending a message may take, and that the process may take to answer.
     """
 
     def __init__(self, rank: int, numbers: list[int], timeout: float):
@@ -226,7 +230,7 @@ def _unpacked(parcel: Parcel) -> Message:
 
 
 def serve(connection: Connection) -> None:
-    """Be the clients that the server's process names, until it closes the connection."""
+    """Run the clients that the server's process names, until it closes the connection."""
 
     def send(kind: str, tensors=None, **facts) -> None:
         connection.send_bytes(Parcel(tensors or {}, kind=kind, **facts).to_bytes())
@@ -237,13 +241,13 @@ def serve(connection: Connection) -> None:
         cfg.outdir = task["outdir"]
         if cfg.use_gpu and torch.cuda.is_available():
             cfg.device = (max(cfg.device, 0) + task["rank"]) % torch.cuda.device_count()
-        cfg.wandb.use = False  # the server's process has the account of the run
+        cfg.wandb.use = False  # only the server's process reports the run
         resources = {int(number): resource for number, resource in task["resources"].items()}
         with LogTo(Path(cfg.outdir) / f"process_{task['rank']}.log", cfg.verbose):
             _answer(connection, send, *_clients(cfg, resources, task["resume"]))
     except (EOFError, ConnectionError):
-        return  # the server's process has ended, or ends this one
-    except Exception as error:  # the server's process tells the user
+        return  # the server's process has ended, or is ending this one
+    except Exception as error:  # reported by the server's process
         kind = next((kind.__name__ for kind in _FOR_USERS if isinstance(error, kind)), "")
         send("stopped", error=kind, reason=str(error) if kind else traceback.format_exc())
     finally:
@@ -252,7 +256,7 @@ def serve(connection: Connection) -> None:
 
 def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) -> None:
     session = current()
-    standing = copied(session.site.model, session.method.shared) if session.shares_model else {}
+    shared = copied(session.site.model, session.method.shared) if session.shares_model else {}
     for client in clients.values():
         client.join_in()
     while True:
@@ -266,15 +270,15 @@ def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) 
         send("done")
         parcel = Parcel.of(connection.recv_bytes())
         if parcel.facts["kind"] == "follow":
-            # Applied to the model as the round before left it, not as the last client did.
-            load_tensors(session.site.model, standing)
+            # The message applies to the model at the end of the last round, not to what the last client trained.
+            load_tensors(session.site.model, shared)
             with torch.no_grad():
                 session.method.apply(
                     session.site.model,
                     {n: t.to(session.site.device) for n, t in parcel.tensors.items()},
                     parcel.facts["round"],
                 )
-            standing = copied(session.site.model, session.method.shared)
+            shared = copied(session.site.model, session.method.shared)
         else:
             message, client = _unpacked(parcel), clients[parcel.facts["receiver"]]
             client._monitor.track_download_bytes(message.count_bytes()[0])
@@ -282,14 +286,14 @@ def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) 
 
 
 def _clients(cfg, resources: dict[int, object], resume: bool):
-    """The workers of this process by number, and the queue that they send through."""
+    """The clients of this process by number, and the queue into which they send."""
     torch.set_num_threads(1)
     setup_seed(cfg.seed)
     data, changed = get_data(config=cfg.clone(), client_cfgs=None)
     cfg.merge_from_other_cfg(changed)
     cfg.freeze(inform=False, save=False)
     session = current()
-    # What a run goes on from is the server's; whoever shares its model or keeps personal tensors needs it too.
+    # Clients that share a model or keep personal tensors need the checkpoint as the server does.
     checkpoint = load_checkpoint(session.outdir / "checkpoint") if resume else None
     if checkpoint:
         session.keeper.restore(checkpoint)
@@ -313,7 +317,7 @@ def _clients(cfg, resources: dict[int, object], resume: bool):
 
 
 def choose_runner(frameworks):
-    """What stands in the place of the framework's class: ours for our methods, its own for its own."""
+    """A function that makes a ``ParallelRunner`` for our methods, and a runner of class ``frameworks`` for others."""
 
     def make(*args, config, **kwargs):
         runner = frameworks if our_method(config.federate.method) is None else ParallelRunner

@@ -1,4 +1,4 @@
-"""One run on the framework, started from our configuration."""
+"""Runs the framework from our configuration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from .parallel import ParallelRunner
 
 
 def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -> RunResult:
-    """See ``fs_lowrank.run``. In a client process of a distributed run the result has no history.
+    """Run as ``fs_lowrank.run`` does. In a client process of a distributed run the result has no history.
 
     Raises:
-        UserError: anything the user can put right; a worker that cannot go on.
+        UserError: the configuration, data or model is wrong, or the server refused this client.
+        RunFailed: the run ended before its last round.
     """
     standalone, processes = config.federate.mode == "standalone", config.federate.process_num
     if processes > 1 and not standalone:
@@ -32,7 +33,7 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
             "distributed every client is a process of its own. Leave it out"
         )
     cfg = to_framework(config)
-    # Where a run's files lie is decided here, not by the framework, which would begin a new folder each time.
+    # The framework itself would choose a new folder for each run.
     outdir = Path(config.outdir) / config.expname
     is_client = config.federate.mode == "distributed" and cfg.distribute.role == "client"
     outdir = outdir / f"client_{max(cfg.distribute.data_idx, 0)}" if is_client else outdir
@@ -50,7 +51,7 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
             cfg.freeze(inform=False, save=False)
             workers = {"data": data, "server_class": get_server_cls(cfg), "client_class": get_client_cls(cfg)}
             if processes > 1:
-                session.say(session.config.replace(**{"federate.process_num": processes}))
+                session.use_config(session.config.replace(**{"federate.process_num": processes}))
                 ParallelRunner(config=cfg.clone(), processes=processes, **workers).run()
             else:
                 get_runner(config=cfg.clone(), **workers).run()
@@ -59,7 +60,7 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
                     f"the run ended before its last round: a round could not be completed; see "
                     f"{outdir / 'exp_print.log'}"
                 )
-            return session.result or session.nothing()
+            return session.result or session.client_result()
         finally:
             sessions.close_session()
-            torch.set_num_threads(threads)  # the framework sets it to 1
+            torch.set_num_threads(threads)  # the framework has set it to 1

@@ -1,16 +1,16 @@
-"""The framework's server, with our method's state, participation and aggregation in it.
+"""The framework's server with our method's state, selection of clients and aggregation.
 
-Its flow stays: who joins, when a round is full, evaluation, early stopping, best results, saving. What travels
-and what becomes of it is the business of ``rounds``, the same as in the embedded engine.
+The framework still decides how clients join, when it evaluates, stops early and saves, and which results are best. A
+round itself is that of ``fs_lowrank.rounds``, as in the embedded engine.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from typing import Any, Literal
 
 from federatedscope.core.message import Message
-from federatedscope.core.workers import Server
 from torch import Tensor
 
 from ...errors import UserError
@@ -21,55 +21,33 @@ from . import wire
 from .aggregator import MethodAggregator
 from .client import codec_of
 from .config import for_frameworks_workers
-from .distributed import Distributed
+from .distributed import DistributedServer
 from .session import current
 from .sums import Shares
 
 logger = logging.getLogger("federatedscope.lowrank")
 
 
-class LowRankServer(Distributed, Server):
-    """One of the framework's servers; it counts rounds from 0, our methods from 1."""
+class LowRankServer(DistributedServer):
+    """A server. The framework counts rounds from 0 (``state``), our methods from 1.
 
-    def __init__(
-        self,
-        ID=-1,
-        state=0,
-        config=None,
-        data=None,
-        model=None,
-        client_num=5,
-        total_round_num=10,
-        device="cpu",
-        strategy=None,
-        unseen_clients_id=None,
-        **kwargs,
-    ):
-        if config is None:  # the framework asks a bare worker which messages it handles
-            super().__init__(ID, state)
+    Attributes:
+        round: the current round, or the last one until its evaluation is complete.
+        to_ask: clients that have not been sent the round's message yet, if they are asked one after another.
+        asked_to_evaluate: clients whose evaluation is awaited.
+        postponed: whether a round is to start when the clients' evaluation of the last round is complete.
+        pending: of a round whose evaluation is not complete: its seconds, and those of each client.
+    """
+
+    def __init__(self, config=None, **kwargs):
+        if config is None:  # the framework asks a worker without a configuration which messages it handles
+            super().__init__(**kwargs)
             return
         self.session = current()
         self.distributed = config.federate.mode == "distributed"
         if self.distributed:
             wire.require_free(kwargs["host"], kwargs["port"])
-        try:
-            super().__init__(
-                ID,
-                state,
-                for_frameworks_workers(config),
-                data,
-                model,
-                client_num,
-                total_round_num,
-                device,
-                strategy,
-                unseen_clients_id,
-                **kwargs,
-            )
-        except RuntimeError as error:
-            if "bind" in str(error).lower() or "address" in str(error).lower():
-                raise UserError(f"cannot listen on {kwargs.get('host')}:{kwargs.get('port')}: {error}") from error
-            raise
+        super().__init__(config=for_frameworks_workers(config), **kwargs)
         self._cfg = config
         lowrank = self.session.config.lowrank
         self.ledger, self.codec = self.session.ledger, codec_of(config)
@@ -80,15 +58,11 @@ class LowRankServer(Distributed, Server):
             self.comm_manager = wire.BoundedComm.take_over(
                 self.comm_manager, self.timeout, config.distribute.grpc_max_send_message_length
             )
-        #: the round that is under way, or that is done but for its evaluation
-        self.round: Round | None = None
-        #: clients still to be sent this round's message, where they are asked one after the other
-        self.waiting_room: list[int] = []
+        self.round: Round
+        self.cur_timestamp: float
+        self.to_ask: list[int] = []
         self.asked_to_evaluate: set[int] = set()
-        #: a round that begins when the clients' evaluation of the one before is in
-        self.postponed = False
-        self.started = self.stop_asked = False
-        #: what is still to be told of the round when its evaluation is in: seconds, and those by client
+        self.postponed = self.started = self.stop_asked = False
         self.pending: tuple[dict, dict] | None = None
         self.state = self._restored(config)
         if self.state >= self.total_round_num:
@@ -102,7 +76,7 @@ class LowRankServer(Distributed, Server):
             done = self.aggregator.load_model(config.federate.restore_from)
             logger.info("restored round %d from %s", done, config.federate.restore_from)
         if done:
-            self.ledger.forget(range(1, self.client_num + 1))  # their copies stand at the start
+            self.ledger.forget(range(1, self.client_num + 1))  # their copies are those of the start
         return done
 
     def check_client_join_in(self):
@@ -112,7 +86,7 @@ class LowRankServer(Distributed, Server):
         return self.started
 
     def trigger_for_start(self):
-        # The framework pickles the model to learn its size, which only simulated resources use.
+        # The framework would pickle the model to learn its size.
         models, self.models = self.models, [None]
         try:
             super().trigger_for_start()
@@ -122,7 +96,7 @@ class LowRankServer(Distributed, Server):
     # -- downlink ----------------------------------------------------------------------------------
 
     def broadcast_model_para(self, msg_type="model_para", sample_client_num=-1, filter_unseen_clients=True):
-        """Send every client of the round what it lacks; for ``evaluate``, every client there is."""
+        """Send every client of the round the messages that it lacks; for ``evaluate``, send them to all clients."""
         if msg_type == "evaluate":
             self.asked_to_evaluate = set()
             self.msg_buffer["eval"][self.state - 1] = {}
@@ -145,9 +119,9 @@ class LowRankServer(Distributed, Server):
             base=self._changed_base,
         )
         self.msg_buffer["train"].setdefault(self.state, {})
-        self.waiting_room = list(self.round.selected)
+        self.to_ask = list(self.round.selected)
         one_by_one = self._cfg.federate.online_aggr and not self.distributed
-        self._ask(1 if one_by_one else len(self.waiting_room))
+        self._ask(1 if one_by_one else len(self.to_ask))
         if not self.round.waiting:
             self.check_and_move_on()
 
@@ -163,9 +137,9 @@ class LowRankServer(Distributed, Server):
         return {n: p.detach().clone() for n, p in model.named_parameters() if n in changed}
 
     def _ask(self, count: int) -> None:
-        """Send the round's message to the next ``count`` clients that will answer."""
-        while self.waiting_room and count > 0:
-            client = self.waiting_room.pop(0)
+        """Send the round's message to the next ``count`` clients that will train."""
+        while self.to_ask and count > 0:
+            client = self.to_ask.pop(0)
             if client not in self.comm_manager.neighbors:
                 self._failed(client, "absent", "it has not joined")
                 continue
@@ -175,30 +149,21 @@ class LowRankServer(Distributed, Server):
             elif order.purpose == "train":
                 count -= 1
 
-    def _asked(self) -> frozenset[int]:
-        """The clients whose updates are waited for."""
-        return self.round.waiting & self.round.trains if self.round else frozenset()
+    def _awaited(self) -> frozenset[int]:
+        """The clients whose updates are awaited."""
+        return self.round.waiting & self.round.trains if hasattr(self, "round") else frozenset()
 
     def _deliver(self, order: Order, kind: str, state: int) -> bool:
-        """Send; False if the client could not be reached, which then counts as new when it is there again."""
+        """Send ``order``; False if the client cannot be reached. It is then sent everything when it is there again."""
         parcel, client = order.parcel, order.client
         if self.session.shares_model:
-            # One model for all: the merges in a message are in its base already, so the client takes what stands.
+            # The shared model already contains the merges of the message, so the client loads the state.
             view = self.session.method.view(self.ledger.state, client)
             parcel = Parcel(view, **{**parcel.facts, "whole": True})
-        self.comm_manager.send(
-            Message(
-                msg_type=kind,
-                sender=self.ID,
-                receiver=[client],
-                state=state,
-                timestamp=self.cur_timestamp,
-                content=wire.content_of(parcel, self.distributed),
-            )
-        )
+        wire.send(self, kind, [client], wire.content_of(parcel, self.distributed), state, self.cur_timestamp)
         self._monitor.track_upload_bytes(order.sizes[0])
         if self.distributed and self._lost(client):
-            self.ledger.forget([client])  # it may have got the message all the same
+            self.ledger.forget([client])  # the message may have arrived nevertheless
             return False
         self.round.delivered(order)
         return True
@@ -208,24 +173,21 @@ class LowRankServer(Distributed, Server):
 
     # -- uplink ------------------------------------------------------------------------------------
 
-    def _failed(self, client: int, kind: str, reason: str) -> None:
+    def _failed(self, client: int, kind: Literal["absent", "failed", "refused"], reason: str) -> None:
+        """Note that ``client`` failed; with secret sharing the round then fails for all, whose sums lack its shares."""
         self.round.fail(client, kind, reason)
-        self._give_up_shares(client)
-
-    def _give_up_shares(self, client: int) -> None:
-        """Where clients share secrets, the others' sums lack those of a client that failed: nobody is waited for."""
         if self._cfg.federate.use_ss:
-            self.waiting_room = []
+            self.to_ask = []
             for other in sorted(self.round.waiting):
-                self.round.fail(other, "failed", f"its sum is of no use without the share of client {client}")
+                self.round.fail(other, "failed", f"its sum cannot be used without the share of client {client}")
 
     def callback_funcs_model_para(self, message: Message):
         if self.is_finish:
             return "finish"
         client, round = _number(message.sender), self.round
-        if client is None or message.state != self.state or client not in self._asked():
+        if client is None or message.state != self.state or client not in self._awaited():
             logger.info(
-                "left out what client %.60r sent for the framework's round %.60r: nobody waits for it in round %d",
+                "ignored what client %.60r sent for the framework's round %.60r: it is not awaited in round %d",
                 message.sender,
                 message.state,
                 self.state + 1,
@@ -242,13 +204,13 @@ class LowRankServer(Distributed, Server):
             self._monitor.track_download_bytes(parcel.nbytes if self.distributed else 0)
             sizes = None
             if self._cfg.federate.use_ss:
-                # A client sends a share of this size to every other one, and their sum to the server.
+                # A client sends a share of this size to every other client, and a sum of shares to the server.
                 sizes = tuple(size * self.client_num for size in self.codec.sizes(parcel.tensors))
             if round.take(client, parcel, sizes):
                 self.msg_buffer["train"].setdefault(self.state, {})[client] = round.samples[client]
             else:
                 self._failed(client, "refused", f"client {client}: its answer is of another round")
-        if self.waiting_room:
+        if self.to_ask:
             self._ask(1)
         return self.check_and_move_on()
 
@@ -258,7 +220,7 @@ class LowRankServer(Distributed, Server):
         if check_eval_result:
             buffers = self.msg_buffer["eval"]
             return bool(buffers) and self.asked_to_evaluate <= buffers[max(buffers)].keys()
-        return self.round is not None and not self.round.waiting
+        return hasattr(self, "round") and not self.round.waiting
 
     def _perform_federated_aggregation(self):
         round, session, started = self.round, self.session, time.perf_counter()
@@ -293,7 +255,7 @@ class LowRankServer(Distributed, Server):
 
     def _start_new_training_round(self, aggregated_num=0):
         if self.pending is not None:
-            # The framework would go on at once; what its clients answer would be of either round.
+            # The framework would start at once, and the clients' answers would be of two rounds.
             self.postponed = True
             return
         if self.stop_asked:
@@ -306,14 +268,14 @@ class LowRankServer(Distributed, Server):
     # -- evaluation and end ------------------------------------------------------------------------
 
     def eval(self):
-        if self.is_finish:  # the framework evaluates once more after it has stopped early
+        if self.is_finish:  # the framework evaluates again after it has stopped early
             return
         if self._cfg.federate.make_global_eval and not self.session.site.held_out():
-            return self.check_and_save()  # nothing to evaluate, which the framework would not get over
+            return self.check_and_save()  # the framework would fail without a split to evaluate
         super().eval()
 
     def _merge_and_format_eval_results(self):
-        # By client: what comes in any order is averaged in one.
+        # Sorted by client, so that the average does not depend on the order of arrival.
         round = max(self.msg_buffer["eval"])
         answers = self.msg_buffer["eval"][round] = dict(sorted(self.msg_buffer["eval"][round].items()))
         if answers:
@@ -335,7 +297,7 @@ class LowRankServer(Distributed, Server):
     def check_and_save(self):
         if self._cfg.federate.make_global_eval:
             metrics = dict(self.trainer.results)
-            # The framework stops early by clients' averages only, which a global evaluation does not have.
+            # The framework stops early only by the clients' averages, which a global evaluation does not have.
             if "Results_raw" in self.history_results:
                 self.history_results["Results_weighted_avg"] = self.history_results["Results_raw"]
         else:
@@ -350,12 +312,12 @@ class LowRankServer(Distributed, Server):
             }
             metrics = {split: values for split, values in metrics.items() if values}
         if self.session.role == "standalone" and self.session.site.personal.untrained and metrics:
-            # Between processes personal parts stay with their clients, who evaluate them without make_global_eval.
+            # In distributed mode only the clients have their personal parts; make_global_eval False evaluates them.
             metrics["client_test"] = self.session.evaluator.clients(self.ledger.state)
         is_best = self._is_best(metrics)
         self._close_round(metrics)
         if is_best and self._cfg.federate.make_global_eval and self._cfg.federate.save_to:
-            # With client evaluations the framework saves the best itself.
+            # If clients evaluate, the framework itself saves the best model.
             self.aggregator.save_model(self._cfg.federate.save_to, self.state)
         super().check_and_save()
 
@@ -371,20 +333,11 @@ class LowRankServer(Distributed, Server):
         self.is_finish = True
         self._monitor.finish_fl()
         self.session.conclude()
-        self.comm_manager.send(
-            Message(
-                msg_type=msg_type,
-                sender=self.ID,
-                receiver=list(self.comm_manager.neighbors),
-                state=self.state,
-                timestamp=self.cur_timestamp,
-                content="finish",
-            )
-        )
+        wire.send(self, msg_type, list(self.comm_manager.neighbors), "finish", timestamp=self.cur_timestamp)
 
 
-def _number(sender: object) -> int | None:
-    """The client that a message says it is of; None if that is no number."""
+def _number(sender: Any) -> int | None:
+    """The number of the client that sent a message; None if it is not a number."""
     try:
         return int(sender)
     except (TypeError, ValueError, OverflowError):

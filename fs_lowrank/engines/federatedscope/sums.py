@@ -1,8 +1,8 @@
-"""Updates of which the server sees only the sum: secret shares.
+"""Additive secret sharing: the server sees only the sum of the clients' updates.
 
-A secret is a fixed-point number modulo 2^64; its shares are random numbers that add up to it. The framework's
-own shares lie modulo 2^61 + 1 in 64-bit arithmetic, which overflows from four clients on and then recovers
-something else; modulo 2^64 the overflow is the arithmetic.
+A secret is a fixed-point number modulo 2^64; its shares are random numbers whose sum is the secret. The framework's
+shares are numbers modulo 2^61 + 1 in 64-bit arithmetic, which overflows with four or more clients, so that the result
+is wrong. Modulo 2^64, overflow is part of the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LARGEST = 2.0**33
 
 
 def split_secret(tensors: Mapping[str, Tensor], weight: float, parties: int) -> list[dict[str, Tensor]]:
-    """``weight`` times the tensors, as one share for each of ``parties``; int64, random but for their sum.
+    """Shares of ``weight`` times the tensors, one for each of ``parties``: int64, of the same names and shapes.
 
     Raises:
-        ValueError: a value too large for the fixed point.
+        ValueError: a value is too large for the fixed-point numbers, or not finite.
     """
     shares: list[dict[str, Tensor]] = [{} for _ in range(parties)]
     for name, tensor in tensors.items():
@@ -41,7 +41,7 @@ def split_secret(tensors: Mapping[str, Tensor], weight: float, parties: int) -> 
 
 
 def add_shares(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum, modulo 2^64."""
+    """The sum of ``shares``, modulo 2^64."""
     total = {name: tensor.clone() for name, tensor in shares[0].items()}
     for share in shares[1:]:
         for name in total:
@@ -50,16 +50,16 @@ def add_shares(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def recover(total: Mapping[str, Tensor], weight: float, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The mean whose ``weight``-fold the sum of all shares is, in the dtypes of ``like``."""
+    """The weighted mean, in the dtypes of ``like``, from the sum of all shares and the sum of all weights."""
     return {name: (tensor.double() / (_SCALE * weight)).to(like[name].dtype) for name, tensor in total.items()}
 
 
 class Shares:
-    """The intake of a round in which the server sees only sums of shares, one of each client.
+    """The intake of a round in which each client sends a sum of shares.
 
     Args:
-        parties: how many clients share; the shares of each are needed.
-        uniform: every client weighs the same, whatever its samples (``federate.ignore_weight``).
+        parties: the number of clients that share; the shares of all of them are needed.
+        uniform: all clients have the same weight, whatever their number of samples (``federate.ignore_weight``).
         device: of the mean.
     """
 

@@ -1,4 +1,4 @@
-"""Trainers of the framework that train through our loop: what a method's phases say, and nothing else moves."""
+"""Trainers for the framework that run our training loop, which follows the phases of the method."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from .session import current
 
 
 class LowRank:
-    """What our trainers share, over any trainer of the framework.
+    """Mixed into a trainer of the framework.
 
-    ``worker`` and ``round`` are set by the client before it trains; ``update`` holds what it then sends.
+    Attributes:
+        number: of the client; 0 on the server. round: from 1. Both, and ``prefix``, are set before training.
+        prefix: the cache of the frozen layers' outputs, or None.
+        outcome: the update of the last training. loss: its mean loss.
+        results: the last evaluation of each split: mean loss and accuracy.
     """
 
     def __init__(self, *args, **kwargs):
@@ -25,20 +29,20 @@ class LowRank:
         self.number, self.round, self.prefix = 0, 0, None
         self.outcome: Update | None = None
         self.loss = 0.0
-        #: the last evaluation of each split: mean loss, accuracy
         self.results: dict[str, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
 
     def parse_data(self, data):
-        found = {}
+        """The framework's names for the data of each split."""
+        parsed = {}
         for split in ("train", "val", "test"):
             examples = data.get(split, {}).get("examples") if data is not None else None
-            found[f"{split}_data"], found[f"{split}_loader"] = examples, None
-            found[f"num_{split}_data"] = 0 if examples is None else len(examples)
-        return found
+            parsed[f"{split}_data"], parsed[f"{split}_loader"] = examples, None
+            parsed[f"num_{split}_data"] = 0 if examples is None else len(examples)
+        return parsed
 
     def train(self, target_data_split_name="train", hooks_set=None):
-        """Train as this worker's client in ``round``; (samples processed, tensors to send, metrics)."""
+        """Train client ``number`` in ``round``; returns the samples processed, the tensors to send, and metrics."""
         session = self.session
         update, result = session.site.fit(
             session.client(self.number), self.ctx.train_data, self.round, self.ctx.model, self.prefix
@@ -51,21 +55,19 @@ class LowRank:
         )
 
     def evaluate(self, target_data_split_name="test"):
-        """Metrics in the framework's names: ``SPLIT_loss`` is the sum over samples, ``SPLIT_avg_loss`` the mean."""
+        """The metrics of a split by the framework's names: ``SPLIT_loss`` is the sum, ``SPLIT_avg_loss`` the mean."""
         split, config = target_data_split_name, self.session.config
         examples = self.ctx.get(f"{split}_data")
         if examples is None:
             return {}
         size = config.eval.batch_size or config.dataloader.batch_size
-        found = self.results[split] = evaluate(self.ctx.model, examples, size, owner=split, prefix=self._kept())
-        total = len(examples)
-        metrics = {f"{split}_loss": found["loss"] * total, f"{split}_avg_loss": found["loss"], f"{split}_total": total}
-        # The framework looks every metric up among those of eval.metrics.
-        return {**metrics, f"{split}_acc": found["acc"]} if "acc" in self.cfg.eval.metrics else metrics
-
-    def _kept(self):
-        # The session's prefix knows the whole held-out sets; a client's share of them is not among what it keeps.
-        return self.session.site.prefix if self.number == 0 else None
+        # The site's cache knows the whole held-out sets, not the clients' shares of them.
+        prefix = self.session.site.prefix if self.number == 0 else None
+        result = self.results[split] = evaluate(self.ctx.model, examples, size, owner=split, prefix=prefix)
+        loss, total = result["loss"], len(examples)
+        metrics = {f"{split}_loss": loss * total, f"{split}_avg_loss": loss, f"{split}_total": total}
+        # The framework accepts no metric that is not in eval.metrics.
+        return {**metrics, f"{split}_acc": result["acc"]} if "acc" in self.cfg.eval.metrics else metrics
 
     def update(self, model_parameters, strict=False):
         load_tensors(self.ctx.model, model_parameters)
@@ -88,10 +90,10 @@ class LowRankNLPTrainer(LowRank, GeneralTorchTrainer):
 
 
 class LowRankCVTrainer(LowRank, GeneralTorchTrainer):
-    """Images: our networks, whose batches are ``pixel_values`` and ``labels``."""
+    """Image classification with our networks."""
 
 
 def choose(kind: str):
-    """The trainer class called ``kind``; None leaves it to the framework."""
+    """The trainer class called ``kind``; None leaves the trainer to the framework."""
     classes = (LowRankLLMTrainer, LowRankNLPTrainer, LowRankCVTrainer)
     return dict(zip(TRAINERS.values(), classes)).get(kind)

@@ -1,13 +1,14 @@
-"""What travels between server and clients, and a gRPC side whose every wait has a bound.
+"""The content of messages, and a gRPC communication manager in which every wait has a limit.
 
-Tensors travel as safetensors: nothing that arrives is ever unpickled. The framework's messages have text
-fields but no bytes, so between processes they travel as base64, a third larger than counted.
+Tensors are sent as safetensors, and nothing that is received is unpickled. The framework's messages have fields for
+text but none for bytes, so between processes tensors are base64-encoded, a third larger than the counted bytes.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import json
 import logging
 import socket
@@ -27,8 +28,8 @@ logger = logging.getLogger("federatedscope.lowrank")
 class Sealed:
     """A parcel as the content of a message that stays in this process.
 
-    The framework measures a message with ``sys.getsizeof`` and by what its attributes hold, which misses the tensors'
-    storage. This keeps the parcel out of sight and states its size itself.
+    The framework measures the size of a message by ``sys.getsizeof`` and its attributes, which does not include the
+    storage of tensors. The parcel is therefore hidden in a closure, and ``__sizeof__`` gives its size.
     """
 
     __slots__ = ("_opened",)
@@ -45,15 +46,15 @@ class Sealed:
 
 
 def content_of(parcel: Parcel, distributed: bool) -> Sealed | str:
-    """What a message holds: the parcel itself in one process, its bytes as text between machines."""
+    """The content of a message with ``parcel``: base64 text if ``distributed``, else the parcel itself."""
     return base64.b64encode(parcel.to_bytes()).decode("ascii") if distributed else Sealed(parcel)
 
 
 def parcel_of(content: object) -> Parcel:
-    """The parcel in a message's content.
+    """The parcel in the content of a message.
 
     Raises:
-        ValueError: it is none.
+        ValueError: there is none in it.
     """
     if isinstance(content, Sealed):
         return content.opened()
@@ -66,13 +67,33 @@ def parcel_of(content: object) -> Parcel:
     return Parcel.of(data)
 
 
-def require_free(host: str, port: int) -> None:
-    """Raise ``UserError`` if ``host:port`` cannot be listened on.
+def send(worker, kind: str, receivers: list[int], content: object, state=None, timestamp=0) -> None:
+    """Send a message of ``worker``, whose round of the framework it is if ``state`` is None."""
+    message = Message(
+        msg_type=kind,
+        sender=worker.ID,
+        receiver=receivers,
+        state=worker.state if state is None else state,
+        timestamp=timestamp,
+        content=content,
+    )
+    worker.comm_manager.send(message)
 
-    gRPC itself would share a port that another gRPC server holds, and each would get half of the messages.
+
+def with_content(message: Message, content: object) -> Message:
+    """A copy of ``message`` with other content."""
+    message = copy.copy(message)
+    message.content = content
+    return message
+
+
+def require_free(host: str, port: int) -> None:
+    """Raise ``UserError`` if this process cannot listen on ``host:port``.
+
+    gRPC itself would share a port with another gRPC server, and each of the two would receive half of the messages.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # A port that was closed a moment ago is free; one that is listened on is not, with or without this.
+        # With this option a port that was closed a moment ago counts as free; one in use never does.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -90,17 +111,17 @@ def listening(address: str, timeout: float = 2.0) -> bool:
         with socket.create_connection((host, int(port)), timeout=timeout):
             return True
     except TimeoutError:
-        return True  # slow is not gone; the round's own bound decides
+        return True  # a slow process is not gone; the limit of the round applies to it
     except OSError:
         return False
 
 
 class BoundedComm(gRPCCommManager):
-    """The framework's gRPC side, with a bound on every send and every wait; one channel per peer, kept open.
+    """The framework's gRPC manager with a limit on every send and every wait, and one open channel to each peer.
 
-    Takes the place of a manager that the framework has made: ``BoundedComm.take_over(manager, timeout, max_bytes)``.
-    Its class is exchanged, because the framework's worker makes its manager itself and has bound the port by then;
-    ``tests/engines/federatedscope/test_wire.py`` names what is relied on.
+    It replaces a manager that the framework has made: ``BoundedComm.take_over(manager, timeout, max_bytes)`` changes
+    its class, because the framework's worker constructs its manager itself and has bound the port by then.
+    ``tests/engines/federatedscope/test_wire.py`` checks the attributes that this relies on.
     """
 
     @classmethod
@@ -111,7 +132,7 @@ class BoundedComm(gRPCCommManager):
         return manager
 
     def _send(self, receiver_address, message):
-        """Deliver or note in ``lost`` why not."""
+        """Deliver ``message``, or note in ``lost`` why it could not be delivered."""
         if receiver_address not in self.channels:
             self.channels[receiver_address] = grpc.insecure_channel(
                 receiver_address,
@@ -140,7 +161,7 @@ class BoundedComm(gRPCCommManager):
         try:
             message.parse(self.server_funcs.msg_queue.popleft().msg)
         except (KeyError, TypeError, AttributeError) as error:
-            logger.warning("left out a message that cannot be read: %s", error)
+            logger.warning("ignored a message that cannot be read: %s", error)
             return None
         return message
 

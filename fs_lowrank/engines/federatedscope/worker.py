@@ -1,4 +1,4 @@
-"""Which workers run a method: ours for our methods."""
+"""Chooses the worker classes of a method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .config import our_method
 
 
 def choose(method: str):
-    """Server and client classes for ``federate.method``; None leaves it to the framework."""
+    """Server and client classes for ``federate.method``; None leaves the method to the framework."""
     if our_method(method) is None:
         return None
     from .client import LowRankClient

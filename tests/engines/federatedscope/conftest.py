@@ -1,4 +1,4 @@
-"""Runs on the real framework; without it these tests are skipped, with the reason."""
+"""Fixtures of the tests that run the real framework; without it they are skipped, and the reason is shown."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _problem() -> str:
 
 
 def pytest_collection_modifyitems(items):
-    mine = [i for i in items if HERE in Path(i.path).parents and i.get_closest_marker("federatedscope")]
-    reason = _problem() if mine else ""
-    for item in mine if reason else ():
+    marked = [i for i in items if HERE in Path(i.path).parents and i.get_closest_marker("federatedscope")]
+    reason = _problem() if marked else ""
+    for item in marked if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -60,21 +60,21 @@ def assert_same():
 def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
     finally:
-        for one in sockets:
-            one.close()
+        for each in sockets:
+            each.close()
 
 
 class Cluster:
-    """A server and clients as processes on loopback."""
+    """Starts a server and clients as processes on the loopback interface, and waits for them."""
 
     free_ports = staticmethod(free_ports)
 
     def __init__(self):
-        # Forked from a process that has imported everything, so that one starts in no time.
+        # Processes are forked from one that has imported everything, which makes their start fast.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["fs_lowrank.engines.federatedscope.run", "runpy"])
         self.processes = []
@@ -95,7 +95,8 @@ class Cluster:
         """Start the workers (0 is the server), or those of ``only``.
 
         Args:
-            sabotage: by worker, see ``process.py``. changed: by worker, further overrides.
+            sabotage: by worker, see ``process.py``.
+            changed: further overrides, by worker.
         """
         ports = free_ports(clients + 1)
         common = {
@@ -125,11 +126,12 @@ class Cluster:
         return started
 
     def run(self, *args, timeout=90.0, **kwargs):
-        """``launch``, and what became of each worker: ``kind``, ``said`` (or history), ``tensors``, ``code``."""
+        """Start the workers as ``launch`` does, and return the result of each (see ``wait``)."""
         started = self.launch(*args, **kwargs)
-        return {worker: self.wait(*one, timeout=timeout) for worker, one in started.items()}
+        return {worker: self.wait(*process, timeout=timeout) for worker, process in started.items()}
 
     def wait(self, process, answers, timeout=90.0):
+        """The result of a worker: ``kind`` (ok, or an error class), ``said`` or ``history``, ``tensors``, ``code``."""
         deadline, answer = time.monotonic() + timeout, None
         while answer is None and time.monotonic() < deadline:
             try:
@@ -157,6 +159,6 @@ class Cluster:
 
 @pytest.fixture
 def cluster():
-    made = Cluster()
-    yield made
-    made.stop()
+    processes = Cluster()
+    yield processes
+    processes.stop()

@@ -1,8 +1,12 @@
 """One process of a distributed run; ``job`` and ``answers`` come from the test.
 
-``job`` is (settings, overrides, sabotage); sabotage says in which round the process dies or falls silent, how many
-seconds late it starts, how many it sleeps after each round, whether it draws its adapter from another seed, and whether
-it dies when it is asked to evaluate.
+``job`` is (settings, overrides, sabotage). The keys of sabotage:
+
+- ``dies_in``, ``silent_in``: the round in whose training the process exits, or sleeps for ever
+- ``dies_after``: the round after which the server exits; ``sleeps``: seconds that the server sleeps after each round
+- ``late``: seconds before the process starts to run
+- ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
+- ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
 """
 
 import os
@@ -31,6 +35,8 @@ try:
         import fs_lowrank.models.adapters as adapters
 
         adapters.derive = lambda seed, *purpose: 12345
+    if "revision" in sabotage:
+        fs_lowrank.Method.revision_of = classmethod(lambda cls, params: sabotage["revision"])
     if sabotage.get("dies_evaluating"):
         from fs_lowrank.engines.federatedscope.client import LowRankClient
 

@@ -1,4 +1,4 @@
-"""Our keys in the framework's configuration, and what is refused."""
+"""Our keys in the framework's configuration, and the features and values that are refused."""
 
 import subprocess
 import sys
@@ -132,15 +132,15 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
     [
         ("asyn.use", True, "synchronous"),
         ("fedprox.use", True, "penalty"),
-        ("personalization.local_param", ["lora_B"], "method's business"),
+        ("personalization.local_param", ["lora_B"], "the method decides which part stays"),
         ("aggregator.robust_rule", "krum", "the method aggregates"),
         ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"),
         ("federate.save_freq", 0, "rounds between"),
-        ("finetune.before_eval", True, "evaluation"),
-        ("llm.offsite_tuning.use", True, "its own server"),
+        ("finetune.before_eval", True, "the model is evaluated"),
+        ("llm.offsite_tuning.use", True, "a server and client of its own"),
     ],
 )
-def test_what_acts_where_our_methods_do_is_refused(cfg, key, value, why):
+def test_features_that_do_not_work_with_our_methods_are_refused(cfg, key, value, why):
     from fs_lowrank.engines.federatedscope.config import _node, from_framework
 
     node, last = _node(cfg, key)
@@ -149,7 +149,7 @@ def test_what_acts_where_our_methods_do_is_refused(cfg, key, value, why):
         from_framework(cfg)
 
 
-def test_together(cfg):
+def test_keys_that_exclude_each_other(cfg):
     from fs_lowrank.engines.federatedscope.config import from_framework
 
     cfg.federate.use_ss, cfg.quantization.method = True, "uniform"

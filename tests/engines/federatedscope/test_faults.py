@@ -1,4 +1,4 @@
-"""A worker that dies, falls silent, comes late or is not what it should be; a port in use. Nothing hangs."""
+"""Workers that die, do not answer, join late or do not fit the run, and ports in use: nothing waits without a limit."""
 
 import socket
 import time
@@ -97,8 +97,9 @@ def test_no_server(settings, cluster, tmp_path):
         ({1: {"seed": 4}}, {}, "they differ in seed"),
         ({1: {"train.optimizer.lr": 0.5}}, {}, "train.optimizer.lr"),
         ({}, {1: {"other_start": True}}, "lora_A.default.weight differs"),
+        ({}, {1: {"revision": 2}}, "it has revision 2 of rolora, the server has revision 1"),
     ],
-    ids=["seed", "learning_rate", "frozen_half"],
+    ids=["seed", "learning_rate", "frozen_half", "revision"],
 )
 def test_a_client_with_another_start_is_refused_by_name(settings, cluster, tmp_path, changed, sabotage, named):
     workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 5.0}), changed=changed, sabotage=sabotage)
@@ -208,7 +209,7 @@ def test_a_failing_client_s_share_ends_the_run(quick, monkeypatch):
     ids=["rolora", "a_merge", "personal_parts"],
 )
 def test_a_bad_round_is_left_out_by_every_copy(quick, assert_same, monkeypatch, method, more, share):
-    """The same tensors and bytes as on the embedded engine; a copy merges nothing twice, and redraws nothing else."""
+    """Tensors and bytes are those of the embedded engine; no copy merges a message twice or draws a tensor again."""
     cls = get_method_class(method)
     aggregate = cls.aggregate
 
@@ -256,7 +257,7 @@ FACTS = {
 
 @pytest.mark.parametrize("online", [False, True], ids=["kept", "running_mean"])
 def test_a_clients_facts_end_no_run(quick, monkeypatch, online):
-    """Client 2 says something else in each round; the round goes on with the others."""
+    """Client 2 sends a wrong fact in each round; the round continues with the other clients."""
     from fs_lowrank.engines.federatedscope.client import LowRankClient
     from fs_lowrank.rounds.parcel import Parcel
 
@@ -277,7 +278,7 @@ def test_a_clients_facts_end_no_run(quick, monkeypatch, online):
     keys = {"federate.total_round_num": len(FACTS), "federate.online_aggr": online, "eval.freq": -1}
     history = fs_lowrank.run(quick("run", {"federate.method": "rolora", **keys}), "federatedscope").history
     for record, what in zip(history, said, strict=True):
-        if what == "shares":  # a word that says nothing here
+        if what == "shares":  # facts without a meaning in this run
             assert not record["failed"]
             continue
         (failure,) = record["failed"]
@@ -285,8 +286,8 @@ def test_a_clients_facts_end_no_run(quick, monkeypatch, online):
         assert record["clients"] == [1, 3, 4, 5] and len(failure["reason"]) < 1100
 
 
-def test_what_a_client_rounds_or_leaves_out_ends_no_run(quick, monkeypatch):
-    """Rounded tensors of another kind, and tensors that are none."""
+def test_a_wrongly_quantised_update_ends_no_run(quick, monkeypatch):
+    """Quantised tensors of a wrong form, and missing ones, are refused."""
     from fs_lowrank.engines.federatedscope.client import LowRankClient
     from fs_lowrank.rounds.parcel import Parcel
 
@@ -327,7 +328,7 @@ def test_a_huge_update_is_refused_where_norms_are_bounded(quick, monkeypatch, bo
 
 
 @pytest.mark.parametrize("key", ["federate.use_ss", "federate.online_aggr"])
-def test_no_factor_over_a_median_that_nobody_sees(quick, key):
+def test_a_norm_factor_needs_the_updates(quick, key):
     with pytest.raises(UserError, match=f"lowrank.max_update_norm_factor = 10.0 and {key} together"):
         config = quick("run", {"federate.method": "fedlora", key: True, "lowrank.max_update_norm_factor": 10})
         fs_lowrank.run(config, "federatedscope")
@@ -335,7 +336,7 @@ def test_no_factor_over_a_median_that_nobody_sees(quick, key):
 
 @pytest.mark.parametrize("dying", [(2,), (1, 2)], ids=["one", "all"])
 def test_clients_that_die_while_they_evaluate(settings, cluster, tmp_path, dying):
-    """The last round's evaluation is of those that are left; the training before it is not lost."""
+    """The last round is evaluated by the clients that are left, and its training is kept."""
     workers = cluster.run(
         settings,
         2,

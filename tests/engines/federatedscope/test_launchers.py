@@ -5,12 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
+import fs_lowrank
+from fs_lowrank.engines import locate_federatedscope
 from fs_lowrank.errors import UserError
 
 framework = pytest.mark.federatedscope
+#: the folder that this package is imported from, and nothing else
+ROOT = str(Path(fs_lowrank.__file__).parents[1])
 
 
 def call(*command, env=None, cwd=None):
@@ -22,6 +28,12 @@ def call(*command, env=None, cwd=None):
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {})},
     )
+
+
+def launch(overrides, cwd, *arguments):
+    """The framework's launcher through ours, with keys and values on the command line."""
+    pairs = [part for pair in overrides.items() for part in pair]
+    return call("fs_lowrank.engines.federatedscope", *arguments, *pairs, cwd=cwd)
 
 
 @pytest.fixture
@@ -60,42 +72,24 @@ def test_a_shipped_configuration(tiny_causal, instructions_jsonl, tmp_path, name
     data = tmp_path / "data"
     data.mkdir()
     shutil.copy(instructions_jsonl, data / "tiny.jsonl")
-    done = call(
-        "fs_lowrank.engines.federatedscope",
-        "--cfg",
-        FRAMEWORK / "llm/baseline" / name,
-        "federate.method",
-        "rolora",
-        "use_gpu",
-        False,
-        "data.root",
-        data,
-        "data.type",
-        "tiny.jsonl@llm",
-        "data.splits",
-        "[0.6,0.2,0.2]",
-        "model.type",
-        f"{tiny_causal}@huggingface_llm",
-        "llm.tok_len",
-        64,
-        "federate.total_round_num",
-        2,
-        "federate.client_num",
-        3,
-        "federate.sample_client_num",
-        3,
-        "train.local_update_steps",
-        2,
-        "eval.freq",
-        1,
-        "outdir",
-        tmp_path / "exp",
-        "expname",
-        "x",
-        "lowrank.min_clients",
-        2,
-        cwd=tmp_path,
-    )
+    overrides = {
+        "federate.method": "rolora",
+        "use_gpu": False,
+        "data.root": data,
+        "data.type": "tiny.jsonl@llm",
+        "data.splits": "[0.6,0.2,0.2]",
+        "model.type": f"{tiny_causal}@huggingface_llm",
+        "llm.tok_len": 64,
+        "federate.total_round_num": 2,
+        "federate.client_num": 3,
+        "federate.sample_client_num": 3,
+        "train.local_update_steps": 2,
+        "eval.freq": 1,
+        "outdir": tmp_path / "exp",
+        "expname": "x",
+        "lowrank.min_clients": 2,
+    }
+    done = launch(overrides, tmp_path, "--cfg", FRAMEWORK / "llm/baseline" / name)
     assert done.returncode == 0, done.stderr[-3000:]
     rounds = [json.loads(line) for line in (tmp_path / "exp/x/rounds.jsonl").read_text().splitlines()]
     assert [r["round"] for r in rounds] == [1, 2] and all(r["uplink_bytes"] > 0 for r in rounds)
@@ -108,26 +102,17 @@ def test_a_shipped_configuration(tiny_causal, instructions_jsonl, tmp_path, name
 
 @framework
 def test_the_frameworks_own_fedavg_still_runs(tmp_path):
-    done = call(
-        "fs_lowrank.engines.federatedscope",
-        "federate.client_num",
-        3,
-        "federate.total_round_num",
-        2,
-        "data.type",
-        "toy",
-        "model.type",
-        "lr",
-        "criterion.type",
-        "MSELoss",
-        "trainer.type",
-        "general",
-        "eval.metrics",
-        "['loss']",
-        "outdir",
-        tmp_path / "exp",
-        cwd=tmp_path,
-    )
+    overrides = {
+        "federate.client_num": 3,
+        "federate.total_round_num": 2,
+        "data.type": "toy",
+        "model.type": "lr",
+        "criterion.type": "MSELoss",
+        "trainer.type": "general",
+        "eval.metrics": "['loss']",
+        "outdir": tmp_path / "exp",
+    }
+    done = launch(overrides, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Final evaluation is finished" in done.stderr
     assert not list(tmp_path.rglob("rounds.jsonl"))
@@ -135,12 +120,13 @@ def test_the_frameworks_own_fedavg_still_runs(tmp_path):
 
 @framework
 def test_an_unknown_method_ends_the_launcher(tmp_path):
-    done = call("fs_lowrank.engines.federatedscope", "federate.method", "roloora", cwd=tmp_path)
+    done = launch({"federate.method": "roloora"}, tmp_path)
     assert done.returncode == 1 and "error: federate.method: no method 'roloora'; did you mean 'rolora'" in done.stderr
 
 
 @framework
 def test_a_users_own_launcher(config_file, tmp_path):
+    config = yaml.safe_load(config_file.read_text())
     script = tmp_path / "mine.py"
     script.write_text(f"""
 import fs_lowrank.engines.federatedscope
@@ -150,7 +136,7 @@ from federatedscope.core.auxiliaries.runner_builder import get_runner
 from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 cfg = global_cfg.clone()
 cfg.merge_from_list(["federate.method", "ffa_lora", "federate.client_num", 3, "federate.total_round_num", 2,
-    "data.type", {json.dumps(_data(config_file))}, "model.type", {json.dumps(_model(config_file))},
+    "data.type", {json.dumps(config["data"]["type"])}, "model.type", {json.dumps(config["model"]["type"])},
     "data.splitter", "iid", "early_stop.patience", 0, "outdir", {json.dumps(str(tmp_path / "mine"))},
     "llm.adapter.args", [{{"r": 2, "target_modules": ["query"]}}], "eval.metrics", ["acc"], "llm.tok_len", 24,
     "federate.make_global_eval", True])
@@ -167,36 +153,13 @@ print("best", sorted(best["server_global_eval"]))
     assert (tmp_path / "mine" / "adapter").is_dir()
 
 
-def _data(path):
-    import yaml
-
-    return yaml.safe_load(path.read_text())["data"]["type"]
-
-
-def _model(path):
-    import yaml
-
-    return yaml.safe_load(path.read_text())["model"]["type"]
-
-
 # -- without the framework, or with another one --------------------------------------------------------
 
 
 def checkout(folder, version="0.3.0", leave_out=()):
     """A folder that looks like a checkout of the framework."""
     package = folder / "federatedscope"
-    for name in (
-        "register.py",
-        "main.py",
-        "core/fed_runner.py",
-        "core/message.py",
-        "core/workers/server.py",
-        "core/workers/client.py",
-        "core/configs/config.py",
-        "core/proto/gRPC_comm_manager_pb2.py",
-        "llm/trainer/trainer.py",
-        "core/configs/cfg_llm.py",
-    ):
+    for name in (*locate_federatedscope.FILES, *locate_federatedscope.BRANCH_FILES):
         if name not in leave_out:
             (package / name).parent.mkdir(parents=True, exist_ok=True)
             (package / name).touch()
@@ -210,7 +173,7 @@ def test_a_framework_that_cannot_be_used(config_file, tmp_path):
         ("", "FederatedScope is not installed"),
         (checkout(tmp_path / "version", version="0.2.0"), "is version 0.2.0; this plug-in is written for 0.3.0"),
         (checkout(tmp_path / "branch", leave_out=("llm/trainer/trainer.py",)), "is not the branch llm"),
-        (half, "is only half there: it lacks core/message.py"),
+        (half, "is incomplete: it lacks core/message.py"),
         (tmp_path / "nothing", "there is no folder federatedscope in it"),
     ]
     # One process that has not seen the framework, for all of them.
@@ -232,7 +195,7 @@ json.dump(found, sys.stdout)
         capture_output=True,
         text=True,
         timeout=180,
-        env={**os.environ, "FEDERATEDSCOPE_ROOT": "", "PYTHONPATH": "", "COLUMNS": "300"},
+        env={**os.environ, "FEDERATEDSCOPE_ROOT": "", "PYTHONPATH": ROOT, "COLUMNS": "300"},
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -248,18 +211,7 @@ def test_the_doctor_says_what_was_mended():
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location(
-        "fs_lowrank.engines.federatedscope_locate_alone",
-        os.path.join(
-            os.path.dirname(importlib.util.find_spec("fs_lowrank").origin), "engines/federatedscope/locate.py"
-        ),
-    )
-    source = open(spec.origin).read().replace("from ...errors", "from fs_lowrank.errors")
-    names = {"__name__": "locate_alone"}
-    exec(compile(source, spec.origin, "exec"), names)
-    monkeypatch.setitem(names["NEEDS"], "no_such_module_at_all", "no-such-package")
-    monkeypatch.setitem(names, "folder", lambda: checkout(tmp_path) / "federatedscope")
-    with pytest.raises(UserError, match="what it needs is not installed; pip install .*no-such-package"):
-        names["require"]()
+    monkeypatch.setitem(locate_federatedscope.NEEDS, "no_such_module_at_all", "no-such-package")
+    monkeypatch.setattr(locate_federatedscope, "package_folder", lambda: checkout(tmp_path) / "federatedscope")
+    with pytest.raises(UserError, match="packages that it needs are not installed; pip install .*no-such-package"):
+        locate_federatedscope.require()

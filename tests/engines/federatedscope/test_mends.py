@@ -1,4 +1,4 @@
-"""Each mend: what is broken without it, and that it is applied only where it is needed."""
+"""Each patch to the framework: what fails without it, and that it is applied only if it is needed."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Standalone with ``federate.process_num`` above 1: clients in processes of their own, and the same result."""
+"""Standalone with ``federate.process_num`` above 1: the clients run in other processes, with the same result."""
 
 import signal
 import time
@@ -15,16 +15,16 @@ THREE = {"federate.process_num": 3}
 
 @pytest.fixture
 def sites(monkeypatch):
-    """The clients' processes of the runs of a test, in the order of their start."""
-    found = []
+    """The clients' processes of the runs in a test, in the order of their start."""
+    started = []
 
-    class Site(parallel()._Site):
+    class Site(parallel()._ClientProcess):
         def __init__(self, *args):
             super().__init__(*args)
-            found.append(self)
+            started.append(self)
 
-    monkeypatch.setattr(parallel(), "_Site", Site)
-    return found
+    monkeypatch.setattr(parallel(), "_ClientProcess", Site)
+    return started
 
 
 def parallel():
@@ -119,7 +119,7 @@ def test_a_process_that_does_not_answer_is_not_waited_for(quick, sites):
 def test_a_process_that_is_stopped_is_sent_to_no_longer_than_the_bound():
     from fs_lowrank.rounds.parcel import Parcel
 
-    site = parallel()._Site(1, [1, 2], timeout=0.5)
+    site = parallel()._ClientProcess(1, [1, 2], timeout=0.5)
     try:
         site.process.send_signal(signal.SIGSTOP)
         started = time.monotonic()
@@ -131,15 +131,15 @@ def test_a_process_that_is_stopped_is_sent_to_no_longer_than_the_bound():
     assert site.process.poll() is not None
 
 
-def test_what_a_process_objects_to_is_said(quick, sites, monkeypatch, tmp_path):
-    send = parallel()._Site.send
+def test_the_error_of_a_process_is_reported(quick, sites, monkeypatch, tmp_path):
+    send = parallel()._ClientProcess.send
 
     def elsewhere(site, parcel):
         if "config" in parcel.facts:
             parcel.facts["config"]["data"] |= {"root": str(tmp_path), "type": "missing@file"}
         send(site, parcel)
 
-    monkeypatch.setattr(parallel()._Site, "send", elsewhere)
+    monkeypatch.setattr(parallel()._ClientProcess, "send", elsewhere)
     with pytest.raises(UserError, match="process [12] .*missing@file"):
         fs_lowrank.run(quick("run", {"federate.method": "rolora", **THREE}), "federatedscope")
     assert all(site.process.poll() is not None for site in sites)
@@ -161,8 +161,8 @@ def test_the_frameworks_own_methods_keep_its_runner():
     assert parallel().choose_runner(lambda config: "its own")(config=global_cfg.clone()) == "its own"
 
 
-def test_a_launcher_of_ones_own_with_enough_gpus(quick, monkeypatch):
-    """There the framework keeps the number, and its ``get_runner`` is asked; the launcher is its own ``main``."""
+def test_the_frameworks_launcher_with_enough_gpus(quick, monkeypatch):
+    """The framework keeps ``process_num`` if there are enough GPUs, and ``get_runner`` then makes our runner."""
     from federatedscope.core.auxiliaries.data_builder import get_data
     from federatedscope.core.auxiliaries.runner_builder import get_runner
     from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls

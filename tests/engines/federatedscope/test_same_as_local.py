@@ -74,7 +74,7 @@ def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, no_cur
     ],
     ids=lambda k: next(iter(k)),
 )
-def test_what_else_decides_the_result(quick, assert_same, keys):
+def test_other_keys_that_affect_the_result(quick, assert_same, keys):
     keys = {"federate.method": "rolora", "federate.sample_client_num": 3, **keys}
     local = fs_lowrank.run(quick("local", keys))
     other = fs_lowrank.run(quick("other", keys), "federatedscope")
@@ -128,7 +128,7 @@ def test_distributed_with_absent_clients(quick, settings, assert_same, cluster, 
 
 
 def test_clients_with_data_of_their_own(quick, settings, assert_same, cluster, tmp_path, reviews_csv):
-    """With ``distribute.data_idx`` -1 a client's file is its own: as if one engine divided them all by owner."""
+    """Clients with files of their own (``distribute.data_idx`` -1) match one engine that divides all rows by owner."""
     reviews = pd.read_csv(reviews_csv)
     reviews["owner"] = np.where(np.arange(len(reviews)) < 200, "a", "b")
     reviews.to_csv(tmp_path / "all.csv", index=False)
@@ -145,7 +145,7 @@ def test_clients_with_data_of_their_own(quick, settings, assert_same, cluster, t
         "data.splitter": "field",
         "data.splitter_args": [{"field": "owner"}],
         "dataloader.batch_size": 400,
-    }  # all of it in one batch, so the order of the rows is no matter
+    }  # one batch of all rows, so that their order has no effect
     local = fs_lowrank.run(quick("local", keys))
     own = {
         worker: {

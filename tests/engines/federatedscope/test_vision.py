@@ -1,4 +1,4 @@
-"""Our networks for images, on the framework: the same tensors, running statistics included, as the local engine."""
+"""Image networks give the same tensors, running statistics included, on the framework and on the embedded engine."""
 
 import pytest
 import torch

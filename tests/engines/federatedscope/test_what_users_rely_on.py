@@ -1,4 +1,4 @@
-"""Evaluation, early stopping, saving and restoring, secret sharing, rounding, … of the framework, with our methods."""
+"""Features of the framework with our methods: evaluation, early stopping, saving, secret sharing, quantisation."""
 
 import json
 import pickle
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.federatedscope
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
 SUMS = [m for m in METHODS if requirements(m).sums]
 OTHERS = [m for m in METHODS if m not in SUMS]
-#: AdamW would make a step of a gradient's last bit
+#: AdamW would enlarge a difference in the last bit of a gradient
 STEADY = {"train.optimizer.type": "SGD", "train.optimizer.lr": 0.05}
 SHARE = pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
 
@@ -22,12 +22,12 @@ SHARE = pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_
 @pytest.mark.parametrize("method", SUMS)
 def test_secret_sharing_gives_the_same_mean(quick, assert_same, method):
     keys = {"federate.method": method, **STEADY}
-    # A method that needs more than its usual update where sums are all that arrive is told by either key.
+    # A method may send other tensors if the server sees only sums; both keys have this effect.
     local = fs_lowrank.run(quick("local", {**keys, "federate.online_aggr": True}))
     shared = fs_lowrank.run(quick("shared", {**keys, "federate.use_ss": True}), "federatedscope")
-    # A ratio of two sums divides the rounding of fixed-point numbers by the smaller one.
+    # A ratio of two sums enlarges the rounding of the fixed-point numbers.
     assert_same(local, shared, atol=1e-5 if issubclass(get_method_class(method), Averaging) else 1e-4)
-    # Five clients send a share of twice the width to each other and their sum to the server.
+    # Each of five clients sends int64 shares, twice as wide, to four clients, and a sum of shares to the server.
     assert shared.history[0]["uplink_bytes"] == local.history[0]["uplink_bytes"] * 2 * 5
 
 
@@ -46,7 +46,7 @@ def test_secret_sharing_between_processes(quick, settings, assert_same, cluster,
 
 @pytest.mark.parametrize("key", ["federate.use_ss", "federate.online_aggr"])
 @pytest.mark.parametrize("method", OTHERS)
-def test_what_needs_a_weighted_sum_is_refused_to_other_methods(quick, method, key):
+def test_features_that_need_a_weighted_sum_are_refused_for_other_methods(quick, method, key):
     with pytest.raises(UserError, match=f"{key} = True: {method}'s server step .* it applies to: .*fedlora"):
         fs_lowrank.run(quick("run", {"federate.method": method, key: True}), "federatedscope")
 
@@ -74,7 +74,7 @@ def test_rounded_messages_keep_all_copies_one(quick, assert_same, method):
     assert_same(own, one, atol=1e-4)
     plain = fs_lowrank.run(quick("plain", {"federate.method": method, "federate.sample_client_num": 2}))
     assert own.history[0]["uplink_bytes"] < 0.35 * plain.history[0]["uplink_bytes"]
-    if issubclass(get_method_class(method), Averaging):  # rounding is not made larger on the server
+    if issubclass(get_method_class(method), Averaging):  # the server step does not enlarge the rounding
         assert own.history[-1]["metrics"]["test"]["loss"] == pytest.approx(
             plain.history[-1]["metrics"]["test"]["loss"], rel=0.1
         )
@@ -132,7 +132,7 @@ def test_saving_and_restoring_with_the_round(quick, assert_same, tmp_path, metho
     assert_same(whole, rest)
 
 
-def test_restoring_what_does_not_fit(quick, tmp_path):
+def test_restoring_from_another_run_is_refused(quick, tmp_path):
     saved = tmp_path / "model.ckpt"
     fs_lowrank.run(quick("a", {"federate.method": "rolora", "federate.save_to": str(saved)}), "federatedscope")
     for keys, said in (
@@ -203,7 +203,7 @@ def test_sampling_by_the_framework(quick, tmp_path):
     assert [len(r["clients"]) for r in result.history] == [3, 3, 3]
 
 
-def test_real_bytes_in_its_own_log_and_metrics(quick):
+def test_true_bytes_in_the_frameworks_log_and_metrics(quick):
     result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
     log = (result.outdir / "exp_print.log").read_text()
     first = result.history[0]
@@ -218,7 +218,7 @@ def test_real_bytes_in_its_own_log_and_metrics(quick):
 
 
 @pytest.mark.parametrize("by_clients", [False, True])
-def test_a_best_result_is_found_on_the_split_there_is(quick, by_clients):
+def test_the_best_result_is_of_a_split_that_is_evaluated(quick, by_clients):
     """The framework's default key is val_loss, and it ends a run that does not evaluate that split."""
     keys = {"federate.method": "rolora", "eval.split": ["test"], "federate.total_round_num": 2}
     result = fs_lowrank.run(quick("run", {**keys, "federate.make_global_eval": not by_clients}), "federatedscope")

@@ -1,4 +1,4 @@
-"""What the framework's messages hold: no pickle, real sizes; secret shares, and rounding as the framework's."""
+"""The content of messages: no pickle, true sizes; secret shares; quantisation equal to the framework's."""
 
 import base64
 import os
@@ -41,7 +41,7 @@ class Harm:
     ],
     ids=range(9),
 )
-def test_what_is_no_parcel_is_refused_and_never_unpickled(content, tmp_path, monkeypatch):
+def test_other_content_is_refused_and_never_unpickled(content, tmp_path, monkeypatch):
     from fs_lowrank.engines.federatedscope.wire import parcel_of
 
     monkeypatch.chdir(tmp_path)
@@ -50,7 +50,7 @@ def test_what_is_no_parcel_is_refused_and_never_unpickled(content, tmp_path, mon
     assert not (tmp_path / "harmed").exists()
 
 
-def test_the_framework_measures_what_it_holds():
+def test_the_framework_measures_the_size_of_the_tensors():
     from federatedscope.core.message import Message
 
     from fs_lowrank.engines.federatedscope.wire import content_of
@@ -79,7 +79,7 @@ def test_shares(parties):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
-def test_what_cannot_be_shared(value):
+def test_values_that_cannot_be_shared(value):
     from fs_lowrank.engines.federatedscope.sums import split_secret
 
     with pytest.raises(ValueError, match="does not fit the fixed-point numbers"):
