@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fs_lowrank import Config, Method, UserError, create_method
 from fs_lowrank.engines import get_engine
@@ -13,7 +15,7 @@ from fs_lowrank.jobs.crew import check_gpus
 from fs_lowrank.jobs.files import write_text
 
 from .execute import permitted
-from .plan import Cell, Job, Options, Script, Search, make_training_file
+from .plan import Cell, Job, Options, Search, Trained, make_training_file
 from .suite import import_all
 
 #: memory of a process besides the model: libraries, data, clients' tensors, activations
@@ -36,7 +38,7 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
             problems.append(text)
 
     seen: set = set()
-    found: dict[tuple, object] = {}
+    found: dict[tuple, Any] = {}
     for job in jobs:
         where = f"{job.suite.name}: {job.experiment.name}"
         for what, key, look in _looks(job, options, found):
@@ -67,13 +69,13 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
         )
 
 
-def _looks(job: Job, options: Options, found: dict[tuple, object]):
+def _looks(job: Job, options: Options, found: dict[tuple, Any]) -> Iterator[tuple[str, object, Callable[[], object]]]:
     """The checks for a job, as (kind, key, function); checks with the same kind and key are the same.
 
     Args:
         found: results of earlier successful checks, by kind and key. Some checks need the result of another.
     """
-    if isinstance(job, Script):
+    if not isinstance(job, Cell | Search):
         yield "script", job.experiment.script, lambda: _check_script(job.experiment.script)
         return
     config = job.config
@@ -87,11 +89,8 @@ def _looks(job: Job, options: Options, found: dict[tuple, object]):
     tested = isinstance(job, Cell) and job.experiment.test == "once" and not config.data.splits[2]
     scored = isinstance(job, Cell) and bool(job.experiment.evaluation)
     if ("data", data) in found:
-        yield (
-            "use of the data",
-            (*data, config.federate.client_num, tested, scored),
-            lambda: _check_use(job, *found["data", data], tested, scored),
-        )
+        use = (*data, config.federate.client_num, tested, scored)
+        yield "use of the data", use, lambda: _check_use(job, found["data", data], tested, scored)
     model = (config.model.type, config.model.task)
     length = (config.llm.tok_len, repr(config.data.args))
     yield "model", (*model, *length), lambda: _check_model(config)
@@ -102,7 +101,7 @@ def _looks(job: Job, options: Options, found: dict[tuple, object]):
         yield "search", job.key, lambda: _check_search(job)
     if isinstance(job, Cell):
         for spec in job.experiment.evaluation:
-            yield "evaluation", repr(spec), lambda spec=spec: _check_scorer(spec, options)
+            yield "evaluation", repr(spec), partial(_check_scorer, spec, options)
 
 
 def _method(config: Config) -> Method:
@@ -134,8 +133,10 @@ def _facts(config: Config) -> tuple[int, bool, bool]:
     return len(raw.train), raw.test is not None, raw.task == CAUSAL_LM
 
 
-def _check_use(job: Cell | Search, rows: int, official: bool, causal: bool, tested: bool, scored: bool) -> None:
-    config = job.config
+def _check_use(job: Cell | Search, facts: tuple[int, bool, bool], tested: bool, scored: bool) -> None:
+    """Check that the data of ``_facts`` have rows for all clients, a test set if the job is tested on one, and text to
+    continue if a scorer needs it."""
+    config, (rows, official, causal) = job.config, facts
     if config.federate.client_num > rows:
         raise UserError(
             f"federate.client_num = {config.federate.client_num}: {config.data.type} has only {rows} rows to train on"
@@ -234,7 +235,7 @@ def weights_bytes(config: Config) -> float:
 
 def _check_memory(jobs: Sequence[Job], workers: int, gpus: Sequence[str]) -> None:
     largest, name = 0.0, ""
-    for config in {j.config.model.type: j.config for j in jobs if not isinstance(j, Script)}.values():
+    for config in {j.config.model.type: j.config for j in jobs if isinstance(j, Trained)}.values():
         size = weights_bytes(config)
         if size > largest:
             largest, name = size, config.model.type

@@ -20,37 +20,43 @@ console = shell.make_console(140)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-    parser = argparse.ArgumentParser(prog="python -m benchmark", description="Suites in, results and a report out.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark", description="Run suites of experiments and report their results."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def common(command: argparse.ArgumentParser, size: str = "small") -> None:
         command.add_argument("--size", default=size, choices=(*SIZES, *({size} - set(SIZES))), help=f"default: {size}")
-        command.add_argument("--engine", default="local", metavar="NAME", help="what runs it (default: local)")
+        command.add_argument("--engine", default="local", metavar="NAME", help="engine of the runs (default: local)")
         command.add_argument("--results", default="results", metavar="FOLDER", help="default: results")
         command.add_argument(
             "--data",
             default=os.environ.get("FS_LOWRANK_DATA", ""),
             metavar="FOLDER",
-            help="where the data lie that are not fetched (default: $FS_LOWRANK_DATA)",
+            help="folder of the data that `fs-lowrank fetch` does not download (default: $FS_LOWRANK_DATA)",
         )
-        command.add_argument("--only", default="", metavar="A,B", help="these experiments of the suite")
-        command.add_argument("--methods", default="", metavar="A,B", help="these methods, in the suite or not")
+        command.add_argument("--only", default="", metavar="A,B", help="only these experiments of the suite")
+        command.add_argument(
+            "--methods", default="", metavar="A,B", help="only these methods, which need not be in the suite"
+        )
 
-    listing = commands.add_parser("list", help="the suites, or the experiments of some of them")
+    listing = commands.add_parser("list", help="list the suites, or the experiments of some suites")
     listing.add_argument("suites", nargs="*", metavar="SUITE")
     common(listing)
     listing.set_defaults(do=_list)
-    runs = commands.add_parser("run", help="run what is not there yet")
+    runs = commands.add_parser("run", help="run the cells that are not finished")
     runs.add_argument("suites", nargs="+", metavar="SUITE", help="a name from `list`, or the path of a .yaml file")
     common(runs)
-    runs.add_argument("--workers", type=int, metavar="N", help="processes side by side (default: 1, or one a GPU)")
-    runs.add_argument("--gpus", default="", metavar="0,1", help="a worker is given one of them each; or all")
+    runs.add_argument(
+        "--workers", type=int, metavar="N", help="number of worker processes (default: 1, or one for each GPU)"
+    )
+    runs.add_argument("--gpus", default="", metavar="0,1", help="GPUs, one for each worker; or all")
     runs.add_argument("--redo", action="store_true", help="repeat cells that are finished (searches are kept)")
     runs.add_argument("--keep", action="store_true", help="keep the runs' folders: adapters, records, checkpoints")
-    runs.add_argument("--work", default="runs/benchmark", metavar="FOLDER", help="where runs lie meanwhile")
+    runs.add_argument("--work", default="runs/benchmark", metavar="FOLDER", help="folder of unfinished work")
     runs.add_argument("--unsafe-code", action="store_true", help="let HumanEval execute generated code")
     runs.set_defaults(do=_run)
-    report = commands.add_parser("report", help="results/report.md, report.html and their plots")
+    report = commands.add_parser("report", help="write results/report.md, report.html and their figures")
     report.add_argument("suites", nargs="*", metavar="SUITE", help="default: all that have results")
     common(report, "all")
     report.set_defaults(do=_report)
@@ -58,9 +64,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.
+    """Run a command; returns the exit code.
 
-    0 success; 1 a cell failed, or it could not go on (a full disk); 2 wrong use; 130 interrupted.
+    0 for success; 1 if a cell failed or results could not be written; 2 for a usage error; 130 if interrupted.
     """
     return shell.run(_parser, argv, console)
 
@@ -110,7 +116,7 @@ def _list(args: argparse.Namespace) -> None:
         for experiment in chosen(suite, options.only, extra=True):
             jobs = jobs_of(suite, experiment, options)
             searches = sum(isinstance(j, Search) for j in jobs)
-            rated = [(j.rated(store) if hasattr(j, "rated") else j) for j in jobs]
+            rated = [j.rated(store) for j in jobs]
             finished = [(j.kind, r) for j in rated if j is not None and (r := j.result(store)) is not None]
             done = sum(kind == "cells" for kind, _ in finished)
             took = sum(r["seconds_in_all"] for _, r in finished) / 60
@@ -122,9 +128,9 @@ def _list(args: argparse.Namespace) -> None:
                 f"{took:.0f} min" if took else "",
             )
     console.print(table)
-    console.print("took: the minutes of all that is done, one process; what experiments share counts for each")
+    console.print("took: minutes of all finished jobs, summed over processes; shared jobs count in each experiment")
     if any(" *" in str(cell) for cell in table.columns[1].cells):
-        console.print("* only where --only names it")
+        console.print("* runs only if --only names it")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -145,7 +151,7 @@ def _run(args: argparse.Namespace) -> int:
             markup=False,
         )
     if outcome.interrupted:
-        console.print("interrupted; the same command goes on where it stopped")
+        console.print("interrupted; the same command continues")
         return shell.INTERRUPTED
     console.print("next: python -m benchmark report")
     return shell.FAILED if outcome.failed else shell.OK

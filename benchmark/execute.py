@@ -1,4 +1,5 @@
-"""Does one job: trains and evaluates a cell, searches a learning rate, runs a script; gives what its JSON holds."""
+"""Runs a job: trains and evaluates a cell, searches a learning rate, or runs a script; returns the content of its JSON
+file."""
 
 from __future__ import annotations
 
@@ -12,41 +13,50 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
+from fs_lowrank.runs.environment import versions
+from fs_lowrank.runs.summary import per_client_and_round, seconds
 
-from .plan import Cell, Job, Script, Search, command, decisive, samples_a_round
+from .plan import Cell, Job, Search, command, decisive, samples_a_round
 from .results import head_of
 from .suite import import_all
 
-#: digits after the point of a number in a curve
+#: digits after the decimal point in a curve
 _DIGITS = 5
 Progress = Callable[[dict], None]
 
 
 class Interrupted(BaseException):
-    """The work is to end now; what is on disk is continued another time."""
+    """The user stops the run; the next call continues from the checkpoint."""
 
 
 def execute(job: Job, progress: Progress) -> dict:
-    """Do ``job``.
+    """Run a job.
 
     Args:
-        progress: is told ``round``, ``rounds`` and the like as it goes on.
+        progress: is called with ``round``, ``rounds`` and the like.
     Returns:
         the record for ``Store.write``, without ``finished``.
     Raises:
-        Interrupted, or whatever went wrong.
+        Interrupted: the user stopped it.
+        Exception: any error of the run.
     """
     began = time.monotonic()
-    do = {Cell: _cell, Search: _search, Script: _script}[type(job)]
-    record = {**job.identity(), "status": "complete", **do(job, progress)}
+    if isinstance(job, Cell):
+        done = _cell(job, progress)
+    elif isinstance(job, Search):
+        done = _search(job, progress)
+    else:
+        done = _script(job)
+    record = {**job.identity(), "status": "complete", **done}
     return {
         **record,
         "seconds_in_all": round(time.monotonic() - began, 2),
         "command": command(job.suite, job.experiment, job.options.engine),
-        "versions": _versions(),
+        "versions": versions(),
         "machine": _machine(),
     }
 
@@ -59,13 +69,11 @@ def _cell(cell: Cell, progress: Progress) -> dict:
     config = cell.config.replace(outdir=str(cell.folder), expname="")
     _forget_peak()
     result = train(config, cell.options.engine, progress)
-    metrics = {k: v for k, v in result.final.items()}
+    metrics = dict(result.final)
     if cell.experiment.test == "once" and "client_test_acc" not in metrics:
         progress({"doing": "test set"})
         metrics.update(test_once(config, result))
     scores = _scores(cell, config, result, progress)
-    from fs_lowrank.runs.summary import per_client_and_round, seconds
-
     sent = per_client_and_round(result.history)
     record = {
         "method": cell.method.label,
@@ -100,7 +108,7 @@ def _cell(cell: Cell, progress: Progress) -> dict:
 
 
 def train(config: Config, engine: str, progress: Progress) -> RunResult:
-    """Run ``config``, from its checkpoint where one is left; from the start where that cannot be used."""
+    """Run ``config``, from its checkpoint if there is one that can be used."""
     rounds = config.federate.total_round_num
 
     def on_client(round: int, done: int, of: int) -> None:
@@ -115,17 +123,17 @@ def train(config: Config, engine: str, progress: Progress) -> RunResult:
         try:
             return fs_lowrank.run(config, engine, resume=True, on_round=on_round, on_client=on_client)
         except RunFailed:
-            raise  # what is there can be continued another time
+            raise  # the next call can continue from the checkpoint
         except UserError as error:
-            print(f"{folder.name}: cannot be continued, begun again: {error}", file=sys.stderr, flush=True)
+            print(f"{folder.name}: cannot be continued, starts again: {error}", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     return fs_lowrank.run(config, engine, on_round=on_round, on_client=on_client)
 
 
 def test_once(config: Config, result: RunResult) -> dict[str, float]:
-    """Loss and accuracy of the final model on the test set, which the run itself never saw.
+    """Loss and accuracy of the final model on the test set, which the run did not use.
 
-    It asks for a single client: the held-out rows do not depend on how the others are divided.
+    The data are built for a single client, because the held-out rows do not depend on the clients.
     """
     from fs_lowrank.data import build_data
     from fs_lowrank.models.build import build_tokenizer
@@ -149,14 +157,14 @@ def test_once(config: Config, result: RunResult) -> dict[str, float]:
 
 
 def samples_used(config: Config) -> int | None:
-    """What the clients trained on in the whole run, counting repetitions; None where it goes by epochs."""
+    """The number of samples that all clients trained on in the run, with repetitions; None if it is set by epochs."""
     if config.train.batch_or_epoch != "batch":
         return None
     return samples_a_round(config) * config.federate.total_round_num
 
 
 def curve(history: list[dict]) -> dict:
-    """Every round's loss; metrics, and bytes and seconds so far, of the rounds that were evaluated."""
+    """The loss of each round; the metrics of each evaluated round, with the bytes and seconds until then."""
     points, total = [], {"uplink": 0, "downlink": 0, "uplink_without_head": 0, "downlink_without_head": 0}
     spent = 0.0
     for record in history:
@@ -175,7 +183,7 @@ def curve(history: list[dict]) -> dict:
 
 
 def _scores(cell: Cell, config: Config, result: RunResult, progress: Progress) -> dict:
-    """Scorer -> task -> metrics."""
+    """The scores of the model: scorer -> task -> metrics."""
     if not cell.experiment.evaluation:
         return {}
     from fs_lowrank.models.build import build_tokenizer
@@ -194,7 +202,7 @@ def _scores(cell: Cell, config: Config, result: RunResult, progress: Progress) -
 
 
 def permitted(spec: dict, unsafe_code: bool) -> dict:
-    """The evaluation with what ``--unsafe-code`` allows; a suite cannot allow it to itself."""
+    """An entry of ``evaluation`` with the permission of ``--unsafe-code``, which a suite cannot give itself."""
     return {**spec, "run_unsafe_code": unsafe_code} if spec["scorer"] == "humaneval" else spec
 
 
@@ -249,7 +257,7 @@ def _search(search: Search, progress: Progress) -> dict:
 # -- scripts -------------------------------------------------------------------------------------------
 
 
-def _script(job: Script, progress: Progress) -> dict:
+def _script(job: Job) -> dict:
     out = Path(job.options.work) / job.key
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -301,9 +309,9 @@ def dig(found: dict, path: str) -> float:
     """The number at ``file.key.0.key``; a ``*`` takes the mean over a list or mapping.
 
     Raises:
-        UserError: nothing is there.
+        UserError: the path does not exist, or its value is no number.
     """
-    nodes = [found]
+    nodes: list[Any] = [found]
     for part in path.split("."):
         step = []
         for node in nodes:
@@ -324,8 +332,8 @@ def dig(found: dict, path: str) -> float:
 
 
 def _forget_peak() -> None:
-    """Start the peak of memory anew: a worker takes many cells."""
-    with contextlib.suppress(OSError):  # not every kernel allows it; then the peak is the worker's
+    """Reset the peak of memory, because a worker runs many cells."""
+    with contextlib.suppress(OSError):  # if the kernel does not allow it, the peak is that of the whole worker
         Path("/proc/self/clear_refs").write_text("5")
     import torch
 
@@ -334,22 +342,17 @@ def _forget_peak() -> None:
 
 
 def _peak() -> dict:
+    """Peak memory in bytes, of the process and of the GPU if there is one."""
     import torch
 
     peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    with contextlib.suppress(OSError):  # there is no /proc but on Linux
+    with contextlib.suppress(OSError):  # only Linux has /proc
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 peak["host"] = int(line.split()[1]) * 1024
     if torch.cuda.is_available():
         peak["gpu"] = torch.cuda.max_memory_allocated()
     return peak
-
-
-def _versions() -> dict:
-    from fs_lowrank.runs.environment import versions
-
-    return versions()
 
 
 def _machine() -> dict:

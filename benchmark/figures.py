@@ -1,4 +1,4 @@
-"""The figures of the report."""
+"""The figures of the report, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .results import ExperimentResults, scale_of, title_of
 
@@ -15,10 +16,10 @@ _MARKERS = "osD^vP*X<>"
 _COLUMNS = 4
 
 
-def draw_all(found: ExperimentResults, folder: Path) -> dict[str, Path]:
+def draw_all(results: ExperimentResults, folder: Path) -> dict[str, Path]:
     """Draw all figures of an experiment for which there are results; returns files by title."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{found.suite.name}-{found.suite.size}-{found.experiment.name}"
+    stem = f"{results.suite.name}-{results.suite.size}-{results.experiment.name}"
     drawn = {}
     for title, name, draw in (
         ("", "axis", _along_axis),
@@ -27,11 +28,11 @@ def draw_all(found: ExperimentResults, folder: Path) -> dict[str, Path]:
         ("Bytes by method", "bytes", _bytes),
         ("Learning rates tried", "rates", _rates),
     ):
-        figure = draw(found)
+        figure = draw(results)
         if figure is not None:
             path = folder / f"{stem}-{name}.png"
             figure.savefig(path, dpi=110)
-            drawn[title or title_of(found.experiment.metrics[0])] = path
+            drawn[title or title_of(results.experiment.metrics[0])] = path
     return drawn
 
 
@@ -44,8 +45,8 @@ def _figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _style(found: ExperimentResults, method: str) -> dict:
-    index = found.methods.index(method)
+def _style(results: ExperimentResults, method: str) -> dict:
+    index = results.methods.index(method)
     return {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)], "markersize": 4}
 
 
@@ -56,29 +57,28 @@ def _numbers(labels: Sequence[str]) -> list[float] | None:
         return None
 
 
-def _along_axis(found: ExperimentResults):
+def _along_axis(results: ExperimentResults):
     """Mean and standard deviation of the first metric along the only axis."""
-    metric = found.experiment.metrics[0]
-    if len(found.experiment.axes) != 1 or len(found.columns) < 2 or ":" in metric or scale_of(metric)[0] == 0:
+    metric = results.experiment.metrics[0]
+    if len(results.experiment.axes) != 1 or len(results.columns) < 2 or ":" in metric or scale_of(metric)[0] == 0:
         return None
-    name, columns = next(iter(found.experiment.axes)), found.columns
+    name, columns = next(iter(results.experiment.axes)), results.columns
     at = _numbers(columns) or list(range(len(columns)))
     figure = _figure(6, 4)
     axes, scale = figure.subplots(), scale_of(metric)[0]
-    for method in found.methods:
-        points = [(x, found.figure(method, c, metric)) for x, c in zip(at, columns)]
-        points = [(x, f) for x, f in points if f is not None]
+    for method in results.methods:
+        points = [(x, f) for x, c in zip(at, columns) if (f := results.figure(method, c, metric)) is not None]
         axes.errorbar(
             [x for x, _ in points],
             [f.mean * scale for _, f in points],
             [(f.std or 0) * scale for _, f in points],
             label=method,
             capsize=3,
-            **_style(found, method),
+            **_style(results, method),
         )
-    axes.set(xlabel=name, ylabel=title_of(metric), title=found.experiment.title)
+    axes.set(xlabel=name, ylabel=title_of(metric), title=results.experiment.title)
     axes.set_xticks(at, columns)
-    majority = _majority(found)
+    majority = _majority(results)
     if majority and scale == 100:
         axes.axhline(100 * majority, color="grey", ls=":", label="majority class")
     axes.grid(alpha=0.3)
@@ -86,27 +86,27 @@ def _along_axis(found: ExperimentResults):
     return figure
 
 
-def _majority(found: ExperimentResults) -> float | None:
-    return next((r["majority"] for rs in found.records.values() for r in rs if r.get("majority")), None)
+def _majority(results: ExperimentResults) -> float | None:
+    return next((r["majority"] for r in results.all_records if r.get("majority")), None)
 
 
-def curve_metric(found: ExperimentResults) -> str | None:
+def curve_metric(results: ExperimentResults) -> str | None:
     """The metric of the learning curves: held-out accuracy if there is one, else loss."""
-    points = [p for rs in found.records.values() for r in rs for p in r.get("history", {}).get("evaluated", ())]
+    points = [p for r in results.all_records for p in r.get("history", {}).get("evaluated", ())]
     there = {name for p in points for name in p}
-    if _majority(found) is None and "client_test_acc" not in there and "val_loss" in there:
+    if _majority(results) is None and "client_test_acc" not in there and "val_loss" in there:
         return "val_loss"  # of a causal language model
     return next((n for n in ("val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss") if n in there), None)
 
 
-def _grid(found: ExperimentResults, title: str, count: int):
+def _grid(results: ExperimentResults, title: str, count: int):
     """A figure of ``count`` panels with a common y axis."""
     rows, across = -(-count // _COLUMNS), min(count, _COLUMNS)
     figure = _figure(across * 3.7 + 0.4, rows * 3.2 + 0.5)
     panels = figure.subplots(rows, across, squeeze=False, sharey=True)
     for axes in panels.flat[count:]:
         axes.set_visible(False)
-    figure.suptitle(textwrap.fill(f"{found.experiment.title}: {title}", int(13 * figure.get_figwidth())), fontsize=11)
+    figure.suptitle(textwrap.fill(f"{results.experiment.title}: {title}", int(13 * figure.get_figwidth())), fontsize=11)
     return figure, panels.flat[:count]
 
 
@@ -115,23 +115,23 @@ def _common_legend(figure, panels) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6), fontsize=8)
 
 
-def _axis_title(found: ExperimentResults, column: str) -> str:
-    return ", ".join(f"{n} {label}" for n, label in zip(found.experiment.axes, column.split(" / "))) if column else ""
+def _axis_title(results: ExperimentResults, column: str) -> str:
+    return ", ".join(f"{n} {label}" for n, label in zip(results.experiment.axes, column.split(" / "))) if column else ""
 
 
-def _lines(found: ExperimentResults, title: str, x_label: str, x_of, log: bool = False):
+def _lines(results: ExperimentResults, title: str, x_label: str, x_of, log: bool = False):
     from matplotlib.ticker import LogLocator, MaxNLocator
 
-    metric = curve_metric(found)
-    if metric is None or not found.columns:
+    metric = curve_metric(results)
+    if metric is None or not results.columns:
         return None
     scale = scale_of(metric)[0]
-    figure, panels = _grid(found, title, len(found.columns))
-    for index, (axes, column) in enumerate(zip(panels, found.columns)):
-        for method in found.methods:
+    figure, panels = _grid(results, title, len(results.columns))
+    for index, (axes, column) in enumerate(zip(panels, results.columns)):
+        for method in results.methods:
             runs = [
                 [(x_of(p), p[metric] * scale) for p in r["history"]["evaluated"] if metric in p]
-                for r in found.records.get((method, column), ())
+                for r in results.records.get((method, column), ())
                 if "history" in r
             ]
             runs = [run for run in runs if run]
@@ -140,10 +140,10 @@ def _lines(found: ExperimentResults, title: str, x_label: str, x_of, log: bool =
             length = min(map(len, runs))
             x = [statistics.fmean(run[i][0] for run in runs) for i in range(length)]
             y = [[run[i][1] for run in runs] for i in range(length)]
-            style = _style(found, method)
+            style = _style(results, method)
             axes.plot(x, [statistics.fmean(v) for v in y], label=method, lw=1.4, **style)
             axes.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=style["color"], alpha=0.12, lw=0)
-        axes.set(xlabel=x_label, title=_axis_title(found, column))
+        axes.set(xlabel=x_label, title=_axis_title(results, column))
         axes.title.set_fontsize(9)
         if log:
             axes.set_xscale("log")
@@ -159,15 +159,17 @@ def _lines(found: ExperimentResults, title: str, x_label: str, x_of, log: bool =
     return figure
 
 
-def _curves(found: ExperimentResults):
-    return _lines(found, "learning curves (mean; band: smallest to largest over seeds)", "round", lambda p: p["round"])
+def _curves(results: ExperimentResults):
+    return _lines(
+        results, "learning curves (mean; band: smallest to largest over seeds)", "round", lambda p: p["round"]
+    )
 
 
-def _traffic(found: ExperimentResults):
-    if not any("history" in r for rs in found.records.values() for r in rs):
+def _traffic(results: ExperimentResults):
+    if not any("history" in r for r in results.all_records):
         return None
     return _lines(
-        found,
+        results,
         "against bytes",
         "megabytes so far, all clients, both directions",
         lambda p: max((p["uplink"] + p["downlink"]) / 1e6, 1e-4),
@@ -175,55 +177,59 @@ def _traffic(found: ExperimentResults):
     )
 
 
-def _bytes(found: ExperimentResults):
+def _bytes(results: ExperimentResults):
     """Bytes per client and round, in the first setting that has all methods."""
-    column = found.fullest
-    names = [m for m in found.methods if column is not None and found.figure(m, column, "uplink")]
-    if len(names) < 2:
+    column = results.fullest
+    names = [m for m in results.methods if column is not None and results.figure(m, column, "uplink")]
+    if column is None or len(names) < 2:
         return None
+
+    def mean(method: str, metric: str) -> float:
+        figure = results.figure(method, column, metric)
+        return figure.mean if figure else 0.0
+
     figure = _figure(7, 0.42 * len(names) + 1.7)
     axes, left = figure.subplots(), [0.0] * len(names)
     parts: dict[str, list[float]] = {}
     for direction in ("up", "down"):
         whole, bare = f"{direction}link", f"{direction}link_without_head"
-        parts[f"{direction}, without head"] = [found.figure(m, column, bare).mean for m in names]
-        parts[f"{direction}, head"] = [
-            found.figure(m, column, whole).mean - found.figure(m, column, bare).mean for m in names
-        ]
+        parts[f"{direction}, without head"] = [mean(m, bare) for m in names]
+        parts[f"{direction}, head"] = [mean(m, whole) - mean(m, bare) for m in names]
     for (label, sizes), colour in zip(parts.items(), ("#1f77b4", "#aec7e8", "#2ca02c", "#98df8a")):
         axes.barh(names, [s / 1e3 for s in sizes], left=[x / 1e3 for x in left], color=colour, label=label)
         left = [a + b for a, b in zip(left, sizes)]
     for index, total in enumerate(left):
         axes.annotate(f" {total / 1e3:.4g}", (total / 1e3, index), va="center", fontsize=8)
     axes.invert_yaxis()
-    at = _axis_title(found, column)
-    axes.set(xlabel="kB per client and round", title=f"{found.experiment.title}{': ' + at if at else ''}")
+    at = _axis_title(results, column)
+    axes.set(xlabel="kB per client and round", title=f"{results.experiment.title}{': ' + at if at else ''}")
     axes.margins(x=0.12)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
     return figure
 
 
-def _rates(found: ExperimentResults):
+def _rates(results: ExperimentResults):
     """The trials and the winner of each search, one panel per setting."""
     key = "train.optimizer.lr"
     by_setting: dict[str, list[Mapping]] = {}
-    for search in found.searches:
+    for search in results.searches:
         if all(key in p for p in search["tried"]):
             by_setting.setdefault(", ".join(f"{k} {v}" for k, v in search["setting"].items()), []).append(search)
     if not by_setting:
         return None
-    figure, panels = _grid(found, "rates tried", len(by_setting))
+    figure, panels = _grid(results, "rates tried", len(by_setting))
     for axes, (setting, searches) in zip(panels, by_setting.items()):
         for search in searches:
             points = sorted((p[key], p["value"]) for p in search["tried"])
-            style = _style(found, search["method"]) if search["method"] in found.methods else {"marker": "."}
-            axes.plot(*zip(*points), label=search["method"], lw=1.4, **style)
+            method = search["method"]
+            style: dict[str, Any] = _style(results, method) if method in results.methods else {"marker": "."}
+            axes.plot(*zip(*points), label=method, lw=1.4, **style)
         rates = sorted({p[key] for search in searches for p in search["tried"]})
         axes.set(xscale="log", xlabel="learning rate", title=setting)
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.set_xticks([], minor=True)
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel(f"{found.searches[0]['objective']} at the end")
+    panels[0].set_ylabel(f"{results.searches[0]['objective']} at the end")
     _common_legend(figure, panels)
     return figure

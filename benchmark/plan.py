@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fs_lowrank import Config, UserError, list_methods, load_config
 from fs_lowrank.data import own_files
 from fs_lowrank.errors import nearest
 from fs_lowrank.methods import revisions
+from fs_lowrank.settings import Origin
 
 from .store import Store, digest
 from .suite import Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
@@ -52,11 +53,27 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """A job. ``key`` is the hash of ``content``, which is everything that affects its result."""
+    """A job. ``key`` is the hash of ``content``, which is everything that affects its result.
 
+    Attributes:
+        kind: the folder of its result.
+    """
+
+    kind: ClassVar[str]
     suite: Suite
     experiment: Experiment
     options: Options
+
+    @property
+    def label(self) -> str:
+        raise NotImplementedError
+
+    def content(self) -> dict:
+        raise NotImplementedError
+
+    def rated(self, store: Store) -> Job | None:
+        """This job with the learning rate that it needs; None while the search of that rate is not finished."""
+        return self
 
     @property
     def revisions(self) -> dict[str, int]:
@@ -95,7 +112,7 @@ class Job:
         if finished and (not redo or finished["finished"] >= self.options.since):
             return True
         failed = store.read("failed", self.key)
-        return bool(failed) and failed["finished"] >= self.options.since
+        return failed is not None and failed["finished"] >= self.options.since
 
     def identity(self) -> dict:
         """The entries of a result file that identify the job."""
@@ -109,7 +126,11 @@ class Job:
 
 
 class Trained(Job):
-    """A job with a configuration."""
+    """A job of a method in a setting, with a configuration."""
+
+    method: MethodEntry
+    setting: Mapping[str, str]
+    config: Config
 
     @property
     def revisions(self) -> dict[str, int]:
@@ -124,15 +145,12 @@ class Search(Trained):
     method: MethodEntry
     setting: Mapping[str, str]
     config: Config
+    spec: Mapping[str, Any]
 
     @property
     def label(self) -> str:
         at = " ".join(f"{k}={v}" for k, v in self.setting.items())
         return f"learning rate of {self.method.label}" + (f" at {at}" if at else "")
-
-    @property
-    def spec(self) -> dict:
-        return self.experiment.rates["search"]
 
     def content(self) -> dict:
         spec = {k: self.spec.get(k) for k in ("space", "seeds", "objective")}
@@ -141,13 +159,13 @@ class Search(Trained):
 
 @dataclass(frozen=True)
 class Cell(Trained):
-    """A method in a setting with a seed. If the rate comes from a search, ``config`` does not have it yet."""
+    """A method in a setting with a seed. While ``search`` is given, ``config`` does not have its learning rate yet."""
 
     kind = "cells"
     method: MethodEntry
     setting: Mapping[str, str]
+    config: Config
     seed: int
-    unrated: Config
     search: Search | None = None
     rate: Mapping[str, Any] = field(default_factory=dict)
 
@@ -161,7 +179,6 @@ class Cell(Trained):
         return " / ".join(self.setting.values())
 
     def rated(self, store: Store) -> Cell | None:
-        """This cell with the rate from its search; None while the search is not finished."""
         if self.search is None:
             return self
         if "_rated" in self.__dict__:
@@ -176,13 +193,9 @@ class Cell(Trained):
             "validation": found["winner"]["values"],
             "budget": found["budget"],
         }
-        cell = replace(self, unrated=self.unrated.replace(found["winner"]["point"]), search=None, rate=rate)
+        cell = replace(self, config=self.config.replace(found["winner"]["point"]), search=None, rate=rate)
         self.__dict__["_rated"] = cell  # cached; the result of a search does not change
         return cell
-
-    @property
-    def config(self) -> Config:
-        return self.unrated
 
     def content(self) -> dict:
         """While the search is not finished: the contents of the search and of the cell."""
@@ -317,13 +330,11 @@ def settings(experiment: Experiment) -> Iterator[dict[str, str]]:
 
 def methods_of(experiment: Experiment, options: Options, extra: bool = True) -> list[MethodEntry]:
     """The methods named by ``--methods``, which need not be in the suite; by default those of the suite."""
-    entries = experiment.methods
-    if entries == "all":
-        entries = tuple(MethodEntry(name, name, {}) for name in list_methods())
-    if not options.methods:
-        return [e for e in entries if extra or not e.extra]
-    by_label = {e.label: e for e in entries}
-    return [by_label.get(name, MethodEntry(name, name, {})) for name in options.methods]
+    by_label = {e.label: e for e in experiment.methods}
+    names = options.methods or (list_methods() if experiment.every_method else ())
+    if names:
+        return [by_label.get(name, MethodEntry(name, name)) for name in names]
+    return [e for e in experiment.methods if extra or not e.extra]
 
 
 def _cell(
@@ -335,8 +346,8 @@ def _cell(
     seed: int,
     searches: dict[tuple, Search],
 ) -> Cell:
-    rates, where = experiment.rates, f"{suite.path.name}: {suite.size}: {experiment.name}: {method.label}"
-    search, rate = None, {"from": "the suite's config, one for all methods", "budget": None}
+    rates, search = experiment.rates, None
+    rate: dict[str, Any] = {"from": "the suite's config, one for all methods", "budget": None}
     try:
         keys = _keys(experiment, options, method, setting)
         if rates and "table" in rates:
@@ -348,22 +359,25 @@ def _cell(
             keys[_RATE] = rates["table"].get(method.label, rates["table"].get("default"))
             rate = {"from": "table", "budget": rates["budget"], "found_by": rates.get("found_by", "")}
         elif rates:
-            place = _place(experiment, setting)
+            spec = rates["search"]
+            place = _place(experiment, spec, setting)
             at = method.label, tuple(place.items())
-            search = searches.get(at) or _search(suite, experiment, options, method, place)
+            search = searches.get(at) or _search(suite, experiment, options, method, place, spec)
             searches[at] = search
+        origin = replace(experiment.origin, lines=experiment.lines(method, setting))
         config = _config(
-            {**keys, "seed": seed}, experiment.samples, experiment.evaluations, experiment.test, options.work
+            {**keys, "seed": seed}, origin, experiment.samples, experiment.evaluations, experiment.test, options.work
         )
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        where = f"{suite.size}: {experiment.name}: {method.label}"
+        named = str(error).startswith(experiment.origin.file)
+        raise UserError(f"{error} ({where})" if named else f"{suite.path.name}: {where}: {error}") from None
     rate["point"] = {_RATE: config.train.optimizer.lr}
-    return Cell(suite, experiment, options, method, dict(setting), seed, config, search, rate)
+    return Cell(suite, experiment, options, method, dict(setting), config, seed, search, rate)
 
 
-def _place(experiment: Experiment, setting: Mapping[str, str]) -> dict[str, str]:
+def _place(experiment: Experiment, spec: Mapping[str, Any], setting: Mapping[str, str]) -> dict[str, str]:
     """The setting of the search for a cell: the cell's labels of the axes in ``each``, and ``at`` for the others."""
-    spec = experiment.rates["search"]
     each, at = spec.get("each", []), {k: str(v) for k, v in spec.get("at", {}).items()}
     for name in (*each, *at):
         if name not in experiment.axes:
@@ -379,9 +393,13 @@ def _place(experiment: Experiment, setting: Mapping[str, str]) -> dict[str, str]
 
 
 def _search(
-    suite: Suite, experiment: Experiment, options: Options, method: MethodEntry, place: Mapping[str, str]
+    suite: Suite,
+    experiment: Experiment,
+    options: Options,
+    method: MethodEntry,
+    place: Mapping[str, str],
+    spec: Mapping[str, Any],
 ) -> Search:
-    spec = experiment.rates["search"]
     keys = lay(_keys(experiment, options, method, place), {"eval.freq": 0, **flatten(spec.get("config", {}))})
     keys["seed"] = int(spec.get("seed", 100))
     if keys["seed"] in experiment.seeds:
@@ -389,8 +407,9 @@ def _search(
             f"learning_rates: search: its seed {keys['seed']} is one of the cells' seeds; give it another "
             "'seed', or it chooses by the very run that is reported"
         )
-    config = _config(keys, spec.get("samples", experiment.samples), None, "none", options.work)
-    return Search(suite, experiment, options, method, dict(place), config)
+    origin = replace(experiment.origin, lines=experiment.lines(method, place))
+    config = _config(keys, origin, spec.get("samples", experiment.samples), None, "none", options.work)
+    return Search(suite, experiment, options, method, dict(place), config, spec)
 
 
 def _keys(experiment: Experiment, options: Options, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, Any]:
@@ -400,28 +419,33 @@ def _keys(experiment: Experiment, options: Options, method: MethodEntry, setting
         keys = lay(keys, experiment.axes[name][label])
     keys = lay(keys, {**method.keys(setting), "federate.method": method.method, **options.overrides})
     if experiment.training_file is not None:
-        keys["data.type"], keys["data.root"] = _training_file(experiment), str(Path(options.work) / "data")
+        keys["data.type"], keys["data.root"] = (
+            _training_file(experiment.training_file),
+            str(Path(options.work) / "data"),
+        )
     elif options.data:
         keys["data.root"] = str(Path(options.data) / str(keys.get("data.root", "")))
     return keys
 
 
-def _training_file(experiment: Experiment) -> str:
+def _training_file(made: Mapping[str, Any]) -> str:
     """The name of the file, which describes its content, so that it is made once."""
-    made = experiment.training_file
     tasks = "+".join(sorted(made.get("tasks", []))) or "every_task"
     return f"commonsense_{tasks}_{made.get('per_task') or 'all'}_{made.get('seed', 0)}.jsonl"
 
 
 def make_training_file(job: Job) -> None:
-    """Write the training file of the job unless it exists.
+    """Write the training file of the job if it needs one that does not exist.
 
     Raises:
         UserError: the source files are missing.
     """
     from .scorers.commonsense import training_file
 
-    made, path = job.experiment.training_file, Path(job.options.work) / "data" / _training_file(job.experiment)
+    made = job.experiment.training_file
+    if made is None:
+        return
+    path = Path(job.options.work) / "data" / _training_file(made)
     if not path.exists():
         training_file(
             Path(job.options.data or "."), path, made.get("per_task"), int(made.get("seed", 0)), made.get("tasks", ())
@@ -438,12 +462,14 @@ def samples_a_round(config: Config) -> int:
     )
 
 
-def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | None, test: str, work: str) -> Config:
+def _config(
+    keys: Mapping[str, Any], origin: Origin, samples: int | None, evaluations: int | None, test: str, work: str
+) -> Config:
     """The checked config, with the number of rounds for the budget of samples, and the evaluation schedule.
 
     In a run of one round, clients do not depend on the method, so they are trained once for all methods.
     """
-    config = load_config(keys)
+    config = load_config(keys, origin=origin)
     changes: dict[str, Any] = {"lowrank.keep_checkpoints": 1}
     rounds = config.federate.total_round_num
     if samples:

@@ -54,14 +54,13 @@ def write_report(options: Options) -> list[Path]:
             suite = load_suite(name, size)
             if not suite.sized and size != sizes[0]:
                 continue
-            found = {e.name: find(suite, e, sized, store) for e in chosen(suite, options.only, extra=True)}
-            used |= {r["hash"] for f in found.values() for rs in f.records.values() for r in rs}
-            used |= {record["hash"] for f in found.values() for record in f.stale}
-            if not any(f.cells or f.failed or f.searches or f.stale for f in found.values()):
+            results = {e.name: find(suite, e, sized, store) for e in chosen(suite, options.only, extra=True)}
+            used |= {r["hash"] for each in results.values() for r in (*each.all_records, *each.stale)}
+            if not any(each.has_any for each in results.values()):
                 continue
-            judged = judged_claims(suite, found)
+            judged = judged_claims(suite, results)
             claims += [(claim, suite, *judged[claim]) for claim in judged]
-            body += _suite(suite, found, judged, root)
+            body += _suite(suite, results, judged, root)
     if not body:
         raise UserError(
             f"{root} holds no result of {', '.join(names)}; run a suite first: python -m benchmark run {names[0]}"
@@ -89,12 +88,12 @@ def _preface(options: Options) -> str:
 
 
 def judged_claims(
-    suite: Suite, found: dict[str, ExperimentResults]
+    suite: Suite, results: dict[str, ExperimentResults]
 ) -> dict[str, tuple[str, list[tuple[str, list[Condition]]]]]:
     """Claim -> its verdict, and the conditions for each experiment with results."""
     judged = {}
     for name, claim in suite.claims.items():
-        by_experiment = [(e, judge(claim["rule"], found[e].look)) for e in claim["experiments"] if e in found]
+        by_experiment = [(e, judge(claim["rule"], results[e].look)) for e in claim["experiments"] if e in results]
         verdicts = [verdict(conditions) for _, conditions in by_experiment]
         tested = [v for v in verdicts if v != UNTESTED]
         if not tested:
@@ -148,43 +147,43 @@ def _plain(value) -> str:
 # -- suites --------------------------------------------------------------------------------------------
 
 
-def _suite(suite: Suite, found: dict[str, ExperimentResults], judged: dict, root: Path) -> list[str]:
+def _suite(suite: Suite, results: dict[str, ExperimentResults], judged: dict, root: Path) -> list[str]:
     blocks = [heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
     blocks += [t for t in (suite.source, suite.note) if t]
     blocks += _claims(suite, judged)
-    for one in found.values():
-        if one.cells or one.failed or one.searches or one.stale:
-            blocks += _experiment(one, root)
+    for each in results.values():
+        if each.has_any:
+            blocks += _experiment(each, root)
     return blocks
 
 
-def _experiment(found: ExperimentResults, root: Path) -> list[str]:
-    experiment = found.experiment
+def _experiment(results: ExperimentResults, root: Path) -> list[str]:
+    experiment = results.experiment
     blocks = [heading(experiment.title, 3)]
-    if experiment.note and experiment.note != found.suite.note:
+    if experiment.note and experiment.note != results.suite.note:
         blocks.append(experiment.note)
-    blocks.append(_setting(found))
-    if found.cells < found.wanted:
-        failed = f", {len(found.failed)} failed" if found.failed else ""
-        blocks.append(f"**{found.cells} of {found.wanted} cells are there{failed}.**")
-    blocks += _stale(found)
+    blocks.append(_setting(results))
+    if results.cells < results.wanted:
+        failed = f", {len(results.failed)} failed" if results.failed else ""
+        blocks.append(f"**{results.cells} of {results.wanted} cells are there{failed}.**")
+    blocks += _stale(results)
     if experiment.script:
-        return blocks + _script(found) + _failures(found)
-    if not found.cells:
-        return blocks + _failures(found)
-    blocks += _tables(found)
-    blocks += _rates_table(found) + _bytes_table(found)
+        return blocks + _script(results) + _failures(results)
+    if not results.cells:
+        return blocks + _failures(results)
+    blocks += _tables(results)
+    blocks += _rates_table(results) + _bytes_table(results)
     if experiment.plots:
-        for title, path in draw_all(found, root / "report").items():
+        for title, path in draw_all(results, root / "report").items():
             blocks.append(image(title, path.relative_to(root)))
-    return blocks + _failures(found)
+    return blocks + _failures(results)
 
 
-def _stale(found: ExperimentResults) -> list[str]:
+def _stale(results: ExperimentResults) -> list[str]:
     """A description of the results of earlier revisions of methods."""
-    if not found.stale:
+    if not results.stale:
         return []
-    by_method = Counter(record["method"] for record in found.stale)
+    by_method = Counter(record["method"] for record in results.stale)
     return [
         f"**Stale results: {sum(by_method.values())}**, left out. Their methods have come to compute "
         "something else from the same configuration (CHANGELOG.md says what), and they have not been run again: "
@@ -193,11 +192,13 @@ def _stale(found: ExperimentResults) -> list[str]:
     ]
 
 
-def _setting(found: ExperimentResults) -> str:
+def _setting(results: ExperimentResults) -> str:
     """A line about the setting, from the results."""
-    records = [r for rs in found.records.values() for r in rs]
-    if not records or found.experiment.script:
-        return f"`{found.experiment.script} {' '.join(found.experiment.args)}`" if found.experiment.script else ""
+    records = results.all_records
+    if results.experiment.script:
+        return f"`{results.experiment.script} {' '.join(results.experiment.args)}`"
+    if not records:
+        return ""
     first, config = records[0], records[0]["config"]
     seeds = sorted({r["seed"] for r in records})
     samples = sorted({r["samples"] for r in records if r["samples"]})
@@ -238,9 +239,8 @@ def _setting(found: ExperimentResults) -> str:
             by_setting.setdefault(tuple(r["setting"].items()), set()).add(taken(r))
         if any(len(values) > 1 for values in by_setting.values()):
             line += f" **The methods did not have the same {what}.**"
-    line += f" Command: `{command(found.suite, found.experiment, first['engine'])}`."
-    entries = found.experiment.methods if found.experiment.methods != "all" else ()
-    extra = [e.label for e in entries if e.extra and e.label in found.methods]
+    line += f" Command: `{command(results.suite, results.experiment, first['engine'])}`."
+    extra = [e.label for e in results.experiment.methods if e.extra and e.label in results.methods]
     return line + (f" {', '.join(extra)}: by the same with `--methods {','.join(extra)}`." if extra else "")
 
 
@@ -248,62 +248,58 @@ def _range(values: Sequence) -> str:
     return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
 
 
-def _tables(found: ExperimentResults) -> list[str]:
+def _tables(results: ExperimentResults) -> list[str]:
     """One table per metric with settings as columns, and one per scorer and setting with tasks as columns."""
     blocks: list[str] = []
-    plain = [m for m in found.experiment.metrics if m.count(":") < 2 or m.startswith(("bytes_to", "rounds_to"))]
+    plain = [m for m in results.experiment.metrics if m.count(":") < 2 or m.startswith(("bytes_to", "rounds_to"))]
     for index, metric in enumerate(plain):
-        columns = {c: (c or title_of(metric), metric, c) for c in found.columns}
-        blocks += _table(
-            found,
-            title_of(metric),
-            list(columns.values()),
-            found.columns,
-            index == 0 and not _scorer_of_reference(found),
-        )
+        columns = [(c or title_of(metric), metric, c) for c in results.columns]
+        paper = index == 0 and not _scorer_of_reference(results)
+        blocks += _table(results, title_of(metric), columns, results.columns, paper)
     by_scorer: dict[str, list[str]] = {}
-    for metric in found.experiment.metrics:
+    for metric in results.experiment.metrics:
         if metric not in plain:
             by_scorer.setdefault(metric.partition(":")[0], []).append(metric)
     for scorer, metrics in by_scorer.items():
-        for column in found.columns:
+        for column in results.columns:
             tasks = [m.split(":")[1] for m in metrics]
             columns = [(task, metric, column) for task, metric in zip(tasks, metrics)]
-            title = f"Scorer `{scorer}`, {_scorer_in_words(found, scorer)}" + (f", {column}" if column else "")
-            blocks += _table(found, title, columns, tasks, _scorer_of_reference(found) == scorer)
+            title = f"Scorer `{scorer}`, {_scorer_in_words(results, scorer)}" + (f", {column}" if column else "")
+            blocks += _table(results, title, columns, tasks, _scorer_of_reference(results) == scorer)
     return blocks
 
 
-def _scorer_of_reference(found: ExperimentResults) -> str:
-    return str((found.experiment.reference or {}).get("scorer", ""))
+def _scorer_of_reference(results: ExperimentResults) -> str:
+    return str((results.experiment.reference or {}).get("scorer", ""))
 
 
-def _scorer_in_words(found: ExperimentResults, scorer: str) -> str:
-    spec = next((s for s in found.experiment.evaluation if s["scorer"] == scorer), {})
+def _scorer_in_words(results: ExperimentResults, scorer: str) -> str:
+    spec = next((s for s in results.experiment.evaluation if s["scorer"] == scorer), {})
     return ", ".join(f"{k} {v}" for k, v in spec.items() if k not in ("scorer", "tasks")) or "all samples"
 
 
 def _table(
-    found: ExperimentResults, title: str, columns: list[tuple[str, str, str]], keys: list[str], paper: bool
+    results: ExperimentResults, title: str, columns: list[tuple[str, str, str]], keys: list[str], paper: bool
 ) -> list[str]:
     """A table with columns (header, metric, setting), then the paper's figures by ``keys``."""
-    reference = found.experiment.reference if paper else None
+    reference = results.experiment.reference if paper else None
     values = (reference or {}).get("values", {})
-    beside = [k for k in keys if any(_paper(values, m, k) for m in found.methods)]
+    beside = [k for k in keys if any(_paper(values, m, k) for m in results.methods)]
     best = {
-        head: best_of({m: found.figure(m, at, metric) for m in found.methods}, metric) for head, metric, at in columns
+        head: best_of({m: results.figure(m, at, metric) for m in results.methods}, metric)
+        for head, metric, at in columns
     }
     rows = [("method", *(head for head, _, _ in columns), *(f"paper: {k}" if k else "paper" for k in beside))]
-    for method in found.methods:
+    for method in results.methods:
         cells = []
         for head, metric, at in columns:
-            cell = found.cell(method, at, metric)
-            error = found.error(method, at, metric)
+            cell = results.cell(method, at, metric)
+            error = results.error(method, at, metric)
             cell += f" (s.e. {error * scale_of(metric)[0]:.2f})" if error is not None else ""
             cells.append(f"**{cell}**" if best[head] == method else cell)
         rows.append((method, *cells, *(_paper(values, method, k) or "–" for k in beside)))
-    axes = " / ".join(found.experiment.axes)
-    seeds = {len(rs) for rs in found.records.values()}
+    axes = " / ".join(results.experiment.axes)
+    seeds = {len(rs) for rs in results.records.values()}
     n = "one seed" if seeds == {1} else f"{_range(sorted(seeds))} seeds"
     blocks = [(f"**{title}**{f', by {axes}' if axes else ''} ({n}):"), table(rows)]
     if reference and beside:
@@ -314,10 +310,10 @@ def _table(
 
 
 def _paper(values: dict, method: str, key: str) -> str:
-    found = {str(k): v for k, v in values.get(method, {}).items()}.get(key)
-    if found is None:
+    figure = {str(k): v for k, v in values.get(method, {}).items()}.get(key)
+    if figure is None:
         return ""
-    return " ± ".join(map(str, found)) if isinstance(found, list) else str(found)
+    return " ± ".join(map(str, figure)) if isinstance(figure, list) else str(figure)
 
 
 def _reference_alone(reference: dict) -> list[str]:
@@ -328,11 +324,11 @@ def _reference_alone(reference: dict) -> list[str]:
     return [(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}:"), table(rows)]
 
 
-def _rates_table(found: ExperimentResults) -> list[str]:
+def _rates_table(results: ExperimentResults) -> list[str]:
     from hpo.best import budget_text
 
     rates: dict[tuple[str, str], dict] = {}
-    for (method, column), records in found.records.items():
+    for (method, column), records in results.records.items():
         rates[method, column] = records[0]["learning_rate"]
     if not rates:
         return []
@@ -347,11 +343,11 @@ def _rates_table(found: ExperimentResults) -> list[str]:
     for (method, point, origin, values, cost), columns in merged.items():
         rows.append((method, ", ".join(c for c in columns if c), point, origin, values, cost))
     blocks = ["**Learning rates:**", table(rows)]
-    at_the_end = [s for s in found.searches if _at_the_end(s)]
+    at_the_end = [s for s in results.searches if _at_the_end(s)]
     if at_the_end:
         names = ", ".join(s["label"].removeprefix("learning rate of ") for s in at_the_end)
         blocks.append(
-            f"{len(at_the_end)} of {len(found.searches)} searches won at an end of their grid, so a "
+            f"{len(at_the_end)} of {len(results.searches)} searches won at an end of their grid, so a "
             f"better rate may lie beyond: {names}."
         )
     return blocks
@@ -366,33 +362,33 @@ def _at_the_end(search: dict) -> bool:
     return False
 
 
-def _bytes_table(found: ExperimentResults) -> list[str]:
+def _bytes_table(results: ExperimentResults) -> list[str]:
     without_head = ("uplink_without_head", "downlink_without_head")
     metrics = (*without_head, "uplink", "downlink", "traffic", "formula", "aggregation", "memory")
-    column = found.fullest
-    if column is None or not any(found.figure(m, column, "uplink") for m in found.methods):
+    column = results.fullest
+    if column is None or not any(results.figure(m, column, "uplink") for m in results.methods):
         return []
     rows = [("method", *(title_of(m) for m in metrics))]
-    rows += [(m, *(found.cell(m, column, k) for k in metrics)) for m in found.methods]
-    at = f", {' / '.join(found.experiment.axes)} = {column}" if column else ""
+    rows += [(m, *(results.cell(m, column, k) for k in metrics)) for m in results.methods]
+    at = f", {' / '.join(results.experiment.axes)} = {column}" if column else ""
     return [f"**Bytes, server and memory{at}:**", table(rows)]
 
 
-def _script(found: ExperimentResults) -> list[str]:
+def _script(results: ExperimentResults) -> list[str]:
     blocks: list[str] = []
-    for records in found.records.values():
+    for records in results.records.values():
         for record in records:
             if record["metrics"]:
                 blocks.append(table([("figure", "value"), *((k, f"{v:.5g}") for k, v in record["metrics"].items())]))
-            blocks += [image(found.experiment.title, name) for name in record["files"] if name.endswith(".png")]
+            blocks += [image(results.experiment.title, name) for name in record["files"] if name.endswith(".png")]
             blocks.append("Files: " + ", ".join(f"`{name}`" for name in record["files"]) + ".")
-    if found.experiment.reference and found.experiment.reference.get("values"):
-        blocks += _reference_alone(found.experiment.reference)
+    if results.experiment.reference and results.experiment.reference.get("values"):
+        blocks += _reference_alone(results.experiment.reference)
     return blocks
 
 
-def _failures(found: ExperimentResults) -> list[str]:
-    lines = [f"- {failed['label']}: {failed['error']}" for failed in found.failed]
+def _failures(results: ExperimentResults) -> list[str]:
+    lines = [f"- {failed['label']}: {failed['error']}" for failed in results.failed]
     return ["\n".join(["**Failed:**", *lines])] if lines else []
 
 
@@ -427,9 +423,9 @@ def page(markdown: str) -> str:
     reader = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = reader.parse(markdown)
     for opening, inline, closing in zip(tokens, tokens[1:], tokens[2:]):
-        if inline.type == "inline" and [child.type for child in inline.children] == ["image"]:
+        if inline.children and [child.type for child in inline.children] == ["image"]:
             opening.tag = closing.tag = "figure"
-            title = inline.children[0].children
+            title = inline.children[0].children or []
             inline.children += [Token("caption", "figcaption", 1), *title, Token("caption", "figcaption", -1)]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Benchmark report</title>'

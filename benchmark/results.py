@@ -53,8 +53,16 @@ class ExperimentResults:
         return next(whole, self.columns[0] if self.columns else None)
 
     @property
+    def all_records(self) -> list[dict]:
+        return [record for records in self.records.values() for record in records]
+
+    @property
     def cells(self) -> int:
-        return sum(map(len, self.records.values()))
+        return len(self.all_records)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.cells or self.failed or self.searches or self.stale)
 
     def figure(self, method: str, column: str, metric: str) -> Spread | None:
         """None if no seed has the metric, or if a seed did not reach the target of ``bytes_to`` or ``rounds_to``.
@@ -90,10 +98,10 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
     found = ExperimentResults(suite, experiment)
     searches: dict[str, dict] = {}
     jobs = jobs_of(suite, experiment, options)
-    if not (experiment.script or options.methods or experiment.methods == "all"):
+    if not (experiment.script or options.methods or experiment.every_method):
         known = [e.label for e in experiment.methods]
-        others = store.methods.get((suite.name, suite.size, experiment.name), set()) - set(known)
-        if others := sorted(others & set(list_methods())):
+        there = store.methods.get((suite.name, suite.size, experiment.name), set())
+        if others := sorted(there - set(known) & set(list_methods())):
             jobs = jobs_of(suite, experiment, replace(options, methods=(*known, *others)))
     for job in jobs:
         if isinstance(job, Search):
@@ -104,7 +112,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             elif stale := job.stale(store):
                 found.stale.append(stale)
             continue
-        now = (job.rated(store) if isinstance(job, Cell) else job) or job
+        now = job.rated(store) or job
         record = now.result(store)
         if record is not None:
             column = job.column if isinstance(job, Cell) else ""

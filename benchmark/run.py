@@ -1,4 +1,4 @@
-"""``python -m benchmark run``: checks everything, starts the workers, shows what runs and what remains."""
+"""``python -m benchmark run``: checks everything, starts the workers, and shows their progress."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from rich.table import Table
 
 from fs_lowrank.jobs.crew import Crew, stop_signals
 
-from .plan import Cell, Job, Options, plan
+from .plan import Job, Options, plan
 from .store import Store
 
-#: seconds a worker may take to end when it is told to; its checkpoints are there for the next call
+#: seconds until a worker that was told to stop is killed; the next call continues from its checkpoint
 _PATIENCE = 15.0
 
 
 @dataclasses.dataclass
 class Outcome:
-    """How a call ended."""
+    """The number of jobs that this call finished, left unfinished, and skipped because they were done; the failures;
+    whether the user interrupted it; damaged files and the reasons."""
 
     finished: int
     failed: list[dict]
@@ -34,11 +35,11 @@ class Outcome:
 
 
 def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Console | None = None) -> Outcome:
-    """Do all jobs of the suites that are not done.
+    """Run all jobs of the suites that are not done.
 
     Raises:
-        UserError: something is wrong or missing, before anything trains.
-        RunFailed: nothing can be written any more, or too many workers died.
+        UserError: before any training, if something is wrong or missing.
+        RunFailed: results cannot be written, or too many workers died.
     """
     from .check import check
 
@@ -81,11 +82,11 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
 
 
 class Board:
-    """What is finished, runs, and remains."""
+    """The state of all jobs: finished, failed, running, or not started."""
 
     def __init__(self, jobs: Sequence[Job], store: Store):
         self.jobs, self.store = list(jobs), store
-        #: key as planned -> job; a cell whose search is done is looked up by its key with the rate
+        #: key -> job, for jobs that are not done; a cell that waits for a search has another key afterwards
         self.open = {job.key: job for job in self.jobs}
         self.failed: list[dict] = []
         self.finished = 0
@@ -96,16 +97,16 @@ class Board:
         return len(self.open)
 
     def look(self) -> list[str]:
-        """Take what was done since the last look off the list; a line about each."""
+        """Remove the jobs that were done since the last call from ``open``; returns a line about each."""
         news = []
         for key, job in list(self.open.items()):
-            now = (job.rated(self.store) if isinstance(job, Cell) else job) or job
+            now = job.rated(self.store) or job
             if not now.done(self.store):
                 continue
             del self.open[key]
             record = now.result(self.store)
             if record is None or now.options.redo and now.kind == "cells" and record["finished"] < now.options.since:
-                failed = self.store.read("failed", now.key)
+                failed = self.store.read("failed", now.key) or {**now.identity(), "error": "its record cannot be read"}
                 self.failed.append(failed)
                 news.append(f"failed  {now.where}  {now.label}: {failed['error']}")
                 continue
@@ -117,11 +118,10 @@ class Board:
         return news
 
     def running(self) -> list[dict]:
-        """The markers of what runs now."""
+        """The progress of each job that runs now."""
         found = []
         for job in self.open.values():
-            now = (job.rated(self.store) if isinstance(job, Cell) else job) or job
-            marker = self.store.marked(now.key)
+            marker = self.store.marked((now := job.rated(self.store) or job).key)
             if marker and marker["since"] == now.options.since:
                 found.append(marker)
         return found
@@ -147,7 +147,7 @@ class Board:
 
 
 def _headline(record: dict) -> str:
-    """A few figures of a result, or of a marker."""
+    """A few figures of a result, or of the progress of a job."""
     if "winner" in record:
         return (
             ", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in record["winner"]["point"].items())

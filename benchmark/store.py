@@ -1,8 +1,8 @@
-"""Results on disk: one JSON a cell, written aside and renamed, with a checksum; and who works on what.
+"""Results on disk: one JSON file for each job, replaced atomically, with a checksum; and the locks of running jobs.
 
-``RESULTS/cells/HASH.json`` is finished, ``failed/HASH.json`` is not and says why, ``searches/HASH.json`` is a search
-of learning rates. In the work folder ``claims/HASH.lock`` is locked by the process that works on it, so the lock of a
-process that died is free again, and ``HASH.json`` beside it says how far that process is.
+``RESULTS/cells/HASH.json`` is the result of a cell or a script, ``searches/HASH.json`` that of a search of learning
+rates, ``failed/HASH.json`` the reason why a job failed. The process that runs a job holds the lock
+``WORK/claims/HASH.lock``, which is released when the process ends, and writes its progress to ``HASH.json`` beside it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ KINDS = ("cells", "failed", "searches")
 
 
 def digest(content: object) -> str:
-    """12 hex digits over plain data."""
+    """The first 12 hex digits of the SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class Store:
-    """The results below ``results`` and the claims below ``work``."""
+    """The results below the folder ``results``, and the locks and progress of running jobs below ``work``."""
 
     def __init__(self, results: Path, work: Path):
         self.results, self.work = Path(results), Path(work)
-        #: files that could not be used -> why
+        #: path of a damaged file -> reason
         self.damaged: dict[str, str] = {}
 
     def path(self, kind: str, key: str) -> Path:
         return self.results / kind / f"{key}.json"
 
     def read(self, kind: str, key: str) -> dict | None:
-        """The result; None where there is none, or where its file is damaged (then it is in ``damaged``).
+        """The result; None if there is none, or if its file is damaged, which ``damaged`` then says.
 
         Raises:
             NewerSchema: a newer version of fs-lowrank wrote it.
@@ -56,7 +56,7 @@ class Store:
             record.pop("schema", None)
         except FileNotFoundError:
             return None
-        except NewerSchema:  # it is good, and taken as missing it would be written over
+        except NewerSchema:  # an intact file: if it counted as missing, it would be overwritten
             raise
         except (OSError, ValueError) as error:
             self.damaged[str(path)] = str(error)
@@ -64,23 +64,23 @@ class Store:
         return record
 
     def all(self, kind: str) -> list[dict]:
-        """Every result of a kind that can be read."""
+        """All results of a kind that can be read."""
         paths = sorted((self.results / kind).glob("*.json"))
         return [record for path in paths if (record := self.read(kind, path.stem))]
 
     @cached_property
     def methods(self) -> dict[tuple[str, str, str], set[str]]:
-        """The methods that have cells, by suite, size and experiment; read once."""
+        """(suite, size, experiment) -> the methods that have cells; read once."""
         found: dict[tuple[str, str, str], set[str]] = {}
         for r in self.all("cells"):
             found.setdefault((r["suite"], r["size"], r["experiment"]), set()).add(r["method"])
         return found
 
     def write(self, kind: str, record: Mapping) -> Path:
-        """Write a result under its ``hash``; a finished one takes the place of a failed one.
+        """Write a result under its ``hash``. The record of an earlier failure of the same job is removed.
 
         Raises:
-            RunFailed: it cannot be written, a full disk perhaps; what was there is as it was.
+            RunFailed: it cannot be written, for example because the disk is full; an older file is not changed.
         """
         path = self.path(kind, record["hash"])
         content = {"schema": SCHEMA, **json.loads(json.dumps(record))}
@@ -99,15 +99,15 @@ class Store:
         return self.work / "claims" / f"{key}.{suffix}"
 
     def claim(self, key: str) -> AbstractContextManager[bool]:
-        """Whether ``key`` is ours alone; it is as long as the block runs."""
+        """A context that holds the lock on ``key``; its value is False if another process holds it."""
         return claimed(self._claim_file(key, "lock"))
 
     def mark(self, key: str, content: Mapping) -> None:
-        """Say how far the work on ``key`` is."""
+        """Write the progress of the job ``key``."""
         write_text(self._claim_file(key, "json"), json.dumps(content), durable=False)
 
     def marked(self, key: str) -> dict | None:
-        """What was last said of ``key``; left behind by a process that died."""
+        """The last progress of the job ``key``, perhaps of a process that died; None if there is none."""
         try:
             return json.loads(self._claim_file(key, "json").read_text())
         except (OSError, ValueError):

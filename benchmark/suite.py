@@ -12,7 +12,7 @@ that share the rest. An inner config is merged into the outer one; any other key
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -100,14 +100,15 @@ class MethodEntry:
     """A row of the grid: a method, additional config keys, and keys for single labels of an axis.
 
     Attributes:
-        where: axis -> label -> dotted keys. extra: runs only if ``--methods`` names it.
+        where: axis -> label -> dotted keys. extra: runs only if ``--methods`` names it. at: its place in the file.
     """
 
     label: str
     method: str
-    config: dict
+    config: dict = field(default_factory=dict)
     where: dict[str, dict[str, dict]] = field(default_factory=dict)
     extra: bool = False
+    at: str = ""
 
     def keys(self, setting: Mapping[str, str]) -> dict:
         """The additional config in a setting, by dotted key."""
@@ -122,20 +123,23 @@ class Experiment:
     """One grid: methods × settings × seeds.
 
     Attributes:
-        config: dotted key -> value. axes: name -> label -> dotted keys that the label sets.
+        config: dotted key -> value. methods: those of the file. every_method: all registered methods run instead.
+        axes: name -> label -> dotted keys that the label sets.
         rates: ``learning_rates`` of the suite. samples: number of samples that all clients together train on in a run;
             sets the rounds. evaluations: approximate number in a run. test: ``once``, after the last round,
             ``rounds`` or ``none``.
         training_file: train on a sample of the commonsense tasks' training files.
         extra: runs only if ``--only`` names it.
         script: a module to run instead of a grid, with ``args``; values: metric -> dotted path in its JSON.
+        origin, places: the lines of the file, and where in the file config keys are given, in order of precedence.
     """
 
     name: str
     title: str
     note: str
     config: dict
-    methods: tuple[MethodEntry, ...] | str
+    methods: tuple[MethodEntry, ...]
+    every_method: bool
     axes: dict[str, dict[str, dict]]
     seeds: tuple[int, ...]
     rates: dict | None
@@ -151,6 +155,19 @@ class Experiment:
     plots: bool
     training_file: dict | None
     extra: bool
+    origin: Origin
+    places: tuple[str, ...]
+
+    def lines(self, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, int]:
+        """The lines that set the config keys of a method in a setting, by dotted key."""
+        grid = self.places[-1]
+        labels = [f"{grid}.{axis}.{label}" for axis, label in setting.items()]
+        own = [f"{method.at}.config", *(f"{method.at}.where.{axis}.{label}" for axis, label in setting.items())]
+        lines = {}
+        for place in (*self.places, *labels, *own):
+            start = f"{place}."
+            lines.update({k.removeprefix(start): n for k, n in self.origin.lines.items() if k.startswith(start)})
+        return lines
 
 
 @dataclass(frozen=True)
@@ -192,24 +209,23 @@ def load_suite(name: str, size: str) -> Suite:
     if size not in tree and any(s in tree for s in SIZES):
         raise UserError(f"{path} has no size {size!r}; there is: {', '.join(s for s in SIZES if s in tree)}")
     sized = check_keys(tree.get(size) or {}, SIZE, origin, size)
-    outer = _over({k: v for k, v in tree.items() if k in EXPERIMENT}, sized)
+    layers = [("", tree), *([(size, sized)] if size in tree else [])]
     experiments, figures = {}, tree.get("figures", {})
     if "experiments" not in {**tree, **sized}:
-        experiments["main"] = _experiment(
-            "main", outer, figures, origin, size if size in tree else "", tree.get("title")
-        )
+        experiments["main"] = _experiment("main", layers, figures, origin)
     else:
         named = f"{size}.experiments" if "experiments" in sized else "experiments"
         for key, given in (sized.get("experiments", tree.get("experiments")) or {}).items():
             at = f"{named}.{key}"
-            given = check_keys(given or {}, EXPERIMENT, origin, at)
-            experiments[str(key)] = _experiment(str(key), _over(outer, given), figures, origin, at, given.get("title"))
+            own = check_keys(given or {}, EXPERIMENT, origin, at)
+            above = [(place, {k: v for k, v in part.items() if k != "title"}) for place, part in layers]
+            experiments[str(key)] = _experiment(str(key), [*above, (at, own)], figures, origin)
     return Suite(
         path.stem,
         path,
         size,
         str(tree.get("title") or path.stem),
-        str(outer.get("note") or ""),
+        str({**tree, **sized}.get("note") or ""),
         tree.get("source", ""),
         tuple(tree.get("imports", [])),
         experiments,
@@ -218,19 +234,13 @@ def load_suite(name: str, size: str) -> Suite:
     )
 
 
-def _below(at: str, key: object) -> str:
-    return f"{at}.{key}" if at else str(key)
-
-
 def _reference(given: dict | str | None, figures: Mapping[str, Any], origin: Origin, at: str) -> dict | None:
     """The papers' figures, given directly or by their name in ``figures``."""
     if isinstance(given, str):
         if given not in figures:
             there = f"{nearest(given, figures)}; there are: {', '.join(figures) or 'none'}"
-            origin.fail(_below(at, "reference"), f"= {given!r}: there are no such figures{there}")
+            origin.fail(at, f"= {given!r}: there are no such figures{there}")
         given, at = figures[given], f"figures.{given}"
-    else:
-        at = _below(at, "reference")
     return None if given is None else check_keys(given, REFERENCE, origin, at)
 
 
@@ -277,7 +287,7 @@ def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: 
 
 def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Origin, at: str) -> None:
     """Check that every method of a rule is in an experiment of the claim, or can be added by ``--methods``."""
-    if not experiments or any(e.methods == "all" or e.script for e in experiments):
+    if not experiments or any(e.every_method or e.script for e in experiments):
         return
     known = {*list_methods(), *(entry.label for e in experiments for entry in e.methods)}
     for i, condition in enumerate(rule):
@@ -292,65 +302,72 @@ def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Orig
                 origin.fail(f"{at}.rule.{i}", f"names {name!r}: there is no such method{there}")
 
 
-def _experiment(name: str, given: Mapping, figures: Mapping, origin: Origin, at: str, title: str | None) -> Experiment:
-    """An experiment from its keys, which are checked and override those of the suite."""
+def _experiment(
+    name: str, layers: Sequence[tuple[str, Mapping]], figures: Mapping[str, Any], origin: Origin
+) -> Experiment:
+    """An experiment from its keys and those of the suite and size around it, outermost first, each with its place."""
+    given, at = {}, dict.fromkeys(EXPERIMENT, layers[-1][0])
+    for place, part in layers:
+        given.update({key: value for key, value in part.items() if key in EXPERIMENT})
+        at.update({key: place for key in part if key in EXPERIMENT})
+    at = {key: f"{place}.{key}".lstrip(".") for key, place in at.items()}
+    config: dict[str, Any] = {}
+    for _, part in layers:
+        config = lay(config, flatten(part.get("config") or {}))
     script = given.get("script") or ""
-    for key in () if script else ("config", "methods"):
-        if not given.get(key):
-            origin.fail(_below(at, key), "is missing")
-    made = given.get("training_file")
-    methods = _methods(given.get("methods", []), origin, _below(at, "methods"))
-    axes = _axes(given.get("grid") or {}, origin, _below(at, "grid"))
-    for i, entry in enumerate(methods if methods != "all" else ()):
+    for key, value in () if script else (("config", config), ("methods", given.get("methods"))):
+        if not value:
+            origin.fail(at[key], "is missing")
+    every = given.get("methods") == "all"
+    methods = () if every else _methods(given.get("methods", []), origin, at["methods"])
+    axes = _axes(given.get("grid") or {}, origin, at["grid"])
+    for entry in methods:
         for axis, labels in entry.where.items():
             for label in labels if axis in axes else [None]:
                 if label not in axes.get(axis, {}):
                     lacks = f"{axis} {label!r}" if axis in axes else f"axis {axis!r}"
-                    origin.fail(_below(at, f"methods.{i}.where"), f"of {entry.label}: the grid has no {lacks}")
+                    origin.fail(f"{entry.at}.where", f"of {entry.label}: the grid has no {lacks}")
+    made = given.get("training_file")
     return Experiment(
         name,
-        title or name.replace("_", " "),
-        given.get("note") or "",
-        flatten(given.get("config") or {}),
-        methods,
-        axes,
-        tuple(given.get("seeds", [0])),
-        _rates(given.get("learning_rates"), origin, _below(at, "learning_rates")),
-        tuple(_evaluation(given.get("evaluation") or [], origin, _below(at, "evaluation"))),
-        tuple(given.get("metrics", ["test_acc"])),
-        _reference(given.get("reference"), figures, origin, at),
-        given.get("samples"),
-        given.get("evaluations"),
+        title=given.get("title") or name.replace("_", " "),
+        note=given.get("note") or "",
+        config=config,
+        methods=methods,
+        every_method=every,
+        axes=axes,
+        seeds=tuple(given.get("seeds", [0])),
+        rates=_rates(given.get("learning_rates"), origin, at["learning_rates"]),
+        evaluation=tuple(_evaluation(given.get("evaluation") or [], origin, at["evaluation"])),
+        metrics=tuple(given.get("metrics", ["test_acc"])),
+        reference=_reference(given.get("reference"), figures, origin, at["reference"]),
+        samples=given.get("samples"),
+        evaluations=given.get("evaluations"),
         test=given.get("test", "once"),
         script=script,
         args=tuple(str(a) for a in given.get("args", [])),
         values=given.get("values", {}),
         plots=given.get("plots", True),
-        training_file=None if made is None else check_keys(made, TRAINING_FILE, origin, _below(at, "training_file")),
+        training_file=None if made is None else check_keys(made, TRAINING_FILE, origin, at["training_file"]),
         extra=given.get("extra", False),
+        origin=origin,
+        places=(*(f"{place}.config".lstrip(".") for place, _ in layers), at["grid"]),
     )
 
 
-def _methods(given: list | str, origin: Origin, at: str) -> tuple[MethodEntry, ...] | str:
-    if given == "all":
-        return "all"
+def _methods(given: list | str, origin: Origin, at: str) -> tuple[MethodEntry, ...]:
     if isinstance(given, str):
-        origin.wrong(at, given, EXPERIMENT["methods"].meta["words"])
+        origin.wrong(at, given, str(EXPERIMENT["methods"].meta["words"]))
     entries = []
     for i, entry in enumerate(given):
         if isinstance(entry, str):
-            entries.append(MethodEntry(entry, entry, {}))
+            entries.append(MethodEntry(entry, entry))
             continue
-        entry = check_keys(entry, METHOD, origin, f"{at}.{i}")
-        entries.append(
-            MethodEntry(
-                entry.get("name", entry["method"]),
-                entry["method"],
-                flatten(entry.get("config") or {}),
-                _axes(entry.get("where") or {}, origin, f"{at}.{i}.where"),
-                entry.get("extra", False),
-            )
-        )
+        here = f"{at}.{i}"
+        entry = check_keys(entry, METHOD, origin, here)
+        config, where = flatten(entry.get("config") or {}), _axes(entry.get("where") or {}, origin, f"{here}.where")
+        name = entry.get("name", entry["method"])
+        entries.append(MethodEntry(name, entry["method"], config, where, entry.get("extra", False), here))
     labels = [e.label for e in entries]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice:
@@ -433,12 +450,6 @@ def lay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         for old in [k for k in merged if k.startswith(key + ".")]:
             del merged[old]
         merged[key] = value
-    return merged
-
-
-def _over(outer: Mapping, inner: Mapping) -> dict:
-    merged = {**outer, **{k: v for k, v in inner.items() if k in EXPERIMENT}}
-    merged["config"] = lay(*(flatten(part.get("config") or {}) for part in (outer, inner)))
     return merged
 
 

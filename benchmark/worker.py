@@ -1,4 +1,4 @@
-"""A process that takes one job after the other until none is left."""
+"""A worker process, which runs one job after the other until all are done."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import os
 import shutil
 import signal
 import time
+from typing import Any
 
 from fs_lowrank import RunFailed
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
 
 from .execute import Interrupted, execute
-from .plan import Job, Options, plan
+from .plan import Cell, Job, Options, plan
 from .store import Store
 
-#: how often a job is begun again that its worker did not survive
+#: number of workers that may die while they run a job, before the job counts as failed
 _DEATHS = 2
-#: seconds between two signs of life in the marker
+#: seconds between two writes of the progress
 _BEAT = 0.5
 
 
 class Marker:
-    """Says in the job's marker how far it is."""
+    """Writes the progress of a job to the store, at most twice a second."""
 
     def __init__(self, store: Store, job: Job, deaths: int):
         self.store, self.key, self.written = store, job.key, 0.0
@@ -44,7 +45,7 @@ class Marker:
 
 
 def work(options: Options) -> int:
-    """Take jobs until every one is finished or has failed, here or in another process.
+    """Run jobs until every job has finished or failed, in this process or another.
 
     Raises:
         RunFailed: results cannot be written.
@@ -53,23 +54,22 @@ def work(options: Options) -> int:
     while True:
         waiting = False
         for job in list(jobs):
-            ready = job.rated(store) if hasattr(job, "rated") else job
-            if ready is None and _search_failed(store, job):
-                ready = job
-            elif ready is None:
+            ready = job.rated(store)
+            if ready is None and not _search_failed(store, job):
                 waiting = True
                 continue
+            ready = ready or job
             if ready is not job:
-                store.forget_failure(job.key)  # of the search that it waited for, which has succeeded since
+                store.forget_failure(job.key)  # its search had failed, and has succeeded since
             if ready.done(store):
                 jobs.remove(job)
                 continue
-            with store.claim(ready.key) as ours:
-                if ours and not ready.done(store):
+            with store.claim(ready.key) as claimed:
+                if claimed and not ready.done(store):
                     _do(store, ready)
-                if ours:
+                if claimed:
                     jobs.remove(job)
-                    break  # an earlier one may have become possible
+                    break  # an earlier job may be ready now
                 waiting = True
         else:
             if not waiting:
@@ -78,11 +78,13 @@ def work(options: Options) -> int:
 
 
 def _search_failed(store: Store, job: Job) -> bool:
-    return job.search.done(store) and job.search.result(store) is None
+    """Whether the search that ``job`` needs has failed in this call."""
+    search = getattr(job, "search", None)
+    return search is not None and search.done(store) and search.result(store) is None
 
 
 def _do(store: Store, job: Job) -> None:
-    """Do one job that is ours, and write what came of it."""
+    """Run a job whose lock this process holds, and write its result or failure."""
     left = store.marked(job.key)
     deaths = left["deaths"] + 1 if left and left.get("since") == job.options.since else 0
     if deaths >= _DEATHS:
@@ -94,10 +96,9 @@ def _do(store: Store, job: Job) -> None:
             "try fewer --workers, or a smaller batch",
         )
         return
-    waits = getattr(job, "search", None)
-    if waits is not None:
-        reason = store.read("failed", waits.key)["error"]
-        _fail(store, job, "search", f"the search of its learning rate failed: {reason}")
+    if isinstance(job, Cell) and job.search is not None:
+        failed = store.read("failed", job.search.key) or {"error": "its record cannot be read"}
+        _fail(store, job, "search", f"the search of its learning rate failed: {failed['error']}")
         return
     marker = Marker(store, job, deaths)
     try:
@@ -105,14 +106,14 @@ def _do(store: Store, job: Job) -> None:
     except Interrupted:
         store.unmark(job.key)
         raise
-    except Exception as error:  # whatever a cell does must not end the others; it is kept with its reason
+    except Exception as error:  # the failure of a cell must not end the others; it is recorded
         if disk_full(error):
             store.unmark(job.key)
             raise RunFailed(f"{job.where}: {job.label}: {error}") from error
         logging.getLogger("fs_lowrank").exception("%s: %s failed", job.where, job.label)
         _fail(store, job, type(error).__name__, str(error))
         return
-    store.write("cells" if job.kind == "cells" else "searches", {**record, "finished": time.time()})
+    store.write(job.kind, {**record, "finished": time.time()})
     store.unmark(job.key)
     if not job.options.keep:
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -127,7 +128,7 @@ def _fail(store: Store, job: Job, kind: str, reason: str) -> None:
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk is at the bottom of it: then no other cell has a chance."""
+    """Whether the cause of an error is a full disk, so that no other cell can succeed."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -141,9 +142,10 @@ def _interrupt(number, frame) -> None:
     raise Interrupted
 
 
-def main(given: dict) -> int:
+def main(given: dict[str, Any]) -> int:
     """A worker of the crew, with the fields of ``Options`` as plain data; returns the exit code."""
-    options = Options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    options = Options(**fields)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:

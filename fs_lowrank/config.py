@@ -99,6 +99,8 @@ def load_config(
     path: str | os.PathLike | Mapping[str, Any] | Config | None = None,
     /,
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
+    *,
+    origin: Origin | None = None,
     **keys: Any,
 ) -> Config:
     """Read and check a configuration.
@@ -106,6 +108,7 @@ def load_config(
     Args:
         path: a YAML file, or a mapping in its place (nested, dotted, or both).
         overrides: values that take precedence: a mapping, or ``key value`` pairs as on the command line.
+        origin: the file and lines that a mapping was read from, for messages.
         keys: further values, which take precedence over ``overrides``: ``federate__method="rolora"`` or
             ``**{"federate.method": "rolora"}``.
     Raises:
@@ -114,7 +117,7 @@ def load_config(
     """
     if isinstance(path, Config):
         return path.replace(overrides, **keys) if overrides is None else path.replace(overrides).replace(**keys)
-    return _build(*_content(path, as_overrides(overrides), as_overrides(keys)))
+    return _build(*_content(path, as_overrides(overrides), as_overrides(keys), origin=origin))
 
 
 def load_for(
@@ -149,10 +152,10 @@ def load_for(
     return config, {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
 
 
-def _content(path: Any, *changes: Mapping[str, Any]) -> tuple[dict[str, Any], Origin]:
+def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = None) -> tuple[dict[str, Any], Origin]:
     """The content of ``path`` with ``changes`` applied in order, and the origin of every value."""
     tree: dict[str, Any] = {}
-    origin, content = (Origin(), path or {}) if path is None or isinstance(path, Mapping) else read_yaml(path)
+    origin, content = (origin or Origin(), path or {}) if path is None or isinstance(path, Mapping) else read_yaml(path)
     merge(tree, content)
     for mapping in changes:
         merge(tree, mapping)

@@ -83,7 +83,8 @@ def split_row(task: str, row: dict) -> Question:
     text, found, choices = instruction.rpartition(_FORMAT)
     if not (found and text.startswith(form.start) and text.endswith(form.last)):
         raise ValueError(f"not an instruction of {task}: {instruction[:200]!r}")
-    text, options = text[len(form.start) : len(text) - len(form.last)], []
+    text = text[len(form.start) : len(text) - len(form.last)]
+    options: list[str] = []
     if form.word:
         # From the right: a number in the question then cuts nothing off the options. Some ARC rows have five
         # options, or three, and an answer format of four.
@@ -165,7 +166,7 @@ def training_file(
         if not path(root, task, "train").is_file():
             raise UserError(f"{task} has no training file {path(root, task, 'train')}; {HOW_TO_GET}")
         rows = read(root, task, "train")
-        kept = range(len(rows))
+        kept: Sequence[int] = range(len(rows))
         if per_task is not None and per_task < len(rows):
             kept = sorted(random.Random(f"{seed}:{task}").sample(kept, per_task))
         for i in kept:

@@ -21,6 +21,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fs_lowrank.errors import UserError, nearest
 
@@ -107,7 +108,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     members = _members(found.get("group_subtasks", {}), counts)
     result = {}
     for name, values in {**found["results"], **found.get("groups", {})}.items():
-        entry = {
+        entry: dict[str, Any] = {
             key.removesuffix(",none"): float(value)
             for key, value in values.items()
             if "," in key and isinstance(value, (int, float))

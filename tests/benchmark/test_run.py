@@ -127,6 +127,11 @@ def done(bench):
     return bench("run", "tiny.yaml", "--workers", "2")
 
 
+def without_own_methods(place, name):
+    text = (place / "tiny.yaml").read_text().replace("imports: [own_methods]", "")
+    (place / name).write_text(text.replace("[bad_lora, deadly_lora]", "[fedlora]"))
+
+
 def results(place, kind):
     return [json.loads(p.read_text()) for p in sorted((place / "results" / kind).glob("*.json"))]
 
@@ -281,12 +286,7 @@ def test_an_engine_that_is_not_there(place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.setenv("FEDERATEDSCOPE_ROOT", str(place / "no checkout"))
     monkeypatch.delitem(sys.modules, "fs_lowrank.engines.federatedscope", raising=False)
-    (place / "there.yaml").write_text(
-        (place / "tiny.yaml")
-        .read_text()
-        .replace("imports: [own_methods]", "")
-        .replace("[bad_lora, deadly_lora]", "[fedlora]")
-    )
+    without_own_methods(place, "there.yaml")
     options = Options(("there.yaml",), engine="federatedscope", results="elsewhere")
     with pytest.raises(UserError, match="nothing was started; 1 thing.*\n.*FEDERATEDSCOPE_ROOT = .*no checkout"):
         check.check(plan(options), options, workers=1)
@@ -312,12 +312,7 @@ def test_too_little_memory(place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
     monkeypatch.setattr(check, "available_bytes", lambda: 1e9)
-    (place / "small.yaml").write_text(
-        (place / "tiny.yaml")
-        .read_text()
-        .replace("imports: [own_methods]", "")
-        .replace("[bad_lora, deadly_lora]", "[fedlora]")
-    )
+    without_own_methods(place, "small.yaml")
     options = Options(("small.yaml",))
     with pytest.raises(UserError, match=r"memory: 3 workers .* 1.0 GB are free; try --workers 1"):
         check.check(plan(options), options, workers=3)
@@ -326,12 +321,7 @@ def test_too_little_memory(place, monkeypatch):
 def test_done_redo_and_failed_before(place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
-    (place / "one.yaml").write_text(
-        (place / "tiny.yaml")
-        .read_text()
-        .replace("imports: [own_methods]", "")
-        .replace("[bad_lora, deadly_lora]", "[fedlora]")
-    )
+    without_own_methods(place, "one.yaml")
     options = Options(("one.yaml",), results="redo", only=("trouble",), since=100.0)
     cell, again = plan(options)[0], plan(dataclasses.replace(options, redo=True))[0]
     store = options.store

@@ -136,7 +136,7 @@ def test_an_extra_experiment_runs_only_where_it_is_named(write, capsys):
     assert [j.experiment.name for j in plan(options(path, only=("deeper",)))] == ["deeper"] * 2
     assert main(["list", path]) == 0
     listed = capsys.readouterr().out
-    assert "deeper *" in listed and "first *" not in listed and "only where --only names it" in listed
+    assert "deeper *" in listed and "first *" not in listed and "runs only if --only names it" in listed
 
 
 def test_the_contents_of_ones_own_file_decide(write, tmp_path):
@@ -195,7 +195,31 @@ def test_a_method_may_have_a_config_of_its_own_at_a_place_of_the_grid(write):
             "the grid has no clients '4'",
         ),
         ("methds: [rolora]\nconfig: {a: 1}", "unknown key 'methds'; did you mean 'methods'"),
-        ("config: {data: {typ: x}, federate: {client_num: 2}}\nmethods: [rolora]", "unknown key 'data.typ'"),
+        (
+            "config: {data: {typ: x}, federate: {client_num: 2}}\nmethods: [rolora]",
+            "mine.yaml, line 1: unknown key 'data.typ'; did you mean 'data.type'",
+        ),
+        (
+            "config: {federate: {client_num: 2}}\nsmall:\n  config:\n    train: {local_update_steps: many}\n"
+            "methods: [rolora]",
+            "mine.yaml, line 4: train.local_update_steps = 'many': expected a whole number.* (small: main: rolora",
+        ),
+        (
+            "config: {federate: {client_num: 2}}\nmethods: [rolora]\nexperiments:\n  one:\n    config: {lowrank.mx: 1}",
+            "mine.yaml, line 5: unknown key 'lowrank.mx'; did you mean 'mix'",
+        ),
+        (
+            "config: {federate: {client_num: 2}}\nmethods:\n  - method: rolora\n    config: {lowrank.mx: 1}",
+            "mine.yaml, line 4: unknown key 'lowrank.mx'",
+        ),
+        (
+            "config: {federate: {client_num: 2}}\nmethods: [rolora]\ngrid:\n  federate.client_nm: [1]",
+            "mine.yaml, line 4: unknown key 'federate.client_nm'",
+        ),
+        (
+            "config: {federate: {client_num: 2}}\nmethods: [rolora]\ngrid:\n  part:\n    half: {federate.client_nm: 1}",
+            "mine.yaml, line 5: unknown key 'federate.client_nm'",
+        ),
         ("config: {a: 1}", "mine.yaml: methods is missing"),
         ("config: {a: 1}\nmethods: [rolora, rolora]", "mine.yaml, line 2: methods has 'rolora' twice"),
         (
