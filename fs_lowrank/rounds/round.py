@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
 from ..methods import RefusedUpdate, State, Update
 from .admission import is_whole
 from .codec import Codec, Plain, Sizes
@@ -300,7 +299,7 @@ class Round:
                     state = {**state, **{n: t for n, t in message.items() if n in state}}
                 changed = {n: v for n, v in state.items() if v is not before.get(n)}
                 require_finite(changed, message, self.method, self.number, model)
-        except (UserError, OSError):
+        except OSError:  # of this machine's, such as a full disk: no client's value leads to it
             raise
         except NotFinite as error:
             raise BadRound(f"round {self.number}: {error}") from None
