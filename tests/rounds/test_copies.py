@@ -9,7 +9,7 @@ from torch import nn
 from fs_lowrank.methods import Client, Update, create_method
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds.codec import Plain, Uniform
-from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, standing_in
+from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, changed_base, standing_in
 from fs_lowrank.rounds.ledger import Ledger, Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.personal import PersonalParts
@@ -57,8 +57,7 @@ class Run:
         self.standings = dict.fromkeys((1, 2, 3), Standing())
 
     def base(self):
-        changed = set(self.method.changed_base(self.model))
-        return {n: p.detach().clone() for n, p in self.model.named_parameters() if n in changed}
+        return changed_base(self.method, self.model)
 
     def copy(self, client, identity="run"):
         method = method_of(self.name)
