@@ -166,6 +166,25 @@ def test_what_another_run_has_saved_is_not_used(tmp_path, caplog):
 
 
 @EACH
+def test_messages_for_a_client_that_is_never_asked_are_bounded(name, tmp_path):
+    """What is kept for it never exceeds the whole model and one message; when it is asked at last, it is up to date."""
+    run, kept = Run(name, tmp_path), []
+    for number in range(1, 25):
+        run.round(number, (1, 2))
+        newest = [t for came, t in run.ledger.outbox.values() if came == number]
+        older = [t for came, t in run.ledger.outbox.values() if came < number]
+        kept.append((sum(t.nbytes for t in newest), sum(t.nbytes for t in older)))
+    whole = sum(t.nbytes for t in (*run.method.view(run.ledger.state).values(), *run.base().values()))
+    assert all(newest + older <= max(whole, newest) for newest, older in kept)
+    dropped = name in ("flora", "fedloru", "fedloru, momentum")
+    assert bool(run.ledger.horizon) == dropped, "the other methods' messages replace one another"
+    copy, order = run.evaluated(24, 3)
+    assert bool(order.parcel.facts.get("whole")) == dropped and (not dropped or order.sizes[0] == whole)
+    check_same(copy, run)
+    assert run.evaluated(24, 1)[1].since == 23
+
+
+@EACH
 def test_an_order_that_comes_twice_is_followed_once(name, tmp_path):
     run = Run(name, tmp_path)
     run.round(1)
