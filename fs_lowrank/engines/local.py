@@ -54,7 +54,7 @@ class LocalEngine:
 
     def _round(self, number: int) -> dict:
         started = time.perf_counter()
-        site, round = self.site, Round(number, self.ledger)
+        site, round = self.site, Round(number, self.ledger, base=self.site.changed_base)
         for done, client in enumerate(round.selected):
             self.on_client(number, done, len(round.selected))
             order = round.ask(client)
