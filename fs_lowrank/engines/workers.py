@@ -1,8 +1,8 @@
 """Clients trained and evaluated by several processes of this machine (``federate.process_num``).
 
 Each process holds a copy of the base model, which follows the server's messages. What a client trains is decided by its
-data, the tensors it starts from, the round and the seed, so the result does not depend on which process trains it: it is
-equal to the bit to that of one process, if all compute with the same number of threads.
+data, the tensors it starts from, the round and the seed, and not by the process that trains it. So the result is equal
+to the bit to that of one process, if all compute with the same number of threads.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from torch import Tensor
 from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
+from ..jobs.crew import INSIDE
 from ..jobs.pool import Member, Pool
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.frozen import COMPUTED_TOGETHER
 from ..rounds.copies import copied
 from ..rounds.evaluator import CLIENTS, Evaluator
+from ..rounds.keeper import outdir_of
 from ..rounds.parcel import Parcel
 from ..rounds.round import Round
 from ..rounds.site import Site
@@ -37,14 +39,12 @@ from ..training.evaluate import BatchScore, batch_scores, mean_scores
 
 logger = logging.getLogger("fs_lowrank")
 
-#: set in the processes of a suite or a search, where ``auto`` is one process
-INSIDE = "FS_LOWRANK_WORKER"
-
 
 def processes_of(config: Config) -> int:
     """How many processes train the clients of a round.
 
-    ``federate.process_num: auto`` is one for each GPU, or one for each core, but no more than clients train in a round;
+    ``federate.process_num: auto`` is one for each GPU, or one for each thread that torch would
+    use, but no more than clients train in a round;
     in a process of a suite or a search it is 1.
     """
     asked = config.federate.process_num
@@ -52,7 +52,7 @@ def processes_of(config: Config) -> int:
         if os.environ.get(INSIDE):
             return 1
         gpus = torch.cuda.device_count() if config.torch_device != "cpu" else 0
-        asked = gpus or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        asked = gpus or torch.get_num_threads()
     return min(asked, config.sampled_per_round)
 
 
@@ -72,7 +72,7 @@ class Job:
 
 
 class Worker(Member):
-    """The engine's side of one process.
+    """The engine's side of one process. What it prints goes to ``process_N.log`` in the run's folder.
 
     Args:
         rank: from 0.
@@ -81,7 +81,14 @@ class Worker(Member):
     """
 
     def __init__(self, rank: int, config: Config, threads: int):
-        super().__init__(f"{__name__}:serve", config.lowrank.timeout, environment={"OMP_NUM_THREADS": str(threads)})
+        folder = outdir_of(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            f"{__name__}:serve",
+            config.lowrank.timeout,
+            environment={"OMP_NUM_THREADS": str(threads)},
+            log=folder / f"process_{rank + 1}.log",
+        )
         self.rank = rank
         self.send(Parcel({}, config=config.to_dict(), rank=rank, threads=threads))
 
@@ -172,7 +179,7 @@ class Workers:
         """
         site = self.site
         jobs = [
-            Job(_parcel(site, state, client, kind="train", round=round.number, client=client), client % self.count)
+            Job(_parcel(site, state, client, kind="train", round=round.number), client % self.count)
             for client in clients
         ]
         for client, answer in zip(clients, self._do(jobs, on_client)):
@@ -204,7 +211,7 @@ class Workers:
                 continue
             for client, examples in zip(site.clients, site.data.client_tests):
                 if examples is not None:
-                    jobs.append(Job(_parcel(site, state, client.id, kind="score", client=client.id), client.id))
+                    jobs.append(Job(_parcel(site, state, client.id, kind="score"), client.id))
                     of.append((split, client.id))
         scores: dict[tuple[str, int], list[BatchScore]] = {key: [] for key in of}
         for key, answer in zip(of, self._do(jobs)):
@@ -250,7 +257,7 @@ class Workers:
                     answers[number] = f"two processes died of it, the last by {how}"
             if (silent := self.pool.silent()) is not None:
                 logger.warning("%s has not answered within lowrank.timeout, %g s", silent, silent.timeout)
-                silent.kill()
+                silent.process.kill()  # its end is heard next
         return [answers[i] for i in range(len(jobs))]
 
     def _replace(self, rank: int, when: str) -> str:
@@ -269,10 +276,11 @@ class Workers:
         self.pool.end()
 
 
-def _parcel(site: Site, state: State, client: int, **facts: Any) -> Parcel:
-    """The tensors of a client's model beside the base: ``view/NAME`` and ``personal/NAME``."""
+def _parcel(site: Site, state: State, client: int, /, **facts: Any) -> Parcel:
+    """The tensors of a client's model beside the base, ``view/NAME`` and ``personal/NAME``, and the fact ``client``."""
     tensors = {f"view/{n}": t for n, t in site.method.view(state, client).items()}
-    return Parcel(tensors | {f"personal/{n}": t for n, t in site.personal.of(client).items()}, **facts)
+    tensors |= {f"personal/{n}": t for n, t in site.personal.of(client).items()}
+    return Parcel(tensors, client=client, **facts)
 
 
 def _parts(parcel: Parcel, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -402,4 +410,3 @@ def part_of(examples: Examples | ImageExamples, part: int, parts: int, size: int
 
 def _on(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {n: t.to(device) for n, t in tensors.items()}
-

@@ -11,7 +11,6 @@ from torch import nn
 from ..models.frozen import FrozenPrefix
 from .local import to_device
 
-
 #: sum of the losses, correct predictions, and number of predictions of one batch
 BatchScore = tuple[float, int, int]
 
