@@ -1,19 +1,22 @@
-"""The embedded engine: every client in this process, on one copy of the model.
+"""The embedded engine: all clients on this machine.
 
-What a client trains is named tensors, swapped in and out of the one model, so memory is the base plus the
-clients' adapters.
+What a client trains is named tensors, swapped in and out of one model, so memory is the base plus the clients'
+adapters. With ``federate.process_num`` P, P further processes train and evaluate, each with a copy of the base
+(``workers.py``).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from ..config import check_local
 from ..errors import RunFailed, UserError
+from ..methods import State
 from ..rounds.ending import end_round
 from ..rounds.evaluator import Evaluator
 from ..rounds.keeper import RecordKeeper, check_outdir, outdir_of
@@ -23,8 +26,51 @@ from ..rounds.round import Round
 from ..rounds.site import Site
 from ..runs.result import RunResult
 from ..settings import Settings
+from .workers import Workers, processes_of
 
 logger = logging.getLogger("fs_lowrank")
+
+
+class ThisProcess:
+    """Trains and evaluates in the engine's process; ``Workers`` does the same with several."""
+
+    def begin(self, site: Site, state: Callable[[], State]) -> None:
+        """The run begins, or goes on, with the data and the model of ``site``."""
+        self.site = site
+
+    def train(self, round: Round, clients: Sequence[int], state: State, on_client: Callable[[int], object]) -> None:
+        """Train ``clients`` one after the other, and hand what they answer to ``round``.
+
+        Args:
+            on_client: called with the number of clients that are done, when one begins.
+        """
+        site = self.site
+        for done, client in enumerate(clients):
+            on_client(done)
+            try:
+                site.load_client(state, client)
+                update, result = site.fit(
+                    site.clients[client - 1], site.data.clients[client - 1], round.number, site.model, site.prefix
+                )
+            except UserError:
+                raise
+            except Exception as error:  # one client's failure must not end the others' round; it is recorded
+                round.fail(client, "failed", f"{type(error).__name__}: {error}")
+                logger.debug("client %d", client, exc_info=True)
+                continue
+            parcel = Parcel(update.tensors, round=round.number, samples=update.num_samples, loss=result.loss)
+            if round.take(client, parcel):
+                site.keep_personal(client, round.number)
+
+    def follow(self, message: Mapping[str, Tensor], round: int) -> None:
+        """The engine's own model is the only one, and has followed."""
+
+    def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, float]]:
+        """See ``Evaluator.evaluate``."""
+        return evaluator.evaluate(state)
+
+    def end(self) -> None:
+        """Nothing is left to end."""
 
 
 class LocalEngine:
@@ -44,46 +90,45 @@ class LocalEngine:
     ):
         check_local(config)
         self.config = config
-        self.site = Site(config)
-        self.evaluator = Evaluator(self.site)
-        self.evaluator.check_watched()
-        self.method, self.model = self.site.method, self.site.model
-        self.ledger = Ledger.of(config, self.method, self.site.initial_state, self.site.clients)
-        self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
+        count = processes_of(config)
+        # Processes load data and model while this one does.
+        self.trains: ThisProcess | Workers = Workers(config, count) if count > 1 else ThisProcess()
+        try:
+            self.site = Site(config)
+            self.evaluator = Evaluator(self.site)
+            self.evaluator.check_watched()
+            self.method, self.model = self.site.method, self.site.model
+            self.ledger = Ledger.of(config, self.method, self.site.initial_state, self.site.clients)
+            self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
+        except BaseException:
+            self.trains.end()
+            raise
 
     def _round(self, number: int) -> dict:
         started = time.perf_counter()
-        site, round = self.site, Round(number, self.ledger)
-        for done, client in enumerate(round.selected):
-            self.on_client(number, done, len(round.selected))
+        round = Round(number, self.ledger, base=self.site.changed_base)
+        clients = []
+        for client in round.selected:
             order = round.ask(client)
             round.delivered(order)
-            if order.purpose != "train":
-                continue
-            try:
-                site.load_client(self.ledger.state, client)
-                update, result = site.fit(
-                    site.clients[client - 1], site.data.clients[client - 1], number, site.model, site.prefix
-                )
-            except UserError:
-                raise
-            except Exception as error:  # one client's failure must not end the others' round; it is recorded
-                round.fail(client, "failed", f"{type(error).__name__}: {error}")
-                logger.debug("client %d", client, exc_info=True)
-                continue
-            if round.take(client, Parcel(update.tensors, round=number, samples=update.num_samples, loss=result.loss)):
-                site.keep_personal(client, number)
+            if order.purpose == "train":
+                clients.append(client)
+        self.trains.train(
+            round, clients, self.ledger.state, lambda done: self.on_client(number, done, len(round.selected))
+        )
         trained = time.perf_counter()
-        end_round(round, self.keeper)
+        message = end_round(round, self.keeper).message
+        if message is not None:
+            self.trains.follow(message, number)
         aggregated = time.perf_counter()
-        metrics = self.evaluator.evaluate(self.ledger.state) if self.evaluator.due(number) else {}
+        metrics = self.trains.evaluate(self.evaluator, self.ledger.state) if self.evaluator.due(number) else {}
         seconds = {
             "training": trained - started,
             "aggregation": aggregated - trained,
             "evaluation": time.perf_counter() - aggregated,
         }
-        return round.record(metrics, seconds, site.take_spent())
+        return round.record(metrics, seconds, self.site.take_spent())
 
     def run(self, resume: bool = False) -> RunResult:
         """All rounds, from the start or from the last checkpoint.
@@ -99,10 +144,12 @@ class LocalEngine:
                 f"the run in {self.keeper.outdir} stopped: {error}; when that is mended, run again with --resume"
             ) from error
         finally:
+            self.trains.end()
             self.keeper.release()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint = self.keeper.start(resume)
+        self.trains.begin(self.site, lambda: self.ledger.state)
         first = checkpoint.round + 1 if checkpoint else 1
         for round in range(first, self.config.federate.total_round_num + 1):
             if self.evaluator.stalled(self.keeper.history):

@@ -20,6 +20,8 @@ from .shell import INTERRUPTED, OK, WRONG_USE
 
 #: how often the place of a worker that died is taken by another
 RESTARTS = 8
+#: a variable that is set in every worker, so that what runs there starts no processes of its own unless it is told to
+INSIDE = "FS_LOWRANK_WORKER"
 
 
 @contextmanager
@@ -97,7 +99,9 @@ class Crew:
         self.processes: dict[int, Process] = {}
 
     def _start(self, index: int) -> None:
-        environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(self._threads())}
+        environment = {INSIDE: "1"}
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(self._threads())
         options = self.options
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[index % len(self.gpus)]

@@ -29,7 +29,8 @@ from .names import tags
 
 logger = logging.getLogger("fs_lowrank")
 
-_BATCH = 32
+#: number of samples whose states are computed in one batch
+COMPUTED_TOGETHER = 32
 #: number of samples that are run with and without cached states before the cache is used
 _TRIED = 4
 
@@ -271,8 +272,8 @@ class FrozenPrefix:
             buffer = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=dtype).view(shape)
             path.unlink()  # the mapping remains valid, and no file is left when the process ends
         order = np.argsort(-lengths, kind="stable")
-        for first in range(0, len(order), _BATCH):
-            indices = order[first : first + _BATCH]
+        for first in range(0, len(order), COMPUTED_TOGETHER):
+            indices = order[first : first + COMPUTED_TOGETHER]
             for row, i in zip(self._hidden(examples, indices).cpu(), indices):
                 buffer[starts[i] : starts[i + 1]] = row[: lengths[i]]
         return buffer, starts

@@ -122,11 +122,10 @@ class OwnCopy(SharedCopy):
         Raises:
             RunFailed: it could not be written; what was saved before is as it was.
         """
-        changed = set(self.method.changed_base(self.model))
         trained, before = self.personal.before.get(self.client, (0, None))
         parts: dict[str, Mapping[str, Tensor]] = {
             "shared": self.shared,
-            "base": {n: p for n, p in self.model.named_parameters() if n in changed},
+            "base": changed_base(self.method, self.model),
             "personal": self.personal.get(self.client, {}),
             "before": before or {},
         }
@@ -186,6 +185,12 @@ def _saved(folder: Path, client: int, identity: str) -> Checkpoint | None:
 def copied(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
     """A copy of the model's tensors that carry one of the ``wanted`` tags."""
     return {n: p.detach().clone() for n, p in named_tensors(model, wanted).items()}
+
+
+def changed_base(method: Method, model: nn.Module) -> dict[str, Tensor]:
+    """The base weights of ``model`` that ``method`` has changed by now (``Method.changed_base``), not copied."""
+    changed = set(method.changed_base(model))
+    return {n: p.detach() for n, p in model.named_parameters() if n in changed}
 
 
 def answer(round: int, update: Update, loss: float, codec: Codec) -> Parcel:

@@ -147,10 +147,9 @@ class RecordKeeper:
         return freq > 0 and (round % freq == 0 or round == self.config.federate.total_round_num)
 
     def save(self, round: int) -> None:
-        changed = set(self.method.changed_base(self.site.model))
         parts, known = self.ledger.saved(round)
         parts |= {
-            "base": {n: p for n, p in self.site.model.named_parameters() if n in changed},
+            "base": self.site.changed_base(),
             "personal": {f"{c}/{n}": t for c, own in self.site.personal.items() for n, t in own.items()},
         }
         save_checkpoint(
@@ -257,8 +256,7 @@ class RecordKeeper:
             final=final,
             outdir=self.outdir,
             model=self.site.model,
-            base_changed="base" in self.method.shared
-            or any("base" in tags(n) for n in self.method.changed_base(self.site.model)),
+            base_changed="base" in self.method.shared or any("base" in tags(n) for n in self.site.changed_base()),
             facts={
                 "method": self.method.name,
                 "source": self.site.data.source,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..algebra import nbytes
 from ..methods import Client, Method, State
 from ..seeds import derive
 from ..settings import Settings
@@ -67,6 +68,8 @@ class Ledger:
         self.outbox: dict[str, tuple[int, Tensor]] = {}
         #: messages up to this round are gone from the outbox
         self.floor = 0
+        #: of these, those up to this round went because a client that lacks them is sent the whole model instead
+        self.horizon = 0
         #: clients of whose copy nothing is known: they get everything
         self.unknown: set[int] = set()
         #: client -> the last round that it trained in for nothing, until it has been told so
@@ -153,7 +156,8 @@ class Ledger:
             standing: what the copy says. None: it does not say, and what was delivered to it counts.
         """
         if standing is None:
-            return None if client in self.unknown else self._synced.get(client, 0)
+            stands = self._synced.get(client, 0)
+            return None if client in self.unknown or stands < self.horizon else stands
         known = standing.round == 0 or standing.stamp == self.stamp(standing.round)
         return standing.round if known and self.floor <= standing.round <= self.stood else None
 
@@ -170,8 +174,15 @@ class Ledger:
 
     # -- a round's end -----------------------------------------------------------------------------
 
-    def commit(self, round: int, state: State, message: Mapping[str, Tensor]) -> None:
-        """``round`` is finished: its state, and what every copy is to be sent."""
+    def commit(self, round: int, state: State, message: Mapping[str, Tensor], base_bytes: int | None = None) -> None:
+        """``round`` is finished: its state, and what every copy is to be sent.
+
+        Messages for late clients are kept up to the bytes of the whole model (what is shared, and the base weights that
+        changed); a client that lacks more is sent the whole model. The newest message is kept whatever it weighs.
+
+        Args:
+            base_bytes: of the base weights that the method has changed; None: not known, so that no message is dropped.
+        """
         before, self.state, self.stood = self.state, state, round
         for name, tensor in message.items():
             self.outbox[name] = (round, tensor if self.keep_messages else tensor.to("meta"))
@@ -181,8 +192,23 @@ class Ledger:
             redrawn = name not in message and state.get(name) is not before.get(name)
             if redrawn or self.outbox[name][0] <= everyone_has:
                 del self.outbox[name]
-        self.floor = max(self.floor, everyone_has)
+        if base_bytes is not None:
+            self._drop_old(nbytes(self.method.view(state)) + base_bytes)
+        self.floor = max(self.floor, self.horizon, everyone_has)
         self.stamps = {r: stamp for r, stamp in self.stamps.items() if r >= self.floor}
+
+    def _drop_old(self, limit: int) -> None:
+        """Forget the oldest messages until those that are kept weigh at most ``limit`` bytes, or one round is left."""
+        by_round: Counter[int] = Counter()
+        for came, tensor in self.outbox.values():
+            by_round[came] += tensor.numel() * tensor.element_size()
+        total = by_round.total()
+        for came in sorted(by_round)[:-1]:
+            if total <= limit:
+                break
+            total -= by_round[came]
+            self.horizon = came
+        self.outbox = {n: kept for n, kept in self.outbox.items() if kept[0] > self.horizon}
 
     # -- on disk -----------------------------------------------------------------------------------
 
@@ -200,6 +226,8 @@ class Ledger:
                 n: [came, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, (came, t) in self.outbox.items()
             },
         }
+        if self.horizon:
+            data["horizon"] = self.horizon
         if self.stamps:
             parts["outbox"] = {n: t for n, (_, t) in self.outbox.items()}
         if self.stamps or self.stood != round:
@@ -231,7 +259,7 @@ class Ledger:
             for n, (came, shape, dtype) in data["outbox"].items()
         }
         standings = data.get("standings", {})
-        self.stood = standings.get("stood", round)
+        self.stood, self.horizon = standings.get("stood", round), data.get("horizon", 0)
         # Without their values, older messages are of no use to a copy of its own.
         self.floor = standings.get("floor", round)
         self.stamps = {int(r): stamp for r, stamp in standings.get("stamps", {}).items()}

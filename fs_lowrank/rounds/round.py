@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..algebra import nbytes
 from ..methods import RefusedUpdate, State, Update
 from .admission import is_whole
 from .codec import Codec, Plain, Sizes
@@ -82,8 +82,8 @@ class Round:
         selected: the clients that take part; None: those that the ledger draws.
         intake: where updates go; one of its own for every round. By default they are kept.
         codec: how tensors travel, both ways.
-        base: gives the base weights that the method has changed, as the server's own copy has them; asked where a
-            client must be given everything.
+        base: gives the base weights that the method has changed, as the server's own copy has them
+            (``Site.changed_base``), for clients that must be given everything. None: they are not known, and not sent.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Round:
         *,
         intake: Intake | None = None,
         codec: Codec | None = None,
-        base: Callable[[], Mapping[str, Tensor]] = dict,
+        base: Callable[[], Mapping[str, Tensor]] | None = None,
     ):
         self.number, self.ledger, self.method = number, ledger, ledger.method
         self.selected = sorted(ledger.select(number) if selected is None else selected)
@@ -168,7 +168,7 @@ class Round:
 
     def _changed_base(self) -> Mapping[str, Tensor]:
         if self._base is None or self._base[0] != self.ledger.stood:
-            self._base = self.ledger.stood, self.base()
+            self._base = self.ledger.stood, self.base() if self.base else {}
         return self._base[1]
 
     def delivered(self, order: Order) -> None:
@@ -285,7 +285,7 @@ class Round:
             self.roll_back()
             raise TooFewClients(f"round {self.number}: {error}") from None
         state, message = self._step(gathered.updates, model)
-        ledger.commit(self.number, state, message)
+        ledger.commit(self.number, state, message, None if self.base is None else nbytes(self.base()))
         return self._ended(message, self.trains - self.losses.keys())
 
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:
@@ -300,7 +300,7 @@ class Round:
                     state = {**state, **{n: t for n, t in message.items() if n in state}}
                 changed = {n: v for n, v in state.items() if v is not before.get(n)}
                 require_finite(changed, message, self.method, self.number, model)
-        except (UserError, OSError):
+        except OSError:  # of this machine's, such as a full disk: no client's value leads to it
             raise
         except NotFinite as error:
             raise BadRound(f"round {self.number}: {error}") from None

@@ -29,6 +29,7 @@ from ..settings import Eval
 from ..training import train_client
 from ..training.local import LocalResult
 from ..training.schedule import evaluation_due, lr_at, schedule_of
+from .copies import changed_base
 from .personal import PersonalParts
 from .record import Spent
 from .reuse import Reuse
@@ -225,6 +226,10 @@ class Site:
     def personal_now(self) -> dict[str, Tensor]:
         """A copy of the personal tensors in the model."""
         return {n: p.detach().clone() for n, p in named_tensors(self.model, self.method.personal).items()}
+
+    def changed_base(self) -> dict[str, Tensor]:
+        """The base weights that the method has changed in the one model; not copied."""
+        return changed_base(self.method, self.model)
 
     def fit(
         self,

@@ -33,7 +33,8 @@ class Federate:
     restore_from: str = key("", local="")
     share_local_model: bool = key(False, result=False)
     online_aggr: bool = key(False, result=False)
-    process_num: int = key(1, result=False)
+    #: processes that train the clients of a round; 0, written ``auto``, is one for each GPU or core
+    process_num: int = key(1, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
     save_to: str = key("", result=False, idle="a run leaves its adapter or model in outdir")
     save_freq: int = key(-1, result=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import nn
@@ -9,8 +11,10 @@ from torch import nn
 from ..models.frozen import FrozenPrefix
 from .local import to_device
 
+#: sum of the losses, correct predictions, and number of predictions of one batch
+BatchScore = tuple[float, int, int]
 
-@torch.no_grad()
+
 def evaluate(
     model: nn.Module, examples, batch_size: int, *, owner: str = "", prefix: FrozenPrefix | None = None
 ) -> dict[str, float]:
@@ -22,10 +26,26 @@ def evaluate(
         ``loss`` and ``acc``. For a classifier both are per sample; for a causal LM per predicted token
         (positions with label -100 are ignored).
     """
+    return mean_scores(batch_scores(model, examples, batch_size, owner=owner, prefix=prefix))
+
+
+def mean_scores(scores: Iterable[BatchScore]) -> dict[str, float]:
+    """``loss`` and ``acc`` over all batches, added in the order given."""
+    loss, correct, count = 0.0, 0, 0
+    for batch_loss, batch_correct, batch_count in scores:
+        loss, correct, count = loss + batch_loss, correct + batch_correct, count + batch_count
+    return {"loss": loss / count, "acc": correct / count}
+
+
+@torch.no_grad()
+def batch_scores(
+    model: nn.Module, examples, batch_size: int, *, owner: str = "", prefix: FrozenPrefix | None = None
+) -> list[BatchScore]:
+    """The scores of each batch of ``batch_size``, the longest samples first."""
     model.eval()
     device = next(model.parameters()).device
     order = np.argsort(-examples.lengths, kind="stable")
-    loss, correct, count = 0.0, 0, 0
+    scores = []
     for start in range(0, len(order), batch_size):
         indices = order[start : start + batch_size]
         batch = to_device(examples.batch(indices), device)
@@ -39,7 +59,6 @@ def evaluate(
             logits, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
         kept = labels != -100
         logits, labels = logits[kept].float(), labels[kept]
-        loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
-        correct += int((logits.argmax(-1) == labels).sum())
-        count += len(labels)
-    return {"loss": loss / count, "acc": correct / count}
+        loss = float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        scores.append((loss, int((logits.argmax(-1) == labels).sum()), len(labels)))
+    return scores

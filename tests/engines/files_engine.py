@@ -176,9 +176,7 @@ class Server:
     def round(self, number: int) -> dict | None:
         """The record of round ``number``; None while replies are missing."""
         site = self.site
-        changed = set(site.method.changed_base(site.model))
-        base = lambda: {n: p.detach() for n, p in site.model.named_parameters() if n in changed}  # noqa: E731
-        round = Round(number, self.ledger, codec=codec_of(self.config), base=base)
+        round = Round(number, self.ledger, codec=codec_of(self.config), base=site.changed_base)
         answers = self.exchange(round, round.selected, "train")
         if answers is None:
             return None

@@ -9,7 +9,7 @@ from torch import nn
 from fs_lowrank.methods import Client, Update, create_method
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds.codec import Plain, Uniform
-from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, standing_in
+from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, changed_base, standing_in
 from fs_lowrank.rounds.ledger import Ledger, Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.personal import PersonalParts
@@ -57,8 +57,7 @@ class Run:
         self.standings = dict.fromkeys((1, 2, 3), Standing())
 
     def base(self):
-        changed = set(self.method.changed_base(self.model))
-        return {n: p.detach().clone() for n, p in self.model.named_parameters() if n in changed}
+        return changed_base(self.method, self.model)
 
     def copy(self, client, identity="run"):
         method = method_of(self.name)
@@ -164,6 +163,25 @@ def test_what_another_run_has_saved_is_not_used(tmp_path, caplog):
     # The same is to be had without a model.
     assert standing_in(tmp_path / "1", 1, "run") == run.copy(1).standing != Standing()
     assert standing_in(tmp_path / "1", 1, "another") == standing_in(tmp_path / "none", 1, "run") == Standing()
+
+
+@EACH
+def test_messages_for_a_client_that_is_never_asked_are_bounded(name, tmp_path):
+    """What is kept for it never exceeds the whole model and one message; when it is asked at last, it is up to date."""
+    run, kept = Run(name, tmp_path), []
+    for number in range(1, 25):
+        run.round(number, (1, 2))
+        newest = [t for came, t in run.ledger.outbox.values() if came == number]
+        older = [t for came, t in run.ledger.outbox.values() if came < number]
+        kept.append((sum(t.nbytes for t in newest), sum(t.nbytes for t in older)))
+    whole = sum(t.nbytes for t in (*run.method.view(run.ledger.state).values(), *run.base().values()))
+    assert all(newest + older <= max(whole, newest) for newest, older in kept)
+    dropped = name in ("flora", "fedloru", "fedloru, momentum")
+    assert bool(run.ledger.horizon) == dropped, "the other methods' messages replace one another"
+    copy, order = run.evaluated(24, 3)
+    assert bool(order.parcel.facts.get("whole")) == dropped and (not dropped or order.sizes[0] == whole)
+    check_same(copy, run)
+    assert run.evaluated(24, 1)[1].since == 23
 
 
 @EACH

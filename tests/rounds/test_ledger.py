@@ -25,9 +25,9 @@ def ledger(method="rolora", clients=4, per_round=4, min_clients=1, seed=0, **opt
     return Ledger(made, state(), clients, per_round, min_clients, seed, **options)
 
 
-def step(ledger, number, clients, order=list):
+def step(ledger, number, clients, order=list, base=None):
     """A round of ``clients``, whose tensors hold their number all over; what each was sent."""
-    one, sent = Round(number, ledger, clients), {}
+    one, sent = Round(number, ledger, clients, base=base), {}
     for client in clients:
         sent[client] = one.ask(client)
         one.delivered(sent[client])
@@ -196,6 +196,18 @@ def test_a_stamp_is_of_this_run_and_this_history():
         step(one, 1, clients)
         stamps.add(one.stamp(1))
     assert len(stamps) == 3
+
+
+def test_a_late_client_is_sent_the_whole_model_where_that_is_less_also_after_a_restart():
+    one = ledger("flora", clients=3, keep_messages=True)
+    for number in range(1, 9):
+        step(one, number, (1, 2), base=lambda: {"m.weight": torch.zeros(5, 7)})
+    whole = 4 * (2 * 7 + 5 * 2 + 3 * 5 + 5 * 7)
+    assert 0 < one.horizon < 8 and sum(t.nbytes for _, t in one.outbox.values()) <= whole
+    again = ledger("flora", clients=3, keep_messages=True)
+    again.restore(8, *(json.loads(json.dumps(part)) if n else part for n, part in enumerate(one.saved(8))), "cpu")
+    for each in (one, again):
+        assert each.since(3) is None and each.since(1) == 7
 
 
 @pytest.mark.parametrize("told", [True, False])

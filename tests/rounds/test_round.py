@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 
+from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 from fs_lowrank.rounds.codec import Uniform
 from fs_lowrank.rounds.intake import RunningMean, TooFewClients
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.parcel import Parcel
-from fs_lowrank.rounds.round import Round
+from fs_lowrank.rounds.round import BadRound, Round
 from fs_lowrank.settings import AdapterSpec
 
 A, B, HEAD = "m.lora_A.default.weight", "m.lora_B.default.weight", "classifier.weight"
@@ -143,6 +144,33 @@ def test_too_few_leave_all_as_it_was():
         with pytest.raises(TooFewClients, match="round 2: 1 usable updates, lowrank.min_clients is 2$"):
             one.finish()
         assert (kept.state, kept.synced, kept.undone, kept.outbox, kept.stood) == before
+
+
+@pytest.mark.parametrize(
+    "error, raised",
+    [
+        (UserError("the server's step came to nothing finite"), BadRound),
+        (ZeroDivisionError("by zero"), BadRound),
+        (OSError(28, "No space left on device"), OSError),
+    ],
+)
+def test_an_error_of_the_servers_step_is_a_bad_round_unless_it_is_of_the_machine(monkeypatch, error, raised):
+    """Whatever class of error clients' values lead to, the round can be left out; a full disk is no bad round."""
+
+    def aggregate(updates, state, round):
+        raise error
+
+    kept = ledger()
+    one = Round(1, kept, (1, 2))
+    deliver(one, 1, 2)
+    for client in (1, 2):
+        assert one.take(client, sent(one, client))
+    monkeypatch.setattr(kept.method, "aggregate", aggregate)
+    with pytest.raises(raised, match=str(error.args[-1])):
+        one.finish()
+    assert kept.stood == 0
+    if raised is BadRound:
+        assert one.leave_out("it failed").undone == {1, 2}
 
 
 def test_a_client_drawn_to_drop_out_follows():

@@ -32,14 +32,13 @@ class MethodAggregator(Aggregator):
         folder = os.path.dirname(path)
         if folder:
             os.makedirs(folder, exist_ok=True)
-        changed = set(session.method.changed_base(self.model))
         torch.save(
             {
                 "cur_round": cur_round,
                 "method": session.method.name,
                 "model": {n: t.detach().cpu() for n, t in session.method.view(ledger.state).items()},
                 "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in ledger.state.items()},
-                "base": {n: p.detach().cpu() for n, p in self.model.named_parameters() if n in changed},
+                "base": {n: p.cpu() for n, p in session.site.changed_base().items()},
             },
             path,
         )

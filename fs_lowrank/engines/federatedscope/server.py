@@ -11,7 +11,6 @@ import time
 from typing import Any, Literal
 
 from federatedscope.core.message import Message
-from torch import Tensor
 
 from ...errors import UserError
 from ...rounds.intake import Kept, RunningMean
@@ -116,7 +115,7 @@ class LowRankServer(DistributedServer):
             None if drawn is None else map(int, drawn),
             intake=self._intake(),
             codec=self.codec,
-            base=self._changed_base,
+            base=self.session.site.changed_base,
         )
         self.msg_buffer["train"].setdefault(self.state, {})
         self.to_ask = list(self.round.selected)
@@ -130,11 +129,6 @@ class LowRankServer(DistributedServer):
         if self._cfg.federate.use_ss:
             return Shares(self.client_num, uniform, self.session.site.device)
         return RunningMean(uniform) if self._cfg.federate.online_aggr else Kept()
-
-    def _changed_base(self) -> dict[str, Tensor]:
-        model = self.session.site.model
-        changed = set(self.session.method.changed_base(model))
-        return {n: p.detach().clone() for n, p in model.named_parameters() if n in changed}
 
     def _ask(self, count: int) -> None:
         """Send the round's message to the next ``count`` clients that will train."""

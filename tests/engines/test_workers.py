@@ -1,0 +1,182 @@
+"""``federate.process_num`` on the embedded engine: what one process gives, whatever becomes of the processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fs_lowrank
+from fs_lowrank.engines import workers
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.methods import get_method_class, requirements
+
+METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
+QUICK = ("rolora", "fedloru")
+
+
+@pytest.fixture
+def few(settings, tmp_path, no_curves):
+    """``few(name, keys)``: four clients, two rounds of two steps, under an outdir of their own."""
+
+    def make(name, keys=None, of=None):
+        base = {"federate.client_num": 4, "federate.total_round_num": 2, "train.local_update_steps": 2}
+        return fs_lowrank.load_config(of or settings, {**base, "outdir": str(tmp_path / name), **(keys or {})})
+
+    return make
+
+
+def same(a, b):
+    """Tensors, metrics, losses and bytes equal to the bit."""
+    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+    for first, second in zip(a.history, b.history, strict=True):
+        for key in first.keys() - {"seconds", "client_seconds"}:
+            assert first[key] == second[key], key
+    assert a.final == b.final
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in METHODS])
+def test_the_same_as_one_process(few, method):
+    one_shot = ".one_shot." in get_method_class(method).__module__
+    keys = {"federate.method": method, "federate.total_round_num": 1 if one_shot else 2}
+    keys |= {} if one_shot else {"federate.sample_client_num": 3}
+    same(fs_lowrank.run(few("one", keys)), fs_lowrank.run(few("two", {**keys, "federate.process_num": 2})))
+
+
+def test_the_clients_own_models_are_evaluated(few):
+    keys = {"federate.method": "pfedlora", "federate.make_global_eval": False}
+    same(fs_lowrank.run(few("one", keys)), fs_lowrank.run(few("two", {**keys, "federate.process_num": 3})))
+
+
+def test_a_language_model(few, causal_settings):
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1}
+    one = fs_lowrank.run(few("one", keys, causal_settings))
+    same(one, fs_lowrank.run(few("two", {**keys, "federate.process_num": 2}, causal_settings)))
+
+
+def test_resumed_with_another_number_of_processes(few):
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3}
+    whole = fs_lowrank.run(few("whole", keys))
+    config = few("parts", {**keys, "federate.process_num": 2})
+    fs_lowrank.run(config, on_round=lambda record: record["round"] == 1)
+    same(whole, fs_lowrank.run(config.replace({"federate.process_num": 3}), resume=True))
+
+
+def test_a_process_that_is_killed(few, monkeypatch):
+    """While its client trains, once in every round: the client is trained again by another process."""
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3}
+    whole = fs_lowrank.run(few("whole", keys))
+    engine = LocalEngine(few("killed", {**keys, "federate.process_num": 2}))
+    killed = []
+
+    def send(self, item, send=workers.Worker.send):
+        send(self, item)
+        facts = item.facts
+        if facts.get("kind") == "train" and facts["round"] not in killed:
+            killed.append(facts["round"])
+            os.kill(self.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(workers.Worker, "send", send)
+    same(whole, engine.run())
+    assert killed == [1, 2, 3]
+
+
+def test_a_client_that_kills_two_processes_costs_its_update(few, monkeypatch):
+    engine = LocalEngine(few("killed", {"federate.process_num": 2}))
+
+    def send(self, item, send=workers.Worker.send):
+        send(self, item)
+        if item.facts.get("kind") == "train" and item.facts["client"] == 3:
+            os.kill(self.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(workers.Worker, "send", send)
+    result = engine.run()
+    for record in result.history:
+        assert record["clients"] == [1, 2, 4]
+        (failure,) = record["failed"]
+        assert failure["client"] == 3 and "two processes died of it, the last by signal 9" in failure["reason"]
+
+
+def test_a_process_that_is_silent(few, monkeypatch):
+    keys = {"federate.method": "fedlora", "lowrank.timeout": 60}
+    whole = fs_lowrank.run(few("whole", keys))
+    engine = LocalEngine(few("stopped", {**keys, "federate.process_num": 2}))
+    stopped = []
+
+    def send(self, item, send=workers.Worker.send):
+        if item.facts.get("kind") == "train" and not stopped:
+            stopped.append(self)
+            os.kill(self.process.pid, signal.SIGSTOP)
+            self.timeout = 2.0
+        send(self, item)
+
+    monkeypatch.setattr(workers.Worker, "send", send)
+    same(whole, engine.run())
+    assert stopped[0].process.returncode == -signal.SIGKILL
+
+
+def test_wrong_use_in_a_process_is_one_error(few, monkeypatch):
+    """What a process cannot load, as its engine could when it began, is the user's error and not a traceback."""
+    config = few("gone", {"federate.process_num": 2})
+    monkeypatch.setattr(config.__class__, "to_dict", lambda self: {**to_dict(self), "device": "nowhere"})
+    with pytest.raises(fs_lowrank.UserError, match="device"):
+        LocalEngine(config).run()
+
+
+to_dict = fs_lowrank.config.Config.to_dict
+
+
+def test_no_process_outlives_its_engine(few, tmp_path):
+    config = few("orphans", {"federate.process_num": 2, "federate.total_round_num": 1000})
+    config.dump(tmp_path / "run.yaml")
+    command = [sys.executable, "-m", "fs_lowrank.cli", "run", "--cfg", str(tmp_path / "run.yaml")]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    records = Path(config.outdir) / "rounds.jsonl"
+    try:
+        deadline = time.monotonic() + 120
+        while not (records.exists() and records.read_text()):
+            assert parent.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        children = _children(parent.pid)
+        assert len(children) == 2
+    finally:
+        parent.kill()
+        parent.wait(60)
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "a process goes on without its engine"
+        time.sleep(0.1)
+    json.loads(records.read_text().splitlines()[0])
+
+
+def _children(pid: int) -> list[int]:
+    return [int(n) for t in Path(f"/proc/{pid}/task").iterdir() for n in (t / "children").read_text().split()]
+
+
+def test_how_many(few, monkeypatch):
+    assert workers.processes_of(few("a", {"federate.process_num": "auto"})) == min(torch.get_num_threads(), 4)
+    assert workers.processes_of(few("b", {"federate.process_num": 64})) == 4, "no more than clients train in a round"
+    monkeypatch.setenv(workers.INSIDE, "1")
+    assert workers.processes_of(few("c", {"federate.process_num": "auto"})) == 1
+    assert workers.processes_of(few("d", {"federate.process_num": 2})) == 2
+    with pytest.raises(fs_lowrank.UserError, match="process_num.*-1.*a whole number or auto"):
+        few("e", {"federate.process_num": -1})
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_parts_are_evaluated_in_the_batches_of_the_whole(few, parts):
+    engine = LocalEngine(few("parts"))
+    test = engine.site.held_out()["test"]
+    size = 5
+    from fs_lowrank.training.evaluate import batch_scores
+
+    whole = batch_scores(engine.model, test, size)
+    pieces = [workers.part_of(test, part, parts, size) for part in range(parts)]
+    assert sum(map(len, pieces)) == len(test)
+    assert [s for piece in pieces if len(piece) for s in batch_scores(engine.model, piece, size)] == whole
