@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from .config import Config, load_config, load_for
 from .engines import get_engine
 from .errors import RunFailed, UserError
-from .jobs.files import replacing
+from .jobs.files import replacing, to_json
 from .runs.plots import plot_curves
 from .runs.result import RunResult
 from .seeds import generators_kept
@@ -99,7 +98,7 @@ def compare(
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)
         with replacing(outdir / "comparison.json") as aside:
             aside.write_text(
-                json.dumps(
+                to_json(
                     {
                         n: {
                             "schema": SCHEMA,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..errors import RunFailed
 
@@ -48,6 +51,23 @@ def replacing(path: str | Path, durable: bool = True) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
+
+
+def to_json(value: Any, **layout: Any) -> str:
+    """``value`` as JSON. NaN and infinities, for which JSON has no word, are null.
+
+    Args:
+        layout: ``indent`` and ``separators``, as for ``json.dumps``.
+    """
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: plain(item) for key, item in part.items()}
+        if isinstance(part, (list, tuple)):
+            return [plain(item) for item in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(plain(value), allow_nan=False, **layout)
 
 
 def write_text(path: str | Path, text: str, durable: bool = True) -> None:

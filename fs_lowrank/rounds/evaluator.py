@@ -88,10 +88,15 @@ class Evaluator:
         }
 
     def key_value(self, record: Mapping[str, Any]) -> float | None:
-        """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better; None if it has none."""
+        """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better.
+
+        None if it has none, or one that is not finite.
+        """
         split, metric = watched(self.config)
         value = record["metrics"].get(split, {}).get(metric)
-        return None if value is None else (value if metric == "loss" else -value)
+        if value is None or not math.isfinite(value):
+            return None
+        return value if metric == "loss" else -value
 
     def stalled(self, history: Iterable[Mapping[str, Any]]) -> bool:
         """FederatedScope's early stopping: ``patience`` evaluations running, none better than the best by ``delta``."""

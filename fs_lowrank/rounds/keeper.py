@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..algebra import nbytes
 from ..config import Config, load_config
 from ..errors import RunFailed, UserError
-from ..jobs.files import write_text
+from ..jobs.files import to_json, write_text
 from ..jobs.locks import take
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
@@ -125,10 +124,10 @@ class RecordKeeper:
         check_outdir(self.config, resume)
         records = self.outdir / "rounds.jsonl"
         checkpoint = load_checkpoint(self.outdir / "checkpoint") if resume else None
-        history = []
+        history: list[dict[str, Any]] = []
         if checkpoint:
             self.restore(checkpoint)
-            history = read_records(records, up_to=checkpoint.round)
+            history = read_records(records, checkpoint.round, checkpoint.meta.get("records", ()))
             if [record["round"] for record in history] != list(range(1, checkpoint.round + 1)):
                 raise UserError(
                     f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
@@ -137,9 +136,9 @@ class RecordKeeper:
         self._records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
         about = {"schema": SCHEMA, **environment(), "new_weights": self.site.new_weights}
-        write_text(self.outdir / "environment.json", json.dumps(about, indent=1))
+        write_text(self.outdir / "environment.json", to_json(about, indent=1))
         data = {"schema": SCHEMA, **self.site.data.record()}
-        write_text(self.outdir / "data.json", json.dumps(data, separators=(",", ":")))
+        write_text(self.outdir / "data.json", to_json(data, separators=(",", ":")))
         return checkpoint
 
     def checkpoint_due(self, round: int) -> bool:
@@ -158,6 +157,7 @@ class RecordKeeper:
             {n: p for n, p in parts.items() if p},
             {
                 **known,
+                "records": self._records.digests if self._records else [],
                 "config": self.config.to_dict(),
                 "revisions": revisions(self.config),
                 "data": self.site.data.fingerprint,
@@ -291,5 +291,5 @@ class RecordKeeper:
             "versions": environment()["versions"],
             "seed": self.config.seed,
         }
-        write_text(self.outdir / "summary.json", json.dumps(summary, indent=1))
+        write_text(self.outdir / "summary.json", to_json(summary, indent=1))
         return result

@@ -36,9 +36,17 @@ def round_record(
     metrics: Mapping[str, Mapping[str, float]],
     seconds: Mapping[str, float],
     spent: Mapping[int, Spent],
+    evaluation_downlink: int = 0,
     skipped: str = "",
 ) -> dict[str, Any]:
     """The line of ``rounds.jsonl``; bytes come by client, with and without the head.
+
+    The downlink is that of all orders that were delivered: to train, to follow, and to evaluate. Where clients evaluate
+    models of their own, ``evaluation_downlink_bytes`` says how much of it came with orders to evaluate; what a client
+    was sent then, it is not sent again to train. The embedded engine evaluates clients' models where they lie and sends
+    nothing for it.
+
+    A metric that is not finite is NaN here, and null in the file (``runs.records``).
 
     ``skipped``: why the round was left out (``lowrank.on_bad_round``); no client is among its ``clients`` then, and
     its loss is of those that had trained.
@@ -57,11 +65,15 @@ def round_record(
         "clients": [] if skipped else sorted(losses),
         "failed": sorted(failed, key=lambda f: f["client"]),
         "loss": sum(losses[c] * samples[c] for c in losses) / sum(samples[c] for c in losses),
-        "metrics": metrics,
+        "metrics": {
+            split: {name: value if math.isfinite(value) else math.nan for name, value in values.items()}
+            for split, values in metrics.items()
+        },
         "uplink_bytes": sum(b for b, _ in uplink.values()),
         "uplink_bytes_without_head": sum(b for _, b in uplink.values()),
         "downlink_bytes": sum(b for b, _ in downlink.values()),
         "downlink_bytes_without_head": sum(b for _, b in downlink.values()),
+        **({"evaluation_downlink_bytes": evaluation_downlink} if evaluation_downlink else {}),
         "client_uplink_bytes": {c: b for c, (b, _) in sorted(uplink.items())},
         "client_downlink_bytes": {c: b for c, (b, _) in sorted(downlink.items())},
         "adapter_norm": norms(view),

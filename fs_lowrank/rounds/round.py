@@ -105,6 +105,8 @@ class Round:
         #: by client: bytes with and without the head; and what the admitted updates said
         self.uplink: dict[int, Sizes] = {}
         self.downlink: dict[int, Sizes] = {}
+        #: of ``downlink``, the bytes of orders to evaluate
+        self.evaluation_downlink = 0
         self.losses: dict[int, float] = {}
         self.samples: dict[int, int] = {}
         #: of the admitted updates, where the ledger's admission bounds them
@@ -184,6 +186,8 @@ class Round:
         ledger.undone.pop(client, None)
         counted = self.downlink.get(client, (0, 0))
         self.downlink[client] = (counted[0] + order.sizes[0], counted[1] + order.sizes[1])
+        if order.purpose == "evaluate":
+            self.evaluation_downlink += order.sizes[0]
         if order.purpose == "follow":
             self.fail(client, "dropped", "drawn by lowrank.drop_rate")
 
@@ -350,6 +354,7 @@ class Round:
             losses=self.losses,
             uplink=self.uplink,
             downlink=self.downlink,
+            evaluation_downlink=self.evaluation_downlink,
             samples=self.samples,
             metrics=metrics,
             spent=spent,

@@ -71,8 +71,9 @@ def quick(installed, settings, tmp_path, no_curves):
 def same(local, other):
     """The global tensors to the bit, and all of the records but the seconds.
 
-    Where clients evaluate models of their own they follow to the end of the round, which counts. So what the embedded
-    engine, whose clients share its model, sends in the next round has been sent by then, and one message more at last.
+    Where clients evaluate models of their own they are sent the end of the round for it, which counts. So what the
+    embedded engine, whose clients share its model, sends in the next round has been sent by then, and one message more
+    at last.
     """
     for (name, a), (other_name, b) in zip(local.model.named_parameters(), other.model.named_parameters(), strict=True):
         assert name == other_name and torch.equal(a, b), name
@@ -85,6 +86,9 @@ def same(local, other):
     if follow:
         a, b = ([record["downlink_bytes"] for record in result.history] for result in (local, other))
         assert sum(a) < sum(b)
+        for record in local.history:
+            assert "evaluation_downlink_bytes" not in record
+        assert all(0 < record["evaluation_downlink_bytes"] <= record["downlink_bytes"] for record in other.history)
         if all(len(record["selected"]) == len(local.facts["clients"]) for record in local.history):
             assert a[1:] == b[:-1]
 
