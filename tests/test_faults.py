@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,17 @@ def in_child(work):
             os._exit(work() or 0)
         except BaseException:
             os._exit(99)
+    return ended(child)
+
+
+def ended(child):
+    """The exit status of a forked process; it is killed where it takes longer than ten minutes."""
+    descriptor = os.pidfd_open(child)
+    try:
+        if not wait([descriptor], 600):
+            os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(descriptor)
     return os.waitpid(child, 0)[1]
 
 
@@ -273,7 +285,7 @@ def test_the_command_killed_and_resumed(config_file, tmp_path, capsys):
         )
     wait_for_rounds(tmp_path / "run", 2, process)
     process.kill()
-    process.wait()
+    process.wait(60)
     imported = (tmp_path / "stderr").read_text()
     modules = {line.rsplit("|", 1)[-1].strip() for line in imported.splitlines() if line.startswith("import time:")}
     assert "torch" in modules and not modules & {"optuna", "lm_eval", "federatedscope"}, "a run needs no extra"
@@ -306,7 +318,7 @@ def test_interrupted_from_the_keyboard(config_file, tmp_path):
             os._exit(99)
     wait_for_rounds(tmp_path / "run", 2)
     os.kill(child, signal.SIGINT)
-    status = os.waitpid(child, 0)[1]
+    status = ended(child)
     text = output.read_text()
     assert os.waitstatus_to_exitcode(status) == 130, text
     assert "interrupted" in text and "--resume" in text and str(config_file) in text and "Traceback" not in text

@@ -49,10 +49,14 @@ class Evaluator:
         The clients' own are evaluated where they differ from the global one, and where
         ``federate.make_global_eval`` is False, which leaves the global one out.
         """
-        held_out = self.site.held_out()
+        return {**self.held_out(), **({CLIENTS: self.clients(state)} if CLIENTS in self.splits() else {})}
+
+    def held_out(self) -> dict[str, dict[str, float]]:
+        """Metrics of the global model by split; none where ``federate.make_global_eval`` is False."""
         return {
-            split: self.clients(state) if split == CLIENTS else self.score(held_out[split], split)
-            for split in self.splits()
+            split: self.score(examples, split)
+            for split, examples in self.site.held_out().items()
+            if split in self.splits()
         }
 
     def score(self, examples: Examples | ImageExamples, owner: str) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """An engine of another package, whose processes end after every message, gives what the embedded engine gives."""
 
-import multiprocessing
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from fs_lowrank.methods import get_method_class, requirements
 
 ENGINE = Path(__file__).with_name("files_engine.py")
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
+FOR_CAUSAL = [m for m in fs_lowrank.list_methods() if "CausalLM" in requirements(m).tasks]
 FOR_IMAGES = [m for m in fs_lowrank.list_methods() if m not in METHODS]
 #: where a hyperparameter changes what travels, or what a copy must remember
 VARIANTS = [
@@ -104,6 +104,15 @@ def test_the_same_as_the_embedded_engine(quick, method, keys):
     same(fs_lowrank.run(quick("local", keys)), fs_lowrank.run(quick("files", keys), "files"))
 
 
+@pytest.mark.parametrize("method", slow_but([(m,) for m in FOR_CAUSAL], lambda method: method == "fedloru"))
+def test_causal_models(quick, causal_settings, method):
+    keys = {"federate.method": method, "federate.sample_client_num": 2}
+    same(
+        fs_lowrank.run(quick("local", keys, causal_settings)),
+        fs_lowrank.run(quick("files", keys, causal_settings), "files"),
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", FOR_IMAGES)
 def test_methods_for_images_alone(quick, vision_settings, method):
@@ -132,23 +141,20 @@ def test_a_server_that_is_killed(quick, monkeypatch, at):
 
     keys = {"federate.method": "pfedloru", "lowrank.tau": 1, "federate.client_num": 2}
     local, config = fs_lowrank.run(quick("local", keys)), quick("files", keys)
-    started, seen, process = [], [], files_engine.process
+    started, seen, start = [], [], files_engine.start
 
     def killed(target, *args):
         started.append(target)
-        if target is not files_engine.server_process or started.count(target) != at:
-            return process(target, *args)
-        one = multiprocessing.get_context("forkserver").Process(target=target, args=(*args, 1))
-        one.start()
-        one.kill()
-        one.join()
-        return one.exitcode
+        process = start(target, *args)
+        if target is files_engine.server_process and started.count(target) == at:
+            process.kill()
+        return process
 
     def on_round(record):
         seen.append(record["round"])
 
     with monkeypatch.context() as patch:
-        patch.setattr(files_engine, "process", killed)
+        patch.setattr(files_engine, "start", killed)
         with pytest.raises(fs_lowrank.RunFailed, match="exit code -9; run again with --resume"):
             fs_lowrank.run(config, "files", on_round=on_round)
     same(local, fs_lowrank.run(config, "files", resume=True, on_round=on_round))
@@ -160,19 +166,16 @@ def test_a_client_that_is_killed(quick, monkeypatch):
     import files_engine
 
     config = quick("files", {"federate.method": "fedlora", "federate.total_round_num": 2})
-    started, process = [], files_engine.process
+    started, start = [], files_engine.start
 
     def killed(target, *args):
+        process = start(target, *args)
         if target is files_engine.client_process and args[1].endswith("000001/train/order_2"):
             started.append(target)
-            one = multiprocessing.get_context("forkserver").Process(target=target, args=(*args, 1))
-            one.start()
-            one.kill()
-            one.join()
-            return one.exitcode
-        return process(target, *args)
+            process.kill()
+        return process
 
-    monkeypatch.setattr(files_engine, "process", killed)
+    monkeypatch.setattr(files_engine, "start", killed)
     first, second = fs_lowrank.run(config, "files").history
     assert started and first["clients"] == [1, 3] and second["clients"] == [1, 2, 3]
     assert first["failed"] == [{"client": 2, "kind": "failed", "reason": "its process ended with exit code -9"}]
