@@ -29,7 +29,7 @@ def run(
 
     Args:
         config: from ``load_config``, or the path of a YAML file.
-        engine: ``local`` runs all clients in this process; for the others see ``list_engines``.
+        engine: ``local`` runs all clients in this process; ``list_engines`` names the others.
         resume: continue from the last checkpoint in ``config.outdir``.
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).

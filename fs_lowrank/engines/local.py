@@ -1,7 +1,7 @@
 """The embedded engine: every client in this process, on one copy of the model.
 
-What a client trains is named tensors, swapped in and out of the one model, so memory is the base plus the
-clients' adapters.
+The tensors that a client trains are swapped in and out of the model, so the memory is that of the base and the clients'
+adapters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("fs_lowrank")
 
 
 class LocalEngine:
-    """One run on this machine.
+    """One run in this process.
 
     Args:
         config: the run's configuration.
@@ -68,7 +68,7 @@ class LocalEngine:
                 )
             except UserError:
                 raise
-            except Exception as error:  # one client's failure must not end the others' round; it is recorded
+            except Exception as error:  # the failure of one client is recorded and must not end the round
                 round.fail(client, "failed", f"{type(error).__name__}: {error}")
                 logger.debug("client %d", client, exc_info=True)
                 continue
@@ -86,11 +86,11 @@ class LocalEngine:
         return round.record(metrics, seconds, site.take_spent())
 
     def run(self, resume: bool = False) -> RunResult:
-        """All rounds, from the start or from the last checkpoint.
+        """Run all rounds, from the start or from the last checkpoint.
 
         Raises:
             UserError: the folder holds another run, or cannot be continued with this configuration.
-            RunFailed: something cannot be written, too few clients remain, or another run writes there.
+            RunFailed: something cannot be written, too few clients remain, or another run writes to the folder.
         """
         try:
             return self._run(resume)

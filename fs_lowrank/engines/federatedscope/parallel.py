@@ -290,7 +290,7 @@ def _clients(cfg, resources: dict[int, object], resume: bool):
     cfg.freeze(inform=False, save=False)
     session = current()
     # What a run goes on from is the server's; whoever shares its model or keeps personal tensors needs it too.
-    checkpoint = load_checkpoint(session.outdir / "checkpoint") if resume else None
+    checkpoint = load_checkpoint(session.outdir / "checkpoint", session.site.device) if resume else None
     if checkpoint:
         session.keeper.restore(checkpoint)
     elif cfg.federate.restore_from:
