@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from .config import Config, load_config, load_for
 from .engines import get_engine
 from .errors import RunFailed, UserError
-from .jobs.files import replacing
+from .jobs.files import replacing, to_json
 from .runs.plots import plot_curves
 from .runs.result import RunResult
 from .seeds import generators_kept
@@ -30,7 +29,7 @@ def run(
 
     Args:
         config: from ``load_config``, or the path of a YAML file.
-        engine: ``local`` runs all clients in this process; for the others see ``list_engines``.
+        engine: ``local`` runs all clients in this process; ``list_engines`` names the others.
         resume: continue from the last checkpoint in ``config.outdir``.
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).
@@ -99,7 +98,7 @@ def compare(
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)
         with replacing(outdir / "comparison.json") as aside:
             aside.write_text(
-                json.dumps(
+                to_json(
                     {
                         n: {
                             "schema": SCHEMA,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rich.markup import escape
@@ -36,37 +36,24 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
             help="override the file, e.g.: federate.total_round_num 20 train.optimizer.lr 0.05",
         )
 
-    run = commands.add_parser(
-        "run",
-        help="run a configuration",
-        description="Run a configuration: prints a line per round, then the files.",
-        epilog=_CODES,
-    )
-    run_options(run)
-    run.set_defaults(do=_run)
-    compare = commands.add_parser(
-        "compare", help="run a configuration with several methods; a table and a plot", epilog=_CODES
-    )
+    def add(do: Callable, help: str, description: str | None = None) -> argparse.ArgumentParser:
+        command = commands.add_parser(do.__name__[1:], help=help, description=description, epilog=_CODES)
+        command.set_defaults(do=do)
+        return command
+
+    run_options(add(_run, "run a configuration", "Run a configuration: prints a line per round, then the files."))
+    compare = add(_compare, "run a configuration with several methods; a table and a plot")
     run_options(compare)
     compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods, separated by commas")
-    compare.set_defaults(do=_compare)
-    methods = commands.add_parser("methods", help="list the methods, or show one in full")
-    methods.add_argument("name", nargs="?", metavar="NAME")
-    methods.set_defaults(do=_methods)
-    doctor = commands.add_parser("doctor", help="show what is installed and usable, and how to get the rest")
-    doctor.set_defaults(do=_doctor)
-    fetch = commands.add_parser("fetch", help="download the small models and data sets of the quick start")
+    add(_methods, "list the methods, or show one in full").add_argument("name", nargs="?", metavar="NAME")
+    add(_doctor, "show what is installed and usable, and how to get the rest")
+    fetch = add(_fetch, "download the small models and data sets of the quick start")
     fetch.add_argument("names", nargs="*", metavar="NAME", help="items to download; without any, list them")
-    fetch.set_defaults(do=_fetch)
     return parser, commands.choices.values()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.
-
-    0: success; 1: a valid run could not continue (a full disk, too few usable clients), or doctor misses something;
-    2: usage error; 130: interrupted.
-    """
+    """Run one command; returns the exit code (``_CODES``)."""
 
     def again(args: argparse.Namespace) -> str:
         resumes = hasattr(args, "cfg")
@@ -118,13 +105,21 @@ def _announce(config, name: str) -> None:
     )
 
 
+def _table(lines: Iterable[Sequence[str]]) -> Table:
+    """A table of text; the first line is its header."""
+    header, *rows = lines
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
-    """A table that is not truncated at the width of the console; the first line is its header."""
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(lines[0]):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    for line in lines[1:]:
-        table.add_row(*line)
+    """A table of figures that is not truncated at the width of the console; the first line is its header."""
+    table = _table(lines)
+    table.title, table.title_justify = title, "left"
+    for i, column in enumerate(table.columns):
+        column.justify, column.no_wrap = "right" if i else "left", True
     table.width = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
     return table
 
@@ -146,7 +141,7 @@ def _print_figures(title: str | None, lines: Sequence[Sequence[str]]) -> None:
 
 
 def _print_results(results: dict) -> None:
-    """Print the table of all methods, that of personal models if there are any, and the total traffic."""
+    """Print a table of all methods, one of the clients' own models if there are any, and the total traffic."""
     from .runs.summary import human_bytes, per_client_and_round, seconds
 
     names = sorted({k for result in results.values() for k in result.final if k != "best_round"})
@@ -276,13 +271,11 @@ def _methods(args: argparse.Namespace) -> None:
     from .methods import Averaging, get_method_class, list_methods
 
     if args.name is None:
-        table = Table()
-        for column in ("method", "source", "a client sends", "server step"):
-            table.add_column(column)
+        lines = [("method", "source", "a client sends", "server step")]
         for name in list_methods():
             cls = get_method_class(name)
-            table.add_row(name, cls.source, cls.sends, "weighted mean" if issubclass(cls, Averaging) else "its own")
-        console.print(table)
+            lines.append((name, cls.source, cls.sends, "weighted mean" if issubclass(cls, Averaging) else "its own"))
+        console.print(_table(lines))
         return
     cls = get_method_class(args.name)
     console.print(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""), markup=False, soft_wrap=True)
@@ -300,14 +293,11 @@ def _methods(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import examine
 
-    table = Table()
-    for column in ("", "what", "found", "what to do"):
-        table.add_column(column)
-    checks = examine()
+    lines, checks = [("", "what", "found", "what to do")], examine()
     for check in checks:
         mark = "[green]ok[/]" if check.ok else ("[red]missing[/]" if check.required else "[yellow]absent[/]")
-        table.add_row(mark, *map(escape, (check.what, check.found, "" if check.ok else check.remedy)))
-    console.print(table)
+        lines.append((mark, escape(check.what), escape(check.found), "" if check.ok else escape(check.remedy)))
+    console.print(_table(lines))
     return shell.OK if all(c.ok or not c.required for c in checks) else shell.FAILED
 
 
@@ -315,12 +305,10 @@ def _fetch(args: argparse.Namespace) -> None:
     from .data.fetch import FETCHABLE, fetch, resolve
 
     if not args.names:
-        table = Table()
-        for column in ("name", "what", "size", "licence", "here"):
-            table.add_column(column)
+        lines = [("name", "what", "size", "licence", "here")]
         for name, item in FETCHABLE.items():
-            table.add_row(name, item.description, str(item.size), item.licence, "yes" if resolve(name) else "")
-        console.print(table)
+            lines.append((name, item.description, str(item.size), item.licence, "yes" if resolve(name) else ""))
+        console.print(_table(lines))
         return
     for name in args.names:
         console.print(

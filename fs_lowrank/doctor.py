@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: ``found`` is the state in words, ``remedy`` is shown unless ``ok``."""
+    """One line of the report: ``found`` describes the state, ``remedy`` is shown unless ``ok``."""
 
     what: str
     ok: bool
@@ -32,7 +32,7 @@ def _package(name: str, remedy: str, required: bool = False) -> Check:
 
 
 def _framework() -> list[Check]:
-    """Import the framework, which is the only way to know whether it can be used."""
+    """Import the framework; only that shows whether it can be used."""
     from .errors import UserError
 
     try:
@@ -40,7 +40,7 @@ def _framework() -> list[Check]:
         from .engines.federatedscope import FRAMEWORK, compat
     except UserError as error:
         return [Check("engine federatedscope", False, getattr(error, "what", str(error)), getattr(error, "remedy", ""))]
-    except Exception as error:  # the other engine works, whatever fails here
+    except Exception as error:  # of the framework's code; the other engines work all the same
         return [
             Check(
                 "engine federatedscope",
@@ -55,7 +55,7 @@ def _framework() -> list[Check]:
 
 
 def _added_engines() -> list[Check]:
-    """The engines of other packages; each is imported, since only that shows whether it can be used."""
+    """The engines of other packages; each is imported, as only that shows whether it can be used."""
     from .engines import added_engines, get_engine
     from .errors import UserError
 
@@ -77,8 +77,8 @@ def examine() -> list[Check]:
     """All checks, required packages first."""
     from .data.fetch import FETCHABLE, home, resolve
 
-    here = (3, 11) <= tuple(map(int, platform.python_version_tuple()[:2]))
-    checks = [Check("Python", here, platform.python_version(), "install Python 3.11 or later", required=True)]
+    supported = (3, 11) <= tuple(map(int, platform.python_version_tuple()[:2]))
+    checks = [Check("Python", supported, platform.python_version(), "install Python 3.11 or later", required=True)]
     checks += [_package(n, "pip install fs-lowrank with constraints.txt", required=True) for n in _CORE]
     if find_spec("torchvision"):
         checks.append(

@@ -1,4 +1,4 @@
-"""One seed per run: every use of randomness derives its own stream from it."""
+"""Every use of randomness derives its own seed from the one of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generators_kept() -> Iterator[None]:
     import torch
 
     python, array = random.getstate(), np.random.get_state()
-    # To ask a GPU for its generator's state would start CUDA in processes that never use it.
+    # Reading the state of a GPU's generator would start CUDA in a process that does not use it.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices):

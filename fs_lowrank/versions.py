@@ -1,9 +1,9 @@
-"""The version of the package, and of the files that it writes: the one place for both.
+"""The version of the package and the schema of the files that it writes.
 
 The files that carry ``"schema"`` are ``summary.json``, ``environment.json``, ``data.json`` and each checkpoint's
-``meta.json`` of a run, the entries of ``comparison.json``, the results of ``benchmark`` and what ``hpo`` found.
-``rounds.jsonl`` follows the ``environment.json`` beside it. A file without the key is of version 0.1.0, before files
-said so, and is read as schema 1.
+``meta.json`` of a run, the entries of ``comparison.json``, and the results of ``benchmark`` and ``hpo``. The schema of
+``rounds.jsonl`` is that of the ``environment.json`` beside it. A file without the key was written by version 0.1.0, and
+is read as schema 1.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from .errors import UserError
 
-#: setup.py reads it from this line, without importing anything
+#: setup.py reads it from this line, without importing the package
 __version__ = "0.2.0.dev0"
 
-#: Goes up by one when a reader of the version before would misread a file, not when a field is added.
+#: Raised by one when a reader of the previous version would misread a file, not when a field is added.
 SCHEMA = 1
 
 
@@ -26,13 +26,14 @@ class NewerSchema(UserError):
 
 
 def check_schema(content: Mapping[str, Any], path: str | Path) -> None:
-    """Whether this version reads what a file holds.
+    """Check that this version can read a file.
 
     Args:
-        content: the file's, as plain data. path: the file, for the message.
+        content: of the file, as plain data.
+        path: of the file, for the message.
     Raises:
         NewerSchema: a newer version wrote it.
-        UserError: its schema is no whole number above 0.
+        UserError: its schema is not a whole number above 0.
     """
     schema = content.get("schema", 1)
     if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:

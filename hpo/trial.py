@@ -17,6 +17,7 @@ import optuna
 import fs_lowrank
 from fs_lowrank import Config, UserError
 from fs_lowrank.jobs.locks import exclusive
+from fs_lowrank.runs.records import read_records
 
 from .search import BEAT
 from .settings import Settings
@@ -89,15 +90,7 @@ def trial_config(
 def history_of(folder: Path) -> list[dict]:
     """The records of a run up to its last checkpoint, where it goes on."""
     saved = [int(p.name.removeprefix("round_")) for p in (folder / "checkpoint").glob("round_*")]
-    records: list[dict] = []
-    for line in (folder / "rounds.jsonl").read_text().splitlines() if saved else ():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if record["round"] <= max(saved):
-            records.append(record)
-    return records
+    return read_records(folder / "rounds.jsonl", up_to=max(saved)) if saved else []
 
 
 class Runner:

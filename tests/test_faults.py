@@ -3,12 +3,14 @@
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,17 @@ def in_child(work):
             os._exit(work() or 0)
         except BaseException:
             os._exit(99)
+    return ended(child)
+
+
+def ended(child):
+    """The exit status of a forked process; it is killed where it takes longer than ten minutes."""
+    descriptor = os.pidfd_open(child)
+    try:
+        if not wait([descriptor], 600):
+            os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(descriptor)
     return os.waitpid(child, 0)[1]
 
 
@@ -272,7 +285,7 @@ def test_the_command_killed_and_resumed(config_file, tmp_path, capsys):
         )
     wait_for_rounds(tmp_path / "run", 2, process)
     process.kill()
-    process.wait()
+    process.wait(60)
     imported = (tmp_path / "stderr").read_text()
     modules = {line.rsplit("|", 1)[-1].strip() for line in imported.splitlines() if line.startswith("import time:")}
     assert "torch" in modules and not modules & {"optuna", "lm_eval", "federatedscope"}, "a run needs no extra"
@@ -305,7 +318,7 @@ def test_interrupted_from_the_keyboard(config_file, tmp_path):
             os._exit(99)
     wait_for_rounds(tmp_path / "run", 2)
     os.kill(child, signal.SIGINT)
-    status = os.waitpid(child, 0)[1]
+    status = ended(child)
     text = output.read_text()
     assert os.waitstatus_to_exitcode(status) == 130, text
     assert "interrupted" in text and "--resume" in text and str(config_file) in text and "Traceback" not in text
@@ -835,8 +848,27 @@ def test_records_of_two_runs_in_one_file(make):
     engine.run()
     lines = (engine.keeper.outdir / "rounds.jsonl").read_text().splitlines()
     (engine.keeper.outdir / "rounds.jsonl").write_text("\n".join([lines[0], lines[0], *lines[1:]]) + "\n")
-    with pytest.raises(UserError, match="rounds 1 to 3 once each"):
+    with pytest.raises(UserError, match="rounds.jsonl, line 2: the record of round 1 is not what the run wrote"):
         make("run").run(resume=True)
+
+
+def test_a_model_of_huge_weights_is_recorded_in_valid_json(make, monkeypatch):
+    """Its weights are finite and its loss is not: the run goes on, and every file that it writes can be read."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    keys = {**ALL, "federate.total_round_num": 2, "eval.freq": 1, "early_stop.patience": 1}
+    keys |= {"eval.best_res_update_round_wise_key": "test_loss"}
+    engine = make("run", {**keys, "train.local_update_steps": 1})
+    for round in (1, 2):
+        huge(engine, monkeypatch, round=round, size=3e37)
+    result = engine.run()
+    assert math.isnan(result.final["test_loss"]) and "best_round" not in result.final
+    for path in (engine.keeper.outdir / "rounds.jsonl", engine.keeper.outdir / "summary.json"):
+        for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            assert "null" in text and json.loads(text, parse_constant=refuse)
+    make("run", {**keys, "train.local_update_steps": 1}).run(resume=True)
 
 
 def test_a_finished_run_is_not_overwritten(make):

@@ -1,7 +1,7 @@
 """Pure functions on tensors. They do not depend on models, files or methods."""
 
 from .factorise import factor_matrices, factor_shapes, factorise, multiply, product_norm_squared
-from .flat import FlatTensors, nbytes
+from .flat import FlatTensors, digest, nbytes
 from .lowrank import low_rank_sum_svd, stack_pairs, top_components
 from .match import exact_transport, move_inputs, move_outputs, nonparametric_matching
 from .mean import weighted_mean
@@ -14,6 +14,7 @@ __all__ = [
     "bits_for",
     "conjugate_gradients",
     "conjugate_path",
+    "digest",
     "exact_transport",
     "factor_matrices",
     "factor_shapes",

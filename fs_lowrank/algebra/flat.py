@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 
@@ -12,6 +13,16 @@ from torch import Tensor
 def nbytes(tensors: Mapping[str, Tensor]) -> int:
     """Total size in bytes, the sum of ``numel × itemsize``. Meta tensors are accepted."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def digest(tensors: Mapping[str, Tensor], seed: str = "") -> str:
+    """SHA-256, in hexadecimal, of ``seed`` and the names, shapes, dtypes and values, in the order of the names."""
+    total = hashlib.sha256(seed.encode())
+    for name in sorted(tensors):
+        plain = tensors[name].detach().cpu().contiguous()
+        total.update(f"{name}{tuple(plain.shape)}{plain.dtype}".encode())
+        total.update(plain.flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
 class FlatTensors(Mapping[str, Tensor]):

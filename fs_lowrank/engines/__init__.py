@@ -1,4 +1,4 @@
-"""What runs a method: the embedded engine, the plug-in for FederatedScope, and what other packages add."""
+"""The engines: the embedded one, the plug-in for FederatedScope, and those of other packages."""
 
 from .catalogue import added_engines, get_engine, list_engines
 

@@ -1,4 +1,4 @@
-"""The engines by name: built in, and added by other packages. Nothing else imports an engine by name."""
+"""The engines by name: built-in ones and those of other packages. No other module imports an engine by name."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _BUILT_IN = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.
 
 @cache
 def _added(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    """The engines of other packages; looked for once for each ``sys.path``, since that takes time."""
-    found: dict[str, EntryPoint] = {}
+    """The engines of other packages; searched once for each ``sys.path``, as that takes time."""
+    added: dict[str, EntryPoint] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        taken = _BUILT_IN.get(point.name) or (point.name in found and found[point.name].value)
+        taken = _BUILT_IN.get(point.name) or (point.name in added and added[point.name].value)
         if taken and taken != point.value:
             raise UserError(
                 f"a package adds an engine {point.name!r} ({point.value}), but there is one of this name already "
                 f"({taken}); uninstall one of the two packages, or give its engine another name"
             )
-        found[point.name] = point
-    return found
+        added[point.name] = point
+    return added
 
 
 def added_engines() -> Mapping[str, str]:
@@ -41,10 +41,10 @@ def list_engines() -> list[str]:
 
 
 def get_engine(name: str) -> ModuleType:
-    """The engine's module, whose ``run(config, resume, on_round, on_client)`` does what ``fs_lowrank.run`` says.
+    """The engine's module; its ``run(config, resume, on_round, on_client)`` is what ``fs_lowrank.run`` calls.
 
     Raises:
-        UserError: no such engine, which names the nearest; or it cannot be imported, or has no ``run``.
+        UserError: there is no such engine (the message names the nearest), it cannot be imported, or it has no ``run``.
     """
     if name in _BUILT_IN:
         return import_module(_BUILT_IN[name])

@@ -1,6 +1,6 @@
 """The embedded engine: all clients on this machine.
 
-What a client trains is named tensors, swapped in and out of one model, so memory is the base plus the clients'
+The tensors that a client trains are swapped in and out of the model, so the memory is that of the base and the clients'
 adapters. With ``federate.process_num`` P, P further processes train and evaluate, each with a copy of the base
 (``workers.py``).
 """
@@ -54,7 +54,7 @@ class ThisProcess:
                 )
             except UserError:
                 raise
-            except Exception as error:  # one client's failure must not end the others' round; it is recorded
+            except Exception as error:  # the failure of one client is recorded and must not end the round
                 round.fail(client, "failed", f"{type(error).__name__}: {error}")
                 logger.debug("client %d", client, exc_info=True)
                 continue
@@ -131,11 +131,11 @@ class LocalEngine:
         return round.record(metrics, seconds, self.site.take_spent())
 
     def run(self, resume: bool = False) -> RunResult:
-        """All rounds, from the start or from the last checkpoint.
+        """Run all rounds, from the start or from the last checkpoint.
 
         Raises:
             UserError: the folder holds another run, or cannot be continued with this configuration.
-            RunFailed: something cannot be written, too few clients remain, or another run writes there.
+            RunFailed: something cannot be written, too few clients remain, or another run writes to the folder.
         """
         try:
             return self._run(resume)

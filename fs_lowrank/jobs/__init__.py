@@ -1,1 +1,1 @@
-"""The workshop: crews that take work from a store, pools that are handed it, locks, files written whole, shells."""
+"""Processes, locks, files and command-line shells, shared by the engines, ``benchmark`` and ``hpo``."""

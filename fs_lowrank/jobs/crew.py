@@ -1,4 +1,4 @@
-"""Worker processes that take their work from a store by themselves, and the supervisor that keeps them at it."""
+"""Worker processes that take their work from a common store, and their supervisor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..errors import RunFailed, UserError
 from .process import Process
 from .shell import INTERRUPTED, OK, WRONG_USE
 
-#: how often the place of a worker that died is taken by another
+#: how many workers that died are replaced
 RESTARTS = 8
 #: a variable that is set in every worker, so that what runs there starts no processes of its own unless it is told to
 INSIDE = "FS_LOWRANK_WORKER"
@@ -26,10 +26,10 @@ INSIDE = "FS_LOWRANK_WORKER"
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM, as a scheduler sends it, are put into the list; the second raises ``KeyboardInterrupt``.
+    """Append SIGINT and SIGTERM, which a scheduler sends, to the list; the second raises ``KeyboardInterrupt``.
 
-    SIGINT even where this process was started in the background, which ignores it. In another thread than the main
-    one, signals cannot be caught, and the list stays empty.
+    SIGINT is caught even in a process that was started in the background and would ignore it. Signals can be caught
+    only in the main thread; in another one the list stays empty.
     """
     stopped: list[int] = []
 
@@ -49,10 +49,10 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def check_gpus(gpus: Sequence[str]) -> None:
-    """Refuse what is no number of a GPU.
+    """Check the numbers of GPUs.
 
     Raises:
-        UserError: names it, and what torch finds.
+        UserError: one is not a number, or not one of a GPU that torch finds.
     """
     if not gpus:
         return
@@ -70,16 +70,17 @@ def check_gpus(gpus: Sequence[str]) -> None:
 
 
 class Crew:
-    """Workers that each call one function until nothing is left in the store; one that dies is replaced.
+    """Workers that each call one function until the store has no work left; a worker that dies is replaced.
 
     Args:
-        target: ``module:function``, called in each worker with ``options``. It returns an exit code: 0 if nothing is
+        target: ``module:function``, called in each worker with ``options``. It returns an exit code: 0 if no work is
             left, 130 if it was stopped by a signal. A ``UserError`` from it ends the whole crew.
-        options: plain data. workers: how many processes; they share the cores.
-        gpus: each worker sees one of them alone, as device 0; config keys that say so are added to the options'
-            ``overrides``.
-        logs: a folder for the workers' output; without one, it goes where this process's goes.
-        patience: seconds a worker that is told to stop may take before it is killed; None: until the second signal.
+        options: plain data.
+        workers: number of processes; they share the cores.
+        gpus: each worker sees one of them, as device 0; the config keys for it are added to ``overrides`` in the
+            options.
+        logs: a folder for the workers' output; None: the output of this process.
+        patience: seconds that a worker may take to stop before it is killed; None: until the second signal.
         say: prints a line.
     """
 
@@ -108,7 +109,7 @@ class Crew:
             options = {**options, "overrides": {**options.get("overrides", {}), "use_gpu": True, "device": 0}}
         log = self.logs / f"worker_{index}.log" if self.logs else None
         process = self.processes[index] = Process(f"{__name__}:serve", environment=environment, log=log)
-        with suppress(OSError):  # it died at once, as its exit code will say
+        with suppress(OSError):  # it died at once; ``run`` sees its exit code
             process.connection.send_bytes(json.dumps({"target": self.target, "options": options}).encode())
 
     def _threads(self) -> int:
@@ -123,26 +124,27 @@ class Crew:
         """Start the workers and wait until all have ended; returns whether any was stopped by a signal.
 
         Args:
-            stopped: from ``stop_signals``: when a signal is in it, the workers are told to stop.
-            late: when it says so, they are told to stop too. meanwhile: called a few times a second.
+            stopped: from ``stop_signals``; when a signal is in it, the workers are stopped.
+            late: when it returns True, they are stopped too.
+            meanwhile: called a few times a second.
         Raises:
-            UserError: what a worker raised, after all were stopped; ``RunFailed``: too many died.
+            UserError: a worker raised it; all workers have been stopped. RunFailed: too many workers died.
         """
-        told, ended, replaced, error = 0.0, False, 0, None
+        stopping, ended, replaced, error = 0.0, False, 0, None
         try:
             for index in range(self.workers):
                 self._start(index)
             while self.processes:
                 meanwhile()
-                if not told and (stopped or error or late()):
-                    told = time.monotonic()
+                if not stopping and (stopped or error or late()):
+                    stopping = time.monotonic()
                     if not error:
                         why = "stopping" if stopped else "time is up"
                         self.say(f"{why}: what runs ends now, and is continued next time; once more Ctrl-C kills it")
                     for process in self.processes.values():
                         process.process.terminate()
                 for index, process in list(self.processes.items()):
-                    if told and self.patience and time.monotonic() - told > self.patience:
+                    if stopping and self.patience and time.monotonic() - stopping > self.patience:
                         process.kill()
                     code = process.process.poll()
                     if code is None:
@@ -151,7 +153,7 @@ class Crew:
                     error = error or _error_of(process)
                     process.connection.close()
                     ended |= code == INTERRUPTED
-                    if code in (OK, WRONG_USE, INTERRUPTED) or told:
+                    if code in (OK, WRONG_USE, INTERRUPTED) or stopping:
                         continue
                     replaced += 1
                     how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -174,7 +176,7 @@ class Crew:
 
 
 def _error_of(process: Process) -> UserError | None:
-    """What a worker that has ended raised for the user."""
+    """The ``UserError`` that ended a worker, if any."""
     try:
         if not process.connection.poll():
             return None
@@ -185,7 +187,7 @@ def _error_of(process: Process) -> UserError | None:
 
 
 def serve(connection: Connection) -> int:
-    """Be a worker: call what the supervisor names."""
+    """Run in a worker: call the function that the supervisor names."""
     order = json.loads(connection.recv_bytes())
     module, _, name = order["target"].partition(":")
     try:

@@ -1,18 +1,21 @@
-"""Files written whole: beside their place first and then renamed into it, so that a reader finds the old or the new."""
+"""Atomic writes: a file is written beside its place and then renamed, so that a reader finds the old or the new one."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..errors import RunFailed
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
+    """Wait until a file or a folder is on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,12 +25,12 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | Path, durable: bool = True) -> Iterator[Path]:
-    """A path to write a file or a folder to; when the block ends, it takes the place of ``path``.
+    """A path to write a file or a folder to, which replaces ``path`` when the block ends.
 
-    If anything is raised, what was at ``path`` is as it was, and what the block wrote is removed.
+    If the block raises an error, ``path`` is unchanged, and what the block wrote is removed.
 
     Args:
-        durable: wait until it is on the disk, so that it outlives a power failure too.
+        durable: wait until it is on the disk, so that it survives a power failure.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +41,7 @@ def replacing(path: str | Path, durable: bool = True) -> Iterator[Path]:
             for file in (*aside.rglob("*"), aside):
                 sync(file)
         if aside.is_dir() and path.is_dir():
-            shutil.rmtree(path)  # a folder takes the place of an empty one only
+            shutil.rmtree(path)  # os.replace replaces only an empty folder
         os.replace(aside, path)
         if durable:
             sync(path.parent)
@@ -50,11 +53,28 @@ def replacing(path: str | Path, durable: bool = True) -> Iterator[Path]:
         raise
 
 
+def to_json(value: Any, **layout: Any) -> str:
+    """``value`` as JSON; NaN and infinities, which JSON does not have, become null.
+
+    Args:
+        layout: ``indent`` and ``separators``, as for ``json.dumps``.
+    """
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: plain(item) for key, item in part.items()}
+        if isinstance(part, (list, tuple)):
+            return [plain(item) for item in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(plain(value), allow_nan=False, **layout)
+
+
 def write_text(path: str | Path, text: str, durable: bool = True) -> None:
-    """Write a text file whole, in UTF-8; its folder is made.
+    """Write a text file atomically, in UTF-8; its folder is created.
 
     Raises:
-        RunFailed: it cannot be written, because of a full disk perhaps; what was there is as it was.
+        RunFailed: it cannot be written, for instance on a full disk; the file is unchanged.
     """
     try:
         with replacing(path, durable) as aside:

@@ -1,4 +1,4 @@
-"""Locks between the processes of one machine: a file that one of them holds; it is free again when that one ends."""
+"""Locks between the processes of one machine, through files. A lock is released when the process that holds it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 
 def take(path: Path) -> FileLock | None:
-    """The lock at ``path``, to be released by the caller; None if another holds it. Its folder is made."""
+    """Acquire the lock at ``path``, to be released by the caller; None if it is held. Its folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
     try:
@@ -23,7 +23,7 @@ def take(path: Path) -> FileLock | None:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Whether the lock is ours for the block; it does not wait."""
+    """Try to hold the lock during the block, without waiting; gives whether it is held."""
     lock = take(path)
     try:
         yield lock is not None
@@ -34,10 +34,10 @@ def claimed(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def exclusive(path: Path, stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Hold the lock for the block; wait for it, but no longer than until ``stop`` says so.
+    """Hold the lock during the block; wait for it until ``stop`` returns True.
 
     Raises:
-        KeyboardInterrupt: ``stop`` said so.
+        KeyboardInterrupt: ``stop`` returned True.
     """
     while (lock := take(path)) is None:
         if stop():

@@ -17,21 +17,22 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-#: seconds that a process without a parent may take to end by itself, after SIGTERM
+#: seconds that a process whose parent has ended may take to end after SIGTERM
 GRACE = 60.0
 
 
 class Process:
     """A function that runs in a process of its own, with a connection to this one.
 
-    Not multiprocessing's own start, which would first run the user's main module again. The process finds the modules
-    that this one finds, stands in a session of its own, so that Ctrl-C reaches only this one, and has this one's life
-    line as its standard input: when it closes, because this process ends or dies, it is ended as by SIGTERM.
+    It is not started by multiprocessing, which would run the user's main module again. The process has the same module
+    search path, and a session of its own, so that Ctrl-C does not reach it. Its standard input is a pipe from this
+    process: when this process ends, the pipe closes, and the process receives SIGTERM.
 
     Args:
         target: ``module:function``; it is called with the ``Connection`` and returns the exit code, or None for 0.
-        timeout: seconds that a message may take to go in or out; 0: as long as it takes.
-        environment: variables beside this process's own. log: a file that its output is appended to.
+        timeout: seconds that sending or receiving a message may take; 0: no limit.
+        environment: variables in addition to those of this process.
+        log: a file to which its output is appended.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Process:
             )
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it has ended, after waiting ``seconds`` at most."""
+        """Wait for the process, ``seconds`` at most; returns whether it has ended."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -69,14 +70,14 @@ class Process:
         return True
 
     def kill(self) -> None:
-        """End it at once, with the processes that it started; it has no time to write anything."""
+        """Kill the process and the processes that it started, and close the connection."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.connection.close()
 
     def end(self) -> None:
-        """Close the connection, and end the process: by itself, by SIGTERM, or killed."""
+        """Close the connection and wait for the process to end; then send SIGTERM, then kill it."""
         self.connection.close()
         if not self.ends_within(0.5):
             self.process.terminate()
@@ -85,7 +86,7 @@ class Process:
 
 
 def serve(target: str, handle: int) -> None:
-    """What the process runs: ``target`` with the connection whose file descriptor is ``handle``."""
+    """Run in the process: call ``target`` with the connection whose file descriptor is ``handle``."""
     lifeline = os.dup(0)  # no process that this one starts inherits it
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -95,7 +96,7 @@ def serve(target: str, handle: int) -> None:
 
 
 def _end_with_parent(lifeline: int) -> None:
-    os.read(lifeline, 1)  # nothing is ever written; it returns when the parent has gone
+    os.read(lifeline, 1)  # nothing is ever written: this returns when the parent has ended
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os._exit(1)

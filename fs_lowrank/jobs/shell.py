@@ -1,4 +1,4 @@
-"""What the command lines share: exit codes, how errors and Ctrl-C end a command, ``-v`` and ``--debug``."""
+"""Shared by the command lines: exit codes, handling of errors and Ctrl-C, ``-v`` and ``--debug``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.markup import escape
 
 from ..errors import RunFailed, UserError, nearest
 
-#: exit codes: success; it could not go on; wrong use; Ctrl-C
+#: exit codes: success; a valid command could not continue; wrong use; Ctrl-C
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 def make_console(width: int) -> Console:
-    """A console; ``width`` is that of a pipe, which has none of its own: 80 columns would turn every table in a log."""
+    """A console, ``width`` columns wide if the output is not a terminal (rich would assume 80)."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else width)
 
 
@@ -73,12 +73,12 @@ def _log(args: argparse.Namespace, console: Console) -> None:
 def _arguments(
     parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser], argv: Sequence[str]
 ) -> argparse.Namespace:
-    """The command line read; overrides, where a command takes them, may stand before, between and after options."""
+    """Parse the command line. Overrides, if the command takes them, may be before, between and after options."""
     for command in commands:
         command.add_argument("-v", "--verbose", action="store_true", help="say more of what is done")
         command.add_argument("--debug", action="store_true", help="log everything; show where an error came from")
         command.set_defaults(parser=command)
-    # To argparse -1e0 is an option; with a blank before it, it is a value.
+    # argparse takes -1e0 for an option; with a blank before it, it is a value.
     args, rest = parser.parse_known_args([f" {text}" if re.match(r"-\.?\d", text) else text for text in argv])
     options = [text for text in rest if text.startswith("-")]
     takes_overrides = hasattr(args, "overrides")
@@ -87,18 +87,18 @@ def _arguments(
         plain = " (overrides are plain `key value` pairs, without dashes)" if takes_overrides else ""
         args.parser.error(f"unrecognised: {' '.join(options or rest)}{hint}{plain}")
     if takes_overrides:
-        # argparse takes the first row of them and leaves the others over, in their order.
+        # argparse takes the first sequence of them and returns the others in ``rest``, in order.
         args.overrides = [text[1:] if text.startswith(" -") else text for text in (*args.overrides, *rest)]
     return args
 
 
 def names(text: str | None) -> tuple[str, ...]:
-    """The parts of ``A,B,C``."""
+    """The parts of a list such as ``A,B,C``."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 def gpus(text: str | None) -> tuple[str, ...]:
-    """The numbers of GPUs that ``0,1`` or ``all`` means.
+    """The numbers of the GPUs in a list such as ``0,1``, or of all of them for ``all``.
 
     Raises:
         UserError: torch finds no GPU.

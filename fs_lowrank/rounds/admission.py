@@ -1,4 +1,4 @@
-"""What a server takes from a client: every update of every engine passes here, and nothing else does."""
+"""The checks that every update of every engine passes before it is used."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from ..algebra import FlatTensors
 from ..errors import nearest
 from ..methods import RefusedUpdate, Update
 
-#: the largest training set that an update may claim, unless the caller says otherwise
+#: default for the largest training set that an update may declare
 MAX_SAMPLES = 10**9
-#: characters of a name from outside that a message shows
+#: characters of a client's text that an error message shows
 _SHOWN = 200
-
-
-#: the largest loss that counts: of float32, in which losses are computed
+#: the largest loss that is accepted: of float32, in which losses are computed
 _LARGEST_LOSS = torch.finfo(torch.float32).max
 
 
 def check_loss(client: int, loss: object) -> float:
-    """The mean training loss that ``client`` reports.
+    """The mean training loss that ``client`` reports, as a float.
 
     Raises:
-        RefusedUpdate: it is no number, not finite, or beyond float32.
+        RefusedUpdate: it is not a number, not finite, or beyond float32.
     """
     if isinstance(loss, bool) or not isinstance(loss, (int, float)):
         raise RefusedUpdate(f"client {client}: its loss is {type(loss).__name__}, expected a number")
-    # Compared before it is converted: an int of 400 digits is no float.
+    # Compared before it is converted, as an int of 400 digits cannot become a float.
     if not -_LARGEST_LOSS <= loss <= _LARGEST_LOSS:
         shown = loss if isinstance(loss, float) else f"a whole number of {loss.bit_length()} bits"
         raise RefusedUpdate(f"client {client}: its loss is {shown}, expected a finite number")
@@ -41,10 +39,10 @@ def check_loss(client: int, loss: object) -> float:
 
 
 def change_norm(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Euclidean norm over all floating-point tensors of what changed against ``reference``.
+    """Euclidean norm, over all floating-point tensors, of the difference to ``reference``.
 
-    A tensor that has no counterpart of its shape there is no weight, but a Fisher or Gram matrix, a code or a count: it
-    counts as it is.
+    A tensor without a counterpart of its shape there (a Fisher or Gram matrix, a code or a count) enters with its own
+    norm.
     """
     total = 0.0
     for name, tensor in tensors.items():
@@ -56,38 +54,38 @@ def change_norm(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether ``value`` is a whole number; True and 3.0 are none."""
+    """Whether ``value`` is an int; True and 3.0 are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: int = MAX_SAMPLES) -> Update:
-    """A copy of the update if it is what was asked for, in one flat buffer where its tensors share a dtype.
+    """Check an update and return a copy of it, in one flat buffer if its tensors share a dtype.
 
-    A tensor is to be plain: of the class Tensor or Parameter, dense, not quantised, with its values on the device of
-    what is expected. Whether it needs a gradient, is contiguous or a view of something larger does not matter.
+    A tensor must be plain: of the class Tensor or Parameter, dense, not quantised, with its values on the expected
+    device. Whether it requires a gradient, is contiguous or is a view of a larger one does not matter.
 
     Args:
-        expected: names, shapes, dtypes and device; tensors on ``meta`` say nothing of the device.
-        max_samples: the largest ``num_samples`` to take.
+        expected: names, shapes, dtypes and device; with tensors on ``meta``, any device is accepted.
+        max_samples: the largest accepted ``num_samples``.
     Raises:
-        RefusedUpdate: a missing, unknown, misshapen or wrongly typed tensor, one that is not finite, or a number of
-            samples that is no whole number from 1 to ``max_samples``; the message names client and tensor. Nothing has
-            been touched by then.
+        RefusedUpdate: a missing or unknown tensor, a wrong shape or dtype, a tensor that is not plain or not finite, or
+            a number of samples that is not a whole number from 1 to ``max_samples``; the message names client and
+            tensor.
     """
-    who, got = f"client {update.client}", update.tensors
-    if not isinstance(got, Mapping):
-        raise RefusedUpdate(f"{who}: sent {type(got).__name__}, expected named tensors")
-    for name in got:
+    who, sent = f"client {update.client}", update.tensors
+    if not isinstance(sent, Mapping):
+        raise RefusedUpdate(f"{who}: sent {type(sent).__name__}, expected named tensors")
+    for name in sent:
         if not isinstance(name, str):
-            raise RefusedUpdate(f"{who}: the name {repr(name)[:_SHOWN]} of a tensor is no text")
-    for name in sorted(got.keys() - expected.keys()):
+            raise RefusedUpdate(f"{who}: the name {repr(name)[:_SHOWN]} of a tensor is not a text")
+    for name in sorted(sent.keys() - expected.keys()):
         hint = nearest(name, expected) if len(name) <= _SHOWN else ""
         raise RefusedUpdate(f"{who}: unknown tensor {name[:_SHOWN]!r}{hint}")
-    for name in sorted(expected.keys() - got.keys()):
+    for name in sorted(expected.keys() - sent.keys()):
         raise RefusedUpdate(f"{who}: tensor {name!r} is missing")
     device = next((t.device for t in expected.values() if not t.is_meta), None)
     for name, want in expected.items():
-        tensor = got[name]
+        tensor = sent[name]
         problem = _not_plain(tensor, device)
         if problem:
             raise RefusedUpdate(f"{who}: {name} is {problem}")
@@ -95,16 +93,16 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             raise RefusedUpdate(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(want.shape)}")
         if tensor.dtype != want.dtype:
             raise RefusedUpdate(f"{who}: {name} has dtype {tensor.dtype}, expected {want.dtype}")
-    said = update.num_samples
-    if not is_whole(said) or not 1 <= said <= max_samples:
-        # A number of 400 digits is not written out.
-        shown = f"2^{said.bit_length() - 1} or more" if is_whole(said) and abs(said) > 2**63 else repr(said)[:_SHOWN]
+    samples = update.num_samples
+    if not is_whole(samples) or not 1 <= samples <= max_samples:
+        huge = is_whole(samples) and abs(samples) > 2**63  # it may have 400 digits
+        shown = f"2^{samples.bit_length() - 1} or more" if huge else repr(samples)[:_SHOWN]
         raise RefusedUpdate(f"{who}: says it has {shown} samples, expected a whole number from 1 to {max_samples}")
-    # A copy, because what came may be a model's own parameters, which the next client overwrites.
-    one_dtype = len({t.dtype for t in got.values()}) == 1
+    # A copy, because the tensors may be the parameters of a model, which the next client overwrites.
+    one_dtype = len({t.dtype for t in sent.values()}) == 1
     copy: FlatTensors | dict[str, Tensor]
-    copy = FlatTensors.pack(got) if one_dtype else {n: t.detach().clone() for n, t in got.items()}
-    # One NaN or Inf makes the sum one too; only then is it worth looking for.
+    copy = FlatTensors.pack(sent) if one_dtype else {n: t.detach().clone() for n, t in sent.items()}
+    # A NaN or Inf makes the sum NaN or Inf too; only then it is searched for.
     if not (isinstance(copy, FlatTensors) and torch.isfinite(copy.flat.sum())):
         for name, tensor in copy.items():
             bad = int((~torch.isfinite(tensor)).sum())
@@ -114,7 +112,7 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
 
 
 def _not_plain(tensor: object, device: torch.device | None) -> str:
-    """What is wrong with what stands for a tensor; empty if it is a plain dense one on ``device`` (None: any)."""
+    """Why ``tensor`` is not a plain dense tensor on ``device`` (None: any); empty if it is one."""
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter):
         return f"of the class {type(tensor).__name__}, expected a tensor"
     if tensor.layout is not torch.strided:
@@ -129,41 +127,39 @@ def _not_plain(tensor: object, device: torch.device | None) -> str:
 
 
 class Admission:
-    """What counts as an update in a run.
+    """The rules by which a run admits updates.
 
     Args:
-        num_clients: clients 1 … ``num_clients``.
-        samples: client -> the size of its training set, as it declared at the start; one that is not named here may
-            say any size up to ``max_samples``.
-        max_samples: the largest size that is taken from anyone.
-        max_norm: the largest norm (``change_norm``) of an update; 0: any.
-        norm_factor: the largest norm over the median of its round (the lower one of two); 0: any.
+        samples: client -> the size of its training set, as declared at the start; a client that is not in it may
+            declare any size up to ``max_samples``.
+        max_samples: the largest accepted size.
+        max_norm: the largest norm (``change_norm``) of an update; 0: no bound.
+        norm_factor: the largest ratio of a norm to the median of its round (the lower of two middle ones); 0: no bound.
     """
 
     def __init__(
         self,
-        num_clients: int,
         samples: Mapping[int, int] | None = None,
         max_samples: int = MAX_SAMPLES,
         max_norm: float = 0.0,
         norm_factor: float = 0.0,
     ):
-        self.num_clients, self.samples, self.max_samples = num_clients, dict(samples or {}), max_samples
+        self.samples, self.max_samples = dict(samples or {}), max_samples
         self.max_norm, self.norm_factor = max_norm, norm_factor
 
     @property
     def bounds_norms(self) -> bool:
-        """Whether ``norm`` and ``outliers`` are to be asked."""
+        """Whether ``norm`` and ``outliers`` have a bound to check."""
         return bool(self.max_norm or self.norm_factor)
 
     def admit(self, update: Update, expected: Mapping[str, Tensor], loss: object) -> Update:
-        """A copy of an update that was waited for; see ``check_update``.
+        """Check an update that the round waits for and return a copy of it; see ``check_update``.
 
         Args:
-            expected: names, shapes, dtypes and device of what is to be sent.
-            loss: the mean training loss that came with it.
+            expected: names, shapes, dtypes and device of what the client must send.
+            loss: the mean training loss that came with the update.
         Raises:
-            RefusedUpdate: it cannot be used; the message names the client.
+            RefusedUpdate: the update cannot be used; the message names the client.
         """
         client = update.client
         update = check_update(update, expected, self.max_samples)
@@ -181,7 +177,7 @@ class Admission:
         Args:
             reference: the shared tensors that the client held at the start of the round.
         Raises:
-            RefusedUpdate: it is larger than is allowed.
+            RefusedUpdate: it is larger than ``max_norm``.
         """
         norm = change_norm(update.tensors, reference)
         if 0 < self.max_norm < norm:
@@ -192,10 +188,7 @@ class Admission:
         return norm
 
     def outliers(self, norms: Mapping[int, float]) -> dict[int, str]:
-        """Of a round's updates, those whose norm is beyond the factor over the median: client -> reason.
-
-        A median of zero is no measure: then there are none.
-        """
+        """The clients whose norm exceeds the factor times the round's median, with the reason; none if it is zero."""
         if not self.norm_factor or not norms:
             return {}
         median = statistics.median_low(norms.values())

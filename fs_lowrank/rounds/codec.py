@@ -1,4 +1,4 @@
-"""How tensors are written for the way, and what they then weigh.
+"""How tensors are encoded for transport, and the sizes of what is sent.
 
 ``Uniform`` is symmetric uniform quantisation, as FederatedScope has it: of a tensor x, with ``n`` bits,
 
@@ -25,13 +25,13 @@ _WHOLE_NUMBERS = {8: torch.int8, 16: torch.int16}
 def without_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``tensors`` without those of the head.
 
-    What travels beside a tensor, as ``x:…`` of its name, belongs to the head where the tensor does.
+    An additional tensor ``x:NAME`` belongs to the head if ``NAME`` does.
     """
     return {n: t for n, t in tensors.items() if "head" not in tags(n.rsplit(":", 1)[-1])}
 
 
 class Codec(Protocol):
-    """How messages and updates are written. ``exact``: what is decoded is what was encoded, to the bit."""
+    """How messages and updates are encoded. ``exact``: decoding gives what was encoded, to the bit."""
 
     exact: bool
 
@@ -39,14 +39,14 @@ class Codec(Protocol):
         """The tensors as they travel."""
 
     def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What ``encode`` was given, in the dtypes of ``like`` for the names in it. ValueError: it cannot be read."""
+        """The tensors that were encoded, in the dtypes of ``like`` for the names in it. ValueError: not encoded so."""
 
     def sizes(self, tensors: Mapping[str, Tensor]) -> Sizes:
         """Bytes of ``tensors`` when encoded, with and without the head; works on meta tensors."""
 
 
 class Plain:
-    """Tensors as they are."""
+    """No encoding."""
 
     exact = True
 
@@ -61,7 +61,7 @@ class Plain:
 
 
 class Uniform:
-    """Each floating-point tensor as whole numbers of ``nbits`` (8 or 16) and one scale; others as they are."""
+    """Floating-point tensors as integers of ``nbits`` (8 or 16) and one scale each; other tensors unchanged."""
 
     exact = False
 
@@ -71,7 +71,7 @@ class Uniform:
         self.nbits, self.largest = nbits, 2 ** (nbits - 1) - 1
 
     def encode(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As above.
+        """See ``Codec``.
 
         Raises:
             ValueError: a value is NaN or Inf.
@@ -91,10 +91,10 @@ class Uniform:
         return sent
 
     def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As above.
+        """See ``Codec``.
 
         Raises:
-            ValueError: what came was not encoded so.
+            ValueError: ``sent`` was not encoded by this codec.
         """
         tensors = {}
         for key, tensor in sent.items():

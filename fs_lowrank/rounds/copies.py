@@ -1,4 +1,4 @@
-"""The clients' side of a round: a copy of the model that follows the server's messages, and what it answers."""
+"""The clients' side of a round: a copy of the model that follows the server's messages, and the client's answer."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ logger = logging.getLogger("fs_lowrank")
 
 
 class LostCopy(RuntimeError):
-    """A message goes on from another round than the one where the client's copy stands."""
+    """A message continues from another round than the one where the client's copy stands."""
 
 
 class SharedCopy:
-    """A client whose model is everyone's: before it trains, its tensors are put in.
+    """A client that shares one model with all others: its tensors are loaded before it trains.
 
     Args:
-        method: what trains the copy.
-        model: everyone's.
-        client: whose copy it is.
-        personal: where its personal tensors are kept.
+        method: the federated method.
+        model: the shared model.
+        client: the number of the client.
+        personal: holds its personal tensors.
     """
 
     def __init__(self, method: Method, model: nn.Module, client: int, personal: PersonalParts):
         self.method, self.model, self.client, self.personal = method, model, client, personal
 
     def catch_up(self, parcel: Parcel) -> None:
-        """Put the client's tensors into the model; the parcel holds all the shared ones."""
+        """Load the client's tensors into the model; the parcel holds all shared ones."""
         load_tensors(self.model, parcel.tensors)
         self._load_personal(parcel)
 
@@ -50,24 +50,29 @@ class SharedCopy:
         if "undo" in facts:
             self.personal.undo(self.client, facts["undo"])
         if facts["purpose"] == "train":
-            self.personal.undo(self.client, facts["round"])  # a server that was resumed asks once more
+            self.personal.undo(self.client, facts["round"])  # a resumed server repeats the round
         load_tensors(self.model, self.personal.of(self.client))
 
     def keep_personal(self, round: int) -> None:
-        """It has trained in ``round``."""
+        """Note the personal tensors of the model after training in ``round``."""
         self.personal.keep(self.client, round, copied(self.model, self.method.personal))
 
 
 class OwnCopy(SharedCopy):
     """A client with a model of its own, which stands at the end of some round.
 
-    What its training changes is put back before the next message, so that a message meets the copy that the
-    server thinks it has. ``save`` and ``restore`` are for a process that does not live from one message to the next.
+    What local training changed is reset before the next message is applied, so that the copy is the one that the server
+    assumes. ``save`` and ``restore`` are for a process that ends after every message.
 
     Args:
-        model: as the method adapted it, which is where it stands at round 0.
+        method, client, personal: as for ``SharedCopy``.
+        model: as the method adapted it, which is where the copy stands at round 0.
         codec: how messages travel.
-        identity: of the run; what another run has saved is not restored.
+        identity: of the run; a copy that another run has saved is not restored.
+
+    Attributes:
+        standing: for ``Round.ask``.
+        shared: the shared tensors at ``standing``.
     """
 
     def __init__(
@@ -81,18 +86,16 @@ class OwnCopy(SharedCopy):
     ):
         super().__init__(method, model, client, personal)
         self.codec, self.identity = codec, identity
-        #: what to tell ``Round.ask``
         self.standing = Standing()
         load_tensors(model, method.view(method.initial_state(model), client))
-        #: the shared tensors at ``standing``
         self.shared = copied(model, method.shared)
         self._saved = 0
 
     def catch_up(self, parcel: Parcel) -> None:
-        """Apply what came, up to the end of the round ``stands``.
+        """Apply a message, up to the end of its round ``stands``.
 
         Raises:
-            LostCopy: what came goes on from another round than the copy's.
+            LostCopy: the message continues from another round than the copy's.
         """
         facts = parcel.facts
         load_tensors(self.model, self.shared)
@@ -117,10 +120,10 @@ class OwnCopy(SharedCopy):
         self._load_personal(parcel)
 
     def save(self, folder: Path) -> None:
-        """Write what the client must remember; ``restore`` in another process goes on from it.
+        """Write what the client must remember; ``restore`` in another process continues from it.
 
         Raises:
-            RunFailed: it could not be written; what was saved before is as it was.
+            RunFailed: it could not be written; what was saved before is unchanged.
         """
         trained, before = self.personal.before.get(self.client, (0, None))
         parts: dict[str, Mapping[str, Tensor]] = {
@@ -134,18 +137,17 @@ class OwnCopy(SharedCopy):
         self._saved += 1
 
     def restore(self, folder: Path) -> bool:
-        """Go on from what ``save`` wrote. False, and a warning, where that is damaged or of another run.
+        """Continue from what ``save`` wrote; returns whether that was possible.
 
-        The copy then stands at round 0, and the client's personal tensors start anew.
+        If there is nothing, or a warning says that it is damaged or of another run, the copy stands at round 0 and the
+        client's personal tensors start anew.
         """
-        # What is saved from here on comes after all that lies there, whatever becomes of it.
+        # Later saves get higher numbers than all folders that exist, even if those cannot be read.
         self._saved = max((int(path.name.rpartition("_")[2]) for path in folder.glob("round_*")), default=0)
-        found = _saved(folder, self.client, self.identity)
-        if found is None:
+        saved = _saved(folder, self.client, self.identity, next(self.model.parameters()).device)
+        if saved is None:
             return False
-        meta = found.meta
-        device = next(self.model.parameters()).device
-        parts = {what: {n: t.to(device) for n, t in part.items()} for what, part in found.parts.items()}
+        meta, parts = saved.meta, saved.parts
         load_tensors(self.model, {**parts.get("base", {}), **parts["shared"]})
         self.shared, self.standing = parts["shared"], Standing(*meta["standing"])
         if "personal" in parts:
@@ -156,35 +158,31 @@ class OwnCopy(SharedCopy):
 
 
 def standing_in(folder: Path, client: int, identity: str) -> Standing:
-    """What a copy that ``OwnCopy.save`` wrote says of itself, without a model to restore it into.
+    """The standing of a copy that ``OwnCopy.save`` wrote, without a model to restore it into.
 
-    One that is missing, damaged or of another run stands at round 0, as ``OwnCopy.restore`` would leave it.
+    Round 0 if it is missing, damaged or of another run, as after ``OwnCopy.restore``.
     """
-    found = _saved(folder, client, identity)
-    return Standing() if found is None else Standing(*found.meta["standing"])
+    saved = _saved(folder, client, identity)
+    return Standing() if saved is None else Standing(*saved.meta["standing"])
 
 
-def _saved(folder: Path, client: int, identity: str) -> Checkpoint | None:
-    """What ``client`` saved in ``folder``; None, and a warning, where that is damaged or of another run."""
+def _saved(folder: Path, client: int, identity: str, device: torch.device | str = "cpu") -> Checkpoint | None:
+    """What ``client`` saved in ``folder``; None, with a warning, if it is damaged or of another run."""
     try:
-        found = load_checkpoint(folder)
+        saved = load_checkpoint(folder, device)
     except UserError:
         logger.warning("client %d: what it saved in %s is damaged; it starts anew", client, folder)
         return None
-    if found is not None and (found.meta["client"], found.meta["identity"]) != (client, identity):
-        logger.warning(
-            "client %d: what is saved in %s is of client %s of another run; it starts anew",
-            client,
-            folder,
-            found.meta["client"],
-        )
+    if saved is not None and (saved.meta["client"], saved.meta["identity"]) != (client, identity):
+        other = saved.meta["client"]
+        logger.warning("client %d: %s was saved by client %s of another run; it starts anew", client, folder, other)
         return None
-    return found
+    return saved
 
 
-def copied(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
-    """A copy of the model's tensors that carry one of the ``wanted`` tags."""
-    return {n: p.detach().clone() for n, p in named_tensors(model, wanted).items()}
+def copied(model: nn.Module, tagged: Iterable[str]) -> dict[str, Tensor]:
+    """A copy of the model's tensors that have one of the tags ``tagged``."""
+    return {n: p.detach().clone() for n, p in named_tensors(model, tagged).items()}
 
 
 def changed_base(method: Method, model: nn.Module) -> dict[str, Tensor]:
@@ -194,13 +192,13 @@ def changed_base(method: Method, model: nn.Module) -> dict[str, Tensor]:
 
 
 def answer(round: int, update: Update, loss: float, codec: Codec) -> Parcel:
-    """What a client sends after its training in ``round``; a copy, because the update holds its model's own tensors."""
+    """The answer of a client that trained in ``round``; its tensors are copies, as the update holds the model's own."""
     flat = len({t.dtype for t in update.tensors.values()}) == 1
     tensors = FlatTensors.pack(update.tensors) if flat else {n: t.clone() for n, t in update.tensors.items()}
     return Parcel(codec.encode(tensors), round=round, samples=update.num_samples, loss=loss)
 
 
 def apology(round: int, error: Exception) -> Parcel:
-    """What a client sends that could not train in ``round``."""
+    """The answer of a client that could not train in ``round``."""
     text = str(error) if isinstance(error, (UserError, LostCopy)) else f"{type(error).__name__}: {error}"
     return Parcel({}, round=round, error=text, lost=isinstance(error, LostCopy))

@@ -1,4 +1,4 @@
-"""The end of a round where the server's state and its copy of the model are: the same for every engine."""
+"""The end of a round in the process that has the server's state and model; the same for every engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger("fs_lowrank")
 
 
 def end_round(round: Round, keeper: RecordKeeper) -> Finished:
-    """Finish ``round``: the model of the keeper's site follows, and nothing is left of training that did not count.
+    """Finish ``round``, apply its message to the model of the keeper's site, and undo training that does not count.
 
     Raises:
-        RunFailed: too few clients, or a server's step that failed and ``lowrank.on_bad_round`` says stop. What stood
-            before the round is on disk, so that the run can be resumed.
+        RunFailed: too few clients, or the server step failed and ``lowrank.on_bad_round`` is stop. The state before the
+            round is on disk, so that the run can be resumed.
     """
     site, ledger = keeper.site, round.ledger
-    site.load_global(ledger.state)  # what stands in the model may be the last client's
+    site.load_global(ledger.state)  # the model may hold the tensors of the last client
     try:
         finished = round.finish(site.model)
     except (TooFewClients, BadRound) as error:
@@ -35,7 +35,7 @@ def end_round(round: Round, keeper: RecordKeeper) -> Finished:
         finished = round.leave_out(str(error))
     _undo(round, finished.undone, site.personal)
     if finished.message is None:
-        site.load_global(ledger.state)  # the server's step may have used the model
+        site.load_global(ledger.state)  # the server step may have changed the model
     else:
         with torch.no_grad():
             site.method.apply(site.model, finished.message, round.number)

@@ -1,4 +1,4 @@
-"""Evaluation of the global model and of the clients' own, and what is watched: the best round, and stopping early."""
+"""Evaluation of the global model and of the clients' own models, the best round, and early stopping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..training import evaluate
 from ..training.schedule import evaluation_due
 from .site import Site
 
-#: where the metrics of the clients' own models stand
+#: the name, beside the splits, of the metrics of the clients' own models
 CLIENTS = "client_test"
 
 
@@ -38,24 +38,29 @@ class Evaluator:
         return evaluation_due(self.config, round)
 
     def splits(self) -> list[str]:
-        """The names of what ``evaluate`` measures."""
-        everywhere = self.config.federate.make_global_eval
-        clients = (self.site.personal.untrained or not everywhere) and self.site.data.test is not None
-        return [*(self.site.held_out() if everywhere else ()), *([CLIENTS] if clients else ())]
+        """The names of the metrics that ``evaluate`` gives."""
+        global_model = self.config.federate.make_global_eval
+        clients = (self.site.personal.untrained or not global_model) and self.site.data.test is not None
+        return [*(self.site.held_out() if global_model else ()), *([CLIENTS] if clients else ())]
 
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
         """Metrics of the global model by split, and of the clients' own models as ``client_test``.
 
-        The clients' own are evaluated where they differ from the global one, and where
-        ``federate.make_global_eval`` is False, which leaves the global one out.
+        The clients' own models are evaluated if they differ from the global one, or if ``federate.make_global_eval`` is
+        False; in that case the global model is not evaluated.
         """
-        held_out = self.site.held_out()
+        return {**self.held_out(), **({CLIENTS: self.clients(state)} if CLIENTS in self.splits() else {})}
+
+    def held_out(self) -> dict[str, dict[str, float]]:
+        """Metrics of the global model by split; none where ``federate.make_global_eval`` is False."""
         return {
-            split: self.clients(state) if split == CLIENTS else self.score(held_out[split], split)
-            for split in self.splits()
+            split: self.score(examples, split)
+            for split, examples in self.site.held_out().items()
+            if split in self.splits()
         }
 
     def score(self, examples: Examples | ImageExamples, owner: str) -> dict[str, float]:
+        """Metrics of the model as it is, on ``examples``; ``owner`` is their name in the cache of frozen layers."""
         size = self.config.eval.batch_size or self.config.dataloader.batch_size
         return evaluate(self.site.model, examples, size, owner=owner, prefix=self.site.prefix)
 
@@ -73,7 +78,7 @@ class Evaluator:
 
     @staticmethod
     def combined(scores: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
-        """The metrics of ``client_test`` from those of each client, and how many samples each was measured on.
+        """The metrics of ``client_test`` from those of each client and the numbers of samples.
 
         Returns:
             ``acc`` and ``loss`` over all samples; over the clients ``acc_mean``, ``acc_std`` and
@@ -88,13 +93,18 @@ class Evaluator:
         }
 
     def key_value(self, record: Mapping[str, Any]) -> float | None:
-        """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better; None if it has none."""
+        """The record's value of ``eval.best_res_update_round_wise_key``, smaller is better.
+
+        None if it has none, or one that is not finite.
+        """
         split, metric = watched(self.config)
         value = record["metrics"].get(split, {}).get(metric)
-        return None if value is None else (value if metric == "loss" else -value)
+        if value is None or not math.isfinite(value):
+            return None
+        return value if metric == "loss" else -value
 
     def stalled(self, history: Iterable[Mapping[str, Any]]) -> bool:
-        """FederatedScope's early stopping: ``patience`` evaluations running, none better than the best by ``delta``."""
+        """FederatedScope's early stopping: the last ``patience`` evaluations were not better by ``delta``."""
         stop = self.config.early_stop
         best, without = math.inf, 0
         for value in (self.key_value(r) for r in history if r["metrics"]):
@@ -105,7 +115,7 @@ class Evaluator:
         return 0 < stop.patience <= without
 
     def check_watched(self) -> None:
-        """Raise ``UserError`` if what ``eval.best_res_update_round_wise_key`` watches is not measured."""
+        """Raise ``UserError`` if the metric in ``eval.best_res_update_round_wise_key`` is not measured."""
         key, (split, metric) = "eval.best_res_update_round_wise_key", watched(self.config)
         value, patience = self.config.get(key), self.config.early_stop.patience
         own = ("acc_mean", "acc_std", "acc_worst_decile") if split == CLIENTS else ()

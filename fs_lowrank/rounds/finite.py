@@ -1,4 +1,4 @@
-"""Whether what a server's step gave is finite, and stays so in the model that follows it."""
+"""Checks that the result of a server step is finite, and leaves the model finite."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ..methods import Method
 
-#: Up to this magnitude a message is taken for harmless when it is merged into the base: a product of four of its
-#: values (LoHa), summed over any rank, is far from the end of float32. Beyond it, the merge is tried on a copy first.
+#: Up to this magnitude, merging a message into the base cannot overflow: a product of four of its values (LoHa), summed
+#: over any rank, is far from the limit of float32. Beyond it, the merge is tried on a copy first.
 _HARMLESS = 1e8
 
 
 class NotFinite(ArithmeticError):
-    """What the server's step gave holds NaN or Inf, or leads to one."""
+    """The result of the server step has a NaN or Inf, or leads to one in the model."""
 
 
 def require_finite(
@@ -27,10 +27,10 @@ def require_finite(
     round: int,
     model: nn.Module | None,
 ) -> None:
-    """Raise ``NotFinite`` if what has changed in the state, the message, or the model that follows it is not finite.
+    """Raise ``NotFinite`` if the changed part of the state, the message, or the model that applies it is not finite.
 
     Args:
-        model: a copy at the end of the round before, which is not changed; None: it is not looked at.
+        model: a copy at the end of the previous round, which is not changed; None: the model is not checked.
     """
     largest = 0.0
     for name, value in {**changed, **message}.items():
@@ -48,7 +48,7 @@ def require_finite(
 
 
 def _magnitude(value: Tensor | float | int) -> float:
-    """The largest absolute value; NaN or Inf where one is among them. Anything but a float is finite by its kind."""
+    """The largest absolute value; NaN if one is not finite. 0 for other dtypes, which are always finite."""
     if not isinstance(value, Tensor):
         return abs(value) if isinstance(value, float) else 0.0
     if not value.is_floating_point() or not value.numel():

@@ -1,4 +1,4 @@
-"""Where the updates of a round go once they are admitted: kept one by one, or into a running mean."""
+"""Where admitted updates go: they are kept one by one, or added to a running mean."""
 
 from __future__ import annotations
 
@@ -13,42 +13,40 @@ from ..methods import Update
 
 
 class TooFewClients(RuntimeError):
-    """A round cannot be finished with the updates that it has: fewer than ``lowrank.min_clients``, or than all."""
+    """A round cannot be finished: fewer updates than ``lowrank.min_clients``, or a client's share is missing."""
 
     remedy = "a smaller lowrank.min_clients if no more clients can be had"
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The updates of a round, sorted by client, or one in their place: their mean.
+    """The updates of a round, sorted by client, or their mean as a single update.
 
     Attributes:
         updates: for ``Method.aggregate``.
-        clients: of how many clients they are.
-        samples: of how many samples they are.
+        clients: the number of clients.
     """
 
     updates: list[Update]
     clients: int
-    samples: int
 
 
 class Intake(Protocol):
     """Takes the admitted updates of one round."""
 
     def expects(self, expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Names, shapes and dtypes of what a client sends, where the method expects ``expected`` of it."""
+        """Names, shapes and dtypes of what a client sends, if the method expects ``expected`` of it."""
 
     def add(self, update: Update, reference: Mapping[str, Tensor]) -> None:
         """Take an update. ``reference``: the shared tensors that the client held at the start of the round."""
 
     def close(self, without: Collection[int] = ()) -> Gathered:
-        """What was taken, in an order that does not depend on who came first.
+        """The updates, in an order that does not depend on the order of arrival.
 
         Args:
-            without: clients whose updates are left out after all.
+            without: clients whose updates are excluded after all.
         Raises:
-            TooFewClients: it is of no use without those that are missing.
+            TooFewClients: the updates cannot be used without those that are missing.
         """
 
 
@@ -66,16 +64,14 @@ class Kept:
 
     def close(self, without: Collection[int] = ()) -> Gathered:
         updates = sorted((u for u in self.updates if u.client not in without), key=lambda u: u.client)
-        return Gathered(updates, len(updates), sum(u.num_samples for u in updates))
+        return Gathered(updates, len(updates))
 
 
 class RunningMean:
-    """The weighted mean of updates that come one after the other, in the memory of one.
-
-    Its rounding depends on the order in which they come.
+    """The weighted mean of updates, in the memory of one update. Its rounding depends on the order of arrival.
 
     Args:
-        uniform: every client weighs the same, whatever its samples (``federate.ignore_weight``).
+        uniform: give every client the same weight (``federate.ignore_weight``).
     """
 
     def __init__(self, uniform: bool = False) -> None:
@@ -98,14 +94,14 @@ class RunningMean:
 
     def close(self, without: Collection[int] = ()) -> Gathered:
         if without:
-            raise ValueError(f"a running mean cannot leave out clients {sorted(without)} once they are in it")
+            raise ValueError(f"a running mean cannot leave out clients {sorted(without)} after adding them")
         if not self.clients:
-            return Gathered([], 0, 0)
+            return Gathered([], 0)
         means = {name: (total / self.weight).to(self._dtypes[name]) for name, total in self._sums.items()}
-        return Gathered([mean_as_update(means, self.samples)], self.clients, self.samples)
+        return Gathered([mean_as_update(means, self.samples)], self.clients)
 
 
 def mean_as_update(means: Mapping[str, Tensor], samples: int) -> Update:
-    """A mean in the place of the updates it is of, for methods whose server step is a weighted sum."""
+    """The mean of updates as a single update, for methods whose server step is a weighted sum."""
     one_dtype = len({t.dtype for t in means.values()}) == 1
     return Update(1, samples, FlatTensors.pack(means) if one_dtype else dict(means))

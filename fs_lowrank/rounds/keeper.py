@@ -1,8 +1,7 @@
-"""What a run leaves in its folder, kept while it goes: records, checkpoints, and at its end what was trained."""
+"""The folder of a run: its records and checkpoints while it runs, and at its end the trained model and the summary."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import numpy as np
 import peft
 from filelock import FileLock
-from torch import Tensor
 
 from ..algebra import nbytes
 from ..config import Config, load_config
 from ..errors import RunFailed, UserError
-from ..jobs.files import write_text
+from ..jobs.files import to_json, write_text
 from ..jobs.locks import take
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
@@ -35,15 +33,15 @@ from .site import Site
 
 
 def outdir_of(config: Config) -> Path:
-    """The folder that a run writes into."""
+    """The folder that a run writes to."""
     return Path(config.outdir) / config.expname
 
 
 def check_outdir(config: Config, resume: bool) -> None:
-    """Whether a run may begin in its folder; worth asking before data and model are made.
+    """Check whether a run may begin in its folder; cheap enough to call before data and model are made.
 
     Raises:
-        UserError: another run's results are there and this one does not continue it, or cannot.
+        UserError: the folder holds a run that this one does not continue, or cannot continue.
     """
     folder = outdir_of(config)
     records = folder / "rounds.jsonl"
@@ -58,13 +56,13 @@ def check_outdir(config: Config, resume: bool) -> None:
 
 
 class RecordKeeper:
-    """Keeps the folder of one run.
+    """Writes the folder of one run, and restores a run from it.
 
     Args:
-        site: of the process that keeps it.
-        evaluator: of the process that keeps it.
-        ledger: whose state is saved and restored.
-        outdir: the folder. config_name: the file in it that the resolved configuration is written to.
+        site, evaluator: of this process.
+        ledger: its state is saved and restored.
+        outdir: the folder.
+        config_name: name of the file in it for the resolved configuration.
     """
 
     def __init__(
@@ -78,11 +76,11 @@ class RecordKeeper:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The records of the rounds that are done."""
+        """The records of the finished rounds."""
         return self._records.history if self._records else []
 
     def add(self, record: dict[str, Any]) -> None:
-        """Write the record of a round, and a checkpoint where one is due."""
+        """Write the record of a round, and a checkpoint if one is due."""
         if self._records is None:
             raise RuntimeError(f"round {record['round']} cannot be recorded before start() has opened {self.outdir}")
         self._records.add(record)
@@ -90,10 +88,10 @@ class RecordKeeper:
             self.save(record["round"])
 
     def stopped(self, round: int, error: TooFewClients | BadRound, failed: list[Failure]) -> RunFailed:
-        """What to raise where ``round`` cannot be finished; the last good round is on the disk by then.
+        """The error to raise if ``round`` cannot be finished; saves the round before it first.
 
         Args:
-            error: why; its ``remedy`` is what the user can do.
+            error: the cause; its ``remedy`` is what the user can do.
             failed: the clients that failed, as in the record.
         """
         if round > 1 and not self.checkpoint_due(round - 1):
@@ -107,28 +105,37 @@ class RecordKeeper:
         return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {kept}")
 
     def claim(self) -> None:
-        """Hold the folder until ``release``, or until this process ends, however it does.
+        """Lock the folder until ``release`` or the end of this process.
 
         Raises:
-            RunFailed: another run writes into it.
+            RunFailed: another run writes to it.
         """
         self._lock = take(self.outdir / ".lock")
         if self._lock is None:
             raise RunFailed(f"another run is writing into {self.outdir}; wait for it, or choose another outdir")
 
     def release(self) -> None:
+        """Unlock the folder; nothing happens if it is not locked."""
         if self._lock is not None:
             self._lock.release()
 
     def start(self, resume: bool) -> Checkpoint | None:
+        """Lock the folder, restore its last checkpoint if ``resume``, and write the files that describe the run.
+
+        Returns:
+            The checkpoint, or None if the run starts at round 1.
+        Raises:
+            UserError: the folder holds another run, or one that cannot be continued.
+            RunFailed: another run writes to the folder, or a file cannot be written.
+        """
         self.claim()
         check_outdir(self.config, resume)
         records = self.outdir / "rounds.jsonl"
-        checkpoint = load_checkpoint(self.outdir / "checkpoint") if resume else None
-        history = []
+        checkpoint = load_checkpoint(self.outdir / "checkpoint", self.site.device) if resume else None
+        history: list[dict[str, Any]] = []
         if checkpoint:
             self.restore(checkpoint)
-            history = read_records(records, up_to=checkpoint.round)
+            history = read_records(records, checkpoint.round, checkpoint.meta.get("records", ()))
             if [record["round"] for record in history] != list(range(1, checkpoint.round + 1)):
                 raise UserError(
                     f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
@@ -137,16 +144,22 @@ class RecordKeeper:
         self._records = Records(records, history)
         self.config.dump(self.outdir / self.config_name)
         about = {"schema": SCHEMA, **environment(), "new_weights": self.site.new_weights}
-        write_text(self.outdir / "environment.json", json.dumps(about, indent=1))
+        write_text(self.outdir / "environment.json", to_json(about, indent=1))
         data = {"schema": SCHEMA, **self.site.data.record()}
-        write_text(self.outdir / "data.json", json.dumps(data, separators=(",", ":")))
+        write_text(self.outdir / "data.json", to_json(data, separators=(",", ":")))
         return checkpoint
 
     def checkpoint_due(self, round: int) -> bool:
+        """Whether ``lowrank.checkpoint_freq`` asks for a checkpoint after ``round``."""
         freq = self.config.lowrank.checkpoint_freq
         return freq > 0 and (round % freq == 0 or round == self.config.federate.total_round_num)
 
     def save(self, round: int) -> None:
+        """Write the checkpoint of ``round``: state, changed base weights, personal tensors and messages.
+
+        Raises:
+            RunFailed: it cannot be written; earlier checkpoints are unchanged.
+        """
         parts, known = self.ledger.saved(round)
         parts |= {
             "base": self.site.changed_base(),
@@ -158,6 +171,7 @@ class RecordKeeper:
             {n: p for n, p in parts.items() if p},
             {
                 **known,
+                "records": self._records.digests if self._records else [],
                 "config": self.config.to_dict(),
                 "revisions": revisions(self.config),
                 "data": self.site.data.fingerprint,
@@ -167,6 +181,11 @@ class RecordKeeper:
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from ``checkpoint``, whose tensors are on the run's device.
+
+        Raises:
+            UserError: it is of other data, another model, another configuration, or another revision of the method.
+        """
         for what, now in (("data", self.site.data.fingerprint), ("model", self.site.base_fingerprint)):
             if checkpoint.meta[what] != now:
                 raise UserError(
@@ -175,21 +194,18 @@ class RecordKeeper:
         self._check_same_run(checkpoint.meta["config"])
         self._check_revisions(checkpoint.meta.get("revisions", {}))
 
-        def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {n: t.to(self.site.device) for n, t in tensors.items()}
-
-        self.ledger.restore(checkpoint.round, checkpoint.parts, checkpoint.meta, self.site.device)
-        for key, tensor in to(checkpoint.parts.get("personal", {})).items():
+        self.ledger.restore(checkpoint.round, checkpoint.parts, checkpoint.meta)
+        for key, tensor in checkpoint.parts.get("personal", {}).items():
             client, name = key.split("/", 1)
             self.site.personal.setdefault(int(client), {})[name] = tensor
-        load_tensors(self.site.model, to(checkpoint.parts.get("base", {})))
+        load_tensors(self.site.model, checkpoint.parts.get("base", {}))
         load_tensors(self.site.model, self.method.view(self.ledger.state))
 
     def _check_same_run(self, begun: Mapping[str, Any]) -> None:
         then, now = load_config(begun).decisive(), self.config.decisive()
         if not (self.method.needs.rounds or self.config.train.scheduler.type):
             then["federate.total_round_num"] = now["federate.total_round_num"]
-        # Else a round that too few clients finished, or that failed at the server, could never be got past.
+        # These may change; otherwise a run could never get past a round that failed.
         free = {"lowrank.min_clients", "lowrank.on_bad_round"}
         free |= {"lowrank.max_update_norm", "lowrank.max_update_norm_factor"}
         differing = sorted(key for key in (then.keys() | now.keys()) - free if then.get(key) != now.get(key))
@@ -211,17 +227,16 @@ class RecordKeeper:
                 )
 
     def _formula_bytes(self) -> int:
-        """The papers' estimate of all traffic, ``2 · K · C · P · bytes · rounds``: what a client sends, both ways.
+        """The papers' estimate of all traffic: twice the uplink of client 1 in each round, times the clients per round.
 
-        ``P`` is of each round, since what is sent may alternate. It leaves out that round 1 sends nothing down, what a
-        late client needs more, and ranks that differ.
+        It ignores that nothing is sent down in round 1, that late clients are sent more, and that ranks may differ.
         """
         state = self.ledger.state
         sent = sum(nbytes(self.method.expected(state, record["round"], 1)) for record in self.history)
         return 2 * self.config.sampled_per_round * sent
 
     def _save_personal(self) -> Path:
-        """Every client's own adapter, in PEFT's format, in a folder of its number."""
+        """Save every client's own adapter in PEFT's format, in ``personal/client_K``."""
         folder, model = self.outdir / "personal", self.site.model
         if not isinstance(model, peft.PeftModel):
             raise TypeError(
@@ -239,6 +254,11 @@ class RecordKeeper:
         return folder
 
     def finish(self) -> RunResult:
+        """Save the adapter or the model, the personal adapters, the curves and the summary; returns the result.
+
+        Raises:
+            OSError: something cannot be written.
+        """
         history = self.history
         last: dict[str, dict[str, float]] = next((r["metrics"] for r in reversed(history) if r["metrics"]), {})
         final = {f"{split}_{name}": v for split, values in last.items() for name, v in values.items()}
@@ -291,5 +311,5 @@ class RecordKeeper:
             "versions": environment()["versions"],
             "seed": self.config.seed,
         }
-        write_text(self.outdir / "summary.json", json.dumps(summary, indent=1))
+        write_text(self.outdir / "summary.json", to_json(summary, indent=1))
         return result

@@ -5,14 +5,12 @@ Nothing that arrives is ever unpickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Mapping
 from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -22,7 +20,7 @@ from ..algebra import nbytes
 class Parcel:
     """Named tensors and facts (JSON values by name).
 
-    A parcel that stays in its process may hold tensors on ``meta``, of which only the sizes matter, or a model's own.
+    A parcel that does not leave its process may hold tensors on ``meta``, which have only sizes, or a model's own.
     """
 
     __slots__ = ("tensors", "facts")
@@ -59,17 +57,5 @@ class Parcel:
         ) as error:
             raise ValueError(f"the content cannot be read: {str(error)[:300]}") from None
         if not isinstance(facts, dict):
-            raise ValueError("the content cannot be read: its facts are no mapping")
-        if "self" in facts:
-            raise ValueError("the content cannot be read: no fact is called self")
+            raise ValueError("the content cannot be read: its facts are not a mapping")
         return cls(tensors, **facts)
-
-
-def digest(tensors: Mapping[str, Tensor], seed: str = "") -> str:
-    """16 hexadecimal digits of the SHA-256 of ``seed`` and the tensors' names, shapes, dtypes and values."""
-    found = hashlib.sha256(seed.encode())
-    for name in sorted(tensors):
-        plain = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name}{tuple(plain.shape)}{plain.dtype}".encode())
-        found.update(plain.flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What clients keep for themselves from round to round, and how a round is taken back."""
+"""The tensors that stay with their client from round to round, and how a round is undone."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
     """Client -> its personal tensors by name; a client that has not trained yet is absent.
 
     Args:
-        untrained: what every client starts with; empty for a method without personal tensors.
+        untrained: the tensors that every client starts with; empty for a method without personal tensors.
     """
 
     def __init__(self, untrained: Mapping[str, Tensor]):
         super().__init__()
         self.untrained = dict(untrained)
-        #: client -> the last round that it trained in, and what it had before
+        #: client -> the last round in which it trained, and its tensors before that
         self.before: dict[int, tuple[int, dict[str, Tensor] | None]] = {}
 
     def of(self, client: int) -> dict[str, Tensor]:
-        """What ``client`` has now."""
+        """The current tensors of ``client``."""
         return self.get(client, self.untrained)
 
     def keep(self, client: int, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """``client`` has trained in ``round``, and has ``tensors`` now; nothing where the method has none."""
+        """Note the ``tensors`` of ``client`` after it trained in ``round``; nothing if the method has none."""
         if self.untrained:
             self.before[client] = round, self.get(client)
             self[client] = dict(tensors)
 
     def undo(self, client: int, round: int) -> None:
-        """If ``client`` has trained in ``round`` or later, what it has is what it had before."""
+        """Reset the tensors of ``client`` to those before its last training, if that was in ``round`` or later."""
         trained, before = self.before.get(client, (0, None))
         if trained < round or not trained:
             return
@@ -42,5 +42,5 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
             self[client] = before
 
     def settle(self) -> None:
-        """The round is over, and nothing of it will be undone."""
+        """Forget what is needed to undo the round, which is over."""
         self.before.clear()

@@ -1,8 +1,8 @@
-"""Clients' trained tensors kept on disk, so that what was trained once is not trained again.
+"""Trained tensors of clients kept on disk, so that the same training is not repeated.
 
-A client's local training is decided by its data, the tensors it starts from, what trains how long, and the settings of
-the training loop; the key of an entry is a hash over all of them, and over nothing else. So runs whose methods differ
-only in what the server does share their clients, whatever the methods are called.
+Local training is determined by the client's data, the tensors it starts from, the phases, and the settings of the
+training loop. The key of an entry is a hash over all of them and nothing else, so runs whose methods differ only in the
+server step share their clients.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..algebra import digest
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
 from ..jobs.files import replacing
@@ -29,19 +29,9 @@ from ..settings import Settings
 
 logger = logging.getLogger("fs_lowrank")
 
-#: sections of the configuration that the training loop reads; the rate comes separately, as the round has it
+#: sections of the configuration that the training loop reads; the learning rate of the round is hashed separately
 _SECTIONS = ("train.", "dataloader.", "grad.", "model.", "llm.", "data.transform")
 _KEYS = ("seed", "lowrank.dtype", "lowrank.norm", "lowrank.width")
-
-
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 in hex over names, shapes, dtypes and values."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        plain = tensors[name].detach().cpu().contiguous().flatten()
-        digest.update(f"{name}{tuple(tensors[name].shape)}{plain.dtype}".encode())
-        digest.update(plain.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 class Reuse:
@@ -68,10 +58,11 @@ class Reuse:
         lr: float,
         seed: int,
     ) -> str | None:
-        """The entry of a training that is about to start; None for one that no hash can tell (a penalty is code).
+        """The key of a training that is about to start; None for one with a penalty, which cannot be hashed.
 
         Args:
-            model: as it stands. examples, phases, lr, seed: as for ``train_client``.
+            model: with the tensors that training starts from.
+            examples, phases, lr, seed: as for ``train_client``.
         """
         phases = list(phases)
         if any(phase.penalty is not None for phase in phases):
@@ -81,18 +72,18 @@ class Reuse:
             for k, v in config.decisive().items()
             if k in _KEYS or k.startswith(_SECTIONS) and k != "train.scheduler.type"
         }
-        decided = {
+        determined = {
             "settings": settings,
             "lr": lr,
             "seed": seed,
             "data": examples.fingerprint(),
-            "start": digest_of(all_tensors(model)),
+            "start": digest(all_tensors(model)),
             "device": next(model.parameters()).device.type,
             "versions": versions(),
             "adapter": config.adapter.to_args() if config.llm.adapter.use else None,
             "phases": [[sorted(phase.train), phase.steps] for phase in phases],
         }
-        return hashlib.sha256(json.dumps(decided, sort_keys=True, default=repr).encode()).hexdigest()[:24]
+        return hashlib.sha256(json.dumps(determined, sort_keys=True, default=repr).encode()).hexdigest()[:24]
 
     def find(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The tensors and facts kept under ``key``; None if there are none, or they cannot be read."""
@@ -103,7 +94,7 @@ class Reuse:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
                 facts = json.loads(file.metadata()["facts"])
-            if digest_of(tensors) != facts.pop("digest"):
+            if digest(tensors) != facts.pop("digest"):
                 raise ValueError("its checksum does not match")
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be used (%s); training anew", path, error)
@@ -111,18 +102,18 @@ class Reuse:
         return tensors, facts
 
     def keep(self, key: str, model: nn.Module, phases: Iterable[Phase], facts: Mapping[str, Any]) -> None:
-        """Keep what trained in ``model``, and its running statistics.
+        """Keep the tensors of ``model`` that were trained, and its running statistics.
 
         Raises:
-            UserError: it cannot be written.
+            RunFailed: it cannot be written.
         """
-        own = all_tensors(model)
-        names = {*select(own, {tag for phase in phases for tag in phase.train}), *filter(is_statistic, own)}
-        tensors = {n: own[n].detach().cpu().contiguous().clone() for n in sorted(names)}
+        named = all_tensors(model)
+        names = {*select(named, {t for phase in phases for t in phase.train}), *filter(is_statistic, named)}
+        tensors = {n: named[n].detach().cpu().contiguous().clone() for n in sorted(names)}
         path = self.folder / f"{key}.safetensors"
         try:
             with replacing(path, durable=False) as aside:
-                save_file(tensors, aside, {"facts": json.dumps({**facts, "digest": digest_of(tensors)})})
+                save_file(tensors, aside, {"facts": json.dumps({**facts, "digest": digest(tensors)})})
         except (OSError, SafetensorError) as error:
             raise RunFailed(
                 f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "

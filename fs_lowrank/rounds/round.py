@@ -1,14 +1,16 @@
 """One round at the server, the same for every engine.
 
-An engine asks clients (``ask``), says what arrived (``delivered``), hands in what came back (``take``) or that nothing
-will (``fail``). When ``waiting`` is empty it ends the round (``finish``) and writes its record (``record``).
+An engine asks clients (``ask``), reports what was delivered (``delivered``), and passes on each answer (``take``) or
+that there will be none (``fail``). When ``waiting`` is empty, it ends the round (``finish``) and writes the record
+(``record``).
 
-Nothing here waits, reads a clock, or knows a wire, a process or a model; answers may come in any order.
+Nothing here waits, reads a clock, or depends on a transport, a process or a model. Answers may come in any order.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,7 +26,7 @@ from .finite import NotFinite, require_finite
 from .intake import Intake, Kept, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
-from .record import Failure, Spent, round_record
+from .record import Failure, Spent, norms
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -32,22 +34,24 @@ Purpose = Literal["train", "follow", "evaluate"]
 
 
 class BadRound(RuntimeError):
-    """The server's step failed on updates that were admitted; state and outbox are those before the round."""
+    """The server step failed on updates that were admitted; state and outbox are those before the round."""
 
     remedy = "set lowrank.on_bad_round to skip, or bound lowrank.max_update_norm or lowrank.max_update_norm_factor"
 
 
 @dataclass(frozen=True)
 class Order:
-    """What goes to one client.
+    """A message from the server to one client.
 
     Attributes:
-        purpose: ``train``; ``follow`` for a client that will not answer, but whose copy is kept current; ``evaluate``.
-        since: the round at whose end its copy stands; None: unknown, so it gets everything, changed base weights too.
-        stands: the round at whose end its copy stands when it has followed.
-        parcel: the tensors that it lacks, and the facts ``round``, ``purpose``, ``since``, ``stands``; ``whole`` where
-            the tensors are values to load and no message to apply; ``encoded`` where they went through the codec;
-            ``undo``, a round that it may have trained in for nothing; ``stamp`` where its copy says its standing.
+        purpose: ``train``; ``evaluate``; ``follow`` for a client that drops out, whose copy is kept up to date.
+        since: the round after which the client's copy stands now. None: unknown, so the client is sent everything,
+            changed base weights included.
+        stands: the round after which its copy stands when it has followed the order.
+        parcel: the tensors that the copy lacks, and the facts ``round``, ``purpose``, ``since``, ``stands``. Further
+            facts: ``whole`` if the tensors are values to load instead of a message to apply; ``encoded`` if they went
+            through the codec; ``undo``, a round whose training does not count; ``stamp`` for a copy that reports its
+            standing.
         sizes: bytes of the tensors as they travel, with and without the head.
     """
 
@@ -62,11 +66,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a round came to.
+    """The outcome of a round.
 
     Attributes:
-        message: what every copy follows, as it arrives there; None for a round that was left out.
-        undone: clients that trained for nothing: what they keep is put back to what it was before the round.
+        message: what every copy applies; None for a round that was left out.
+        undone: clients whose training does not count; their personal tensors are reset to those before the round.
     """
 
     message: Mapping[str, Tensor] | None
@@ -78,12 +82,22 @@ class Round:
 
     Args:
         number: from 1.
-        ledger: what is known from the rounds before. It follows: on delivery, and at the end.
+        ledger: what is known from earlier rounds; it is updated on delivery and at the end.
         selected: the clients that take part; None: those that the ledger draws.
-        intake: where updates go; one of its own for every round. By default they are kept.
-        codec: how tensors travel, both ways.
+        intake: where updates go, one object per round. By default they are kept.
+        codec: how tensors travel, in both directions.
         base: gives the base weights that the method has changed, as the server's own copy has them
-            (``Site.changed_base``), for clients that must be given everything. None: they are not known, and not sent.
+            (``Site.changed_base``), for clients that must be sent everything. None: they are not known, and not sent.
+
+    Attributes:
+        failed: the clients that could not be counted on, in the order in which that became known. Each has ``client``,
+            ``kind`` (``absent``, ``dropped``, ``failed`` or ``refused``) and ``reason``.
+        uplink, downlink: by client, bytes with and without the head.
+        evaluation_downlink: of the downlink, the bytes of orders to evaluate.
+        losses, samples: by client, the training loss and the number of samples of the admitted updates.
+        norms: by client, the norms of the admitted updates, if the ledger's admission bounds them.
+        trains: the clients that were asked to train.
+        skipped: why the round was left out; empty if it was not.
     """
 
     def __init__(
@@ -100,39 +114,36 @@ class Round:
         self.selected = sorted(ledger.select(number) if selected is None else selected)
         self.intake, self.codec = intake or Kept(), codec or Plain()
         self.admission, self.base = ledger.admission, base
-        #: who could not be counted on, in the order in which it was known: ``client``, ``kind``, ``reason``
         self.failed: list[Failure] = []
-        #: by client: bytes with and without the head; and what the admitted updates said
         self.uplink: dict[int, Sizes] = {}
         self.downlink: dict[int, Sizes] = {}
+        self.evaluation_downlink = 0
         self.losses: dict[int, float] = {}
         self.samples: dict[int, int] = {}
-        #: of the admitted updates, where the ledger's admission bounds them
         self.norms: dict[int, float] = {}
-        #: why the round was left out; empty if it was not
+        self.trains: set[int] = set()
         self.skipped = ""
         self._waiting = set(self.selected)
-        #: who was asked to train
-        self.trains: set[int] = set()
-        #: client -> where the ledger had its copy, and which round it had to undo, before this round
+        #: client -> where its copy stood, and which round it had to undo, before this round
         self._before: dict[int, tuple[int | None, int | None]] = {}
+        #: the changed base weights, and the round after which they were read
         self._base: tuple[int, Mapping[str, Tensor]] | None = None
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Selected, and neither heard nor failed; when empty, ``finish`` may be called."""
+        """The selected clients that have neither answered nor failed; when empty, ``finish`` may be called."""
         return frozenset(self._waiting)
 
     # -- downlink ----------------------------------------------------------------------------------
 
     def ask(self, client: int, standing: Standing | None = None, purpose: Purpose = "train") -> Order:
-        """What brings ``client`` to where the ledger stands: the start of the round, or its end once it is finished.
+        """The order that brings ``client`` to where the ledger stands: the start of the round, or its end if finished.
 
         A client that is drawn to drop out of the round is asked to ``follow`` where it would be asked to train.
 
         Args:
-            standing: what its copy says it holds; unknown or outdated gets everything. None: it does not say, and
-                gets what was not delivered to it yet.
+            standing: what the client's copy reports. A copy whose report is unknown or outdated is sent everything.
+                None: it reports nothing, and is sent what was not delivered to it yet.
         Raises:
             ValueError: the round does not wait for this client.
         """
@@ -172,9 +183,9 @@ class Round:
         return self._base[1]
 
     def delivered(self, order: Order) -> None:
-        """It arrived: its bytes are counted, and the ledger has the client's copy where the order brings it.
+        """Count the bytes of an order that has arrived, and note where the client's copy stands now.
 
-        An engine that cannot lose a message calls it at once; one that cannot tell whether it arrived calls
+        An engine that cannot lose a message calls this at once; one that cannot tell whether the order arrived calls
         ``ledger.forget``. A client that only follows in this round counts as dropped out of it.
         """
         client, ledger = order.client, self.ledger
@@ -182,23 +193,26 @@ class Round:
         ledger.move(client, order.stands)
         ledger.unknown.discard(client)
         ledger.undone.pop(client, None)
-        counted = self.downlink.get(client, (0, 0))
-        self.downlink[client] = (counted[0] + order.sizes[0], counted[1] + order.sizes[1])
+        before = self.downlink.get(client, (0, 0))
+        self.downlink[client] = (before[0] + order.sizes[0], before[1] + order.sizes[1])
+        if order.purpose == "evaluate":
+            self.evaluation_downlink += order.sizes[0]
         if order.purpose == "follow":
             self.fail(client, "dropped", "drawn by lowrank.drop_rate")
 
     # -- uplink ------------------------------------------------------------------------------------
 
     def take(self, client: int, parcel: Parcel, sizes: Sizes | None = None) -> bool:
-        """What ``client`` answered: tensors, with the facts ``round``, ``samples`` and ``loss`` (``copies.answer``).
+        """Admit the answer of ``client``.
 
-        Or none, with the fact ``error``, and ``lost`` where its copy could not follow (``copies.apology``).
+        It has tensors and the facts ``round``, ``samples`` and ``loss`` (``copies.answer``). If the client could not
+        train, it has the fact ``error``, and ``lost`` if its copy could not follow (``copies.apology``).
 
         Args:
-            sizes: bytes that it has sent, with and without the head, where that is not the size of the tensors.
+            sizes: bytes that the client has sent, with and without the head, where that is not the size of the tensors.
         Returns:
-            Whether its update counts. One that is late, comes twice or was not asked for is left out; one that is
-            refused, and an error, become a ``fail``.
+            Whether the update counts. An answer that is late, repeated or was not asked for is ignored and logged; a
+            refused update and an error become a ``fail``.
         """
         facts = parcel.facts
         invited = is_whole(client) and client in self._waiting and client in self.trains
@@ -220,14 +234,12 @@ class Round:
             expected = self.intake.expects(method.expected(state, self.number, client))
             tensors = self._on_device(self.codec.decode(parcel.tensors, expected), expected)
             reference = method.view(state, client)
-            samples: Any = facts.get("samples")  # whatever came: what is no number of samples is refused
-            update = Update(client, samples, tensors)
-            update = self.admission.admit(update, expected, facts.get("loss"))
+            samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
+            update = self.admission.admit(Update(client, samples, tensors), expected, facts.get("loss"))
             if self.admission.bounds_norms:
                 self.norms[client] = self.admission.norm(update, reference)
         except (RefusedUpdate, ValueError) as error:
-            text = str(error)
-            self.fail(client, "refused", text if text.startswith("client ") else f"client {client}: {text}")
+            self.fail(client, "refused", _naming(client, str(error)))
             return False
         self.intake.add(update, reference)
         self.uplink[client] = self.codec.sizes(update.tensors) if sizes is None else sizes
@@ -237,34 +249,34 @@ class Round:
 
     @staticmethod
     def _on_device(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What came over a wire lies on the CPU; the state may not."""
+        """``tensors`` on the device of the state; what came over a transport is on the CPU."""
         device = next((t.device for t in expected.values()), torch.device("cpu"))
         if device.type in ("cpu", "meta") or not isinstance(tensors, Mapping):
             return tensors
         return {n: t.to(device) if isinstance(t, Tensor) and t.device.type == "cpu" else t for n, t in tensors.items()}
 
     def fail(self, client: int, kind: Literal["absent", "dropped", "failed", "refused"], reason: str) -> None:
-        """Nothing is to be had of ``client`` in this round. Only the first word on a client counts."""
+        """Stop waiting for ``client`` in this round. Only the first failure of a client is recorded."""
         if client not in self._waiting:
             return
         self._waiting.discard(client)
         self.failed.append({"client": client, "kind": kind, "reason": reason})
         if kind != "dropped":
-            named = reason if reason.startswith("client ") else f"client {client}: {reason}"
-            logger.warning("round %d: %s: %s", self.number, kind, named)
+            logger.warning("round %d: %s: %s", self.number, kind, _naming(client, reason))
 
     # -- the end -----------------------------------------------------------------------------------
 
     def finish(self, model: nn.Module | None = None) -> Finished:
-        """Combine what was taken; the ledger then stands at this round.
+        """Combine the admitted updates; the ledger then stands at this round.
 
         Args:
-            model: a copy of the model at the end of the round before. It is not changed; given, a message that it
-                could not follow and stay finite is a ``BadRound``.
+            model: a copy of the model at the end of the previous round, which is not changed. If it is given, a message
+                with which it would not stay finite is a ``BadRound``.
         Raises:
             TooFewClients: state and ledger are as before the round.
-            BadRound: the step raised, or gave something that is not finite. The state is as before the round; then
-                either ``roll_back`` or ``leave_out``.
+            BadRound: the server step raised an error, or its result is not finite. The state is as before the round;
+                the caller calls ``roll_back`` or ``leave_out``.
+            OSError: a file could not be read or written during the step.
         """
         if self._waiting:
             raise RuntimeError(
@@ -274,8 +286,8 @@ class Round:
         for client, reason in outliers.items():
             self._waiting.add(client)
             self.fail(client, "refused", reason)
-            for said in (self.uplink, self.losses, self.samples):
-                del said[client]
+            for by_client in (self.uplink, self.losses, self.samples):
+                del by_client[client]
         ledger = self.ledger
         try:
             gathered = self.intake.close(without=outliers.keys())
@@ -295,16 +307,16 @@ class Round:
             with torch.no_grad():
                 state, message = self.method.aggregate(updates, before, self.number)
                 if not self.codec.exact:
-                    # The server's own copy follows what clients will read, so that all stay one.
+                    # The server uses the message as clients will decode it, so that all copies stay equal.
                     message = self.codec.decode(self.codec.encode(message), message)
                     state = {**state, **{n: t for n, t in message.items() if n in state}}
                 changed = {n: v for n, v in state.items() if v is not before.get(n)}
                 require_finite(changed, message, self.method, self.number, model)
-        except OSError:  # of this machine's, such as a full disk: no client's value leads to it
+        except OSError:  # of this machine, such as a full disk: no client's values can cause it
             raise
         except NotFinite as error:
             raise BadRound(f"round {self.number}: {error}") from None
-        except Exception as error:  # whatever a client's values led to, it is this round's failure alone
+        except Exception as error:  # clients' values can cause any error, and it must not end the run
             logger.debug("round %d", self.number, exc_info=True)
             reason = (str(error).splitlines() or [""])[0]
             raise BadRound(
@@ -313,7 +325,7 @@ class Round:
         return state, message
 
     def leave_out(self, reason: str) -> Finished:
-        """End the round without its updates. What was sent down has arrived all the same."""
+        """End the round without its updates. What was sent to clients in it stays delivered."""
         self.skipped = reason
         return self._ended(None, self.trains)
 
@@ -322,7 +334,7 @@ class Round:
         return Finished(message, frozenset(undone))
 
     def roll_back(self) -> None:
-        """The ledger as it was before this round."""
+        """Restore the ledger as it was before this round."""
         for client, (stood, undo) in self._before.items():
             self.ledger.move(client, stood)
             if undo is not None:
@@ -335,24 +347,51 @@ class Round:
         seconds: Mapping[str, float],
         spent: Mapping[int, Spent],
     ) -> dict[str, Any]:
-        """The line of ``rounds.jsonl`` as plain data; after ``finish``, and after an evaluation by messages.
+        """The record of the round for ``rounds.jsonl``; after ``finish``, and after an evaluation by messages.
+
+        The downlink is that of all orders that were delivered: to train, to follow and to evaluate. Where clients
+        evaluate models of their own, ``evaluation_downlink_bytes`` is the part of the orders to evaluate; what a client
+        receives with one, it does not receive again to train. The embedded engine evaluates clients' models in its own
+        process and sends nothing for it.
+
+        If the round was left out, ``skipped`` is the reason, ``clients`` is empty, and the loss is that of the clients
+        that had trained. The seconds in ``client_seconds`` of a reused client, and its share in ``training``, are those
+        of the time it was trained. A metric that is not finite is NaN here and null in the file (``runs.records``).
 
         Args:
             metrics: by split and name.
-            seconds: what ``training``, ``aggregation`` and ``evaluation`` took.
+            seconds: the durations of ``training``, ``aggregation`` and ``evaluation``.
             spent: by client, what this process spent on it (``Site.take_spent``).
         """
-        return round_record(
-            self.method.view(self.ledger.state),
-            self.number,
-            selected=self.selected,
-            failed=self.failed,
-            losses=self.losses,
-            uplink=self.uplink,
-            downlink=self.downlink,
-            samples=self.samples,
-            metrics=metrics,
-            spent=spent,
-            seconds=seconds,
-            skipped=self.skipped,
-        )
+        reused = sum(s["training"] for s in spent.values() if s["reused"])
+        losses = sorted(self.losses.items())  # in a fixed order, as updates come in any
+        samples = sum(self.samples.values())
+        sent: dict[str, Any] = {}
+        for direction, sizes in (("uplink", self.uplink), ("downlink", self.downlink)):
+            sent[f"{direction}_bytes"] = sum(size for size, _ in sizes.values())
+            sent[f"{direction}_bytes_without_head"] = sum(size for _, size in sizes.values())
+        if self.evaluation_downlink:
+            sent["evaluation_downlink_bytes"] = self.evaluation_downlink
+        return {
+            "round": self.number,
+            **({"skipped": self.skipped} if self.skipped else {}),
+            "selected": self.selected,
+            "clients": [] if self.skipped else sorted(self.losses),
+            "failed": sorted(self.failed, key=lambda failure: failure["client"]),
+            "loss": sum(loss * self.samples[client] for client, loss in losses) / samples,
+            "metrics": {
+                split: {name: value if math.isfinite(value) else math.nan for name, value in values.items()}
+                for split, values in metrics.items()
+            },
+            **sent,
+            "client_uplink_bytes": {c: size for c, (size, _) in sorted(self.uplink.items())},
+            "client_downlink_bytes": {c: size for c, (size, _) in sorted(self.downlink.items())},
+            "adapter_norm": norms(self.method.view(self.ledger.state)),
+            "seconds": {**seconds, "training": seconds["training"] + reused},
+            "client_seconds": spent,
+        }
+
+
+def _naming(client: int, reason: str) -> str:
+    """``reason``, which names the client at its beginning."""
+    return reason if reason.startswith("client ") else f"client {client}: {reason}"

@@ -1,7 +1,7 @@
-"""Where a process's part of a run happens: the data, the method and the model of a configuration, and local training.
+"""The data, the method and the model of a configuration in one process, and the training of clients there.
 
-All randomness is derived from the seed by purpose, round and client, so that a run which was stopped and
-resumed draws what it would have drawn, on every engine.
+All randomness is derived from the seed by purpose, round and client, so that a resumed run draws what an uninterrupted
+one would have drawn, on every engine.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ..methods import Client, Method, State, Update, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.frozen import FrozenPrefix
-from ..models.names import is_statistic, named_tensors, tags
+from ..models.names import is_statistic, tags
 from ..runs.environment import model_fingerprint
 from ..seeds import derive
 from ..settings import Eval
 from ..training import train_client
 from ..training.local import LocalResult
 from ..training.schedule import evaluation_due, lr_at, schedule_of
-from .copies import changed_base
+from .copies import changed_base, copied
 from .personal import PersonalParts
 from .record import Spent
 from .reuse import Reuse
 
 logger = logging.getLogger("fs_lowrank")
 
-#: how the names of ``eval.split`` stand in the data
+#: name in ``eval.split`` -> attribute of the data
 SPLITS = {"test": "test", "val": "validation"}
 
 
@@ -46,7 +46,7 @@ def device_of(config: Config) -> torch.device:
     Raises:
         UserError: a GPU is asked for and there is none.
     """
-    if config.torch_device == "cpu" or isinstance(config.device, str):  # the only word it can be is cpu
+    if config.torch_device == "cpu" or isinstance(config.device, str):  # the only text it accepts is cpu
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("use_gpu is True, but torch finds no GPU; set use_gpu False, or install a CUDA build of torch")
@@ -72,18 +72,19 @@ def method_of(config: Config) -> Method:
 
 
 class Site:
-    """One process's data, method and model, and the clients that train there.
+    """The data, the method and the model of one process, and the clients that train there.
 
     Args:
         config: the configuration of the run.
-        serves: the server's step is taken here, so a method that chooses by validation data is given them.
-        undivided: all the data that are read here belong to one client.
+        serves: the server step runs in this process, so a method that chooses by validation data is given them.
+        undivided: all data that this process reads belong to one client.
 
     Attributes:
         initial_state: the method's state before round 1.
-        personal: by client, the tensors that stay with it; of one that has not trained, ``personal.untrained``.
-        parameters: how many the plain model has, and the most that any client trains in the course of the run.
-        base_fingerprint: of the plain model. new_weights: names of those that no checkpoint had, such as a new head's.
+        personal: by client, the tensors that stay with it.
+        parameters: the number of parameters of the plain model, and the largest number that a client trains.
+        base_fingerprint: hash of the plain model.
+        new_weights: names of the weights that no checkpoint had, such as those of a new head.
     """
 
     def __init__(self, config: Config, *, serves: bool = True, undivided: bool = False):
@@ -98,14 +99,14 @@ class Site:
         self._check_splits()
         model = self.plain_model()
         self.base_fingerprint = model_fingerprint(model)
-        # From build_model. The attribute itself has, for torch's types, to be a tensor or a module.
+        # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])
         total = sum(p.numel() for p in model.parameters())
         self.model = self.adapted(model)
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.clients = [Client(i + 1, len(e), batches=self.in_batches(e)) for i, e in enumerate(self.data.clients)]
         self.initial_state = self.method.initial_state(self.model)
-        self.personal = PersonalParts(self.personal_now())
+        self.personal = PersonalParts(copied(self.model, self.method.personal))
         self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
         self._spent: dict[int, Spent] = {}
         self.parameters = {"total": total, "trainable": max(self._trained_by(c.id) for c in self.clients)}
@@ -124,7 +125,7 @@ class Site:
         return model.to(self.device)
 
     def _trained_by(self, client: int) -> int:
-        """How many numbers ``client`` trains in some phase of some round."""
+        """The number of parameters that ``client`` trains in any phase of any round."""
         rounds = range(1, self.config.federate.total_round_num + 1)
         trained = {tag for t in rounds for phase in self.method.phases(t, client) for tag in phase.train}
         held = {**self.method.view(self.initial_state, client), **self.personal.untrained}
@@ -133,7 +134,7 @@ class Site:
     def in_batches(
         self, examples: Examples | ImageExamples, size: int = 0
     ) -> Callable[[], Iterator[dict[str, Tensor]]]:
-        """A function that draws ``examples`` once, in order, as model inputs (``Client.batches``)."""
+        """A function that goes through ``examples`` once, in order, as model inputs (``Client.batches``)."""
         size = size or self.config.dataloader.batch_size
 
         def batches() -> Iterator[dict[str, Tensor]]:
@@ -143,7 +144,7 @@ class Site:
         return batches
 
     def _workbench(self) -> Workbench | None:
-        """What the server's step chooses by: the same held-out samples for every method.
+        """Held-out samples by which the server step chooses; the same for every method.
 
         Raises:
             UserError: there is no validation split.
@@ -174,7 +175,7 @@ class Site:
                     "eval.split: held-out data is evaluated, test or val; a round's record has the "
                     "training loss already"
                 )
-            # By default whatever there is of validation data is evaluated.
+            # The default is to evaluate the splits that exist.
             asked = split == "test" or set(self.config.eval.split) != set(Eval().split)
             if asked and getattr(self.data, SPLITS[split]) is None:
                 raise UserError(
@@ -185,11 +186,11 @@ class Site:
     def frozen_prefix(
         self, model: nn.Module, owners: Mapping[str, tuple[object, float]], share: float = 1.0
     ) -> FrozenPrefix | None:
-        """What is kept of ``model``'s frozen layers for ``owners``; None where nothing can be.
+        """The cache of the frozen layers of ``model`` for ``owners``; None if there can be none.
 
         Args:
-            owners: as ``owners`` gives them, or some of them.
-            share: of ``train.cache_frozen_bytes``, where several models share it.
+            owners: from ``self.owners``, all or some.
+            share: fraction of ``train.cache_frozen_bytes``, for several models that share it.
         """
         train = self.config.train
         if train.frozen_dropout:
@@ -204,7 +205,7 @@ class Site:
         return prefix if prefix else None
 
     def owners(self) -> dict[str, tuple[Examples | ImageExamples, float]]:
-        """Whose data the run goes through, and how often: for ``FrozenPrefix.plan``."""
+        """Name -> (examples, number of passes over them in the run), for ``FrozenPrefix.plan``."""
         config, train = self.config, self.config.train
         rounds = range(1, config.federate.total_round_num + 1)
         evaluated = sum(evaluation_due(config, t) for t in rounds)
@@ -220,15 +221,11 @@ class Site:
 
     def held_out(self) -> dict[str, Examples | ImageExamples]:
         """The splits to evaluate on, by the names of ``eval.split``; an empty validation set is left out."""
-        found = {split: getattr(self.data, SPLITS[split]) for split in self.config.eval.split if split in SPLITS}
-        return {split: examples for split, examples in found.items() if examples is not None}
-
-    def personal_now(self) -> dict[str, Tensor]:
-        """A copy of the personal tensors in the model."""
-        return {n: p.detach().clone() for n, p in named_tensors(self.model, self.method.personal).items()}
+        splits = {split: getattr(self.data, SPLITS[split]) for split in self.config.eval.split if split in SPLITS}
+        return {split: examples for split, examples in splits.items() if examples is not None}
 
     def changed_base(self) -> dict[str, Tensor]:
-        """The base weights that the method has changed in the one model; not copied."""
+        """The base weights of the model that the method has changed; not copied."""
         return changed_base(self.method, self.model)
 
     def fit(
@@ -239,7 +236,7 @@ class Site:
         model: nn.Module,
         prefix: FrozenPrefix | None,
     ) -> tuple[Update, LocalResult]:
-        """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors."""
+        """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors, not copies."""
         config, phases = self.config, self.method.phases(round, client.id)
         rounds, train = config.federate.total_round_num, config.train
         lr = lr_at(round, rounds, train.optimizer.lr, self.schedule)
@@ -264,30 +261,30 @@ class Site:
         return Update(client.id, client.num_samples, tensors), result
 
     def take_spent(self) -> dict[int, Spent]:
-        """Seconds of each client trained here since this was asked for last: ``training``, ``upload``, ``reused``."""
+        """What was spent on each client trained here since the last call."""
         spent, self._spent = dict(sorted(self._spent.items())), {}
         return spent
 
     def add_spent(self, spent: Mapping[int, Spent]) -> None:
-        """Count what clients have spent in another process."""
+        """Add what another process spent on clients."""
         self._spent.update(spent)
 
     def load_client(self, state: State, client: int) -> None:
-        """Put the model of ``client`` into the one model."""
+        """Load the tensors of ``client`` into the model."""
         load_tensors(self.model, self.method.view(state, client))
         load_tensors(self.model, self.personal.of(client))
 
     def load_global(self, state: State) -> None:
-        """Make the one model a copy that stands at the last round, as every other copy would."""
+        """Load the global tensors of ``state`` into the model."""
         load_tensors(self.model, {**self.method.view(state), **self.personal.untrained})
 
     def keep_personal(self, client: int, round: int) -> None:
-        """``client`` has trained in ``round``: note its personal tensors, if the method has any."""
-        self.personal.keep(client, round, self.personal_now())
+        """Note the personal tensors of the model, which ``client`` has trained in ``round``."""
+        self.personal.keep(client, round, copied(self.model, self.method.personal))
 
 
 def check_task(config: Config, raw: RawData) -> None:
-    """Raise ``UserError`` if the data are not of the kind that the model takes: images, labels or answers."""
+    """Raise ``UserError`` unless the data have what the model needs: images, text with labels, or text with answers."""
     if (raw.images is not None) != config.is_vision:
         raise UserError(
             f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
@@ -309,11 +306,5 @@ def check_task(config: Config, raw: RawData) -> None:
 
 
 def _of_one_client(config: Config) -> Config:
-    return config.replace(
-        {
-            "federate.client_num": 1,
-            "federate.sample_client_num": -1,
-            "federate.sample_client_rate": -1.0,
-            "lowrank.min_clients": 1,
-        }
-    )
+    keys = {"client_num": 1, "sample_client_num": -1, "sample_client_rate": -1.0}
+    return config.replace({"lowrank.min_clients": 1, **{f"federate.{name}": value for name, value in keys.items()}})

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -47,7 +48,7 @@ def _meta_sum(meta: Mapping) -> str:
 def save_checkpoint(
     folder: Path, round: int, parts: Mapping[str, Mapping[str, Tensor]], meta: Mapping, keep: int = 2
 ) -> Path:
-    """Write the checkpoint of ``round`` and delete all but the newest ``keep``.
+    """Write the checkpoint of ``round``, and then delete all but the newest ``keep``.
 
     Raises:
         RunFailed: it could not be written, for instance on a full disk; earlier checkpoints are unchanged.
@@ -76,7 +77,7 @@ def save_checkpoint(
     return final
 
 
-def _read(path: Path) -> Checkpoint:
+def _read(path: Path, device: torch.device | str) -> Checkpoint:
     meta = json.loads((path / "meta.json").read_text())
     if meta.pop("sha256") != _meta_sum(meta):
         raise ValueError("meta.json is damaged: its checksum does not match")
@@ -84,12 +85,12 @@ def _read(path: Path) -> Checkpoint:
     for name, expected in meta["files"].items():
         if _sum(path / name) != expected:
             raise ValueError(f"{name} is damaged: its checksum does not match")
-    parts = {name.removesuffix(".safetensors"): load_file(path / name) for name in meta["files"]}
+    parts = {name.removesuffix(".safetensors"): load_file(path / name, str(device)) for name in meta["files"]}
     return Checkpoint(round=int(meta["round"]), parts=parts, meta=meta)
 
 
-def load_checkpoint(folder: Path) -> Checkpoint | None:
-    """Load the newest valid checkpoint; None if there is no checkpoint.
+def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpoint | None:
+    """Load the newest valid checkpoint, with its tensors on ``device``; None if there is no checkpoint.
 
     If a checkpoint is damaged, a warning names it, and the previous one is used.
 
@@ -99,7 +100,7 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
     found = sorted(folder.glob("round_*"), reverse=True) if folder.is_dir() else []
     for path in found:
         try:
-            return _read(path)
+            return _read(path, device)
         except NewerSchema:  # going back to an older checkpoint would undo rounds that are done
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:

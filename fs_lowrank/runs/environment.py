@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 import torch
 from torch import nn
 
+from ..algebra import digest
 from ..versions import __version__
 
 PACKAGES = ("torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 
 
 @cache
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def versions() -> dict[str, str]:
-    """Versions of Python, of this package and of those that affect a result; ``not installed`` for a missing one."""
+    """Versions of Python, of this package, and of the packages that affect a result."""
     own = {"python": platform.python_version(), "fs-lowrank": __version__}
-    return {**own, **{package: _version(package) for package in PACKAGES}}
+    return {**own, **{package: version(package) for package in PACKAGES}}
 
 
 def environment() -> dict:
@@ -43,9 +36,4 @@ def environment() -> dict:
 
 def model_fingerprint(model: nn.Module) -> str:
     """A hash over names, shapes, dtypes and values of all parameters, 12 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().cpu().contiguous().view(-1)
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:12]
+    return digest(dict(model.named_parameters()))[:12]

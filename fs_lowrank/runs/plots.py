@@ -10,7 +10,11 @@ def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: f
     """Plot held-out accuracy (for a causal LM: loss) by round and by bytes, and training loss by round.
 
     Args:
-        histories: records by label (the name of a method). majority: fraction of the most frequent class.
+        histories: records by label (the name of a method).
+        path: the image file.
+        majority: fraction of the most frequent class; None for a causal LM.
+    Returns:
+        ``path``.
     """
     import matplotlib
 

@@ -2,40 +2,93 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from ..jobs.files import write_text
+from ..errors import UserError
+from ..jobs.files import sync, to_json, write_text
+
+logger = logging.getLogger("fs_lowrank")
+
+Record = dict[str, Any]
 
 
 class Records:
     """The records of a run, on disk and in memory.
 
     Args:
-        path: the file; created with its folder. keep: records of the interrupted run that is continued.
+        path: the file; created with its folder.
+        keep: records of the interrupted run that is continued.
+    Attributes:
+        history: the records. A metric that is not finite is NaN; in the file it is null, as JSON has no word for it.
+        digests: of each record's line; a checkpoint keeps them, and ``read_records`` compares.
     """
 
-    def __init__(self, path: Path, keep: list[dict] | None = None):
-        self.path = path
-        self.history: list[dict] = list(keep or [])
-        write_text(path, "".join(json.dumps(r) + "\n" for r in self.history))
+    def __init__(self, path: Path, keep: Sequence[Record] = ()):
+        self.path, self.history = path, list(keep)
+        lines = [to_json(record) for record in keep]
+        self.digests = [_digest(line) for line in lines]
+        write_text(path, "".join(line + "\n" for line in lines))
 
-    def add(self, record: dict) -> None:
-        line = json.dumps(record)
-        with self.path.open("a") as file:
+    def add(self, record: Record) -> None:
+        """Append a record; it is on the disk when this returns.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        line = to_json(record)
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        # Parsed again, so that the history is the same as in a resumed run.
-        self.history.append(json.loads(line))
+        sync(self.path)
+        self.digests.append(_digest(line))
+        self.history.append(_parsed(line))  # so that the history is the same as in a resumed run
 
 
-def read_records(path: Path, up_to: int) -> list[dict]:
-    """The records of rounds 1 … ``up_to``, without a line truncated by a crash."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+def _digest(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()[:12]
+
+
+def _parsed(line: str | bytes) -> Record:
+    record: Record = json.loads(line)
+    for values in record["metrics"].values():
+        values.update({name: math.nan for name, value in values.items() if value is None})
+    return record
+
+
+def read_records(path: Path, up_to: int, digests: Sequence[str] = ()) -> list[Record]:
+    """The records of rounds 1 … ``up_to``; none if there is no file.
+
+    A last line without its end was cut by a crash or a full disk: it is left out, with a warning.
+
+    Args:
+        digests: of the first lines, as ``Records`` has them; without them, changed figures are not noticed.
+    Raises:
+        UserError: a line is not a record of a round, or not the one that was written; names file and line.
+    """
+    records: list[Record] = []
+    *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    if rest:
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if record["round"] <= up_to:
+            _parsed(rest)
+            lines.append(rest)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            logger.warning("%s: line %d was cut off while it was written; it is left out", path, len(lines) + 1)
+    remedy = "put the file back as the run wrote it, or start again in another outdir"
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = _parsed(line)
+            wanted = record["round"] <= up_to
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"[:200]
+            raise UserError(f"{path}, line {number}: expected the record of a round ({reason}); {remedy}") from None
+        if number <= len(digests) and hashlib.sha256(line).hexdigest()[:12] != digests[number - 1]:
+            what = f"the record of round {record['round']} is not what the run wrote there"
+            raise UserError(f"{path}, line {number}: {what}; {remedy}")
+        if wanted:
             records.append(record)
     return records

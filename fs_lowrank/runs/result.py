@@ -25,6 +25,7 @@ class RunResult:
             by ``eval.best_res_update_round_wise_key``.
         outdir: folder of the run's files.
         model: the adapted model with the global tensors.
+        base_changed: whether the method trained or changed base weights, so that no adapter holds the result.
         saved: paths of written files by name (``adapter``, ``model``, ``curves``).
         facts: method, source of the data, sizes of clients, majority class, fingerprints.
     """

@@ -36,11 +36,6 @@ def seconds(history: Sequence[dict]) -> dict[str, float]:
 
 
 def human_bytes(n: float) -> str:
-    """``12.3 kB``, ``1.5 MB``: powers of 1000."""
-    if n < 1000:
-        return f"{n:.0f} B"
-    for unit in ("kB", "MB"):
-        n /= 1000
-        if n < 1000:
-            return f"{n:.1f} {unit}"
-    return f"{n / 1000:.1f} GB"
+    """Bytes in powers of 1000: ``999 B``, ``12.3 kB``, ``1.5 MB``, ``2000.0 GB``."""
+    power = next((p for p in range(3) if n < 1000 ** (p + 1)), 3)
+    return f"{n / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB')[power]}"

@@ -1,7 +1,7 @@
 """A test engine in which no process outlives a message: server and clients exchange files, and exit after each.
 
-The messages lie in ``OUTDIR/mail``, one file each (a ``Parcel``, written aside and renamed), and stay there while their
-round lasts. A round has an exchange for its training, and one more where clients evaluate models of their own:
+Messages lie in ``OUTDIR/mail``, one ``Parcel`` a file, while their round lasts. A round has an exchange for its
+training, and one more where clients evaluate models of their own:
 
     000002/train/call_3      server to client 3: say where your copy stands
     000002/train/hello_3     its answer
@@ -22,9 +22,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -51,6 +50,8 @@ from fs_lowrank.runs.result import RunResult
 REPLY = {"call": "hello", "order": "answer"}
 #: beside the messages: the configuration, and what ended the server's process
 CONFIG, FAILURE = "config.yaml", "failure.json"
+#: seconds that a process may take for a message; how many clients' processes run at a time
+LIMIT, CORES = 600.0, os.cpu_count() or 1
 
 
 def codec_of(config: Config) -> Codec:
@@ -69,15 +70,12 @@ def check(config: Config) -> None:
 def unanswered(mail: Path) -> list[Path]:
     """Messages to clients that have no reply yet, in order of their clients."""
     sent = [path for kind in REPLY for path in mail.glob(f"[0-9]*/*/{kind}_*")]
-    return sorted((p for p in sent if not reply_to(p).exists()), key=client_of)
+    return sorted((p for p in sent if not reply_to(p).exists()), key=address)
 
 
-def client_of(message: Path) -> int:
-    return int(message.name.partition("_")[2])
-
-
-def round_of(message: Path) -> int:
-    return int(message.parent.parent.name)
+def address(message: Path) -> tuple[int, int]:
+    """Round and client of a message."""
+    return int(message.parent.parent.name), int(message.name.partition("_")[2])
 
 
 def reply_to(message: Path) -> Path:
@@ -94,7 +92,7 @@ def client_process(folder: str, message: str, threads: int) -> None:
     """Handle one message to a client."""
     torch.set_num_threads(threads)
     mail, path = Path(folder), Path(message)
-    config, client = load_config(mail / CONFIG), client_of(path)
+    config, (_, client) = load_config(mail / CONFIG), address(path)
     disk = mail / "clients" / str(client)
     if path.name.startswith("call"):
         reply = Parcel({}, standing=list(standing_in(disk, client, config.fingerprint())))
@@ -129,10 +127,7 @@ def obey(config: Config, client: int, disk: Path, order: Parcel) -> Parcel:
 
 
 def server_process(folder: str, reply: str, threads: int) -> None:
-    """Handle one reply, which lies among the messages: nothing is done before the last one of its kind is there.
-
-    It may have been handled with another one by now; ``reply`` is the folder itself where a run begins or is resumed.
-    """
+    """Handle a reply (of a run that begins, ``mail`` itself): nothing is done before the last of its kind is there."""
     torch.set_num_threads(threads)
     mail = Path(folder)
     if unanswered(mail) or not Path(reply).exists():
@@ -189,8 +184,7 @@ class Server:
         seconds["aggregation"] = time.perf_counter() - started
         metrics = {}
         if self.evaluator.due(number):
-            held_out = {s: e for s, e in site.held_out().items() if s in self.evaluator.splits()}
-            metrics = {split: self.evaluator.score(examples, split) for split, examples in held_out.items()}
+            metrics = self.evaluator.held_out()
             if CLIENTS in self.evaluator.splits():
                 sizes = {c.id: len(e) for c, e in zip(site.clients, site.data.client_tests) if e is not None}
                 answers = self.exchange(round, sizes, "evaluate")
@@ -228,27 +222,37 @@ class Server:
         return {client: Parcel.of(path.read_bytes()) for client, path in replies.items()}
 
 
-def process(target: Callable, *args: str) -> int:
-    """Run ``target`` in a process of its own, forked from one that has done nothing but import; its exit code."""
+def start(target: Callable, *args: str) -> BaseProcess:
+    """Start a process that runs ``target``, forked from one that has done nothing but import; by one thread alone."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([m for m in sys.modules if m.startswith(("fs_lowrank.r", "transformers.models."))])
-    started = context.Process(target=target, args=(*args, torch.get_num_threads()))
-    started.start()
-    started.join()
-    return started.exitcode
+    process = context.Process(target=target, args=(*args, torch.get_num_threads()))
+    process.start()
+    return process
 
 
-def deliver(mail: Path, message: Path) -> Path:
-    """Bring ``message`` to its client, and see to it that there is a reply."""
-    code = process(client_process, str(mail), str(message))
-    if not reply_to(message).exists():
-        write(reply_to(message), apology(round_of(message), UserError(f"its process ended with exit code {code}")))
-    return message
+def exit_code(process: BaseProcess) -> int | None:
+    """Wait for a process; it is killed where it takes longer than ``LIMIT``."""
+    process.join(LIMIT)
+    process.kill()  # which does nothing to one that has ended
+    process.join()
+    return process.exitcode
+
+
+def deliver(mail: Path, messages: list[Path]) -> Iterator[Path]:
+    """Bring ``messages`` to their clients, as many at a time as there are cores; yields each when it has a reply."""
+    for first in range(0, len(messages), CORES):
+        batch = messages[first : first + CORES]
+        for message, process in [(m, start(client_process, str(mail), str(m))) for m in batch]:
+            error = UserError(f"its process ended with exit code {exit_code(process)}")
+            if not reply_to(message).exists():
+                write(reply_to(message), apology(address(message)[0], error))
+            yield message
 
 
 def serve(mail: Path, reply: Path) -> None:
     """Bring ``reply`` to the server; raises what its process raised, and ``RunFailed`` if that ended otherwise."""
-    code = process(server_process, str(mail), str(reply))
+    code = exit_code(start(server_process, str(mail), str(reply)))
     if (mail / FAILURE).exists():
         wrong_use, text = json.loads((mail / FAILURE).read_text())
         raise (UserError if wrong_use else RunFailed)(text)
@@ -289,9 +293,8 @@ def work(mail: Path, told: int, on_round: Callable | None, on_client: Callable |
         messages = unanswered(mail)
         if not messages:
             return
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for done, message in enumerate(pool.map(partial(deliver, mail), messages)):
-                if on_client:
-                    on_client(round_of(message), done, len(messages))
+        for done, message in enumerate(deliver(mail, messages)):
+            if on_client:
+                on_client(address(message)[0], done, len(messages))
         for message in messages:
             serve(mail, reply_to(message))

@@ -1,6 +1,5 @@
 """An engine of another package, whose processes end after every message, gives what the embedded engine gives."""
 
-import multiprocessing
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from fs_lowrank.methods import get_method_class, requirements
 
 ENGINE = Path(__file__).with_name("files_engine.py")
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
+FOR_CAUSAL = [m for m in fs_lowrank.list_methods() if "CausalLM" in requirements(m).tasks]
 FOR_IMAGES = [m for m in fs_lowrank.list_methods() if m not in METHODS]
 #: where a hyperparameter changes what travels, or what a copy must remember
 VARIANTS = [
@@ -71,8 +71,9 @@ def quick(installed, settings, tmp_path, no_curves):
 def same(local, other):
     """The global tensors to the bit, and all of the records but the seconds.
 
-    Where clients evaluate models of their own they follow to the end of the round, which counts. So what the embedded
-    engine, whose clients share its model, sends in the next round has been sent by then, and one message more at last.
+    Where clients evaluate models of their own they are sent the end of the round for it, which counts. So what the
+    embedded engine, whose clients share its model, sends in the next round has been sent by then, and one message more
+    at last.
     """
     for (name, a), (other_name, b) in zip(local.model.named_parameters(), other.model.named_parameters(), strict=True):
         assert name == other_name and torch.equal(a, b), name
@@ -85,6 +86,9 @@ def same(local, other):
     if follow:
         a, b = ([record["downlink_bytes"] for record in result.history] for result in (local, other))
         assert sum(a) < sum(b)
+        for record in local.history:
+            assert "evaluation_downlink_bytes" not in record
+        assert all(0 < record["evaluation_downlink_bytes"] <= record["downlink_bytes"] for record in other.history)
         if all(len(record["selected"]) == len(local.facts["clients"]) for record in local.history):
             assert a[1:] == b[:-1]
 
@@ -98,6 +102,15 @@ def test_the_same_as_the_embedded_engine(quick, method, keys):
     few = {"federate.total_round_num": rounds, "federate.sample_client_num": 3 if keys else 2}
     keys = {"federate.method": method, **few, **keys}
     same(fs_lowrank.run(quick("local", keys)), fs_lowrank.run(quick("files", keys), "files"))
+
+
+@pytest.mark.parametrize("method", slow_but([(m,) for m in FOR_CAUSAL], lambda method: method == "fedloru"))
+def test_causal_models(quick, causal_settings, method):
+    keys = {"federate.method": method, "federate.sample_client_num": 2}
+    same(
+        fs_lowrank.run(quick("local", keys, causal_settings)),
+        fs_lowrank.run(quick("files", keys, causal_settings), "files"),
+    )
 
 
 @pytest.mark.slow
@@ -128,23 +141,20 @@ def test_a_server_that_is_killed(quick, monkeypatch, at):
 
     keys = {"federate.method": "pfedloru", "lowrank.tau": 1, "federate.client_num": 2}
     local, config = fs_lowrank.run(quick("local", keys)), quick("files", keys)
-    started, seen, process = [], [], files_engine.process
+    started, seen, start = [], [], files_engine.start
 
     def killed(target, *args):
         started.append(target)
-        if target is not files_engine.server_process or started.count(target) != at:
-            return process(target, *args)
-        one = multiprocessing.get_context("forkserver").Process(target=target, args=(*args, 1))
-        one.start()
-        one.kill()
-        one.join()
-        return one.exitcode
+        process = start(target, *args)
+        if target is files_engine.server_process and started.count(target) == at:
+            process.kill()
+        return process
 
     def on_round(record):
         seen.append(record["round"])
 
     with monkeypatch.context() as patch:
-        patch.setattr(files_engine, "process", killed)
+        patch.setattr(files_engine, "start", killed)
         with pytest.raises(fs_lowrank.RunFailed, match="exit code -9; run again with --resume"):
             fs_lowrank.run(config, "files", on_round=on_round)
     same(local, fs_lowrank.run(config, "files", resume=True, on_round=on_round))
@@ -156,19 +166,16 @@ def test_a_client_that_is_killed(quick, monkeypatch):
     import files_engine
 
     config = quick("files", {"federate.method": "fedlora", "federate.total_round_num": 2})
-    started, process = [], files_engine.process
+    started, start = [], files_engine.start
 
     def killed(target, *args):
+        process = start(target, *args)
         if target is files_engine.client_process and args[1].endswith("000001/train/order_2"):
             started.append(target)
-            one = multiprocessing.get_context("forkserver").Process(target=target, args=(*args, 1))
-            one.start()
-            one.kill()
-            one.join()
-            return one.exitcode
-        return process(target, *args)
+            process.kill()
+        return process
 
-    monkeypatch.setattr(files_engine, "process", killed)
+    monkeypatch.setattr(files_engine, "start", killed)
     first, second = fs_lowrank.run(config, "files").history
     assert started and first["clients"] == [1, 3] and second["clients"] == [1, 2, 3]
     assert first["failed"] == [{"client": 2, "kind": "failed", "reason": "its process ended with exit code -9"}]

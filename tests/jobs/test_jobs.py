@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,10 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, text=True
     )
+    assert wait([parent.stdout], 60), "no member within a minute"
     member = int(parent.stdout.readline())
     parent.kill()
-    parent.communicate()
+    parent.communicate(timeout=60)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and _runs(member):
         time.sleep(0.1)

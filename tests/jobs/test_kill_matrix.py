@@ -176,5 +176,5 @@ def test_ended_from_outside(which, event, settings, tmp_path, monkeypatch):
     finally:
         for number in command.alive():
             os.kill(number, signal.SIGKILL)
-        parent.wait()
+        parent.wait(60)
         command.log.close()

@@ -102,9 +102,7 @@ def prepared(name):
 
 def round_of(made, number=1, clients=(1, 2, 3), **bounds):
     """Round ``number``, whose ``clients`` have been asked."""
-    ledger = Ledger(
-        made.method, dict(made.state), 3, 3, 1, 0, keep_messages=True, admission=Admission(3, SIZES, **bounds)
-    )
+    ledger = Ledger(made.method, dict(made.state), 3, 3, 1, 0, keep_messages=True, admission=Admission(SIZES, **bounds))
     one = Round(number, ledger, clients)
     for client in clients:
         one.delivered(one.ask(client))
@@ -352,7 +350,7 @@ def test_a_count_is_whole_and_the_one_that_was_declared(name, count):
 def test_without_a_declaration_the_bound_counts(count, good):
     made = prepared("fedlora")
     one = round_of(made)
-    one.admission = Admission(3, max_samples=50)
+    one.admission = Admission(max_samples=50)
     update = dataclasses.replace(made.updates[1], num_samples=count)
     if good:
         take(one, update)
@@ -450,7 +448,7 @@ def test_a_factor_over_the_rounds_median(name, exponent):
 
 
 def test_of_two_the_smaller_is_the_median_and_zero_is_none():
-    admission = Admission(3, norm_factor=10.0)
+    admission = Admission(norm_factor=10.0)
     assert list(admission.outliers({1: 1.0, 2: 10.5})) == [2]
     assert not admission.outliers({1: 1.0, 2: 10.0})
     assert not admission.outliers({1: 0.0, 2: 0.0, 3: 5.0})

@@ -253,6 +253,6 @@ def test_a_server_that_ends_after_every_round(name, tmp_path):
         parts, data = resumed.ledger.saved(number)
         before = resumed.ledger
         resumed.ledger = Ledger(before.method, {}, 3, 3, 1, 0, keep_messages=True, identity="run")
-        resumed.ledger.restore(number, parts, json.loads(json.dumps(data)), "cpu")
+        resumed.ledger.restore(number, parts, json.loads(json.dumps(data)))
     for client in (1, 2, 3):
         check_same(resumed.evaluated(4, client)[0], run)

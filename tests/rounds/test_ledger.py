@@ -205,7 +205,8 @@ def test_a_late_client_is_sent_the_whole_model_where_that_is_less_also_after_a_r
     whole = 4 * (2 * 7 + 5 * 2 + 3 * 5 + 5 * 7)
     assert 0 < one.horizon < 8 and sum(t.nbytes for _, t in one.outbox.values()) <= whole
     again = ledger("flora", clients=3, keep_messages=True)
-    again.restore(8, *(json.loads(json.dumps(part)) if n else part for n, part in enumerate(one.saved(8))), "cpu")
+    parts, data = one.saved(8)
+    again.restore(8, parts, json.loads(json.dumps(data)))
     for each in (one, again):
         assert each.since(3) is None and each.since(1) == 7
 
@@ -219,7 +220,7 @@ def test_a_ledger_goes_on_from_what_was_saved(told):
             one.stamp(number)
     parts, data = one.saved(3)
     again = ledger("fedloru", keep_messages=True)
-    again.restore(3, parts, json.loads(json.dumps(data)), "cpu")
+    again.restore(3, parts, json.loads(json.dumps(data)))
     assert again.synced == one.synced and {n: r for n, (r, _) in again.outbox.items()} == {
         n: r for n, (r, _) in one.outbox.items()
     }

@@ -203,6 +203,7 @@ def test_evaluation_counts_in_the_same_record():
         one.delivered(order)
     record = one.record({"test": {"acc": 0.5}}, {"training": 0.0}, {})
     assert record["client_downlink_bytes"] == {1: whole, 2: whole, 3: whole}
+    assert record["evaluation_downlink_bytes"] == record["downlink_bytes"] == 3 * whole
     assert not Round(2, kept, (3,)).ask(3).parcel.tensors, "it has it from the evaluation"
 
 

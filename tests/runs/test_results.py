@@ -1,10 +1,12 @@
 """Records, figures and plots of a run."""
 
 import json
+import math
 
 import pytest
 import torch
 
+from fs_lowrank.errors import UserError
 from fs_lowrank.runs.environment import environment, model_fingerprint
 from fs_lowrank.runs.plots import plot_curves
 from fs_lowrank.runs.records import Records, read_records
@@ -39,12 +41,52 @@ def test_records_on_disk_and_in_memory_are_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 20])
-def test_a_line_cut_short_ends_the_records(tmp_path, cut):
+def test_a_last_line_that_was_cut_off_is_left_out_and_named(tmp_path, caplog, cut):
     path = tmp_path / "rounds.jsonl"
     text = "".join(json.dumps(record(r)) + "\n" for r in (1, 2))
     path.write_text(text[:-cut])
     assert len(read_records(path, up_to=5)) == (2 if cut == 1 else 1)
+    assert (f"{path}: line 2 was cut off" in caplog.text) == (cut == 20)
     assert read_records(tmp_path / "none.jsonl", up_to=5) == []
+
+
+@pytest.mark.parametrize("line", ["{", "3", "{}", '{"round": 1}', "[" * 100_000, "\0" * 9, "\ud800", ""])
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    path = tmp_path / "rounds.jsonl"
+    path.write_text(f"{json.dumps(record(1))}\n{line}\n{json.dumps(record(3))}\n", errors="surrogatepass")
+    with pytest.raises(UserError, match=r"rounds.jsonl, line 2: expected the record of a round .*another outdir"):
+        read_records(path, up_to=5)
+
+
+def test_figures_that_were_changed_by_hand_are_named(tmp_path):
+    records = Records(tmp_path / "rounds.jsonl")
+    for round in (1, 2, 3):
+        records.add(record(round))
+    assert len(read_records(records.path, 3, records.digests[:2])) == 3, "what came after the checkpoint is not known"
+    text = records.path.read_text()
+    records.path.write_text(text.replace('"round": 2, "loss": 0.5', '"round": 2, "loss": 0.4'))
+    with pytest.raises(UserError, match="rounds.jsonl, line 2: the record of round 2 is not what the run wrote there"):
+        read_records(records.path, 3, records.digests)
+
+
+def test_metrics_that_are_not_finite_are_null_in_the_file_and_nan_in_memory(tmp_path):
+    """JSON has no word for NaN, and a reader that finds one stops; ours compute with numbers."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    records = Records(tmp_path / "rounds.jsonl")
+    records.add(record(1, metrics={"test": {"acc": 0.5, "loss": float("nan")}, "val": {"loss": float("inf")}}))
+    line = json.loads(records.path.read_text(), parse_constant=refuse)
+    assert line["metrics"] == {"test": {"acc": 0.5, "loss": None}, "val": {"loss": None}}
+    for history in (records.history, read_records(records.path, up_to=1)):
+        metrics = history[0]["metrics"]
+        assert (
+            metrics["test"]["acc"] == 0.5 and math.isnan(metrics["test"]["loss"]) and math.isnan(metrics["val"]["loss"])
+        )
+    again = Records(tmp_path / "again.jsonl", records.history)
+    assert again.digests == records.digests and again.path.read_text() == records.path.read_text()
+    plot_curves({"x": records.history}, tmp_path / "curves.png")
 
 
 def test_figures_of_a_run():

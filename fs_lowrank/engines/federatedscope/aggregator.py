@@ -77,7 +77,7 @@ class MethodAggregator(Aggregator):
         numbers = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
         known = {"numbers": numbers, "synced": {}, "outbox": {}}
         tensors = {n: v for n, v in state.items() if n not in numbers}
-        session.ledger.restore(done, {"state": tensors}, known, session.site.device)
+        session.ledger.restore(done, {"state": tensors}, known)
         load_tensors(self.model, saved.get("base", {}))
         load_tensors(self.model, session.method.view(session.ledger.state))
         return done

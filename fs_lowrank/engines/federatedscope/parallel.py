@@ -294,7 +294,7 @@ def _clients(cfg, resources: dict[int, object], resume: bool):
     cfg.freeze(inform=False, save=False)
     session = current()
     # Clients that share a model or keep personal tensors need the checkpoint as the server does.
-    checkpoint = load_checkpoint(session.outdir / "checkpoint") if resume else None
+    checkpoint = load_checkpoint(session.outdir / "checkpoint", session.site.device) if resume else None
     if checkpoint:
         session.keeper.restore(checkpoint)
     elif cfg.federate.restore_from:

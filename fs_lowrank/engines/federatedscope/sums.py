@@ -82,4 +82,4 @@ class Shares:
             raise TooFewClients("with federate.use_ss the shares of every client are needed")
         mean = recover(add_shares(self.sums), self.parties if self.uniform else self.samples, self._like)
         update = mean_as_update({n: t.to(self.device) for n, t in mean.items()}, self.samples)
-        return Gathered([update], self.parties, self.samples)
+        return Gathered([update], self.parties)
