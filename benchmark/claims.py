@@ -158,15 +158,15 @@ def _beyond(gap: float, by: float, spread: float, seeds: bool, text: str) -> Con
 def _fall(condition: Mapping, look: Lookup):
     """For each method: the figures at both ends of the axis, and the difference."""
     for method in condition["methods"]:
-        ends = [
+        first, last = (
             look(method, {**_where(condition), condition["along"]: str(condition[end])}, _metric(condition))
             for end in ("from", "to")
-        ]
-        if None in ends:
+        )
+        if first is None or last is None:
             yield method, None, None, 0.0
         else:
             sign = -1 if condition.get("lower_is_better") else 1
-            yield method, ends[0], ends[1], sign * (ends[0].mean - ends[1].mean)
+            yield method, first, last, sign * (first.mean - last.mean)
 
 
 def _drops(condition: Mapping, look: Lookup) -> list[Condition]:

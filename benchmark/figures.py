@@ -222,7 +222,7 @@ def _rates(results: ExperimentResults):
         for search in searches:
             points = sorted((p[key], p["value"]) for p in search["tried"])
             method = search["method"]
-            style: dict[str, Any] = _style(results, method) if method in results.methods else {"marker": "."}
+            style: Mapping[str, Any] = _style(results, method) if method in results.methods else {"marker": "."}
             axes.plot(*zip(*points), label=method, lw=1.4, **style)
         rates = sorted({p[key] for search in searches for p in search["tried"]})
         axes.set(xscale="log", xlabel="learning rate", title=setting)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..config import check_local
+from ..config import Config, check_local
 from ..errors import RunFailed, UserError
 from ..methods import State
 from ..rounds.ending import end_round
@@ -25,7 +25,6 @@ from ..rounds.parcel import Parcel
 from ..rounds.round import Round
 from ..rounds.site import Site
 from ..runs.result import RunResult
-from ..settings import Settings
 from .workers import Workers, processes_of
 
 logger = logging.getLogger("fs_lowrank")
@@ -84,7 +83,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        config: Settings,
+        config: Config,
         on_round: Callable[[dict], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
     ):
@@ -161,7 +160,7 @@ class LocalEngine:
         return self.keeper.finish()
 
 
-def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
     """See ``fs_lowrank.run``."""
     check_outdir(config, resume)
     return LocalEngine(config, on_round, on_client).run(resume)

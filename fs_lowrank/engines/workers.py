@@ -203,6 +203,7 @@ class Workers:
             RunFailed: two processes died of the same part.
         """
         site, held_out, jobs, of = self.site, evaluator.site.held_out(), [], []
+        sizes: dict[int, int] = {}
         for split in evaluator.splits():
             if split != CLIENTS:
                 for part in range(self.count):
@@ -213,6 +214,7 @@ class Workers:
                 if examples is not None:
                     jobs.append(Job(_parcel(site, state, client.id, kind="score"), client.id))
                     of.append((split, client.id))
+                    sizes[client.id] = len(examples)
         scores: dict[tuple[str, int], list[BatchScore]] = {key: [] for key in of}
         for key, answer in zip(of, self._do(jobs)):
             if isinstance(answer, str):
@@ -221,8 +223,9 @@ class Workers:
         metrics = {split: mean_scores(scores[split, 0]) for split in held_out if (split, 0) in scores}
         clients = {client: each for (split, client), each in scores.items() if split == CLIENTS}
         if clients:
-            sizes = [len(site.data.client_tests[client - 1]) for client in clients]
-            metrics[CLIENTS] = evaluator.combined([mean_scores(each) for each in clients.values()], sizes)
+            metrics[CLIENTS] = evaluator.combined(
+                [mean_scores(each) for each in clients.values()], list(sizes.values())
+            )
         return metrics
 
     def _do(self, jobs: Sequence[Job], on_begin: Callable[[int], object] = lambda done: None) -> list[Parcel | str]:
@@ -371,7 +374,7 @@ class _Clients:
             return Parcel({}, kind="trained", error=f"{type(error).__name__}: {error}")
         tensors = {f"view/{n}": t for n, t in update.tensors.items()}
         if site.personal.untrained:
-            tensors |= {f"personal/{n}": t for n, t in site.personal_now().items()}
+            tensors |= {f"personal/{n}": t for n, t in copied(site.model, site.method.personal).items()}
         spent = site.take_spent()[client]
         return Parcel(tensors, kind="trained", samples=update.num_samples, loss=result.loss, spent=spent)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from ...algebra import digest
 from ...config import Config
 from ...data import Examples, ImageExamples
 from ...errors import UserError
@@ -22,7 +23,6 @@ from ...models.frozen import FrozenPrefix
 from ...rounds.evaluator import Evaluator
 from ...rounds.keeper import RecordKeeper
 from ...rounds.ledger import Ledger
-from ...rounds.parcel import digest
 from ...rounds.site import Site
 from ...runs.result import RunResult
 from .config import from_framework
@@ -74,7 +74,7 @@ class Session:
             shared = self.method.view(self.ledger.state)
             self.proof = {
                 "the base model": self.site.base_fingerprint,
-                **{name: digest({name: tensor}) for name, tensor in shared.items()},
+                **{name: digest({name: tensor})[:16] for name, tensor in shared.items()},
             }
 
     # -- models ------------------------------------------------------------------------------------
