@@ -211,7 +211,7 @@ def _bytes(results: ExperimentResults):
 def _rates(results: ExperimentResults):
     """The trials and the winner of each search, one panel per setting."""
     key = "train.optimizer.lr"
-    by_setting: dict[str, list[Mapping]] = {}
+    by_setting: dict[str, list[dict[str, Any]]] = {}
     for search in results.searches:
         if all(key in p for p in search["tried"]):
             by_setting.setdefault(", ".join(f"{k} {v}" for k, v in search["setting"].items()), []).append(search)
