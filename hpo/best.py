@@ -16,9 +16,9 @@ from fs_lowrank.versions import SCHEMA, check_schema
 
 from .search import budget, draw_of, front, kind
 from .settings import settings_of
+from .space import decoded
 from .storage import CONFIRM, load_study, open_storage, quiet
 from .trial import one_test_set
-from .worker import point_of
 
 _HEADER = "# hpo: "
 
@@ -64,7 +64,7 @@ def summary(storage, name: str) -> dict:
         winners.append(
             {
                 "trial": trial.number,
-                "point": point_of(study, trial),
+                "point": decoded(trial.params),
                 "values": dict(zip(settings.objectives, trial.values)),
                 "metrics": trial.user_attrs.get("metrics", {}),
                 "by_seed": trial.user_attrs.get("by_seed", {}),
@@ -89,7 +89,7 @@ def summary(storage, name: str) -> dict:
                 "trial": t.number,
                 "kind": t.user_attrs.get("kind"),
                 "reason": t.user_attrs.get("reason"),
-                "point": point_of(study, t),
+                "point": decoded(t.params),
             }
             for t in trials
             if kind(t) in ("failed", "lost")
@@ -132,7 +132,7 @@ def points_of(study) -> list[Point]:
         value = trial.values[0] if complete else reported[max(reported)] if reported else None
         if value is not None:
             found[trial.user_attrs.get("draw", trial.number)] = Point(
-                trial.number, point_of(study, trial), value, complete, tuple(trial.values or ())
+                trial.number, decoded(trial.params), value, complete, tuple(trial.values or ())
             )
     return list(found.values())
 

@@ -294,9 +294,9 @@ def _best(args: argparse.Namespace) -> None:
 
 
 def _plot(args: argparse.Namespace) -> None:
-    from .plots import draw, panels
+    from .plots import draw, pictures
 
     storage, names = _chosen(args)
     out = args.out or args.dir / "plots"
-    for path in draw(panels(storage, names), out, args.study or "studies"):
+    for path in draw(pictures(storage, names), out, args.study or "studies"):
         _say(str(path))

@@ -21,7 +21,7 @@ from fs_lowrank.settings import parse_overrides
 from fs_lowrank.versions import SCHEMA
 
 from .best import budget_text, points_of, summary
-from .plots import Panel, draw_png, learning_rate_panel
+from .plots import RATE, draw_png, slice_figure
 from .search import kind
 from .space import load_space
 from .storage import load_study, open_storage
@@ -188,18 +188,16 @@ def main(argv: list[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "learning_rates.json").write_text(json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
         (args.out / "learning_rates.md").write_text(table(found))
-        panels: list[Panel] = []
-        for name in ("grid", "halving"):
-            names = [f"{name}.{m}" for m in METHODS if found["methods"][m].get(name, {}).get("curve")]
-            if names:
-                panel = learning_rate_panel(storage, names)
-                panel.title = {
-                    "grid": "grid of eight",
-                    "halving": f"TPE, halving at {', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)",
-                }[name]
-                panels.append(panel)
-        if panels:
-            draw_png(panels, args.out / "learning_rates.png")
+        titles = {
+            "grid": "grid of eight",
+            "halving": f"TPE, halving at {', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)",
+        }
+        figures = []
+        for name, title in titles.items():
+            if names := [f"{name}.{m}" for m in METHODS if found["methods"][m].get(name, {}).get("curve")]:
+                figures.append(slice_figure(storage, names, RATE).update_layout(title=title))
+        if figures:
+            draw_png(figures, args.out / "learning_rates.png")
         print(table(found))
     except UserError as error:
         print(f"error: {error}")

@@ -88,7 +88,13 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
+    """The inverse of ``encode``."""
     return json.loads(value[5:]) if isinstance(value, str) and value.startswith("json:") else value
+
+
+def decoded(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The point of a trial: its ``params`` as config values."""
+    return {key: decode(value) for key, value in params.items()}
 
 
 @dataclass(frozen=True)

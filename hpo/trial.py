@@ -17,6 +17,7 @@ import optuna
 import fs_lowrank
 from fs_lowrank import Config, UserError
 from fs_lowrank.jobs.locks import exclusive
+from fs_lowrank.methods import revisions
 
 from .search import BEAT
 from .settings import Settings
@@ -67,7 +68,7 @@ def one_test_set(base: Config) -> Config:
 def trial_config(
     base: Config, point: Mapping, metric: str, folder: Path, seed: int, rungs: bool, test: bool = False
 ) -> Config:
-    """The config of one run of a trial, in a folder named after all that decides its result."""
+    """The config of one run of a trial, in a folder that is named after all that decides its result."""
     changes = {
         **point,
         "seed": seed,
@@ -83,7 +84,8 @@ def trial_config(
     if rungs:
         changes["lowrank.checkpoint_freq"] = 1
     config = one_test_set(base).replace(changes)
-    return config.replace(outdir=str(folder / config.fingerprint()))
+    changed = [f"{name.replace(' ', '-')}-{revision}" for name, revision in sorted(revisions(config).items())]
+    return config.replace(outdir=str(folder / "_".join([config.fingerprint(), *changed])))
 
 
 def history_of(folder: Path) -> list[dict]:

@@ -177,8 +177,7 @@ def _retry_failed(study) -> None:
     key = lambda t: (search.draw_of(t), t.user_attrs.get("rung"), t.user_attrs.get("seed"))  # noqa: E731
     better = {key(t) for t in trials if kind(t) in ("complete", "pruned", "running", "waiting")}
     for trial in trials:
-        given_up = kind(trial) == "lost" and trial.user_attrs.get("retry", 0) >= search.RETRIES
-        if (kind(trial) == "failed" or given_up) and key(trial) not in better:
+        if (kind(trial) == "failed" or search.given_up(trial)) and key(trial) not in better:
             better.add(key(trial))
             search.requeue(study, trial)
 

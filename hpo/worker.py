@@ -14,10 +14,11 @@ from fs_lowrank import UserError
 from fs_lowrank.jobs.crew import stop_signals
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
+from fs_lowrank.methods import revisions
 
-from .search import Queue, draw_of, fail, front, kind, reap, requeue, worker_identity
+from .search import REVISIONS, Queue, draw_of, fail, front, kind, reap, requeue, worker_identity
 from .settings import OBJECTIVES, make_pruner, settings_of, space_of
-from .space import decode
+from .space import decoded
 from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
 from .trial import Failed, Runner, Stopped
 
@@ -92,6 +93,8 @@ class _Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Optuna wants no text "json:…" as a choice
             point = self.space.suggest(trial, self.base)
+        if changed := revisions(self.base.replace(point)):
+            trial.set_user_attr(REVISIONS, changed)
         label = self._label(trial, point)
         self._guarded(
             self.study,
@@ -177,7 +180,7 @@ class _Search:
     def _check(self, trial) -> None:
         of, seed = trial.user_attrs["of"], trial.user_attrs["seed"]
         winner = next(t for t in front_and_past(self.study) if draw_of(t) == of)
-        point = point_of(self.study, winner)
+        point = decoded(winner.params)
         test = has_test(self.base)
         label = f"{self._label(winner, point)}, seed {seed}"
 
@@ -197,11 +200,6 @@ class _Search:
 
 def front_and_past(study: optuna.Study):
     return [t for t in study.get_trials(deepcopy=False) if t.state == TrialState.COMPLETE]
-
-
-def point_of(study: optuna.Study, trial) -> dict:
-    """The values of the searched keys at a finished trial."""
-    return {k: decode(v) for k, v in trial.params.items()}
 
 
 def has_test(base) -> bool:

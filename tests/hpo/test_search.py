@@ -19,6 +19,7 @@ from optuna.trial import TrialState
 import fs_lowrank.cli
 from fs_lowrank import UserError, load_config
 from fs_lowrank.methods import get_method_class
+from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from hpo import best, cli, plots, read_header
 from hpo import search as core
 from hpo.search import kind
@@ -189,6 +190,9 @@ def test_rungs_promote_the_better_half_from_its_checkpoint(search):
         assert trial.user_attrs["budget"]["rounds"] <= 1  # it went on, and did not start again
         assert list(trial.intermediate_values) == [1, 2]
         assert trial.intermediate_values[1] == before.user_attrs["value"]
+    (figure,) = plots.pictures(open_storage(options.where), ["s"])["slices"]
+    drawn = {trace.name: len(trace.x) for trace in figure.data}
+    assert drawn == {"s": 2, "s, pruned": 2}, "a promoted point is drawn once, and a pruned one is not left out"
 
 
 def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_goes_on(search, monkeypatch, capsys):
@@ -307,8 +311,10 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     assert values == sorted(values, key=lambda v: -v[0]) and [v[1] for v in values] == sorted(
         (v[1] for v in values), reverse=True
     )
-    assert plots.panels(store, ["s"])["pareto"]
-    plots.draw(plots.panels(store, ["s"]), tmp_path / "plots", "s")
+    made = plots.pictures(store, ["s"])
+    (pareto,) = made["pareto"]
+    assert {pair for trace in pareto.data for pair in zip(trace.x, trace.y)} == {tuple(t.values) for t in study.trials}
+    plots.draw(made, tmp_path / "plots", "s")
     assert (tmp_path / "plots" / "pareto.png").exists()
     checks = trials(options, "s" + CONFIRM)
     assert {t.user_attrs["of"] for t in checks} == {t.user_attrs["draw"] for t in front}
@@ -327,8 +333,8 @@ def test_a_study_for_each_method_and_one_learning_rate_picture(search, config):
     options, ended, _ = search(space)
     assert ended.studies == ["s.fedlora", "s.rolora"]
     assert [len(trials(options, n)) for n in ended.studies] == [1, 2]
-    panel = plots.learning_rate_panel(open_storage(options.where), ended.studies)
-    assert {s.label for s in panel.series} >= {"fedlora", "rolora"}
+    (figure,) = plots.pictures(open_storage(options.where), ended.studies)["learning_rate"]
+    assert [(trace.name, list(trace.x)) for trace in figure.data] == [("fedlora", [1e-2]), ("rolora", [1e-2] * 2)]
 
 
 def test_seeds_are_averaged(search, config):
@@ -377,10 +383,26 @@ def test_two_spaces_configs_or_settings_in_one_study(search, config, monkeypatch
         with pytest.raises(UserError, match=message):
             search(**{"timeout": 1e-6, **change})
     monkeypatch.setattr(get_method_class("fedlora"), "revision", 2)
-    with pytest.raises(UserError, match="another revision of its method"):
+    with pytest.raises(UserError, match="another revision of fedlora, which"):
         search(timeout=1e-6)
     search(timeout=1e-6, name="anew")
     search(timeout=1e-6, name="anew")
+
+
+def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatch):
+    """The base config has no server optimizer; one of the two points has the one that changed."""
+    base = config.replace({"fedopt.use": True, "fedopt.optimizer.type": "SGD"})
+    space = {"fedopt.optimizer.type": {"grid": ["SGD", "Adagrad"]}}
+    monkeypatch.setattr(ServerOptimizer, "revisions", {})
+    options, _, _ = search(space, base)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="another revision of server Adagrad, which"):
+        search(space, base)
+    # A new study in the same folder does not take the old run's rounds for its own.
+    again, _, _ = search(space, base, storage=str(options.folder / "new.log"))
+    rounds = {t.params["fedopt.optimizer.type"]: t.user_attrs["budget"]["rounds"] for t in trials(again)}
+    assert rounds == {"SGD": 0, "Adagrad": 2}
+    search(space, base, storage=str(options.folder / "new.log"))
 
 
 def test_options_that_do_not_fit(search, config):
