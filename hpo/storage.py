@@ -18,7 +18,7 @@ WAIT = 20.0
 
 @contextmanager
 def quiet():
-    """Optuna says nothing but errors for the block, or for the function that this decorates."""
+    """Let Optuna log nothing but errors during the block, or during the function that this decorates."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -35,7 +35,8 @@ def open_storage(where: str, create: bool = False) -> optuna.storages.BaseStorag
     Args:
         where: the path of a journal file, of a SQLite file (``.db``, ``.sqlite``), or a URL such as
             ``sqlite:///hpo.db`` or ``postgresql://user@server/hpo``.
-        create: make it where there is none.
+        create: create it if there is none.
+
     Raises:
         UserError: there is none, it is locked, or it holds something else.
     """
@@ -108,7 +109,7 @@ def _open_database(url: str, create: bool):
         try:
             return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
         except SQLAlchemyError:
-            # Two that make the tables at once: one of them fails, and finds them there the second time.
+            # If two processes create the tables at the same time, one of them fails; the second time they exist.
             return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise UserError(
@@ -122,7 +123,7 @@ def _open_database(url: str, create: bool):
 
 @contextmanager
 def storage_errors(where: str):
-    """What a storage raises in use, in words."""
+    """Turn the errors of a storage during the block into a ``UserError``."""
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
@@ -136,7 +137,7 @@ def storage_errors(where: str):
 
 
 def study_names(storage) -> list[str]:
-    """Names of the searches, without the studies of their confirmations."""
+    """The names of the searches, without the studies of their winners' fresh seeds."""
     return sorted(n for n in optuna.get_all_study_names(storage) if not n.endswith(CONFIRM))
 
 
@@ -145,19 +146,19 @@ def load_study(storage, name: str, **kwargs) -> optuna.Study:
 
 
 def trial_of(study: optuna.Study, number: int) -> optuna.trial.FrozenTrial:
-    """A trial as it stands in the storage now."""
+    """The current state of a trial in the storage."""
     return next(t for t in study.get_trials(deepcopy=False) if t.number == number)
 
 
 def set_attribute(study: optuna.Study, trial: optuna.trial.FrozenTrial, key: str, value: object) -> None:
-    """Set a user attribute of a trial that another process asked for.
+    """Set a user attribute of a trial that another process runs or ran.
 
-    Optuna sets attributes through the ``Trial`` alone, which only the process that asked for it has; one that died
-    cannot say how its trial ended. So this takes the storage below the study, and the trial's number there: the two
-    private names of Optuna that are used here, and a test looks whether they are still there.
+    Optuna sets attributes only through a ``Trial``, which only the process that asked for the trial has; a dead process
+    cannot store how its trial ended. Therefore this uses the study's storage and the trial's number in it, which are
+    private names of Optuna; a test checks that they exist.
     """
     study._storage.set_trial_user_attr(trial._trial_id, key, value)
 
 
-#: what the study of a search's confirmation is called: the search's name and this
+#: appended to the name of a search, the name of the study with its winners' fresh seeds
 CONFIRM = "/confirm"

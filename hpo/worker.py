@@ -1,4 +1,4 @@
-"""A worker: takes trials from the studies until there are none left."""
+"""A worker: runs trials of the studies until none is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .space import decoded
 from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
 from .trial import Failed, Runner, Stopped
 
-#: seeds of a confirmation start this far from those of the search
+#: the difference between the first fresh seed and the config's seed
 FRESH = 1000
 
 
@@ -42,11 +42,18 @@ def work(
     """Run trials until the studies are done, or ``stopping`` is True.
 
     Args:
-        where: the storage. names: the studies, which must be there. folder: of all studies.
-        wanted: points for each study. confirm: fresh seeds for each winner. limit: client-steps for each study.
-        overrides: settings of this worker's device.
+        where: the storage.
+        names: the studies, which must exist.
+        folder: of all studies; each has a folder of its own name in it.
+        wanted: number of points of each study.
+        confirm: number of fresh seeds for each winner.
+        limit: client-steps after which no trial of a study starts.
+        overrides: config keys of this worker's device.
+        stopping: called often; True ends the running trial and the worker.
+        say: prints a line.
+
     Raises:
-        UserError: the storage fails.
+        UserError: the storage failed.
     """
     with storage_errors(where):
         storage = open_storage(where)
@@ -120,7 +127,10 @@ class _Search:
 
     def _tell(self, study, trial, values, state) -> None:
         if study.tell(trial.number, values, state=state, skip_if_finished=True).state != state:
-            self.say(f"{study.study_name} #{trial.number}: another worker took it for dead; its result is left out")
+            self.say(
+                f"{study.study_name} #{trial.number}: another worker took this one for dead and ended the trial; "
+                "its result is left out"
+            )
 
     def _guarded(self, study, trial, label, run) -> None:
         frozen = lambda: trial_of(study, trial.number)  # noqa: E731
@@ -129,14 +139,14 @@ class _Search:
         except Stopped:
             fail(study, frozen(), "interrupted", "the search was stopped")
             requeue(study, frozen())
-            self.say(f"{label}: interrupted; it goes on when the search does")
+            self.say(f"{label}: interrupted; it continues when the search does")
         except Failed as failure:
             fail(study, frozen(), failure.kind, str(failure))
             self.say(f"{label}: failed ({failure.kind}): {failure}")
             self._hopeless(study)
 
     def _hopeless(self, study) -> None:
-        """End the search where every trial fails in one and the same way, which no point will mend."""
+        """End the search if at least three trials ended and all of them failed with the same error."""
         ended = [t for t in study.get_trials(deepcopy=False) if kind(t) in ("failed", "complete", "pruned")]
         reasons = {(t.user_attrs.get("kind"), t.user_attrs.get("reason")) for t in ended}
         if len(ended) >= 3 and len(reasons) == 1 and next(iter(reasons))[0] == "error":
@@ -172,14 +182,15 @@ class _Search:
             trial = self.checks.ask()
             trial.set_user_attr("worker", worker_identity())
         if "of" not in trial.user_attrs:
-            fail(self.checks, trial_of(self.checks, trial.number), "surplus", "another worker has this")
+            fail(self.checks, trial_of(self.checks, trial.number), "surplus", "another worker runs this")
             return "wait"
         self._check(trial)
         return "ran"
 
     def _check(self, trial) -> None:
         of, seed = trial.user_attrs["of"], trial.user_attrs["seed"]
-        winner = next(t for t in front_and_past(self.study) if draw_of(t) == of)
+        complete = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        winner = next(t for t in complete if draw_of(t) == of)
         point = decoded(winner.params)
         test = has_test(self.base)
         label = f"{self._label(winner, point)}, seed {seed}"
@@ -198,12 +209,8 @@ class _Search:
         self._guarded(self.checks, trial, label, run)
 
 
-def front_and_past(study: optuna.Study):
-    return [t for t in study.get_trials(deepcopy=False) if t.state == TrialState.COMPLETE]
-
-
 def has_test(base) -> bool:
-    """Whether there is a test set for the confirmation."""
+    """Whether there are test data for the runs on fresh seeds."""
     return "test" in base.eval.split or base.data.splits[2] > 0
 
 
@@ -212,7 +219,7 @@ def _number(value) -> str:
 
 
 def main(options: dict) -> int:
-    """A worker of the crew: ``work`` with ``options``, which are plain data; returns the exit code."""
+    """Run ``work`` with ``options``, which are plain data, as a process of a ``Crew``; returns the exit code."""
     with stop_signals() as stopped:
         try:
             folder = Path(options.pop("folder"))
