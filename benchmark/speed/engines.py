@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from ..script import script
 
 WORDS = "good great fine happy bad poor awful sad the a film book day it was is very quite and story".split()
 #: (label, engine, further keys)
-ENGINES = (
+ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("local", "local", {}),
     ("standalone, one model", "federatedscope", {"federate.share_local_model": True}),
     ("standalone, a model each", "federatedscope", {}),
@@ -82,8 +83,8 @@ def settings(folder: Path, clients: int, rounds: int) -> dict:
     }
 
 
-def _process(config: dict, keys: dict, engine: str, answers) -> None:
-    """One process of a run; tells when each round ended."""
+def _process(config: dict, keys: dict, engine: str, answers: Any) -> None:
+    """One process of a run; puts the end time of each round, and its processor seconds a round, into ``answers``."""
     import torch
 
     torch.set_num_threads(1)
@@ -116,7 +117,7 @@ def pss(pid: int) -> int:
 
 
 class Memory(threading.Thread):
-    """The largest sum of proportional set sizes seen over some processes."""
+    """Samples the sum of the proportional set sizes of some processes and keeps its maximum, ``peak``, in bytes."""
 
     def __init__(self, pids: list[int]):
         super().__init__(daemon=True)
@@ -128,13 +129,12 @@ class Memory(threading.Thread):
 
 
 def _ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Free ports: all are bound at the same time, so that no port is returned twice."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in sockets]
 
 
 def available() -> int:
@@ -144,7 +144,7 @@ def available() -> int:
 
 
 def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir: str, a_client: float) -> dict:
-    """Rounds per second and peak bytes of one run; ``a_client`` is the known memory of a client process."""
+    """Rounds per second and peak bytes of one run; ``a_client``: bytes of a client process, as measured before."""
     jobs = [dict(keys, outdir=outdir)]
     if keys.get("federate.mode") == "distributed":
         needed = a_client * clients
@@ -190,7 +190,7 @@ def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir
     failed = [a for a in (answer, *others) if isinstance(a, str)]
     if failed:
         return {"status": f"failed: {failed[0]}"}
-    # Between the ends of rounds: the first one has the start in it.
+    # Differences of the ends of rounds: the first round includes the start.
     ended, work = answer[0], answer[1] + sum(work for _, work in others)
     seconds = float(np.median(np.diff(ended)))
     return {
@@ -217,7 +217,7 @@ def table(result: dict) -> str:
         "| --- |" + " ---: | ---: | ---: |" * len(sizes),
     ]
     for label in dict.fromkeys(cell["engine"] for cell in cells):
-        row = []
+        row: list[str] = []
         for size in sizes:
             cell = next((c for c in cells if (c["engine"], c["clients"]) == (label, size)), {"status": "not run"})
             row += (
@@ -272,7 +272,7 @@ def study(clients: str, rounds: int) -> dict:
     }
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "--clients": dict(default="10,50,200", help="numbers of clients, separated by commas"),
     "--rounds": dict(type=int, default=6),
 }
