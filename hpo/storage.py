@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import optuna
+from optuna.storages import BaseStorage
 
-from fs_lowrank import UserError
+from fs_lowrank import RunFailed, UserError
+
+from .journal import Journal
 
 #: seconds to wait for a SQLite file that another process is writing to
 WAIT = 20.0
@@ -29,7 +32,7 @@ def quiet():
         optuna.logging.set_verbosity(before)
 
 
-def open_storage(where: str, create: bool = False) -> optuna.storages.BaseStorage:
+def open_storage(where: str, create: bool = False) -> BaseStorage:
     """Open the storage.
 
     Args:
@@ -49,26 +52,21 @@ def open_storage(where: str, create: bool = False) -> optuna.storages.BaseStorag
     return _open_journal(Path(where), create)
 
 
-def _open_journal(path: Path, create: bool):
-    from optuna.storages.journal import JournalFileBackend
-
+def _open_journal(path: Path, create: bool) -> BaseStorage:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file with --storage")
+    if not path.exists() and not create:
+        raise UserError(f"{path}: there is no study yet; start one with `python -m hpo tune`")
+    backend = Journal(path)
     try:
-        if path.exists():
-            with path.open("rb") as file:
-                first = file.readline()
-            if first and "op_code" not in json.loads(first):
-                raise ValueError
-        elif not create:
-            raise UserError(f"{path}: there is no study yet; start one with `python -m hpo tune`")
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is not a journal of studies, or a damaged one; name another with --storage") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be used as a storage: {error.strerror or error}") from None
+        return optuna.storages.JournalStorage(backend)
+    except UserError:
+        raise
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise UserError(
+            f"{path}, line {backend.lines}: this line does not fit those before it ({type(error).__name__}: {error}); "
+            "put the file back as the search wrote it, or name another with --storage"
+        ) from None
 
 
 def _check_sqlite(path: Path, create: bool) -> None:
@@ -122,8 +120,8 @@ def _open_database(url: str, create: bool):
 
 
 @contextmanager
-def storage_errors(where: str):
-    """Turn the errors of a storage during the block into a ``UserError``."""
+def storage_errors(where: str) -> Iterator[None]:
+    """Turn the errors of a storage and of files during the block into a ``UserError``."""
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
@@ -132,8 +130,12 @@ def storage_errors(where: str):
         cause = error.__cause__ or error
         raise UserError(
             f"the storage {where.rsplit('@', 1)[-1]} failed: {str(cause).splitlines()[0]}; when that is "
-            "mended, the same command goes on"
+            "repaired, the same command continues"
         ) from None
+    except OSError as error:
+        raise RunFailed(
+            f"{error.filename or where}: {error.strerror or error}; when that is repaired, the same command continues"
+        ) from error
 
 
 def study_names(storage) -> list[str]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from ..script import script
 
@@ -108,11 +109,9 @@ def _process(config: dict, keys: dict, engine: str, answers: Any) -> None:
 
 
 def pss(pid: int) -> int:
-    """Proportional set size in bytes; 0 if the process has ended."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
+    """Proportional set size in bytes (Linux); 0 if the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).memory_full_info().pss
     return 0
 
 
@@ -137,18 +136,12 @@ def _ports(count: int) -> list[int]:
         return [bound.getsockname()[1] for bound in sockets]
 
 
-def available() -> int:
-    """Available memory in bytes."""
-    text = Path("/proc/meminfo").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith("MemAvailable")).split()[1]) * 1024
-
-
 def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir: str, a_client: float) -> dict:
     """Rounds per second and peak bytes of one run; ``a_client``: bytes of a client process, as measured before."""
     jobs = [dict(keys, outdir=outdir)]
     if keys.get("federate.mode") == "distributed":
         needed = a_client * clients
-        if needed > 0.8 * available():
+        if needed > 0.8 * psutil.virtual_memory().available:
             return {"status": f"not run: {clients} client processes need about {needed / 1e9:.0f} GB"}
         ports = _ports(clients + 1)
         jobs[0].update(
