@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial
 
 from fs_lowrank import Config, UserError, __version__
 from fs_lowrank.jobs.files import replacing
+from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.versions import SCHEMA, check_schema
 
@@ -64,17 +65,23 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
     """A study as plain data: the number of its trials by kind, its winners, its budget, its failures."""
     study = load_study(storage, name)
     settings, trials = settings_of(study), study.get_trials(deepcopy=False)
-    winners = [
-        {
-            "trial": trial.number,
-            "point": decoded(trial.params),
-            "values": dict(zip(settings.objectives, trial.values)),
-            "metrics": trial.user_attrs.get("metrics", {}),
-            "by_seed": trial.user_attrs.get("by_seed", {}),
-            "confirmed": confirmation(storage, study, trial),
-        }
-        for trial in front(study)
-    ]
+    winners = []
+    for trial in front(study):
+        metrics, confirmed = trial.user_attrs.get("metrics", {}), confirmation(storage, study, trial)
+        chance, fresh = trial.user_attrs.get("chance"), (confirmed or {"metrics": {}})["metrics"].get("val_acc", {})
+        accuracies = {"val_acc": metrics.get("val_acc"), "val_acc on fresh seeds": fresh.get("mean")}
+        winners.append(
+            {
+                "trial": trial.number,
+                "point": decoded(trial.params),
+                "values": dict(zip(settings.objectives, trial.values)),
+                "metrics": metrics,
+                "by_seed": trial.user_attrs.get("by_seed", {}),
+                "confirmed": confirmed,
+                "chance": chance,
+                "nothing_learned": Chance(**chance).verdict(accuracies) if chance else "",
+            }
+        )
     return {
         "study": name,
         "objectives": list(settings.objectives),
@@ -93,6 +100,7 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
                 "trial": t.number,
                 "kind": t.user_attrs.get("kind"),
                 "reason": t.user_attrs.get("reason"),
+                "traceback": t.user_attrs.get("traceback"),
                 "point": decoded(t.params),
             }
             for t in trials
@@ -122,13 +130,15 @@ class Point:
 
 def points_of(study: optuna.Study) -> list[Point]:
     """The trials with a value, one for each point: of a promoted point the longest trial."""
+    objective = settings_of(study).objectives[0]
     points: dict[int, Point] = {}
     for trial in study.get_trials(deepcopy=False):
         if kind(trial) not in ("complete", "pruned"):
             continue
         complete = kind(trial) == "complete"
         reported = trial.intermediate_values
-        value = trial.values[0] if complete else reported[max(reported)] if reported else None
+        metrics = trial.user_attrs.get("metrics", {})  # what was reported may be the level of chance instead
+        value = trial.values[0] if complete else metrics.get(objective, reported[max(reported)] if reported else None)
         if value is not None:
             point = decoded(trial.params)
             points[draw_of(trial)] = Point(trial.number, point, value, complete, tuple(trial.values or ()))
@@ -144,9 +154,10 @@ def results(where: str, name: str) -> dict[str, Any]:
         name: the study, as in ``Ended.studies``.
 
     Returns:
-        ``winners``: the best trial, or the Pareto front, each with its ``point`` and ``values``; empty if no trial is
-        complete. ``tried``: every point with its ``value``. ``failed``: kind (nan, memory, error, lost) and reason of
-        each point of which every attempt failed. ``objectives``, ``budget``, ``trials`` and more: see ``summary``.
+        ``winners``: the best trial, or the Pareto front, each with its ``point`` and ``values``, and with a sentence in
+        ``nothing_learned`` if its accuracy is at or below the majority class; empty if no trial is complete.
+        ``tried``: every point with its ``value``. ``failed``: kind (nan, memory, error, lost) and reason of each point
+        of which every attempt failed. ``objectives``, ``budget``, ``trials`` and more: see ``summary``.
 
     Raises:
         UserError: there is no such storage.
@@ -157,16 +168,17 @@ def results(where: str, name: str) -> dict[str, Any]:
     return {**summary(storage, name), "tried": tried, "failed": failures(study)}
 
 
-def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> dict[str, Any]:
+def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unlearned: bool = False) -> dict[str, Any]:
     """The winner of a ``summary`` to write.
 
     Args:
         found: what ``summary`` returns.
         trial: the number of a trial on the Pareto front.
         unconfirmed: also a winner that was not run on all of its fresh seeds.
+        unlearned: also a winner at or below the majority class.
 
     Raises:
-        UserError: there is no winner, there are several, or it was not run on fresh seeds.
+        UserError: there is no winner, there are several, or it was not run on fresh seeds, or has learned nothing.
     """
     winners, name = found["winners"], found["study"]
     if not winners:
@@ -182,6 +194,11 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> 
     if len(winners) > 1:
         raise UserError(
             f"the study {name} has {len(winners)} trials on its Pareto front; choose one with --trial: {numbers}"
+        )
+    if winners[0]["nothing_learned"] and not unlearned:
+        raise UserError(
+            f"the best trial of {name}: {winners[0]['nothing_learned']}; search other values, more rounds or more "
+            "data, or write it as it is with --unlearned"
         )
     check = winners[0]["confirmed"]
     if not unconfirmed and (check is None or check["open"]):
@@ -216,6 +233,8 @@ def header(found: dict, winner: dict) -> str:
         lines.append(f"# cost of the fresh seeds: {budget_text(check['budget'])}")
     else:
         lines.append("# NOT run on fresh seeds: the value is the search's own, and may be luck")
+    if winner["nothing_learned"]:
+        lines.append(f"# {winner['nothing_learned']}")
     lines.append(f"# cost of the search: {budget_text(found['budget'])} ({_counts(found['trials'])})")
     plain = {"schema": SCHEMA} | {
         k: found[k] for k in ("study", "objectives", "sampler", "pruner", "rungs", "seeds", "budget", "trials")

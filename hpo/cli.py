@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -84,10 +85,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     tune.add_argument("--engine", default="local", metavar="NAME", help="what runs the trials (default: local)")
     tune.add_argument("--retry-failed", action="store_true", help="run failed trials once more")
     tune.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
-    tune.set_defaults(do=_tune)
+    tune.set_defaults(do=partial(_reported, _tune))
     status = commands.add_parser("status", help="the studies: trials, best value, cost, failures")
     storage_options(status)
-    status.set_defaults(do=_status)
+    status.set_defaults(do=partial(_reported, _status))
     best = commands.add_parser("best", help="the best config, as a file that `fs-lowrank run --cfg` takes")
     storage_options(best)
     best.add_argument("--out", metavar="FILE", help="where to write it; {study} becomes the study's name")
@@ -95,11 +96,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     best.add_argument(
         "--unconfirmed", action="store_true", help="write the winner even if it was not run on fresh seeds"
     )
-    best.set_defaults(do=_best)
+    best.add_argument("--unlearned", action="store_true", help="write the winner even if it has learned nothing")
+    best.set_defaults(do=partial(_reported, _best))
     plot = commands.add_parser("plot", help="history, rounds, slices, learning rate, Pareto front: PNG and HTML")
     storage_options(plot)
     plot.add_argument("--out", metavar="FOLDER", type=Path, help="default: plots in --dir")
-    plot.set_defaults(do=_plot)
+    plot.set_defaults(do=partial(_reported, _plot))
     return parser, commands.choices.values()
 
 
@@ -121,6 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("error: hpo needs Optuna: pip install 'fs-lowrank[hpo]'", file=sys.stderr)
         return shell.WRONG_USE
+
+
+def _reported(command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int | None:
+    """Run a command; an error of ours is one line, with the traceback in a file of --dir."""
+    from .storage import reported
+
+    with reported(args.folder):
+        return command(args)
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -176,7 +186,9 @@ def _tune(args: argparse.Namespace) -> int:
         missing = ", ".join(f["study"] for f in found if not f["winners"])
         _say(f"no trial completed in {missing}; see the reasons with: python -m hpo status {_where(args)}")
         return shell.FAILED
-    _say(f"next: python -m hpo best {_where(args)}--study {ended.studies[0]} --out best.yaml")
+    learned = [f["study"] for f in found if not f["winners"][0]["nothing_learned"]]
+    if learned:
+        _say(f"next: python -m hpo best {_where(args)}--study {learned[0]} --out best.yaml")
     return shell.OK
 
 
@@ -247,6 +259,10 @@ def _print_table(found: list[dict]) -> None:
         costs = str(cost["rounds"]), f"{cost['client_steps']:,}", f"{cost['seconds']:.0f}"
         table.add_row(f["study"], trials, best, at, fresh, *costs)
     console.print(table)
+    for f in found:
+        for winner in f["winners"]:
+            if winner["nothing_learned"]:
+                _say(f"{f['study']} #{winner['trial']}: {winner['nothing_learned']}")
 
 
 def _status(args: argparse.Namespace) -> None:
@@ -264,7 +280,8 @@ def _status(args: argparse.Namespace) -> None:
             markup=False,
         )
         for failure in f["failures"]:
-            _say(f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} at {failure['point']}")
+            report = f"; please report it with {failure['traceback']}" if failure["traceback"] else ""
+            _say(f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} at {failure['point']}{report}")
 
 
 def _best(args: argparse.Namespace) -> None:
@@ -280,7 +297,7 @@ def _best(args: argparse.Namespace) -> None:
             f"{len(found)} studies: {', '.join(names)}; choose one with --study, or write them all with "
             "--out 'best-{study}.yaml'"
         )
-    chosen = [(f, choose(f, args.trial, args.unconfirmed)) for f in found]
+    chosen = [(f, choose(f, args.trial, args.unconfirmed, args.unlearned)) for f in found]
     for f, winner in chosen:
         path = write(args.out.replace("{study}", f["study"]), config_of(storage, f, winner), header(f, winner))
         _say(f"{path}: run it with: fs-lowrank run --cfg {path}")

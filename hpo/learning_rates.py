@@ -20,6 +20,7 @@ from typing import Any
 from optuna.storages import BaseStorage
 
 from fs_lowrank import Config, UserError, load_config
+from fs_lowrank.jobs.files import write_text
 from fs_lowrank.settings import parse_overrides
 from fs_lowrank.versions import SCHEMA
 
@@ -184,9 +185,8 @@ def main(argv: list[str] | None = None) -> int:
                     return 130
         storage = open_storage(str(args.dir / "journal.log"))
         found = collect(config, storage, args.overrides)
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "learning_rates.json").write_text(json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
-        (args.out / "learning_rates.md").write_text(table(found))
+        write_text(args.out / "learning_rates.json", json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
+        write_text(args.out / "learning_rates.md", table(found))
         titles = {
             "grid": "grid of eight",
             "halving": f"TPE, halving at {', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)",

@@ -65,6 +65,16 @@ def rounds_figure(study: optuna.Study, objective: str) -> go.Figure:
     figure = optuna.visualization.plot_intermediate_values(study)
     pruned = {f"Trial{t.number}" for t in study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))}
     figure.for_each_trace(lambda line: line.update(line_dash="dot") if line.name in pruned else None)
+    levels = [chance["share"] for t in study.get_trials(deepcopy=False) if (chance := t.user_attrs.get("chance"))]
+    rounds = [x for line in figure.data for x in line.x]
+    if levels and objective == "val_acc":
+        figure.add_scatter(
+            x=[min(rounds), max(rounds)],
+            y=levels[:1] * 2,
+            mode="lines",
+            line={"color": "#808080", "dash": "dash"},
+            name="majority class",
+        )
     return figure.update_layout(title=study.study_name, xaxis_title="round", yaxis_title=objective)
 
 

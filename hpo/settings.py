@@ -12,6 +12,7 @@ import optuna
 
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.errors import nearest
+from fs_lowrank.rounds.site import method_of
 from fs_lowrank.versions import check_schema
 
 from .space import Space, space_from
@@ -138,7 +139,12 @@ def check_fit(settings: Settings, space: Space) -> None:
                 f"--rungs {','.join(map(str, rungs))}: there is no evaluation after each of these rounds "
                 f"with eval.freq = {freq}; set eval.freq 1"
             )
-    searched = {p.key for p in space.parameters}
+    searched = space_keys(space)
+    if "federate.method" in searched and (rungs or settings.pruner != "none"):
+        raise UserError(
+            "federate.method is searched, and a method is not pruned by the curves of another; give each method a "
+            "study (studies: {federate.method: [...]}, or --methods), or leave --pruner and --rungs out"
+        )
     if "federate.total_round_num" in searched and (rungs or settings.pruner != "none"):
         raise UserError(
             "federate.total_round_num is searched, so rounds cannot decide what is pruned; "
@@ -167,17 +173,26 @@ def make_sampler(settings: Settings, wanted: int, drawn: int) -> optuna.samplers
     return optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
 
 
+def first_passes(config: Config) -> int:
+    """The number of rounds after which everything that the method trains has been trained at least once."""
+    method, rounds = method_of(config), range(1, config.federate.total_round_num + 1)
+    trained = [{tag for phase in method.phases(t) for tag in phase.train} for t in rounds]
+    everything = set[str]().union(*trained)
+    return next(t for t in rounds if everything == set[str]().union(*trained[:t]))
+
+
 def make_pruner(settings: Settings) -> optuna.pruners.BasePruner:
-    """The pruner; its steps are rounds."""
+    """The pruner; its steps are rounds. None of them prunes before ``first_passes``."""
+    if settings.pruner == "none":
+        return optuna.pruners.NopPruner()
     rounds, freq = settings.base.federate.total_round_num, max(settings.base.eval.freq, 1)
-    least = max(freq, -(-rounds // 9))
+    warm_up = first_passes(settings.base)
+    least = max(freq, -(-rounds // 9), warm_up)
     if settings.pruner == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=rounds // 4)
+        return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=max(rounds // 4, warm_up))
     if settings.pruner == "halving":
         return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=3)
-    if settings.pruner == "hyperband":
-        return optuna.pruners.HyperbandPruner(min_resource=least, max_resource=rounds, reduction_factor=3)
-    return optuna.pruners.NopPruner()
+    return optuna.pruners.HyperbandPruner(min_resource=least, max_resource=rounds, reduction_factor=3)
 
 
 def settings_of(study: optuna.Study) -> Settings:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +15,7 @@ import optuna
 from optuna.storages import BaseStorage
 
 from fs_lowrank import RunFailed, UserError
+from fs_lowrank.jobs.files import write_text
 
 from .journal import Journal
 
@@ -132,10 +136,39 @@ def storage_errors(where: str) -> Iterator[None]:
             f"the storage {where.rsplit('@', 1)[-1]} failed: {str(cause).splitlines()[0]}; when that is "
             "repaired, the same command continues"
         ) from None
+    except BrokenPipeError:  # of the console; see ``shell.run``
+        raise
     except OSError as error:
         raise RunFailed(
             f"{error.filename or where}: {error.strerror or error}; when that is repaired, the same command continues"
         ) from error
+
+
+@contextmanager
+def reported(folder: Path) -> Iterator[None]:
+    """Turn an error of ours during the block into one line that names a file in ``folder`` with the traceback.
+
+    Raises:
+        RunFailed: in place of any error but a ``UserError``, and from that error.
+    """
+    try:
+        yield
+    except (UserError, BrokenPipeError):
+        raise
+    except Exception as error:
+        raise RunFailed(f"{error_line(error)}; please report it with {write_traceback(error, folder)}") from error
+
+
+def error_line(error: BaseException) -> str:
+    """The type and the text of an error, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def write_traceback(error: BaseException, folder: Path) -> Path:
+    """Write the traceback of an error into a file of ``folder``; returns its path."""
+    path = folder / f"error_{os.getpid()}_{time.time_ns()}.txt"
+    write_text(path, "".join(traceback.format_exception(error)))
+    return path
 
 
 def study_names(storage) -> list[str]:

@@ -10,18 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from errno import EDQUOT, EIO, ENOSPC, EROFS
 from pathlib import Path
 from typing import Any
 
 import optuna
 
 import fs_lowrank
-from fs_lowrank import Config, UserError
+from fs_lowrank import Config, RunFailed, UserError
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.methods import revisions
+from fs_lowrank.runs.chance import Chance
 
 from .search import BEAT
 from .settings import Settings
+from .storage import error_line, write_traceback
 
 
 class Stopped(Exception):
@@ -46,9 +49,21 @@ class Outcome:
     pruned: bool = False
 
 
+def disk_error(error: BaseException) -> RunFailed | None:
+    """The error that ends a search if an exception of a run came from a full or broken disk; else None."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in (ENOSPC, EDQUOT, EROFS, EIO):
+        return None
+    if isinstance(error, RunFailed):
+        return error
+    return RunFailed(
+        f"{cause.filename or 'a file'} cannot be written: {cause.strerror}; make room, and give the same command again"
+    )
+
+
 def explain(error: BaseException) -> Failed:
     """The exception of a run as a kind of failure and a reason."""
-    text = f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, UserError) else error_line(error)
     low = text.lower()
     if isinstance(error, MemoryError) or "out of memory" in low or "outofmemory" in low or "can't allocate" in low:
         return Failed("memory", text)
@@ -145,7 +160,9 @@ class Runner:
 
         Raises:
             Stopped: ``stopping`` returned True.
-            Failed: the trial has no value.
+            Failed: the trial has no value. The traceback of an error that no user can cause is in the file that the
+                trial's attribute ``traceback`` names.
+            RunFailed: the disk is full or broken.
         """
         seeds = seeds or [self.settings.base.seed + i for i in range(self.settings.seeds)]
         cost = _Cost(trial)
@@ -161,7 +178,12 @@ class Runner:
         except KeyboardInterrupt:
             raise Stopped from None
         except Exception as error:
-            raise explain(error) from error
+            if disk := disk_error(error):
+                raise disk from error
+            failure = explain(error)
+            if failure.kind == "error" and not isinstance(error, UserError):
+                trial.set_user_attr("traceback", str(write_traceback(error, self.folder)))
+            raise failure from error
         finally:
             stop_beating()
             cost.save()
@@ -177,7 +199,7 @@ class Runner:
         with exclusive(folder.parent / f"{folder.name}.lock", self.stopping):
             history = history_of(folder)[:target]
             for record in history:  # of a run that continues: the pruner sees all its rounds
-                if self._see(trial, record, report):
+                if self._see(trial, record, report, folder):
                     outcome.pruned, target = True, record["round"]
                     break
             history = history[:target]
@@ -209,7 +231,7 @@ class Runner:
         def on_round(record: dict) -> bool:
             history.append(record)
             cost.add(record, steps(record))
-            if self._see(trial, record, report):
+            if self._see(trial, record, report, Path(config.outdir)):
                 outcome.pruned = True
             if self.stopping() and record["round"] < target and not outcome.pruned:
                 raise Stopped
@@ -222,19 +244,26 @@ class Runner:
                 shutil.rmtree(Path(config.outdir) / name, ignore_errors=True)
         return history
 
-    def _see(self, trial: optuna.Trial, record: dict, report: bool) -> bool:
+    def _see(self, trial: optuna.Trial, record: dict, report: bool, folder: Path) -> bool:
         """Report a round's metric; returns whether the trial is to be pruned."""
         metrics = record["metrics"].get("val", {})
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise Failed("nan", f"val_{name} is {value} after round {record['round']}")
-        value = metrics.get(self.metric.removeprefix("val_"))
-        if value is None or len(self.settings.objectives) > 1:
+        name = self.metric.removeprefix("val_")
+        if not report or name not in metrics:
             return False
-        if report:
-            trial.report(value, record["round"])
-            return self.settings.pruner != "none" and trial.should_prune()
-        return False
+        if "chance" not in trial.user_attrs and (chance := Chance.of_run(folder)):
+            trial.set_user_attr("chance", chance.to_dict())
+        if len(self.settings.objectives) > 1:
+            return False
+        if self.settings.pruner == "none":
+            trial.report(metrics[name], record["round"])
+            return False
+        known = trial.user_attrs.get("chance")
+        trial.report(Chance(**known).reported(name, metrics) if known else metrics[name], record["round"])
+        prune = trial.should_prune()
+        return prune and record["round"] < self.base.federate.total_round_num  # a run that is complete stays so
 
 
 class _Steps:

@@ -142,7 +142,8 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
             pruner = options.pruner
         else:
             free = sampler != "grid" and len(options.objectives) == 1 and not options.rungs and base.eval.freq > 0
-            pruner = "median" if free and "federate.total_round_num" not in space_keys(mine) else "none"
+            fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(space_keys(mine))
+            pruner = "median" if free and fixed else "none"
         settings = Settings(
             base.to_dict(),
             mine.to_dict(),

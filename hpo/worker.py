@@ -10,16 +10,16 @@ from pathlib import Path
 import optuna
 from optuna.trial import TrialState
 
-from fs_lowrank import UserError
+from fs_lowrank import RunFailed, UserError
 from fs_lowrank.jobs.crew import stop_signals
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
 from fs_lowrank.methods import revisions
 
-from .search import REVISIONS, Queue, draw_of, fail, front, kind, reap, requeue, worker_identity
+from .search import REVISIONS, Queue, budget, draw_of, fail, front, kind, reap, requeue, worker_identity
 from .settings import OBJECTIVES, make_pruner, settings_of, space_of
 from .space import decoded
-from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
+from .storage import CONFIRM, load_study, open_storage, quiet, reported, storage_errors, trial_of
 from .trial import Failed, Runner, Stopped
 
 #: the difference between the first fresh seed and the config's seed
@@ -55,12 +55,13 @@ def work(
     Raises:
         UserError: the storage failed.
     """
-    with storage_errors(where):
+    with reported(folder), storage_errors(where):
         storage = open_storage(where)
         searches = [_Search(storage, n, folder / n, wanted[n], confirm, limit, overrides, stopping, say) for n in names]
         while not stopping():
             states = []
-            for search in searches:
+            # The study whose trials took the least time is next, so that all studies share a time limit.
+            for search in sorted(searches, key=_Search.spent):
                 states.append(search.step())
                 if states[-1] == "ran":
                     break
@@ -82,6 +83,11 @@ class _Search:
         self.confirm, self.stopping, self.say, self.folder = confirm, stopping, say, folder
         self.runner = Runner(settings, folder, stopping, say, overrides)
         self.queue = Queue(self.study, settings, wanted, folder, limit, say)
+
+    def spent(self) -> tuple[float, int]:
+        """Seconds of the study's trials so far, those on fresh seeds included; and how many of its trials run."""
+        trials = [t for study in (self.study, self.checks) for t in study.get_trials(deepcopy=False)]
+        return budget(trials)["seconds"], sum(kind(t) == "running" for t in trials)
 
     def step(self) -> str:
         """Run one trial; returns ``ran``, ``wait`` or ``done``."""
@@ -142,8 +148,14 @@ class _Search:
             self.say(f"{label}: interrupted; it continues when the search does")
         except Failed as failure:
             fail(study, frozen(), failure.kind, str(failure))
-            self.say(f"{label}: failed ({failure.kind}): {failure}")
+            path = frozen().user_attrs.get("traceback")
+            report = f"; please report it with {path}" if path else ""
+            self.say(f"{label}: failed ({failure.kind}): {failure}{report}")
             self._hopeless(study)
+        except RunFailed as error:  # the disk, and so no failure of this point
+            fail(study, frozen(), "interrupted", str(error))
+            requeue(study, frozen())
+            raise
 
     def _hopeless(self, study) -> None:
         """End the search if at least three trials ended and all of them failed with the same error."""

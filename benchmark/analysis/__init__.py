@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 import fs_lowrank
 from fs_lowrank import Config
 from fs_lowrank.methods import get_method_class
+
+Seen = TypeVar("Seen")
 
 
 class ServerStep(NamedTuple):
@@ -51,11 +53,13 @@ def watch(method: str, look: Callable[[ServerStep], None]) -> str:
     return name
 
 
-def watched_run(config: Config, rounds: int, seed: int, look: Callable[[ServerStep], None]) -> float:
-    """Run ``config`` and call ``look`` with every server step; returns the final test accuracy."""
+def watched_run(config: Config, rounds: int, seed: int, look: Callable[[ServerStep], Seen]) -> tuple[float, list[Seen]]:
+    """Run ``config``; returns the final test accuracy, and what ``look`` returned for every server step."""
+    seen: list[Seen] = []
     with tempfile.TemporaryDirectory() as folder:
-        keys = {"federate.method": watch(config.federate.method, look), "federate.total_round_num": rounds}
-        return fs_lowrank.run(config.replace({**keys, "seed": seed, "outdir": folder})).final["test_acc"]
+        method = watch(config.federate.method, lambda step: seen.append(look(step)))
+        keys = {"federate.method": method, "federate.total_round_num": rounds, "seed": seed, "outdir": folder}
+        return fs_lowrank.run(config.replace(keys)).final["test_acc"], seen
 
 
 def moments(values: Sequence[float]) -> dict[str, float | None]:

@@ -93,18 +93,18 @@ def study(
 
 def runs(base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int, seeds: int) -> list[dict[str, Any]]:
     """One run of LoRA per setting and seed, with ``e`` of every round and the final test accuracy."""
-    entries, known = [], {}
+    entries: list[dict[str, Any]] = []
+    known: dict[str, tuple[float, list[float]]] = {}
     for axis, labels in varied.items():
         for label, keys in labels.items():
             for seed in range(seeds):
                 same = json.dumps([keys, seed], sort_keys=True)
                 if same not in known:
-                    errors: list[float] = []
                     config = base.replace({**keys, "federate.method": "fedlora"})
-                    score = watched_run(config, rounds, seed, lambda step, e=errors: e.append(relative_error(step)))
-                    known[same] = {"errors": errors, "test_acc": score}
-                errors, score = known[same].values()
-                entries.append({"axis": axis, "label": label, "seed": seed, **known[same]})
+                    known[same] = watched_run(config, rounds, seed, relative_error)
+                score, errors = known[same]
+                entry = {"axis": axis, "label": label, "seed": seed, "errors": errors, "test_acc": score}
+                entries.append(entry)
                 print(
                     f"{axis} {label}, seed {seed}: e {errors[0]:.3f} in round 1, {errors[-1]:.3f} in round {rounds}; "
                     f"test accuracy {score:.3f}"

@@ -99,8 +99,7 @@ def runs(
         keys = {"federate.method": method, "train.optimizer.lr": rates[method]}
         config = fs_lowrank.load_config(base, {**keys, **({"lowrank.tau": tau} if method == "fedloru" else {})})
         for seed in range(seeds):
-            steps: list[dict] = []
-            score = watched_run(config, rounds, seed, lambda step, seen=steps: seen.append(entry_of(step)))
+            score, steps = watched_run(config, rounds, seed, entry_of)
             results.append({"method": method, "seed": seed, "lr": rates[method], "test_acc": score, "rounds": steps})
     return results
 

@@ -46,9 +46,10 @@ def load(name: str, root: Path | None = None) -> Data:
         test, train = order[:360], order[360:]
         return Data(x[train], y[train], x[test], y[test])
     raw = load_raw(SimpleNamespace(type={"fashion": "fashion_mnist"}.get(name, name), root=root or "", args=[]))
+    images: Any = raw.images
 
     def vectors(rows: Any) -> tuple[Tensor, Tensor]:
-        return torch.tensor(raw.images[rows["image"]]).flatten(1).float() / 255, torch.tensor(rows["label"].to_numpy())
+        return torch.tensor(images[rows["image"]]).flatten(1).float() / 255, torch.tensor(rows["label"].to_numpy())
 
     return Data(*vectors(raw.train), *vectors(raw.test))
 

@@ -136,7 +136,9 @@ def _ports(count: int) -> list[int]:
         return [bound.getsockname()[1] for bound in sockets]
 
 
-def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir: str, a_client: float) -> dict:
+def measure(
+    context: Any, config: dict, clients: int, engine: str, keys: dict, outdir: str, a_client: float
+) -> dict[str, Any]:
     """Rounds per second and peak bytes of one run; ``a_client``: bytes of a client process, as measured before."""
     jobs = [dict(keys, outdir=outdir)]
     if keys.get("federate.mode") == "distributed":
@@ -212,7 +214,7 @@ def table(result: dict) -> str:
     for label in dict.fromkeys(cell["engine"] for cell in cells):
         row: list[str] = []
         for size in sizes:
-            cell = next((c for c in cells if (c["engine"], c["clients"]) == (label, size)), {"status": "not run"})
+            cell: Any = next((c for c in cells if (c["engine"], c["clients"]) == (label, size)), {"status": "not run"})
             row += (
                 [
                     f"{cell['rounds_per_second']:.2f}",

@@ -67,7 +67,7 @@ class Round:
         self.scale = ALPHA / rank
 
     @staticmethod
-    def _normal(like: Tensor, draw: torch.Generator) -> Tensor:
+    def _normal(like: Any, draw: torch.Generator) -> Tensor:
         return torch.randn(like.shape, generator=draw, dtype=like.dtype) / like.shape[1] ** 0.5
 
     def receive(self, update: Update) -> Update:
