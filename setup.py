@@ -52,6 +52,7 @@ setup(
         "requests>=2.32",
         "tqdm>=4.66",
         "pillow>=10",
+        "psutil>=5.9",
         "pyyaml>=6.0",
         "rich>=13",
         "markdown-it-py>=3",

@@ -194,6 +194,17 @@ def _print_results(results: dict) -> None:
         )
 
 
+def _print_verdicts(results: dict) -> None:
+    """Name the methods whose test accuracy is at or below that of the majority class."""
+    from .runs.chance import Chance
+
+    for name, result in results.items():
+        chance = Chance.of_run(Path(result.outdir), "test")
+        verdict = chance.verdict({"test_acc": result.final.get("test_acc")}) if chance else ""
+        if verdict:
+            console.print(f"  [yellow]{name}: {verdict}[/]", soft_wrap=True)
+
+
 def _print_saved(result) -> None:
     images = result.facts.get("images")
     meanings = {
@@ -230,6 +241,7 @@ def _run(args: argparse.Namespace) -> None:
         console.print(f"done; this client's log: {result.outdir}", soft_wrap=True)
         return
     _print_results({result.facts["method"]: result})
+    _print_verdicts({result.facts["method"]: result})
     _print_saved(result)
 
 
@@ -259,6 +271,7 @@ def _compare(args: argparse.Namespace) -> None:
         f"\ndata: {first.facts['source']}; {len(sizes)} clients of {sizes[0]} to {sizes[-1]} samples", soft_wrap=True
     )
     _print_results(results)
+    _print_verdicts(results)
     for name, result in results.items():
         console.print(f"[bold]{name}[/]")
         _print_saved(result)

@@ -1,39 +1,48 @@
-"""What a study found: its winner, confirmed on fresh seeds, what that cost, and the config file of it."""
+"""The results of a study: its winner, the winner's runs on fresh seeds, the cost, and the winner's config file."""
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
 import statistics
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import optuna
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial
 
 from fs_lowrank import Config, UserError, __version__
 from fs_lowrank.jobs.files import replacing
+from fs_lowrank.runs.chance import Chance
+from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.versions import SCHEMA, check_schema
 
 from .search import budget, draw_of, front, kind
 from .settings import settings_of
+from .space import decoded
 from .storage import CONFIRM, load_study, open_storage, quiet
 from .trial import one_test_set
-from .worker import point_of
 
 _HEADER = "# hpo: "
 
 
-def spread(values: list[float]) -> dict:
-    """Mean, standard deviation (of a sample; None for one value) and the values."""
-    return {
-        "mean": statistics.fmean(values),
-        "std": statistics.stdev(values) if len(values) > 1 else None,
-        "values": values,
-    }
+def spread(values: list[float]) -> dict[str, Any]:
+    """``mean``, ``std`` (with n - 1; None for one value) and the ``values``."""
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "std": std, "values": values}
 
 
-def confirmation(storage, study: optuna.Study, trial) -> dict | None:
-    """The winner's metrics on fresh seeds; None before there are any."""
+def spread_text(value: Mapping[str, Any], digits: int = 3) -> str:
+    """What ``spread`` returns as ``mean ± std``."""
+    return f"{value['mean']:.{digits}f}" + (f" ± {value['std']:.{digits}f}" if value["std"] is not None else "")
+
+
+def confirmation(storage: BaseStorage, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any] | None:
+    """The metrics of a trial's config on fresh seeds; None before there are any."""
     trials = [
         t
         for t in load_study(storage, study.study_name + CONFIRM).get_trials(deepcopy=False)
@@ -52,23 +61,25 @@ def confirmation(storage, study: optuna.Study, trial) -> dict | None:
     }
 
 
-def summary(storage, name: str) -> dict:
-    """Everything about a study as plain data: its trials by kind, its winners, its budget."""
+def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
+    """A study as plain data: the number of its trials by kind, its winners, its budget, its failures."""
     study = load_study(storage, name)
     settings, trials = settings_of(study), study.get_trials(deepcopy=False)
-    counts: dict[str, int] = {}
-    for trial in trials:
-        counts[kind(trial)] = counts.get(kind(trial), 0) + 1
     winners = []
     for trial in front(study):
+        metrics, confirmed = trial.user_attrs.get("metrics", {}), confirmation(storage, study, trial)
+        chance, fresh = trial.user_attrs.get("chance"), (confirmed or {"metrics": {}})["metrics"].get("val_acc", {})
+        accuracies = {"val_acc": metrics.get("val_acc"), "val_acc on fresh seeds": fresh.get("mean")}
         winners.append(
             {
                 "trial": trial.number,
-                "point": point_of(study, trial),
+                "point": decoded(trial.params),
                 "values": dict(zip(settings.objectives, trial.values)),
-                "metrics": trial.user_attrs.get("metrics", {}),
+                "metrics": metrics,
                 "by_seed": trial.user_attrs.get("by_seed", {}),
-                "confirmed": confirmation(storage, study, trial),
+                "confirmed": confirmed,
+                "chance": chance,
+                "nothing_learned": Chance(**chance).verdict(accuracies) if chance else "",
             }
         )
     return {
@@ -80,7 +91,7 @@ def summary(storage, name: str) -> dict:
         "seeds": settings.seeds,
         "space": settings.space,
         "config": settings.base.fingerprint(),
-        "trials": counts,
+        "trials": dict(Counter(map(kind, trials))),
         "points": len({draw_of(t) for t in trials}),
         "budget": budget(trials),
         "winners": winners,
@@ -89,7 +100,8 @@ def summary(storage, name: str) -> dict:
                 "trial": t.number,
                 "kind": t.user_attrs.get("kind"),
                 "reason": t.user_attrs.get("reason"),
-                "point": point_of(study, t),
+                "traceback": t.user_attrs.get("traceback"),
+                "point": decoded(t.params),
             }
             for t in trials
             if kind(t) in ("failed", "lost")
@@ -97,22 +109,17 @@ def summary(storage, name: str) -> dict:
     }
 
 
-def failures(study) -> list[tuple[str, str]]:
-    """Kind (nan, memory, error, lost) and reason of each trial that failed and that no other attempt made good."""
+def failures(study: optuna.Study) -> list[tuple[str, str]]:
+    """Kind (nan, memory, error, lost) and reason of each point that failed in its last attempt and in all others."""
     trials = study.get_trials(deepcopy=False)
     good = {draw_of(t) for t in trials if kind(t) in ("complete", "pruned")}
-    return list(
-        {
-            draw_of(t): (t.user_attrs.get("kind", "error"), t.user_attrs.get("reason", ""))
-            for t in trials
-            if kind(t) in ("failed", "lost") and draw_of(t) not in good
-        }.values()
-    )
+    failed = {draw_of(t): t.user_attrs for t in trials if kind(t) in ("failed", "lost") and draw_of(t) not in good}
+    return [(attrs.get("kind", "error"), attrs.get("reason", "")) for attrs in failed.values()]
 
 
 @dataclass(frozen=True)
 class Point:
-    """A trial with a value, which is the last one reported where it was pruned."""
+    """A trial with a value: its first objective, for a pruned trial the last value that it reported."""
 
     number: int
     point: dict
@@ -121,32 +128,37 @@ class Point:
     values: tuple[float, ...]
 
 
-def points_of(study) -> list[Point]:
-    """Every trial with a value, and of a point that was promoted the longest trial only."""
-    found: dict = {}
+def points_of(study: optuna.Study) -> list[Point]:
+    """The trials with a value, one for each point: of a promoted point the longest trial."""
+    objective = settings_of(study).objectives[0]
+    points: dict[int, Point] = {}
     for trial in study.get_trials(deepcopy=False):
         if kind(trial) not in ("complete", "pruned"):
             continue
         complete = kind(trial) == "complete"
         reported = trial.intermediate_values
-        value = trial.values[0] if complete else reported[max(reported)] if reported else None
+        metrics = trial.user_attrs.get("metrics", {})  # what was reported may be the level of chance instead
+        value = trial.values[0] if complete else metrics.get(objective, reported[max(reported)] if reported else None)
         if value is not None:
-            found[trial.user_attrs.get("draw", trial.number)] = Point(
-                trial.number, point_of(study, trial), value, complete, tuple(trial.values or ())
-            )
-    return list(found.values())
+            point = decoded(trial.params)
+            points[draw_of(trial)] = Point(trial.number, point, value, complete, tuple(trial.values or ()))
+    return list(points.values())
 
 
 @quiet()
-def results(where: str, name: str) -> dict:
-    """Everything that a search found, as plain data.
+def results(where: str, name: str) -> dict[str, Any]:
+    """The results of a search as plain data.
 
     Args:
-        where: the storage, as ``Search.where``. name: the study, as in ``Ended.studies``.
+        where: the storage, as ``Search.where``.
+        name: the study, as in ``Ended.studies``.
+
     Returns:
-        ``winners``: the best trial, or the Pareto front, each with its ``point`` and ``values``; empty if none was
-        completed. ``tried``: every point with its ``value``. ``failed``: kind (nan, memory, error, lost) and reason of
-        each trial that failed and that no other attempt made good. ``objectives``, ``budget``, ``trials`` and more.
+        ``winners``: the best trial, or the Pareto front, each with its ``point`` and ``values``, and with a sentence in
+        ``nothing_learned`` if its accuracy is at or below the majority class; empty if no trial is complete.
+        ``tried``: every point with its ``value``. ``failed``: kind (nan, memory, error, lost) and reason of each point
+        of which every attempt failed. ``objectives``, ``budget``, ``trials`` and more: see ``summary``.
+
     Raises:
         UserError: there is no such storage.
     """
@@ -156,11 +168,17 @@ def results(where: str, name: str) -> dict:
     return {**summary(storage, name), "tried": tried, "failed": failures(study)}
 
 
-def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> dict:
-    """The winner to report.
+def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unlearned: bool = False) -> dict[str, Any]:
+    """The winner of a ``summary`` to write.
+
+    Args:
+        found: what ``summary`` returns.
+        trial: the number of a trial on the Pareto front.
+        unconfirmed: also a winner that was not run on all of its fresh seeds.
+        unlearned: also a winner at or below the majority class.
 
     Raises:
-        UserError: there is none, several, or it was not run on fresh seeds.
+        UserError: there is no winner, there are several, or it was not run on fresh seeds, or has learned nothing.
     """
     winners, name = found["winners"], found["study"]
     if not winners:
@@ -168,18 +186,19 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> 
             f"the study {name} has no complete trial yet ({_counts(found['trials'])}); "
             "let `python -m hpo tune` go on, or see `python -m hpo status`"
         )
+    numbers = ", ".join(str(w["trial"]) for w in winners)
     if trial is not None:
-        there = [w for w in winners if w["trial"] == trial]
-        if not there:
-            raise UserError(
-                f"--trial {trial} is not on the front of {name}; there are: "
-                f"{', '.join(str(w['trial']) for w in winners)}"
-            )
-        winners = there
+        winners = [w for w in winners if w["trial"] == trial]
+        if not winners:
+            raise UserError(f"--trial {trial} is not on the front of {name}; there are: {numbers}")
     if len(winners) > 1:
         raise UserError(
-            f"the study {name} has {len(winners)} trials on its Pareto front; choose one with --trial: "
-            f"{', '.join(str(w['trial']) for w in winners)}"
+            f"the study {name} has {len(winners)} trials on its Pareto front; choose one with --trial: {numbers}"
+        )
+    if winners[0]["nothing_learned"] and not unlearned:
+        raise UserError(
+            f"the best trial of {name}: {winners[0]['nothing_learned']}; search other values, more rounds or more "
+            "data, or write it as it is with --unlearned"
         )
     check = winners[0]["confirmed"]
     if not unconfirmed and (check is None or check["open"]):
@@ -190,14 +209,14 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False) -> 
     return winners[0]
 
 
-def config_of(storage, found: dict, winner: dict) -> Config:
-    """The config of the winner: the study's own with the winner's values."""
+def config_of(storage: BaseStorage, found: dict, winner: dict) -> Config:
+    """The winner's config: the study's own with the values of the winner's point."""
     base = one_test_set(settings_of(load_study(storage, found["study"])).base)
     return base.replace({**winner["point"], "outdir": f"runs/best/{found['study']}", "expname": ""})
 
 
 def header(found: dict, winner: dict) -> str:
-    """The comment above a winner's config; its last line is the same as JSON."""
+    """The comment at the top of a winner's config file; its last line holds the same as JSON."""
     shown = ", ".join(f"{n} {v:.6g}" for n, v in winner["values"].items())
     lines = [
         f"# Found by `python -m hpo tune` (fs-lowrank {__version__}): study {found['study']}, "
@@ -206,17 +225,16 @@ def header(found: dict, winner: dict) -> str:
     ]
     check = winner["confirmed"]
     if check:
-        parts = [
-            f"{n} {v['mean']:.4f}" + (f" ± {v['std']:.4f}" if v["std"] is not None else "")
-            for n, v in check["metrics"].items()
-        ]
         lines.append(
             f"# on {len(check['seeds'])} fresh seeds ({check['seeds'][0]} to {check['seeds'][-1]}): "
-            f"{', '.join(parts)}" + (f"; {len(check['failed'])} more failed" if check["failed"] else "")
+            + ", ".join(f"{n} {spread_text(v, 4)}" for n, v in check["metrics"].items())
+            + (f"; {len(check['failed'])} more failed" if check["failed"] else "")
         )
         lines.append(f"# cost of the fresh seeds: {budget_text(check['budget'])}")
     else:
-        lines.append("# NOT run on fresh seeds: the value is that of the search, and may be luck")
+        lines.append("# NOT run on fresh seeds: the value is the search's own, and may be luck")
+    if winner["nothing_learned"]:
+        lines.append(f"# {winner['nothing_learned']}")
     lines.append(f"# cost of the search: {budget_text(found['budget'])} ({_counts(found['trials'])})")
     plain = {"schema": SCHEMA} | {
         k: found[k] for k in ("study", "objectives", "sampler", "pruner", "rungs", "seeds", "budget", "trials")
@@ -226,10 +244,10 @@ def header(found: dict, winner: dict) -> str:
 
 
 def write(path: str | Path, config: Config, text: str) -> Path:
-    """The config as a file, below its header.
+    """Write the config to a file, below the header ``text``.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     path = Path(path)
     try:
@@ -241,22 +259,19 @@ def write(path: str | Path, config: Config, text: str) -> Path:
     return path
 
 
-def read_header(path: str | Path) -> dict | None:
-    """What a config file says of the search that found it, with ``budget``; None for any other config file."""
-    for line in io.StringIO(Path(path).read_text(encoding="utf-8")):
+def read_header(path: str | Path) -> dict[str, Any] | None:
+    """What a config file says about the search that found it, with its ``budget``; None for any other config file."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), Path(path).read_text(encoding="utf-8").split("\n"))
+    for line in comment:
         if line.startswith(_HEADER):
-            found = json.loads(line.removeprefix(_HEADER))
-            check_schema(found, path)
-            return found
-        if not line.startswith("#"):
-            break
+            header: dict[str, Any] = json.loads(line.removeprefix(_HEADER))
+            check_schema(header, path)
+            return header
     return None
 
 
 def budget_text(cost: dict) -> str:
     """A budget in words."""
-    from fs_lowrank.runs.summary import human_bytes
-
     return (
         f"{cost['trials']} trials, {cost['rounds']} rounds, {cost['client_steps']:,} client-steps, "
         f"{human_bytes(cost['uplink_bytes'])} up, {human_bytes(cost['downlink_bytes'])} down, "

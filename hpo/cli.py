@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -26,10 +27,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         command.add_argument("--study", metavar="NAME", help="the study, or the first part of the names of several")
         command.add_argument(
             "--dir",
+            dest="folder",
             default="runs/hpo",
             metavar="FOLDER",
             type=Path,
-            help="of the trials' runs, and of the storage (default: runs/hpo)",
+            help="folder of the trials' runs and of the storage (default: %(default)s)",
         )
         command.add_argument(
             "--storage",
@@ -38,20 +40,27 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
             help="a journal or SQLite file, or a database's URL (default: journal.log in --dir)",
         )
 
-    tune = commands.add_parser("tune", help="search; the same command continues a search that was ended")
+    tune = commands.add_parser("tune", help="search; the same command continues an interrupted search")
     tune.add_argument("--cfg", required=True, metavar="FILE", help="the config that is searched around")
-    tune.add_argument("--space", required=True, metavar="FILE", help="what is searched: a YAML file, or one that ships")
+    tune.add_argument(
+        "--space",
+        required=True,
+        metavar="FILE",
+        help="the searched keys: a YAML file, or the name of a space that ships",
+    )
     storage_options(tune)
-    tune.add_argument("--methods", metavar="A,B", help="a study for each method")
-    tune.add_argument("--data", metavar="X,Y", help="a study for each data set (data.type)")
+    tune.add_argument("--methods", metavar="A,B", help="one study for each method")
+    tune.add_argument("--data", metavar="X,Y", help="one study for each data set (data.type)")
     tune.add_argument(
         "--trials",
         type=_natural,
         default=0,
         metavar="N",
-        help="points a study tries in all (default: the whole grid, or 20)",
+        help="number of points of a study (default: the whole grid, or 20)",
     )
-    tune.add_argument("--budget", type=float, metavar="N", help="client-steps after which no trial of a study starts")
+    tune.add_argument(
+        "--budget", dest="limit", type=float, metavar="N", help="client-steps after which no trial of a study starts"
+    )
     tune.add_argument("--timeout", type=float, metavar="S", help="seconds after which this call ends")
     tune.add_argument(
         "--workers",
@@ -64,32 +73,35 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     tune.add_argument("--sampler", choices=SAMPLERS, default="", help="default: grid where all keys are, else tpe")
     tune.add_argument("--sampler-seed", type=int, default=0, metavar="N", help="seed of the sampler")
     tune.add_argument("--pruner", choices=PRUNERS, default="", help="default: median, and none for a grid")
-    tune.add_argument("--rungs", metavar="4,8,16", help="rounds at which the better part goes on from its checkpoint")
+    tune.add_argument("--rungs", metavar="4,8,16", help="rounds at which the better part continues from its checkpoint")
     tune.add_argument(
         "--objective",
         default="val_acc",
         metavar="NAMES",
-        help=f"of {', '.join(OBJECTIVES)}; several give a Pareto front (default: val_acc)",
+        help=f"one or more of {', '.join(OBJECTIVES)}; several give a Pareto front (default: val_acc)",
     )
     tune.add_argument("--seeds", type=_natural, default=1, metavar="K", help="runs averaged in a trial")
     tune.add_argument("--confirm", type=int, default=3, metavar="K", help="fresh seeds for the winner (default: 3)")
     tune.add_argument("--engine", default="local", metavar="NAME", help="what runs the trials (default: local)")
     tune.add_argument("--retry-failed", action="store_true", help="run failed trials once more")
     tune.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
-    tune.set_defaults(do=_tune)
+    tune.set_defaults(do=partial(_reported, _tune))
     status = commands.add_parser("status", help="the studies: trials, best value, cost, failures")
     storage_options(status)
-    status.set_defaults(do=_status)
+    status.set_defaults(do=partial(_reported, _status))
     best = commands.add_parser("best", help="the best config, as a file that `fs-lowrank run --cfg` takes")
     storage_options(best)
     best.add_argument("--out", metavar="FILE", help="where to write it; {study} becomes the study's name")
-    best.add_argument("--trial", type=int, metavar="N", help="which one of a Pareto front")
-    best.add_argument("--unconfirmed", action="store_true", help="even if it was not run on fresh seeds")
-    best.set_defaults(do=_best)
-    plot = commands.add_parser("plot", help="history, slices, learning rate, Pareto front: PNG and HTML")
+    best.add_argument("--trial", type=int, metavar="N", help="number of a trial on the Pareto front")
+    best.add_argument(
+        "--unconfirmed", action="store_true", help="write the winner even if it was not run on fresh seeds"
+    )
+    best.add_argument("--unlearned", action="store_true", help="write the winner even if it has learned nothing")
+    best.set_defaults(do=partial(_reported, _best))
+    plot = commands.add_parser("plot", help="history, rounds, slices, learning rate, Pareto front: PNG and HTML")
     storage_options(plot)
     plot.add_argument("--out", metavar="FOLDER", type=Path, help="default: plots in --dir")
-    plot.set_defaults(do=_plot)
+    plot.set_defaults(do=partial(_reported, _plot))
     return parser, commands.choices.values()
 
 
@@ -111,6 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("error: hpo needs Optuna: pip install 'fs-lowrank[hpo]'", file=sys.stderr)
         return shell.WRONG_USE
+
+
+def _reported(command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int | None:
+    """Run a command; an error of ours is one line, with the traceback in a file of --dir."""
+    from .storage import reported
+
+    with reported(args.folder):
+        return command(args)
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -143,26 +163,15 @@ def _tune(args: argparse.Namespace) -> int:
     except ValueError:
         raise UserError(f"--rungs {args.rungs}: expected numbers of rounds, such as 4,8,16") from None
     gpus = shell.gpus(args.gpus)
-    name = args.study or re.sub(r"[^\w+-]+", "_", f"{Path(args.cfg).stem}-{Path(args.space).stem}")
-    options = Search(
-        name=name,
-        objectives=parse_objectives(args.objective),
-        sampler=args.sampler,
-        sampler_seed=args.sampler_seed,
-        pruner=args.pruner,
-        rungs=rungs,
-        trials=args.trials,
-        limit=args.budget,
-        timeout=args.timeout,
-        workers=max(1, len(gpus)) if args.workers is None else args.workers,
-        gpus=gpus,
-        seeds=args.seeds,
-        confirm=args.confirm,
-        engine=args.engine,
-        storage=args.storage,
-        folder=args.dir,
-        retry_failed=args.retry_failed,
-    )
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Search) if hasattr(args, f.name)}
+    made = {
+        "name": args.study or re.sub(r"[^\w+-]+", "_", f"{Path(args.cfg).stem}-{Path(args.space).stem}"),
+        "objectives": parse_objectives(args.objective),
+        "rungs": rungs,
+        "workers": max(1, len(gpus)) if args.workers is None else args.workers,
+        "gpus": gpus,
+    }
+    options = Search(**{**given, **made})
     ended = tune(config, space, options, say=_say)
     if ended.how == "interrupted":
         _say(f"interrupted; continue with:\n  {args.again}")
@@ -177,12 +186,14 @@ def _tune(args: argparse.Namespace) -> int:
         missing = ", ".join(f["study"] for f in found if not f["winners"])
         _say(f"no trial completed in {missing}; see the reasons with: python -m hpo status {_where(args)}")
         return shell.FAILED
-    _say(f"next: python -m hpo best {_where(args)}--study {ended.studies[0]} --out best.yaml")
+    learned = [f["study"] for f in found if not f["winners"][0]["nothing_learned"]]
+    if learned:
+        _say(f"next: python -m hpo best {_where(args)}--study {learned[0]} --out best.yaml")
     return shell.OK
 
 
 def _where(args: argparse.Namespace) -> str:
-    where = f"--dir {args.dir} " if str(args.dir) != "runs/hpo" else ""
+    where = f"--dir {args.folder} " if str(args.folder) != "runs/hpo" else ""
     return where + (f"--storage {args.storage} " if args.storage else "")
 
 
@@ -191,12 +202,12 @@ def _say(text: str) -> None:
 
 
 def _chosen(args: argparse.Namespace) -> tuple:
-    """The storage and the names of the studies that --study means."""
+    """The storage, and the names of the studies that ``--study`` selects."""
     from fs_lowrank.errors import nearest
 
     from .storage import open_storage, study_names
 
-    where = args.storage or str(args.dir / "journal.log")
+    where = args.storage or str(args.folder / "journal.log")
     storage = open_storage(where)
     names = study_names(storage)
     if not names:
@@ -217,11 +228,13 @@ def _at(winner: dict) -> str:
 
 
 def _print_table(found: list[dict]) -> None:
+    from .best import spread_text
+
     table = Table()
-    for column in ("study", "trials", "best", "at", "fresh seeds", "rounds", "client-steps", "seconds"):
-        table.add_column(
-            column, justify="right" if column in ("rounds", "client-steps", "seconds") else "left", overflow="fold"
-        )
+    for column in ("study", "trials", "best", "at", "fresh seeds"):
+        table.add_column(column, overflow="fold")
+    for column in ("rounds", "client-steps", "seconds"):
+        table.add_column(column, justify="right", overflow="fold")
     for f in found:
         trials = "\n".join(f"{n} {k}" for k, n in sorted(f["trials"].items()))
         cost = f["budget"]
@@ -237,23 +250,19 @@ def _print_table(found: list[dict]) -> None:
                 "not yet"
                 if c is None
                 else "  ".join(
-                    f"{n} {v['mean']:.3f}" + (f" ± {v['std']:.3f}" if v["std"] is not None else "")
+                    f"{n} {spread_text(v)}"
                     for n, v in c["metrics"].items()
                     if n.endswith("acc") or len(c["metrics"]) < 3
                 )
                 for c in checks
             )
-        table.add_row(
-            f["study"],
-            trials,
-            best,
-            at,
-            fresh,
-            str(cost["rounds"]),
-            f"{cost['client_steps']:,}",
-            f"{cost['seconds']:.0f}",
-        )
+        costs = str(cost["rounds"]), f"{cost['client_steps']:,}", f"{cost['seconds']:.0f}"
+        table.add_row(f["study"], trials, best, at, fresh, *costs)
     console.print(table)
+    for f in found:
+        for winner in f["winners"]:
+            if winner["nothing_learned"]:
+                _say(f"{f['study']} #{winner['trial']}: {winner['nothing_learned']}")
 
 
 def _status(args: argparse.Namespace) -> None:
@@ -271,7 +280,8 @@ def _status(args: argparse.Namespace) -> None:
             markup=False,
         )
         for failure in f["failures"]:
-            _say(f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} at {failure['point']}")
+            report = f"; please report it with {failure['traceback']}" if failure["traceback"] else ""
+            _say(f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} at {failure['point']}{report}")
 
 
 def _best(args: argparse.Namespace) -> None:
@@ -287,16 +297,16 @@ def _best(args: argparse.Namespace) -> None:
             f"{len(found)} studies: {', '.join(names)}; choose one with --study, or write them all with "
             "--out 'best-{study}.yaml'"
         )
-    chosen = [(f, choose(f, args.trial, args.unconfirmed)) for f in found]
+    chosen = [(f, choose(f, args.trial, args.unconfirmed, args.unlearned)) for f in found]
     for f, winner in chosen:
         path = write(args.out.replace("{study}", f["study"]), config_of(storage, f, winner), header(f, winner))
         _say(f"{path}: run it with: fs-lowrank run --cfg {path}")
 
 
 def _plot(args: argparse.Namespace) -> None:
-    from .plots import draw, panels
+    from .plots import draw, pictures
 
     storage, names = _chosen(args)
-    out = args.out or args.dir / "plots"
-    for path in draw(panels(storage, names), out, args.study or "studies"):
+    out = args.out or args.folder / "plots"
+    for path in draw(pictures(storage, names), out, args.study or "studies"):
         _say(str(path))

@@ -1,10 +1,10 @@
-"""Accuracy against the learning rate for each method, and what a search costs beside the papers' grid.
+"""Accuracy against the learning rate for each method, and the cost of a search compared with the papers' grid.
 
     python -m hpo.learning_rates [--out results/hpo] [--timeout SECONDS] [KEY VALUE …]
 
-The RoLoRA paper's eight rates as a grid, and its range with TPE and successive halving whose survivors go on from
-their checkpoints, on the demo's task in a smaller setting. The winners of both are run on the same fresh seeds.
-Needs: fs-lowrank fetch minilm sentiment. The same command continues.
+Two searches on the demo's task in a smaller setting: a grid of the RoLoRA paper's eight rates, and TPE over their range
+with successive halving, where promoted trials continue from their checkpoints. The winners of both are run on the same
+fresh seeds. Needs: fs-lowrank fetch minilm sentiment. The same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from optuna.storages import BaseStorage
 
 from fs_lowrank import Config, UserError, load_config
+from fs_lowrank.jobs.files import write_text
 from fs_lowrank.settings import parse_overrides
 from fs_lowrank.versions import SCHEMA
 
-from .best import budget_text, points_of, summary
-from .plots import Panel, draw_png, learning_rate_panel
+from .best import budget_text, points_of, spread_text, summary
+from .plots import RATE, draw_png, slice_figure
 from .search import kind
 from .space import load_space
 from .storage import load_study, open_storage
 from .tune import Search, tune
 
-#: what is smaller than in examples/demo.yaml, and the validation data that a search needs
+#: what differs from examples/demo.yaml: smaller sizes, and the validation data that a search needs
 SMALLER = {
     "data.subsample": 0.06,
     "data.splits": [0.92, 0.03, 0.05],
@@ -38,8 +42,8 @@ SMALLER = {
     "eval.split": ["val", "test"],
 }
 METHODS = ("rolora", "ffa_lora", "fedlora")
-#: The rungs compare losses: in the first rounds accuracy is that of one class or the other, and what learns nothing
-#: keeps the larger one. 42 % of the grid's rounds: 11 × 2, 3 × 4 and 1 × 6 of 8 × 12.
+#: The rungs compare losses: in the first rounds most accuracies are the share of one of the two classes, and a trial
+#: that learns nothing may have the larger share. 42 % of the grid's rounds: 11 × 2, 3 × 4 and 1 × 6 of 8 × 12.
 RUNGS, POINTS = (2, 6, 12), 11
 
 
@@ -59,9 +63,9 @@ def searches(folder: Path, workers: int) -> dict[str, tuple[str, Search]]:
     return {"grid": ("rolora_lr", grid), "halving": ("rolora_lr_range", halving)}
 
 
-def collect(config: Config, storage, overrides: Sequence[str] = ()) -> dict:
-    """What the studies found, as plain data."""
-    methods = {}
+def collect(config: Config, storage: BaseStorage, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The results of the studies as plain data."""
+    methods: dict[str, Any] = {}
     for method in METHODS:
         found = {}
         for name in ("grid", "halving"):
@@ -140,7 +144,9 @@ def table(found: dict) -> str:
                 continue
             winner = study["winners"][0]
             fresh = winner["confirmed"] or {"metrics": {}, "seeds": []}
-            shown = [_shown(fresh["metrics"].get(n)) for n in ("val_acc", "test_acc")]
+            shown = [
+                spread_text(fresh["metrics"][n]) if n in fresh["metrics"] else "–" for n in ("val_acc", "test_acc")
+            ]
             value = ", ".join(f"{k} {v:.3f}" for k, v in winner["values"].items())
             lines.append(
                 f"| {method} | {name}{unfinished} | {winner['point']['train.optimizer.lr']:.4g} | {value} | "
@@ -150,12 +156,6 @@ def table(found: dict) -> str:
     for method, studies in found["methods"].items():
         lines += [f"- {method}, {name}: {budget_text(s['budget'])}" for name, s in studies.items()]
     return "\n".join([*lines, ""])
-
-
-def _shown(value: dict | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if value["std"] is not None else "")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -185,21 +185,18 @@ def main(argv: list[str] | None = None) -> int:
                     return 130
         storage = open_storage(str(args.dir / "journal.log"))
         found = collect(config, storage, args.overrides)
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "learning_rates.json").write_text(json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
-        (args.out / "learning_rates.md").write_text(table(found))
-        panels: list[Panel] = []
-        for name in ("grid", "halving"):
-            names = [f"{name}.{m}" for m in METHODS if found["methods"][m].get(name, {}).get("curve")]
-            if names:
-                panel = learning_rate_panel(storage, names)
-                panel.title = {
-                    "grid": "grid of eight",
-                    "halving": f"TPE, halving at {', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)",
-                }[name]
-                panels.append(panel)
-        if panels:
-            draw_png(panels, args.out / "learning_rates.png")
+        write_text(args.out / "learning_rates.json", json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
+        write_text(args.out / "learning_rates.md", table(found))
+        titles = {
+            "grid": "grid of eight",
+            "halving": f"TPE, halving at {', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)",
+        }
+        figures = []
+        for name, title in titles.items():
+            if names := [f"{name}.{m}" for m in METHODS if found["methods"][m].get(name, {}).get("curve")]:
+                figures.append(slice_figure(storage, names, RATE).update_layout(title=title))
+        if figures:
+            draw_png(figures, args.out / "learning_rates.png")
         print(table(found))
     except UserError as error:
         print(f"error: {error}")

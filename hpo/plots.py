@@ -1,155 +1,138 @@
-"""Pictures of studies, as PNG and as one HTML page: history, slices, a key against the objective, Pareto front.
+"""Pictures of studies, as PNG files and as one HTML page.
 
-Not Optuna's own: those leave out pruned trials, which with rungs are most of them, draw the slices of one study at a
-time, and know nothing of fresh seeds.
+The history, the rounds and the Pareto front are Optuna's own plots. The slices are ours: Optuna's leave out pruned
+trials (with rungs these are most), show one study at a time, and do not show the winner's runs on fresh seeds.
+
+Every picture is a list of Plotly figures, which the HTML page shows as they are, and ``draw_png`` with Matplotlib:
+Plotly itself needs a browser to write a PNG.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
 
 from fs_lowrank import UserError
 
-from .best import Point, points_of, summary
-from .settings import OBJECTIVES, settings_of, space_of
+from .best import points_of, summary
+from .settings import settings_of, space_of
 from .storage import load_study
 
+try:
+    import plotly.graph_objects as go
+except ImportError:
+    raise UserError("plots need plotly: pip install 'fs-lowrank[hpo]'") from None
+
+RATE = "train.optimizer.lr"
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+_MARKERS = {"circle-open": "o", "star": "*", "x": "x"}
 
 
-@dataclass
-class Series:
-    label: str
-    x: list
-    y: list
-    line: bool = False
-    hollow: bool = False
-    colour: int = 0
-    error: list | None = None
+def pictures(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> dict[str, list[go.Figure]]:
+    """The pictures of some studies: file name -> figures.
 
-
-@dataclass
-class Panel:
-    title: str
-    x: str
-    y: str
-    series: list[Series] = field(default_factory=list)
-    log: bool = False
-
-
-def panels(storage, names: Sequence[str]) -> dict[str, list[Panel]]:
-    """The pictures of some studies by file name."""
-    studies = {n: load_study(storage, n) for n in names}
-    first = settings_of(next(iter(studies.values())))
-    objective = first.objectives[0]
-    trials = {n: points_of(s) for n, s in studies.items()}
-    if not any(trials.values()):
+    Raises:
+        UserError: no trial has a value yet.
+    """
+    studies = {name: load_study(storage, name) for name in names}
+    if not any(points_of(study) for study in studies.values()):
         raise UserError("there is no finished trial to draw yet; see `python -m hpo status`")
-    short = _short(names)
-    history = Panel("best so far" if len(first.objectives) == 1 else "trials", "trial", objective)
-    pick = max if OBJECTIVES[objective] == "maximize" else min
-    for index, (name, found) in enumerate(trials.items()):
-        history.series += _points(found, lambda p: p.number, short[name], index)
-        whole = [p for p in found if p.complete]
-        best = [pick(q.value for q in whole[: i + 1]) for i in range(len(whole))]
-        history.series.append(Series("", [p.number for p in whole], best, line=True, colour=index))
-    pictures = {"history": [history], "slices": [], "pareto": []}
-    for key in dict.fromkeys(p.key for s in studies.values() for p in space_of(s).parameters):
-        panel = Panel(f"{objective} against {key}", key, objective, log=_log(studies.values(), key))
-        for index, (name, found) in enumerate(trials.items()):
-            panel.series += _points(
-                [p for p in found if key in p.point], lambda p, k=key: _axis(p.point[k]), short[name], index
-            )
-        pictures["slices"].append(panel)
-    rate = "train.optimizer.lr"
-    if any(rate in p.point for found in trials.values() for p in found):
-        pictures["learning_rate"] = [learning_rate_panel(storage, names)]
-    if len(first.objectives) > 1:
-        for axis, other in enumerate(first.objectives[1:], 1):
-            panel = Panel("Pareto front", other, objective)
-            for index, (name, found) in enumerate(trials.items()):
-                complete = [p for p in found if len(p.values) > axis]
-                panel.series.append(
-                    Series(
-                        short[name],
-                        [p.values[axis] for p in complete],
-                        [p.value for p in complete],
-                        colour=index,
-                        hollow=True,
-                    )
-                )
-                winners = summary(storage, name)["winners"]
-                line = sorted((w["values"][other], w["values"][objective]) for w in winners)
-                panel.series.append(
-                    Series(f"{short[name]}: front", [x for x, _ in line], [y for _, y in line], line=True, colour=index)
-                )
-            pictures["pareto"].append(panel)
-    return {name: made for name, made in pictures.items() if made}
+    objectives = settings_of(next(iter(studies.values()))).objectives
+    first: dict[str, Any] = {"target_name": objectives[0]}
+    if len(objectives) > 1:
+        first["target"] = lambda trial: trial.values[0]
+    keys = dict.fromkeys(p.key for study in studies.values() for p in space_of(study).parameters)
+    made = {
+        "history": [optuna.visualization.plot_optimization_history(list(studies.values()), **first)],
+        "rounds": [rounds_figure(study, objectives[0]) for study in studies.values() if len(objectives) == 1],
+        "slices": [slice_figure(storage, names, key) for key in keys],
+        "learning_rate": [slice_figure(storage, names, RATE)] if RATE in keys else [],
+    }
+    if 1 < len(objectives) < 4:
+        made["pareto"] = [
+            optuna.visualization.plot_pareto_front(study, target_names=list(objectives)).update_layout(title=name)
+            for name, study in studies.items()
+        ]
+    return {name: figures for name, figures in made.items() if figures}
 
 
-def learning_rate_panel(storage, names: Sequence[str]) -> Panel:
-    """The objective against the learning rate, a line a study, with the winner's mean and spread on fresh seeds."""
-    short, rate = _short(names), "train.optimizer.lr"
+def rounds_figure(study: optuna.Study, objective: str) -> go.Figure:
+    """The objective of every trial by round; pruned trials are dotted."""
+    figure = optuna.visualization.plot_intermediate_values(study)
+    pruned = {f"Trial{t.number}" for t in study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))}
+    figure.for_each_trace(lambda line: line.update(line_dash="dot") if line.name in pruned else None)
+    levels = [chance["share"] for t in study.get_trials(deepcopy=False) if (chance := t.user_attrs.get("chance"))]
+    rounds = [x for line in figure.data for x in line.x]
+    if levels and objective == "val_acc":
+        figure.add_scatter(
+            x=[min(rounds), max(rounds)],
+            y=levels[:1] * 2,
+            mode="lines",
+            line={"color": "#808080", "dash": "dash"},
+            name="majority class",
+        )
+    return figure.update_layout(title=study.study_name, xaxis_title="round", yaxis_title=objective)
+
+
+def slice_figure(storage: optuna.storages.BaseStorage, names: Sequence[str], key: str) -> go.Figure:
+    """The objective against one key, a colour for each study; the winner also with mean and spread on fresh seeds."""
     objective = settings_of(load_study(storage, names[0])).objectives[0]
-    panel = Panel(f"{objective} against the learning rate", "learning rate", objective, log=True)
+    figure, labels = go.Figure(), _labels(names)
     for index, name in enumerate(names):
         study = load_study(storage, name)
-        found = sorted((p for p in points_of(study) if rate in p.point), key=lambda p: p.point[rate])
-        whole, cut = [p for p in found if p.complete], [p for p in found if not p.complete]
-        alone = {p.key for p in space_of(study).parameters} == {rate}
-        panel.series.append(
-            Series(short[name], [p.point[rate] for p in whole], [p.value for p in whole], line=alone, colour=index)
-        )
-        if cut:
-            panel.series.append(
-                Series("", [p.point[rate] for p in cut], [p.value for p in cut], hollow=True, colour=index)
+        points = sorted((p for p in points_of(study) if key in p.point), key=lambda p: _axis(p.point[key]))
+        only = {p.key for p in space_of(study).parameters} == {key}
+        style: dict[str, Any] = {"marker": {"color": _COLOURS[index % len(_COLOURS)], "size": 9}}
+        for complete in (True, False):
+            if not (shown := [p for p in points if p.complete == complete]):
+                continue
+            figure.add_scatter(
+                x=[_axis(p.point[key]) for p in shown],
+                y=[p.value for p in shown],
+                name=labels[name] + ", pruned" * (not complete),
+                mode="lines+markers" if only and complete else "markers",
+                marker_symbol="circle" if complete else "circle-open",
+                **style,
             )
         for winner in summary(storage, name)["winners"][:1]:
             fresh = (winner["confirmed"] or {}).get("metrics", {}).get(objective)
-            if fresh:
-                panel.series.append(
-                    Series(
-                        f"{short[name]}: best, fresh seeds",
-                        [winner["point"][rate]],
-                        [fresh["mean"]],
-                        colour=index,
-                        error=[fresh["std"] or 0.0],
-                    )
+            if fresh and key in winner["point"]:
+                figure.add_scatter(
+                    x=[_axis(winner["point"][key])],
+                    y=[fresh["mean"]],
+                    name=f"{labels[name]}: best, fresh seeds",
+                    mode="markers",
+                    marker_symbol="star",
+                    error_y={"array": [fresh["std"] or 0.0]},
+                    **style,
                 )
-    return panel
+    log = "log" if _over_decades(storage, names, key) else None
+    axis = "learning rate" if key == RATE else key
+    return figure.update_layout(
+        title=f"{objective} against {axis}", xaxis_title=axis, yaxis_title=objective, xaxis_type=log
+    )
 
 
-def _points(found: list[Point], x, label: str, colour: int) -> list[Series]:
-    whole, cut = [p for p in found if p.complete], [p for p in found if not p.complete]
-    series = [Series(label, [x(p) for p in whole], [p.value for p in whole], colour=colour)]
-    if cut:
-        series.append(
-            Series(f"{label}, pruned", [x(p) for p in cut], [p.value for p in cut], hollow=True, colour=colour)
-        )
-    return series
-
-
-def _axis(value):
+def _axis(value: Any) -> Any:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
 
 
-def _log(studies, key: str) -> bool:
-    """Whether a key goes over decades."""
-    values: list = []
-    for study in studies:
-        for p in space_of(study).parameters:
-            if p.key == key:
-                values += p.values or (p.low, p.high)
-                if p.log:
-                    return True
+def _over_decades(storage: optuna.storages.BaseStorage, names: Sequence[str], key: str) -> bool:
+    """Whether the values of a key need a logarithmic axis."""
+    parameters = [p for name in names for p in space_of(load_study(storage, name)).parameters if p.key == key]
+    if any(p.log for p in parameters):
+        return True
+    values = [v for p in parameters for v in p.values or (p.low, p.high)]
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0 for v in values)
     return bool(values) and numbers and max(values) / min(values) >= 30
 
 
-def _short(names: Sequence[str]) -> dict[str, str]:
-    """What tells the studies apart: their names without what all begin with."""
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """What tells the studies apart: their names without the parts that all begin with."""
     parts = [n.split(".") for n in names]
     common = 0
     while len(names) > 1 and all(len(p) > common + 1 and p[common] == parts[0][common] for p in parts):
@@ -157,7 +140,7 @@ def _short(names: Sequence[str]) -> dict[str, str]:
     return {n: ".".join(p[common:]) for n, p in zip(names, parts)}
 
 
-def draw(pictures: dict[str, list[Panel]], folder: Path, title: str) -> list[Path]:
+def draw(made: Mapping[str, Sequence[go.Figure]], folder: Path, title: str) -> list[Path]:
     """Write ``NAME.png`` for each picture and ``plots.html`` with all of them; returns the paths.
 
     Raises:
@@ -165,83 +148,51 @@ def draw(pictures: dict[str, list[Panel]], folder: Path, title: str) -> list[Pat
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = [draw_png(made, folder / f"{name}.png") for name, made in pictures.items()]
-        return [*written, _html(pictures, folder / "plots.html", title)]
+        written = [draw_png(figures, folder / f"{name}.png") for name, figures in made.items()]
+        return [*written, _html([f for figures in made.values() for f in figures], folder / "plots.html", title)]
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
-def draw_png(made: list[Panel], path: Path) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
+def draw_png(figures: Sequence[go.Figure], path: Path) -> Path:
+    """Draw the scatter traces of some Plotly figures side by side; returns ``path``."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(1.5 + 5.5 * len(made), 4.2), layout="constrained")
-    for panel, axes in zip(made, figure.subplots(1, len(made), squeeze=False)[0]):
-        for s in panel.series:
-            colour = _COLOURS[s.colour % len(_COLOURS)]
-            if s.error is not None:
-                axes.errorbar(s.x, s.y, yerr=s.error, fmt="*", color=colour, markersize=11, capsize=4, label=s.label)
-            else:
-                axes.plot(
-                    s.x,
-                    s.y,
-                    marker="" if s.line and not s.label else "o",
-                    linestyle="-" if s.line else "",
-                    color=colour,
-                    markerfacecolor="none" if s.hollow else colour,
-                    label=s.label if s.label and s.x else "_",
-                )
-        if panel.log:
+    page = Figure(figsize=(1.5 + 5.5 * len(figures), 4.2), layout="constrained")
+    for figure, axes in zip(figures, page.subplots(1, len(figures), squeeze=False)[0]):
+        for trace in figure.data:
+            colour = trace.line.color or trace.marker.color
+            axes.errorbar(
+                trace.x,
+                trace.y,
+                yerr=trace.error_y.array,
+                marker=_MARKERS.get(trace.marker.symbol, "o") if "markers" in (trace.mode or "markers") else "",
+                markersize=11 if trace.marker.symbol == "star" else 6,
+                markerfacecolor="none" if trace.marker.symbol == "circle-open" else None,
+                linestyle=(":" if trace.line.dash == "dot" else "-") if "lines" in (trace.mode or "lines") else "",
+                color=colour if isinstance(colour, str) and colour.startswith("#") else None,
+                capsize=4,
+                label=trace.name if len(trace.x) and trace.showlegend is not False else None,
+            )
+        layout = figure.layout
+        if layout.xaxis.type == "log":
             axes.set_xscale("log")
-        axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        axes.set(title=layout.title.text, xlabel=layout.xaxis.title.text, ylabel=layout.yaxis.title.text)
         axes.grid(alpha=0.3)
-        if any(s.label and s.x for s in panel.series):
+        if layout.showlegend is not False and axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    page.savefig(path, dpi=120)
     return path
 
 
-def _html(pictures: dict[str, list[Panel]], path: Path, title: str) -> Path:
-    try:
-        import plotly.graph_objects as go
-    except ImportError:
-        raise UserError(
-            "the HTML page needs plotly: pip install 'fs-lowrank[hpo]'; the PNG files are written"
-        ) from None
-    parts = [f"<!doctype html><meta charset='utf-8'><title>{title}</title><h1>{title}</h1>"]
-    script: str | bool = "directory"  # plotly.min.js beside the page: it opens without a network
-    for made in pictures.values():
-        for panel in made:
-            figure = go.Figure()
-            for s in panel.series:
-                colour = _COLOURS[s.colour % len(_COLOURS)]
-                symbol = "star" if s.error is not None else "circle-open" if s.hollow else "circle"
-                figure.add_scatter(
-                    x=s.x,
-                    y=s.y,
-                    name=s.label or None,
-                    showlegend=bool(s.label and s.x),
-                    mode="lines" if s.line and not s.label else "lines+markers" if s.line else "markers",
-                    marker={"color": colour, "symbol": symbol, "size": 9},
-                    line={"color": colour},
-                    error_y={"array": s.error} if s.error is not None else None,
-                )
-            figure.update_layout(
-                title=panel.title,
-                xaxis_title=panel.x,
-                yaxis_title=panel.y,
-                height=480,
-                xaxis_type="log" if panel.log else None,
-            )
-            parts.append(figure.to_html(full_html=False, include_plotlyjs=script))
-            if script == "directory":
-                from plotly.offline import get_plotlyjs
+def _html(figures: Sequence[go.Figure], path: Path, title: str) -> Path:
+    """One page with all figures; plotly.min.js lies beside it, so that it opens without a network."""
+    from plotly.offline import get_plotlyjs
 
-                beside = path.parent / "plotly.min.js"
-                if not beside.exists():
-                    beside.write_text(get_plotlyjs(), encoding="utf-8")
-                script = False
-    path.write_text("\n".join(parts), encoding="utf-8")
+    script = path.parent / "plotly.min.js"
+    if not script.exists():
+        script.write_text(get_plotlyjs(), encoding="utf-8")
+    parts = [f"<!doctype html><meta charset='utf-8'><title>{title}</title><script src='{script.name}'></script>"]
+    parts += [figure.to_html(full_html=False, include_plotlyjs=False, default_height="480px") for figure in figures]
+    path.write_text("\n".join([*parts[:1], f"<h1>{title}</h1>", *parts[1:]]), encoding="utf-8")
     return path

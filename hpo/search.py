@@ -1,8 +1,8 @@
-"""One search over one storage: which trial comes next, what became of dead workers, what it cost.
+"""The studies in a storage: which trial is next, the trials of dead workers, and what the trials cost.
 
-Every trial carries ``draw``, the number of its point. A trial that was interrupted or lost with its worker is
-put in the queue again under the same draw, and so is one that a rung promotes to more rounds; all of them run in
-the folder of their config, so that they go on from its checkpoint.
+Every trial has the user attribute ``draw``, the number of its point. A trial that was interrupted or lost with its
+worker is queued again under the same draw, and so is a trial that a rung promotes to more rounds. All of them run in
+the folder of their config, so that they continue from its checkpoint.
 """
 
 from __future__ import annotations
@@ -25,84 +25,99 @@ from fs_lowrank.methods import revisions
 from fs_lowrank.versions import SCHEMA
 
 from .settings import META, OBJECTIVES, Settings, make_sampler, settings_of
-from .space import encode
+from .space import decoded, encode
 from .storage import CONFIRM, set_attribute, trial_of
 
-#: seconds between signs of life, and without one until a worker of another machine counts as dead
+#: seconds between a worker's signs of life, and without one until a worker on another machine is considered dead
 BEAT, STALE = 30.0, 600.0
-#: how often a trial is begun again that its worker did not survive
+#: how often a trial is started again after its worker died
 RETRIES = 2
-#: where a study keeps ``revisions`` of its config
+#: the user attribute with ``revisions``: of a study's base config, and of the config of each trial that ran
 REVISIONS = "fs_lowrank_revisions"
+#: what is added up over trials
 BUDGET = ("rounds", "client_steps", "uplink_bytes", "downlink_bytes", "seconds")
 
 
 # -- the study ------------------------------------------------------------------------------------------
 
 
-def create(storage, name: str, settings: Settings) -> optuna.Study:
-    """The study of that name, made or continued.
+def create(storage: optuna.storages.BaseStorage, name: str, settings: Settings) -> optuna.Study:
+    """Create the study of that name, or continue it.
 
     Raises:
-        UserError: there is one that was started with another space, config or setting.
+        UserError: the study was started with another space, config or setting, or with methods that have since changed.
     """
     directions = [OBJECTIVES[n] for n in settings.objectives]
     if name not in optuna.get_all_study_names(storage):
         try:
             study = optuna.create_study(study_name=name, storage=storage, directions=directions)
-            if found := revisions(settings.base):
-                study.set_user_attr(REVISIONS, found)
+            if changed := revisions(settings.base):
+                study.set_user_attr(REVISIONS, changed)
             study.set_user_attr("schema", SCHEMA)
             study.set_user_attr(META, settings.to_dict())
-            optuna.create_study(study_name=name + CONFIRM, storage=storage, directions=directions[:1])
             study.set_metric_names(list(settings.objectives))
         except optuna.exceptions.DuplicatedStudyError:
-            time.sleep(1)  # another machine is making it
+            time.sleep(1)  # another machine is creating it
     study = optuna.load_study(study_name=name, storage=storage)
-    # A search that was killed between the two leaves the first alone.
     optuna.create_study(study_name=name + CONFIRM, storage=storage, directions=directions[:1], load_if_exists=True)
     then = settings_of(study)
-    if then.space != settings.to_dict()["space"]:
-        keys = sorted(
-            k
-            for k in then.space.keys() | settings.space.keys()
-            if then.space.get(k) != settings.to_dict()["space"].get(k)
-        )
+    if keys := _different(then.space, settings.to_dict()["space"]):
         raise UserError(
             f"the study {name} searches another space (differs in {', '.join(keys)}); "
             "one study has one space: name another with --study"
         )
-    old, new = then.base.decisive(), settings.base.decisive()
-    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    keys += [
-        "--" + f.name.replace("_", "-")
-        for f in dataclasses.fields(Settings)
-        if f.name not in ("config", "space") and getattr(then, f.name) != getattr(settings, f.name)
-    ]
-    if study.user_attrs.get(REVISIONS, {}) != revisions(settings.base):
-        keys.append("revision of its method, which computed something else (see CHANGELOG.md)")
+    keys = _different(then.base.decisive(), settings.base.decisive())
+    options = [f.name for f in dataclasses.fields(Settings) if f.name not in ("config", "space")]
+    keys += ["--" + o.replace("_", "-") for o in options if getattr(then, o) != getattr(settings, o)]
     if keys:
         raise UserError(f"the study {name} was started with another {', '.join(keys)}; name another with --study")
+    _check_revisions(study, settings)
     return study
+
+
+def _different(old: Mapping, new: Mapping) -> list[str]:
+    return sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+
+
+def _check_revisions(study: optuna.Study, settings: Settings) -> None:
+    """Compare the revisions of every point that has run, and of the base config, with today's.
+
+    Raises:
+        UserError: a method computed something else then, so its figures cannot be compared with new ones.
+    """
+    of_study, base = study.user_attrs.get(REVISIONS, {}), settings.base
+    ran = {  # draw -> the revisions then, and the point; trials of older versions have no revisions of their own
+        draw_of(t): (t.user_attrs.get(REVISIONS, of_study), decoded(t.params))
+        for t in study.get_trials(deepcopy=False)
+        if t.params and kind(t) in ("complete", "pruned", "interrupted", "lost")
+    }
+    for then, point in [(of_study, {}), *ran.values()]:
+        if then != (now := revisions(base.replace(point))):
+            raise UserError(
+                f"the study {study.study_name} was started with another revision of "
+                f"{', '.join(_different(then, now))}, which computed something else (see CHANGELOG.md); "
+                "name another with --study"
+            )
 
 
 def enqueue_grid(study: optuna.Study, points: Sequence[Mapping[str, Any]]) -> None:
     """Queue every point of the grid that was not queued before."""
-    there = {t.user_attrs.get("draw") for t in study.get_trials(deepcopy=False)}
+    queued = {t.user_attrs.get("draw") for t in study.get_trials(deepcopy=False)}
     for draw, point in enumerate(points):
-        if draw not in there:
+        if draw not in queued:
             study.enqueue_trial({k: encode(v) for k, v in point.items()}, user_attrs={"draw": draw})
 
 
 # -- trials ---------------------------------------------------------------------------------------------
 
 
-def worker_identity() -> dict:
+def worker_identity() -> dict[str, str | int]:
+    """This process: ``host``, ``pid``, and ``born``, the time of its start."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid())}
 
 
 def _born(pid: int) -> str:
-    """When a process started, which tells it from a later one of the same number; empty if there is none."""
+    """When a process started, which tells it from a later process with the same number; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -116,7 +131,7 @@ def _born(pid: int) -> str:
 
 
 def is_dead(trial: FrozenTrial, now: float, stale: float = STALE) -> bool:
-    """Whether the worker of a running trial is gone: by its process on this machine, by its silence elsewhere."""
+    """Whether the worker of a running trial is dead: by its process on this machine, by its silence on another."""
     worker = trial.user_attrs.get("worker")
     if worker and worker["host"] == socket.gethostname():
         return _born(worker["pid"]) != worker["born"]
@@ -125,7 +140,7 @@ def is_dead(trial: FrozenTrial, now: float, stale: float = STALE) -> bool:
 
 
 def requeue(study: optuna.Study, trial: FrozenTrial) -> None:
-    """The same point again; it goes on from its checkpoint."""
+    """Queue the same point again; it continues from its checkpoint."""
     kept = {k: v for k, v in trial.user_attrs.items() if k in ("draw", "rung", "of", "seed")}
     kept.setdefault("draw", trial.number)
     kept["retry"] = trial.user_attrs.get("retry", 0) + (trial.user_attrs.get("kind") == "lost")
@@ -133,15 +148,15 @@ def requeue(study: optuna.Study, trial: FrozenTrial) -> None:
 
 
 def fail(study: optuna.Study, trial: FrozenTrial, kind: str, reason: str) -> None:
-    """End a trial as failed, with its reason; nothing happens if it has ended."""
+    """End a trial as failed, with its reason. A trial that has ended already stays as it is."""
     set_attribute(study, trial, "kind", kind)
     set_attribute(study, trial, "reason", reason)
     study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
 
 def reap(study: optuna.Study, say=lambda text: None) -> int:
-    """Recognise the running trials of dead workers, and queue them again; returns how many there were."""
-    found = 0
+    """End the running trials of dead workers and queue them again; returns how many there were."""
+    count = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if not is_dead(trial, time.time()):
             continue
@@ -150,8 +165,8 @@ def reap(study: optuna.Study, say=lambda text: None) -> int:
         try:
             fail(study, trial, "lost", "its worker died" + ("" if again else f", {tries + 1} times in all"))
         except (ValueError, RuntimeError):
-            continue  # another machine was first
-        found += 1
+            continue  # another machine ended it first
+        count += 1
         if again:
             trial.user_attrs["kind"] = "lost"
             requeue(study, trial)
@@ -159,28 +174,29 @@ def reap(study: optuna.Study, say=lambda text: None) -> int:
             f"{study.study_name} #{trial.number}: its worker died; "
             f"{'queued again' if again else 'given up after ' + str(tries + 1) + ' times'}"
         )
-    return found
+    return count
 
 
 def kind(trial: FrozenTrial) -> str:
     """``complete``, ``pruned``, ``running``, ``waiting``, ``failed``, ``interrupted``, ``lost`` or ``surplus``."""
     if trial.state == TrialState.FAIL:
-        found = trial.user_attrs.get("kind", "error")
-        return found if found in ("interrupted", "lost", "surplus") else "failed"
-    return {
-        TrialState.COMPLETE: "complete",
-        TrialState.PRUNED: "pruned",
-        TrialState.RUNNING: "running",
-        TrialState.WAITING: "waiting",
-    }[trial.state]
+        reason = str(trial.user_attrs.get("kind", "error"))
+        return reason if reason in ("interrupted", "lost", "surplus") else "failed"
+    return trial.state.name.lower()
+
+
+def given_up(trial: FrozenTrial) -> bool:
+    """Whether the trial was lost with its worker for the last time."""
+    return kind(trial) == "lost" and trial.user_attrs.get("retry", 0) >= RETRIES
 
 
 def draw_of(trial: FrozenTrial) -> int:
+    """The number of the trial's point."""
     return trial.user_attrs.get("draw", trial.number)
 
 
 def budget(trials: Sequence[FrozenTrial]) -> dict[str, float]:
-    """What the trials cost, the pruned, failed and interrupted ones included."""
+    """What the trials cost, including those that were pruned, failed or interrupted."""
     total = dict.fromkeys(BUDGET, 0)
     for trial in trials:
         for key, value in trial.user_attrs.get("budget", {}).items():
@@ -191,10 +207,11 @@ def budget(trials: Sequence[FrozenTrial]) -> dict[str, float]:
 
 @dataclass
 class Queue:
-    """Which trial of a study is next.
+    """Decides which trial of a study is next.
 
     Args:
-        wanted: points to try in all. limit: client-steps after which no trial starts.
+        wanted: number of points to try in total. folder: of the study; its lock is held while a trial is chosen.
+        limit: client-steps after which no trial starts.
     """
 
     study: optuna.Study
@@ -205,7 +222,7 @@ class Queue:
     say: Any = field(default=lambda text: None)
 
     def next(self, stop=lambda: False) -> optuna.Trial | str:
-        """A trial to run; or ``wait``: others still run; or ``done``."""
+        """A trial to run; ``wait`` while trials of other workers run; or ``done``."""
         with exclusive(self.folder / "queue.lock", stop):
             reap(self.study, self.say)
             trials = self.study.get_trials(deepcopy=False)
@@ -226,7 +243,7 @@ class Queue:
         trial = self.study.ask()
         trial.set_user_attr("worker", worker_identity())
         trial.set_user_attr("beat", time.time())
-        # Workers of several machines have no common lock: what one of them took in the same moment is dropped.
+        # Workers on several machines share no lock: a point that two of them took at the same time is run by one.
         before = [t for t in self.study.get_trials(deepcopy=False) if t.number < trial.number]
         attrs = trial.user_attrs
         if "draw" not in attrs:
@@ -239,22 +256,21 @@ class Queue:
                 for t in before
             )
         if surplus:
-            fail(self.study, trial_of(self.study, trial.number), "surplus", "another worker has this point")
+            fail(self.study, trial_of(self.study, trial.number), "surplus", "another worker runs this point")
             return None
         if "draw" not in attrs:
             trial.set_user_attr("draw", trial.number)
         return trial
 
     def _promote(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Queue the best of the highest rung that is complete for the next one; False if there are none."""
+        """Queue the best points of the highest rung that is complete for the next rung; False if there are none."""
         rungs, sign = self.settings.rungs, -1 if OBJECTIVES[self.settings.objectives[0]] == "maximize" else 1
         planned, promoted = None, False
         for rung in range(len(rungs) - 1):
-            there = [t for t in trials if t.user_attrs.get("rung", 0) == rung]
-            done = {draw_of(t): t for t in there if kind(t) in ("pruned", "complete") and "value" in t.user_attrs}
-            ended = {draw_of(t) for t in there if kind(t) in ("pruned", "complete", "failed")}
-            ended |= {draw_of(t) for t in there if kind(t) == "lost" and t.user_attrs.get("retry", 0) >= RETRIES}
-            draws = {draw_of(t) for t in there if kind(t) != "surplus"} if planned is None else planned
+            on_rung = [t for t in trials if t.user_attrs.get("rung", 0) == rung]
+            done = {draw_of(t): t for t in on_rung if kind(t) in ("pruned", "complete") and "value" in t.user_attrs}
+            ended = {draw_of(t) for t in on_rung if kind(t) in ("pruned", "complete", "failed") or given_up(t)}
+            draws = {draw_of(t) for t in on_rung if kind(t) != "surplus"} if planned is None else planned
             if draws - ended or not done:
                 break
             best = sorted(done, key=lambda d: (sign * done[d].user_attrs["value"], d))
@@ -269,7 +285,7 @@ class Queue:
 
 
 def front(study: optuna.Study) -> list[FrozenTrial]:
-    """The best trial, or with several objectives the Pareto front, by the first of them."""
+    """The best trial; with several objectives the Pareto front, ordered by the first objective."""
     complete = [t for t in study.get_trials(deepcopy=False) if t.state == TrialState.COMPLETE and t.values]
     signs = [-1 if OBJECTIVES[n] == "maximize" else 1 for n in settings_of(study).objectives]
     cost = {t.number: tuple(s * v for s, v in zip(signs, t.values)) for t in complete}

@@ -1,4 +1,4 @@
-"""What a study is: its config, space and objectives, its sampler and pruner, and whether they fit together."""
+"""The settings of a study (config, space, objectives, sampler, pruner), and the checks that they fit together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import optuna
 
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.errors import nearest
+from fs_lowrank.rounds.site import method_of
 from fs_lowrank.versions import check_schema
 
 from .space import Space, space_from
 
 SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
 PRUNERS = ("none", "median", "halving", "hyperband")
-#: what can be searched for, and which way is better; never anything of the test data
+#: the objectives and their directions; none of them is of the test data
 OBJECTIVES: dict[str, Literal["minimize", "maximize"]] = {
     "val_acc": "maximize",
     "val_loss": "minimize",
@@ -32,7 +33,7 @@ META = "fs_lowrank_hpo"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a study is; it cannot be continued with another."""
+    """The settings of a study; it cannot be continued with others."""
 
     config: dict
     space: dict
@@ -41,7 +42,7 @@ class Settings:
     sampler_seed: int = 0
     pruner: str = "none"
     rungs: tuple[int, ...] = ()
-    #: runs a trial, at the config's seed and those after it
+    #: number of runs of a trial, at the config's seed and the following ones
     seeds: int = 1
     engine: str = "local"
 
@@ -61,7 +62,7 @@ def parse_objectives(text: str) -> tuple[str, ...]:
     """``val_acc,uplink_bytes`` as a tuple.
 
     Raises:
-        UserError: an unknown one, or one of the test data.
+        UserError: an unknown objective, or one of the test data.
     """
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
@@ -83,13 +84,16 @@ def parse_objectives(text: str) -> tuple[str, ...]:
 def check_config(config: Config, settings_of: str = "") -> None:
     """Refuse a config that cannot be searched by validation.
 
+    Args:
+        settings_of: what the config belongs to, as the first words of the message.
+
     Raises:
-        UserError: it holds no validation data out, or does not evaluate on them.
+        UserError: the config has no validation data, or does not evaluate them.
     """
     if "val" not in config.eval.split:
         raise UserError(
             f"{settings_of}eval.split = {list(config.eval.split)}: a search goes by validation data, never "
-            "by the test data; put val there, such as: eval.split '[val, test]'"
+            "by the test data; add val, such as: eval.split '[val, test]'"
         )
     if not config.data.splits[1] and not any("validation" in a for a in config.data.args if isinstance(a, dict)):
         raise UserError(
@@ -99,20 +103,17 @@ def check_config(config: Config, settings_of: str = "") -> None:
 
 
 def check_fit(settings: Settings, space: Space) -> None:
-    """Refuse a sampler, a pruner or rungs that the space or the config does not suit.
+    """Refuse a sampler, a pruner or rungs that do not fit the space or the config.
 
     Raises:
-        UserError: names which, and what suits.
+        UserError: names the setting and what fits.
     """
     several, base = len(settings.objectives) > 1, settings.base
     if settings.sampler == "cmaes":
         listed = [p.key for p in space.parameters if p.values or any(k in space_keys(space) for k, _ in p.when)]
         if several or listed or len(space.parameters) < 2:
-            why = (
-                "it has one objective only"
-                if several
-                else (f"{listed[0]} is listed or conditional" if listed else "one key is too few")
-            )
+            why = f"{listed[0]} is listed or conditional" if listed else "one key is too few"
+            why = "it has one objective only" if several else why
             raise UserError(f"--sampler cmaes needs two or more ranges that always apply, and {why}; use tpe or gp")
     if several and (settings.pruner != "none" or settings.rungs):
         raise UserError("several objectives cannot be pruned by rounds; leave --pruner and --rungs out")
@@ -138,7 +139,12 @@ def check_fit(settings: Settings, space: Space) -> None:
                 f"--rungs {','.join(map(str, rungs))}: there is no evaluation after each of these rounds "
                 f"with eval.freq = {freq}; set eval.freq 1"
             )
-    searched = {p.key for p in space.parameters}
+    searched = space_keys(space)
+    if "federate.method" in searched and (rungs or settings.pruner != "none"):
+        raise UserError(
+            "federate.method is searched, and a method is not pruned by the curves of another; give each method a "
+            "study (studies: {federate.method: [...]}, or --methods), or leave --pruner and --rungs out"
+        )
     if "federate.total_round_num" in searched and (rungs or settings.pruner != "none"):
         raise UserError(
             "federate.total_round_num is searched, so rounds cannot decide what is pruned; "
@@ -151,7 +157,7 @@ def space_keys(space: Space) -> set[str]:
 
 
 def make_sampler(settings: Settings, wanted: int, drawn: int) -> optuna.samplers.BaseSampler:
-    """The sampler for draw number ``drawn``: seeded by it, so that a continued search repeats no random point."""
+    """The sampler for draw number ``drawn``, seeded with it, so that a continued search repeats no random point."""
     seed = (settings.sampler_seed * 1_000_003 + drawn) % 2**32
     if settings.sampler in ("grid", "random"):
         return optuna.samplers.RandomSampler(seed=seed)
@@ -160,31 +166,40 @@ def make_sampler(settings: Settings, wanted: int, drawn: int) -> optuna.samplers
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=startup, deterministic_objective=False)
     if settings.sampler == "cmaes":
         try:
-            import cmaes  # noqa: F401  # Optuna itself notices only inside a trial
+            import cmaes  # noqa: F401  # Optuna imports it only inside a trial
         except ImportError:
             raise UserError("--sampler cmaes needs the package cmaes: pip install 'fs-lowrank[hpo]'") from None
         return optuna.samplers.CmaEsSampler(seed=seed, n_startup_trials=startup)
     return optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
 
 
+def first_passes(config: Config) -> int:
+    """The number of rounds after which everything that the method trains has been trained at least once."""
+    method, rounds = method_of(config), range(1, config.federate.total_round_num + 1)
+    trained = [{tag for phase in method.phases(t) for tag in phase.train} for t in rounds]
+    everything = set[str]().union(*trained)
+    return next(t for t in rounds if everything == set[str]().union(*trained[:t]))
+
+
 def make_pruner(settings: Settings) -> optuna.pruners.BasePruner:
-    """The pruner; its steps are rounds."""
+    """The pruner; its steps are rounds. None of them prunes before ``first_passes``."""
+    if settings.pruner == "none":
+        return optuna.pruners.NopPruner()
     rounds, freq = settings.base.federate.total_round_num, max(settings.base.eval.freq, 1)
-    least = max(freq, -(-rounds // 9))
+    warm_up = first_passes(settings.base)
+    least = max(freq, -(-rounds // 9), warm_up)
     if settings.pruner == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=rounds // 4)
+        return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=max(rounds // 4, warm_up))
     if settings.pruner == "halving":
         return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=3)
-    if settings.pruner == "hyperband":
-        return optuna.pruners.HyperbandPruner(min_resource=least, max_resource=rounds, reduction_factor=3)
-    return optuna.pruners.NopPruner()
+    return optuna.pruners.HyperbandPruner(min_resource=least, max_resource=rounds, reduction_factor=3)
 
 
 def settings_of(study: optuna.Study) -> Settings:
-    """What the study was started with.
+    """The settings that the study was started with.
 
     Raises:
-        UserError: it is not a study of ours, or a newer version of fs-lowrank made it.
+        UserError: the study was not made by ``python -m hpo``, or by a newer version of fs-lowrank.
     """
     check_schema(study.user_attrs, f"the study {study.study_name!r}")
     try:

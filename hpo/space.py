@@ -1,13 +1,13 @@
-"""What is searched: a YAML file over config keys.
+"""The search space: a YAML file with config keys and their values or ranges.
 
     train.optimizer.lr: {loguniform: [5e-4, 1e-1]}
     lowrank.tau: {grid: [20, 40, 80], when: {federate.method: fedloru}}
     federate.sample_client_num: {int: [2, 16], step: 2}
-    studies: {federate.method: [rolora, fedloru]}       # a study for each
+    studies: {federate.method: [rolora, fedloru]}       # one study for each
 
-``grid`` and ``choice`` list values of any kind; ``uniform``, ``loguniform`` and ``int`` take a low and a high
-end, both included, with ``step``, and ``log`` for ``int``. ``when`` makes a key part of a point only where
-other keys, searched or not, have one of the values named.
+``grid`` and ``choice`` list values of any kind. ``uniform``, ``loguniform`` and ``int`` take a lower and an upper
+bound, both included; ``uniform`` and ``int`` take a ``step``, ``int`` also ``log``. With ``when``, a key is part of
+a point only if other keys, searched or not, have one of the values given.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ KINDS = {
         "when": _WHEN,
     },
 }
-#: keys that are not the search's to change, and what to use in their place
+#: keys that cannot be searched, and the reason or the alternative
 _NOT_SEARCHED = {
     "seed": "average over seeds with --seeds",
-    "eval": "it would change what trials are measured with",
+    "eval": "it would change how trials are measured",
     "outdir": "every trial has a folder of its own",
     "expname": "every trial has a folder of its own",
 }
@@ -52,7 +52,7 @@ _LARGEST_GRID = 10_000
 
 @dataclass(frozen=True)
 class Parameter:
-    """One searched key: listed ``values``, or the range ``low`` … ``high``."""
+    """One searched key: listed ``values``, or the range from ``low`` to ``high``."""
 
     key: str
     kind: str
@@ -64,7 +64,7 @@ class Parameter:
     when: tuple[tuple[str, tuple], ...] = ()
 
     def listed(self) -> tuple:
-        """Every value, where they can be listed; else nothing."""
+        """All values if they can be listed, otherwise none."""
         if self.values:
             return self.values
         if self.kind == "int" and not self.log:
@@ -83,44 +83,50 @@ class Parameter:
 
 
 def encode(value: Any) -> Any:
-    """``value`` as Optuna can store it: a list or mapping becomes JSON."""
+    """``value`` in a form that Optuna can store: a list or a mapping becomes JSON text."""
     return "json:" + json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
 def decode(value: Any) -> Any:
+    """The inverse of ``encode``."""
     return json.loads(value[5:]) if isinstance(value, str) and value.startswith("json:") else value
+
+
+def decoded(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The point of a trial: its ``params`` as config values."""
+    return {key: decode(value) for key, value in params.items()}
 
 
 @dataclass(frozen=True)
 class Space:
-    """Searched keys in an order in which each comes after those it depends on, and what gets a study each."""
+    """The searched keys, each after the keys that it depends on, and the keys whose values get a study each."""
 
     parameters: tuple[Parameter, ...]
     studies: Mapping[str, tuple] = field(default_factory=dict)
     source: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; equal for two files that mean the same."""
-        found = {}
+        """The space as plain data, which is equal for two files of the same meaning."""
+        plain: dict[str, Any] = {}
         for p in self.parameters:
             entry: dict[str, Any] = {p.kind: list(p.values) or [p.low, p.high]}
             entry.update({"step": p.step} if p.step is not None else {})
             entry.update({"log": True} if p.kind == "int" and p.log else {})
             entry.update({"when": {k: list(v) for k, v in p.when}} if p.when else {})
-            found[p.key] = entry
-        return found
+            plain[p.key] = entry
+        return plain
 
     def for_config(self, base: Config) -> Space:
-        """Without the keys that never apply to ``base``.
+        """The space without the keys that never apply to ``base``.
 
         Raises:
-            UserError: an unknown key, a value the config does not take, a key that decides nothing.
+            UserError: an unknown key, a value that the config does not accept, or a key that does not change a result.
         """
         searched = {p.key for p in self.parameters}
         kept = [
             p for p in self.parameters if all(k in searched or base_value(base, k, self.source) in v for k, v in p.when)
         ]
-        # A key that depends on a dropped one goes by the config's own value of that.
+        # The condition of a key that depends on a dropped key is about the config's own value of the dropped key.
         names = {p.key for p in kept}
         kept = [p for p in kept if all(k in names or base_value(base, k, self.source) in v for k, v in p.when)]
         space = Space(tuple(kept), {}, self.source)
@@ -147,7 +153,7 @@ class Space:
             )
 
     def _context(self, parameter: Parameter) -> dict[str, Any]:
-        """Values of other searched keys under which this one applies."""
+        """Values of other searched keys with which this key applies."""
         searched = {p.key: p for p in self.parameters}
         context: dict[str, Any] = {}
         for key, values in parameter.when:
@@ -159,7 +165,7 @@ class Space:
         return all((point[k] if k in point else base_value(base, k, self.source)) in v for k, v in parameter.when)
 
     def suggest(self, trial, base: Config) -> dict[str, Any]:
-        """A point: the values of the keys that apply."""
+        """A point that the sampler proposes: the values of the keys that apply."""
         point: dict[str, Any] = {}
         for parameter in self.parameters:
             if self.active(point, base, parameter):
@@ -167,10 +173,10 @@ class Space:
         return point
 
     def grid(self, base: Config) -> list[dict[str, Any]]:
-        """Every point, once.
+        """All points.
 
         Raises:
-            UserError: a key's values cannot be listed, or there are far too many points.
+            UserError: the values of a key cannot be listed, or there are more than 10,000 points.
         """
         size = 1
         for parameter in self.parameters:
@@ -182,7 +188,7 @@ class Space:
             size *= len(parameter.listed())
         if size > _LARGEST_GRID:
             raise UserError(
-                f"{self.source}: a grid of up to {size} points; take keys or values out, or use --sampler tpe or random"
+                f"{self.source}: a grid of up to {size} points; remove keys or values, or use --sampler tpe or random"
             )
         return list(self._points({}, self.parameters, base))
 
@@ -212,10 +218,10 @@ def _number(parameter: Parameter, value: float) -> float | int:
 
 
 def load_space(path: str | Path) -> Space:
-    """Read a space; the name of one that ships (``rolora_lr``) will do for its path.
+    """Read a space from a file; ``path`` may also be the name of a space that ships, such as ``rolora_lr``.
 
     Raises:
-        UserError: no such file, bad YAML, an unknown kind, a range the wrong way round; names file and line.
+        UserError: no such file, invalid YAML, an unknown kind, or an empty or inverted range; names file and line.
     """
     shipped = {p.stem: p for p in sorted((Path(__file__).parent / "spaces").glob("*.yaml"))}
     name = str(path)
@@ -227,10 +233,13 @@ def load_space(path: str | Path) -> Space:
 
 
 def space_from(content: Any, source: str | Origin = "space") -> Space:
-    """A space from what its YAML holds.
+    """The space that a YAML file's ``content`` describes.
 
     Args:
-        source: where it came from, for messages.
+        source: the origin of ``content``, for messages.
+
+    Raises:
+        UserError: see ``load_space``.
     """
     origin = source if isinstance(source, Origin) else Origin(source)
     if not isinstance(content, Mapping) or not content:
@@ -242,11 +251,11 @@ def space_from(content: Any, source: str | Origin = "space") -> Space:
     for key, values in studies.items():
         words = "a list of values, such as {federate.method: [rolora, ffa_lora]}"
         check_value(f"studies.{key}", values, list, {"filled": True, "words": words}, origin)
-    found = {p.key: p for p in _parameters(content, "", origin)}
+    parameters = {p.key: p for p in _parameters(content, "", origin)}
     for key in studies:
-        if key in found:
+        if key in parameters:
             origin.fail(key, "is searched and also given a study for each value; keep one")
-    return Space(_ordered(found, origin), {k: tuple(v) for k, v in studies.items()}, origin.file)
+    return Space(_ordered(parameters, origin), {k: tuple(v) for k, v in studies.items()}, origin.file)
 
 
 def _parameters(content: Mapping, prefix: str, origin: Origin) -> Iterator[Parameter]:
@@ -295,14 +304,17 @@ def _parameter(key: str, entry: Any, origin: Origin) -> Parameter:
     return Parameter(key, kind, low=low, high=high, step=step, log=log, when=when)
 
 
-def _ordered(found: dict[str, Parameter], origin: Origin) -> tuple[Parameter, ...]:
+def _ordered(parameters: dict[str, Parameter], origin: Origin) -> tuple[Parameter, ...]:
+    """The parameters, each after those that its condition names."""
     ordered: dict[str, Parameter] = {}
-    while len(ordered) < len(found):
+    while len(ordered) < len(parameters):
         ready = [
-            p for k, p in found.items() if k not in ordered and all(w not in found or w in ordered for w, _ in p.when)
+            p
+            for k, p in parameters.items()
+            if k not in ordered and all(w not in parameters or w in ordered for w, _ in p.when)
         ]
         if not ready:
-            left = ", ".join(k for k in found if k not in ordered)
+            left = ", ".join(k for k in parameters if k not in ordered)
             raise UserError(f"{origin.file}: {left} depend on each other through `when`")
         ordered[ready[0].key] = ready[0]
     return tuple(ordered.values())

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sqlite3
+import time
+import traceback
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import optuna
+from optuna.storages import BaseStorage
 
-from fs_lowrank import UserError
+from fs_lowrank import RunFailed, UserError
+from fs_lowrank.jobs.files import write_text
+
+from .journal import Journal
 
 #: seconds to wait for a SQLite file that another process is writing to
 WAIT = 20.0
@@ -18,7 +25,7 @@ WAIT = 20.0
 
 @contextmanager
 def quiet():
-    """Optuna says nothing but errors for the block, or for the function that this decorates."""
+    """Let Optuna log nothing but errors during the block, or during the function that this decorates."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -29,13 +36,14 @@ def quiet():
         optuna.logging.set_verbosity(before)
 
 
-def open_storage(where: str, create: bool = False) -> optuna.storages.BaseStorage:
+def open_storage(where: str, create: bool = False) -> BaseStorage:
     """Open the storage.
 
     Args:
         where: the path of a journal file, of a SQLite file (``.db``, ``.sqlite``), or a URL such as
             ``sqlite:///hpo.db`` or ``postgresql://user@server/hpo``.
-        create: make it where there is none.
+        create: create it if there is none.
+
     Raises:
         UserError: there is none, it is locked, or it holds something else.
     """
@@ -48,26 +56,21 @@ def open_storage(where: str, create: bool = False) -> optuna.storages.BaseStorag
     return _open_journal(Path(where), create)
 
 
-def _open_journal(path: Path, create: bool):
-    from optuna.storages.journal import JournalFileBackend
-
+def _open_journal(path: Path, create: bool) -> BaseStorage:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file with --storage")
+    if not path.exists() and not create:
+        raise UserError(f"{path}: there is no study yet; start one with `python -m hpo tune`")
+    backend = Journal(path)
     try:
-        if path.exists():
-            with path.open("rb") as file:
-                first = file.readline()
-            if first and "op_code" not in json.loads(first):
-                raise ValueError
-        elif not create:
-            raise UserError(f"{path}: there is no study yet; start one with `python -m hpo tune`")
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is not a journal of studies, or a damaged one; name another with --storage") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be used as a storage: {error.strerror or error}") from None
+        return optuna.storages.JournalStorage(backend)
+    except UserError:
+        raise
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise UserError(
+            f"{path}, line {backend.lines}: this line does not fit those before it ({type(error).__name__}: {error}); "
+            "put the file back as the search wrote it, or name another with --storage"
+        ) from None
 
 
 def _check_sqlite(path: Path, create: bool) -> None:
@@ -108,7 +111,7 @@ def _open_database(url: str, create: bool):
         try:
             return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
         except SQLAlchemyError:
-            # Two that make the tables at once: one of them fails, and finds them there the second time.
+            # If two processes create the tables at the same time, one of them fails; the second time they exist.
             return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise UserError(
@@ -121,8 +124,8 @@ def _open_database(url: str, create: bool):
 
 
 @contextmanager
-def storage_errors(where: str):
-    """What a storage raises in use, in words."""
+def storage_errors(where: str) -> Iterator[None]:
+    """Turn the errors of a storage and of files during the block into a ``UserError``."""
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
@@ -131,12 +134,45 @@ def storage_errors(where: str):
         cause = error.__cause__ or error
         raise UserError(
             f"the storage {where.rsplit('@', 1)[-1]} failed: {str(cause).splitlines()[0]}; when that is "
-            "mended, the same command goes on"
+            "repaired, the same command continues"
         ) from None
+    except BrokenPipeError:  # of the console; see ``shell.run``
+        raise
+    except OSError as error:
+        raise RunFailed(
+            f"{error.filename or where}: {error.strerror or error}; when that is repaired, the same command continues"
+        ) from error
+
+
+@contextmanager
+def reported(folder: Path) -> Iterator[None]:
+    """Turn an error of ours during the block into one line that names a file in ``folder`` with the traceback.
+
+    Raises:
+        RunFailed: in place of any error but a ``UserError``, and from that error.
+    """
+    try:
+        yield
+    except (UserError, BrokenPipeError):
+        raise
+    except Exception as error:
+        raise RunFailed(f"{error_line(error)}; please report it with {write_traceback(error, folder)}") from error
+
+
+def error_line(error: BaseException) -> str:
+    """The type and the text of an error, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def write_traceback(error: BaseException, folder: Path) -> Path:
+    """Write the traceback of an error into a file of ``folder``; returns its path."""
+    path = folder / f"error_{os.getpid()}_{time.time_ns()}.txt"
+    write_text(path, "".join(traceback.format_exception(error)))
+    return path
 
 
 def study_names(storage) -> list[str]:
-    """Names of the searches, without the studies of their confirmations."""
+    """The names of the searches, without the studies of their winners' fresh seeds."""
     return sorted(n for n in optuna.get_all_study_names(storage) if not n.endswith(CONFIRM))
 
 
@@ -145,19 +181,19 @@ def load_study(storage, name: str, **kwargs) -> optuna.Study:
 
 
 def trial_of(study: optuna.Study, number: int) -> optuna.trial.FrozenTrial:
-    """A trial as it stands in the storage now."""
+    """The current state of a trial in the storage."""
     return next(t for t in study.get_trials(deepcopy=False) if t.number == number)
 
 
 def set_attribute(study: optuna.Study, trial: optuna.trial.FrozenTrial, key: str, value: object) -> None:
-    """Set a user attribute of a trial that another process asked for.
+    """Set a user attribute of a trial that another process runs or ran.
 
-    Optuna sets attributes through the ``Trial`` alone, which only the process that asked for it has; one that died
-    cannot say how its trial ended. So this takes the storage below the study, and the trial's number there: the two
-    private names of Optuna that are used here, and a test looks whether they are still there.
+    Optuna sets attributes only through a ``Trial``, which only the process that asked for the trial has; a dead process
+    cannot store how its trial ended. Therefore this uses the study's storage and the trial's number in it, which are
+    private names of Optuna; a test checks that they exist.
     """
     study._storage.set_trial_user_attr(trial._trial_id, key, value)
 
 
-#: what the study of a search's confirmation is called: the search's name and this
+#: appended to the name of a search, the name of the study with its winners' fresh seeds
 CONFIRM = "/confirm"

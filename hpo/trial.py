@@ -1,4 +1,4 @@
-"""One trial: the config at a point, run by ``fs_lowrank.run``, reported and stopped by rounds, and what it cost."""
+"""One trial: runs the config at a point with ``fs_lowrank.run``, reports every round, prunes, and counts the cost."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from errno import EDQUOT, EIO, ENOSPC, EROFS
 from pathlib import Path
+from typing import Any
 
 import optuna
 
 import fs_lowrank
-from fs_lowrank import Config, UserError
+from fs_lowrank import Config, RunFailed, UserError
 from fs_lowrank.jobs.locks import exclusive
+from fs_lowrank.methods import revisions
+from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.records import read_records
 
 from .search import BEAT
 from .settings import Settings
+from .storage import error_line, write_traceback
 
 
 class Stopped(Exception):
-    """The search is to end; the trial is continued another time."""
+    """The search was told to stop; the trial continues when the search does."""
 
 
 class Failed(Exception):
-    """The trial has no value; ``kind`` is nan, memory or error."""
+    """The trial has no value; ``kind`` is ``nan``, ``memory`` or ``error``."""
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -37,7 +42,7 @@ class Failed(Exception):
 
 @dataclass
 class Outcome:
-    """What came of a trial: its metrics by name, a mean over its seeds, and whether it was pruned."""
+    """The result of a trial: its metrics by name (means over its seeds), and whether it was pruned."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     by_seed: dict[str, list[float]] = field(default_factory=dict)
@@ -45,9 +50,21 @@ class Outcome:
     pruned: bool = False
 
 
+def disk_error(error: BaseException) -> RunFailed | None:
+    """The error that ends a search if an exception of a run came from a full or broken disk; else None."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in (ENOSPC, EDQUOT, EROFS, EIO):
+        return None
+    if isinstance(error, RunFailed):
+        return error
+    return RunFailed(
+        f"{cause.filename or 'a file'} cannot be written: {cause.strerror}; make room, and give the same command again"
+    )
+
+
 def explain(error: BaseException) -> Failed:
-    """The failure of a run as a kind and a reason."""
-    text = f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    """The exception of a run as a kind of failure and a reason."""
+    text = str(error) if isinstance(error, UserError) else error_line(error)
     low = text.lower()
     if isinstance(error, MemoryError) or "out of memory" in low or "outofmemory" in low or "can't allocate" in low:
         return Failed("memory", text)
@@ -57,9 +74,9 @@ def explain(error: BaseException) -> Failed:
 
 
 def one_test_set(base: Config) -> Config:
-    """``base`` with its own seed for the test set whatever a run's seed is, where the test set is cut from the rows.
+    """``base`` with one test set for all seeds (``lowrank.test_seed``), if the test set is split off the training rows.
 
-    Else what a search chose by would lie in the test sets of the fresh seeds.
+    With a test set by seed, rows that the search has chosen by would be in the test sets of the fresh seeds.
     """
     cut = base.data.splits[2] and base.lowrank.test_seed < 0
     return base.replace({"lowrank.test_seed": base.seed}) if cut else base
@@ -68,7 +85,7 @@ def one_test_set(base: Config) -> Config:
 def trial_config(
     base: Config, point: Mapping, metric: str, folder: Path, seed: int, rungs: bool, test: bool = False
 ) -> Config:
-    """The config of one run of a trial, in a folder named after all that decides its result."""
+    """The config of one run of a trial, in a folder that is named after all that decides its result."""
     changes = {
         **point,
         "seed": seed,
@@ -79,26 +96,30 @@ def trial_config(
         "lowrank.save_merged": False,
     }
     if test:
-        changes["eval.freq"] = 0  # after the last round only: the test data is looked at once
+        changes["eval.freq"] = 0  # after the last round only: the test data are evaluated once
         changes["early_stop.patience"] = 0
     if rungs:
         changes["lowrank.checkpoint_freq"] = 1
     config = one_test_set(base).replace(changes)
-    return config.replace(outdir=str(folder / config.fingerprint()))
+    changed = [f"{name.replace(' ', '-')}-{revision}" for name, revision in sorted(revisions(config).items())]
+    return config.replace(outdir=str(folder / "_".join([config.fingerprint(), *changed])))
 
 
-def history_of(folder: Path) -> list[dict]:
-    """The records of a run up to its last checkpoint, where it goes on."""
+def history_of(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run up to its last checkpoint, from which it continues."""
     saved = [int(p.name.removeprefix("round_")) for p in (folder / "checkpoint").glob("round_*")]
     return read_records(folder / "rounds.jsonl", up_to=max(saved)) if saved else []
 
 
 class Runner:
-    """Runs trials of one study.
+    """Runs the trials of one study.
 
     Args:
-        settings: of the study. folder: for the trials' runs.
-        stopping: asked often; True ends the trial that runs. say: prints a line.
+        settings: of the study.
+        folder: of the study; each run has a folder of its own in its ``trials``.
+        stopping: called often; True ends the running trial.
+        say: prints a line.
+        overrides: config keys of this worker's device.
     """
 
     def __init__(
@@ -123,10 +144,18 @@ class Runner:
         seeds: list[int] | None = None,
         test: bool = False,
     ) -> Outcome:
-        """Run the config at ``point`` for ``target`` rounds, at each seed.
+        """Run the config at ``point`` for ``target`` rounds (default: all), once for each of ``seeds``.
+
+        Args:
+            report: report each evaluation of the first seed's run to the trial, and let the pruner stop it.
+            seeds: default: as many as the study averages, from the config's own on.
+            test: evaluate the test data after the last round.
 
         Raises:
-            Stopped: ``stopping`` said so. Failed: no value came of it.
+            Stopped: ``stopping`` returned True.
+            Failed: the trial has no value. The traceback of an error that no user can cause is in the file that the
+                trial's attribute ``traceback`` names.
+            RunFailed: the disk is full or broken.
         """
         seeds = seeds or [self.settings.base.seed + i for i in range(self.settings.seeds)]
         cost = _Cost(trial)
@@ -137,14 +166,17 @@ class Runner:
                 self._one(trial, point, seed, target, report and index == 0, test, cost, outcome)
                 if outcome.pruned:
                     break
-        except Stopped:
-            raise
-        except Failed:
+        except (Stopped, Failed):
             raise
         except KeyboardInterrupt:
             raise Stopped from None
         except Exception as error:
-            raise explain(error) from error
+            if disk := disk_error(error):
+                raise disk from error
+            failure = explain(error)
+            if failure.kind == "error" and not isinstance(error, UserError):
+                trial.set_user_attr("traceback", str(write_traceback(error, self.folder)))
+            raise failure from error
         finally:
             stop_beating()
             cost.save()
@@ -159,8 +191,8 @@ class Runner:
         target = min(target or config.federate.total_round_num, config.federate.total_round_num)
         with exclusive(folder.parent / f"{folder.name}.lock", self.stopping):
             history = history_of(folder)[:target]
-            for record in history:  # of a run that goes on: the pruner sees all its rounds
-                if self._see(trial, record, report):
+            for record in history:  # of a run that continues: the pruner sees all its rounds
+                if self._see(trial, record, report, folder):
                     outcome.pruned, target = True, record["round"]
                     break
             history = history[:target]
@@ -169,20 +201,20 @@ class Runner:
         last = next((r["metrics"] for r in reversed(history) if "val" in r["metrics"]), None)
         if last is None:
             raise Failed("error", "the data has no validation set; give data.splits a share for it")
-        found = {f"{split}_{name}": value for split, values in last.items() for name, value in values.items()}
+        metrics = {f"{split}_{name}": value for split, values in last.items() for name, value in values.items()}
         steps = _Steps(config)
-        found.update(
+        metrics.update(
             client_steps=sum(map(steps, history)),
             rounds=len(history),
             **{k: sum(r[k] for r in history) for k in ("uplink_bytes", "downlink_bytes")},
         )
-        if self.metric not in found:
-            raise Failed("error", f"the run gives no {self.metric}, but {', '.join(sorted(found))}")
+        if self.metric not in metrics:
+            raise Failed("error", f"the run gives no {self.metric}, but {', '.join(sorted(metrics))}")
         outcome.rounds = len(history)
-        for name, value in found.items():
+        for name, value in metrics.items():
             outcome.by_seed.setdefault(name, []).append(value)
 
-    def _train(self, trial, config, history, target, report, cost, outcome) -> list[dict]:
+    def _train(self, trial, config, history, target, report, cost, outcome) -> list[dict[str, Any]]:
         history, steps = list(history), _Steps(config)
 
         def on_client(*_) -> None:
@@ -192,7 +224,7 @@ class Runner:
         def on_round(record: dict) -> bool:
             history.append(record)
             cost.add(record, steps(record))
-            if self._see(trial, record, report):
+            if self._see(trial, record, report, Path(config.outdir)):
                 outcome.pruned = True
             if self.stopping() and record["round"] < target and not outcome.pruned:
                 raise Stopped
@@ -201,29 +233,34 @@ class Runner:
         try:
             fs_lowrank.run(config, self.settings.engine, resume=True, on_round=on_round, on_client=on_client)
         finally:
-            for name in ("adapter", "model"):  # large, and made again for the config that is chosen
+            for name in ("adapter", "model"):  # large, and not needed: a run of the winner's config writes its own
                 shutil.rmtree(Path(config.outdir) / name, ignore_errors=True)
         return history
 
-    def _see(self, trial: optuna.Trial, record: dict, report: bool) -> bool:
-        """Report a round's metric; True if the trial is to be pruned."""
-        found = record["metrics"].get("val")
-        if not found:
-            return False
-        for name, value in found.items():
+    def _see(self, trial: optuna.Trial, record: dict, report: bool, folder: Path) -> bool:
+        """Report a round's metric; returns whether the trial is to be pruned."""
+        metrics = record["metrics"].get("val", {})
+        for name, value in metrics.items():
             if not math.isfinite(value):
                 raise Failed("nan", f"val_{name} is {value} after round {record['round']}")
-        value = found.get(self.metric.removeprefix("val_"))
-        if value is None or len(self.settings.objectives) > 1:
+        name = self.metric.removeprefix("val_")
+        if not report or name not in metrics:
             return False
-        if report:
-            trial.report(value, record["round"])
-            return self.settings.pruner != "none" and trial.should_prune()
-        return False
+        if "chance" not in trial.user_attrs and (chance := Chance.of_run(folder)):
+            trial.set_user_attr("chance", chance.to_dict())
+        if len(self.settings.objectives) > 1:
+            return False
+        if self.settings.pruner == "none":
+            trial.report(metrics[name], record["round"])
+            return False
+        known = trial.user_attrs.get("chance")
+        trial.report(Chance(**known).reported(name, metrics) if known else metrics[name], record["round"])
+        prune = trial.should_prune()
+        return prune and record["round"] < self.base.federate.total_round_num  # a run that is complete stays so
 
 
 class _Steps:
-    """Local steps that the clients of a round took together."""
+    """The total number of local steps of all clients in a round."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -241,7 +278,7 @@ class _Steps:
 
 
 class _Cost:
-    """What a trial costs, kept in the storage round by round, so that a killed one is counted too."""
+    """The cost of a trial, stored after every round, so that a killed trial is counted too."""
 
     def __init__(self, trial: optuna.Trial):
         self.trial, self.started = trial, time.perf_counter()
@@ -260,14 +297,14 @@ class _Cost:
 
 
 def _beat(trial: optuna.Trial) -> Callable[[], None]:
-    """Give signs of life until the function that is returned is called."""
+    """Store a sign of life every ``BEAT`` seconds until the returned function is called."""
     done = threading.Event()
 
     def beat() -> None:
         while not done.wait(BEAT):
             try:
                 trial.set_user_attr("beat", time.time())
-            except Exception:  # the storage is away; the trial's own writes will say so
+            except Exception:  # the storage failed; the trial's own writes report it
                 continue
 
     thread = threading.Thread(target=beat, daemon=True)

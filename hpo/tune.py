@@ -1,14 +1,19 @@
-"""A search from start to end: the studies are made, workers run them, the winners are confirmed."""
+"""A search from start to end: creates the studies, and starts the workers that run the trials and the winners."""
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial
 
 from fs_lowrank import Config, UserError
 from fs_lowrank.jobs.crew import Crew, check_gpus, stop_signals
@@ -23,13 +28,17 @@ from .worker import work
 
 @dataclass(frozen=True)
 class Search:
-    """What to search and how.
+    """The options of a search.
 
     Attributes:
-        trials: points for each study, pruned and failed ones included; 0: the whole grid, or 20.
-        limit: client-steps after which no trial of a study starts. timeout: seconds for this call.
-        workers: processes; 0 runs in this one. gpus: a worker is given one of them each.
-        seeds: runs averaged in a trial. confirm: fresh seeds for the winner; 0 leaves it unconfirmed.
+        name: of the study, or the first part of the names of several.
+        trials: number of points of a study, including pruned and failed ones; 0: the whole grid, or 20.
+        limit: client-steps after which no trial of a study starts.
+        timeout: seconds for this call.
+        workers: number of processes; 0 runs the trials in this one.
+        gpus: each worker gets one of them.
+        seeds: number of runs averaged in a trial.
+        confirm: number of fresh seeds for the winner; 0 leaves it unconfirmed.
     """
 
     name: str
@@ -57,7 +66,7 @@ class Search:
 
 @dataclass
 class Ended:
-    """How a search ended: ``done``, ``timeout`` or ``interrupted``; and its studies."""
+    """How a search ended (``done``, ``timeout`` or ``interrupted``), and the names of its studies."""
 
     how: str
     studies: list[str]
@@ -65,10 +74,10 @@ class Ended:
 
 @quiet()
 def tune(config: Config, space: Space, options: Search, say: Callable[[str], None] = print) -> Ended:
-    """Search ``space`` around ``config``; what is there already is continued.
+    """Search ``space`` around ``config``; studies that exist are continued.
 
     Raises:
-        UserError: config, space, options and storage do not fit together; the message says how.
+        UserError: config, space, options and storage do not fit together; the message names the conflict.
     """
     plans = _plans(config, space, options)
     check_gpus(options.gpus)
@@ -83,8 +92,13 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
             if options.retry_failed:
                 _retry_failed(study)
                 _retry_failed(load_study(storage, name + CONFIRM))
-    wanted = {name: plan[2] for name, plan in plans.items()}
-    shared = {"wanted": wanted, "confirm": options.confirm, "limit": options.limit}
+    order: dict[str, Any] = {
+        "where": options.where,
+        "names": list(plans),
+        "wanted": {name: plan[2] for name, plan in plans.items()},
+        "confirm": options.confirm,
+        "limit": options.limit,
+    }
     ended = False
     deadline = time.monotonic() + options.timeout if options.timeout else None
     with stop_signals() as stopped:
@@ -94,19 +108,14 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
 
         if options.workers == 0:
             try:
+                device = {"use_gpu": True, "device": int(options.gpus[0])} if options.gpus else {}
                 work(
-                    options.where,
-                    list(plans),
-                    options.folder,
-                    **shared,
-                    overrides=_device(options.gpus[:1]),
-                    stopping=lambda: bool(stopped) or late(),
-                    say=say,
+                    **order, folder=options.folder, overrides=device, stopping=lambda: bool(stopped) or late(), say=say
                 )
             except KeyboardInterrupt:
                 stopped.append(signal.SIGINT)
         else:
-            order = {"where": options.where, "names": list(plans), "folder": str(options.folder), **shared}
+            order["folder"] = str(options.folder)
             crew = Crew("hpo.worker:main", order, options.workers, gpus=options.gpus, say=say)
             ended = crew.run(stopped, late) and not late()
         how = "interrupted" if stopped or ended else "timeout" if late() else "done"
@@ -114,8 +123,8 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
 
 
 def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Settings, list | None, int]]:
-    """For each study its settings, its grid if it has one, and how many points it tries."""
-    plans = {}
+    """The settings of each study, its grid if it has one, and its number of points."""
+    plans: dict[str, tuple[Settings, list | None, int]] = {}
     if not re.fullmatch(r"[\w.+-]+", options.name):
         raise UserError(f"--study {options.name!r}: expected letters, digits, dots, dashes")
     for values in product(*space.studies.values()) if space.studies else [()]:
@@ -133,7 +142,8 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
             pruner = options.pruner
         else:
             free = sampler != "grid" and len(options.objectives) == 1 and not options.rungs and base.eval.freq > 0
-            pruner = "median" if free and "federate.total_round_num" not in space_keys(mine) else "none"
+            fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(space_keys(mine))
+            pruner = "median" if free and fixed else "none"
         settings = Settings(
             base.to_dict(),
             mine.to_dict(),
@@ -159,29 +169,20 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
                 raise UserError(f"{space.source}: the point {point}: {error}") from None
         label = "".join("." + re.sub(r"[^\w.+-]+", "_", str(v)) for v in values)
         plans[options.name + label] = (settings, points, len(points) if points is not None else options.trials or 20)
-    if len(plans) < max(1, _count(space.studies)):
+    if len(plans) < math.prod(map(len, space.studies.values())):
         raise UserError("studies: two of the values give studies of one name; change one")
     return plans
 
 
-def _count(studies: Mapping[str, Sequence]) -> int:
-    total = 1
-    for values in studies.values():
-        total *= len(values)
-    return total
-
-
-def _retry_failed(study) -> None:
-    """Queue failed trials again, once each."""
+def _retry_failed(study: optuna.Study) -> None:
+    """Queue each failed trial again, once."""
     trials = study.get_trials(deepcopy=False)
-    key = lambda t: (search.draw_of(t), t.user_attrs.get("rung"), t.user_attrs.get("seed"))  # noqa: E731
-    better = {key(t) for t in trials if kind(t) in ("complete", "pruned", "running", "waiting")}
+
+    def run_of(trial: FrozenTrial) -> tuple:
+        return search.draw_of(trial), trial.user_attrs.get("rung"), trial.user_attrs.get("seed")
+
+    settled = {run_of(t) for t in trials if kind(t) in ("complete", "pruned", "running", "waiting")}
     for trial in trials:
-        given_up = kind(trial) == "lost" and trial.user_attrs.get("retry", 0) >= search.RETRIES
-        if (kind(trial) == "failed" or given_up) and key(trial) not in better:
-            better.add(key(trial))
+        if (kind(trial) == "failed" or search.given_up(trial)) and run_of(trial) not in settled:
+            settled.add(run_of(trial))
             search.requeue(study, trial)
-
-
-def _device(gpus: Sequence[str]) -> dict:
-    return {"use_gpu": True, "device": int(gpus[0])} if gpus else {}

@@ -1,4 +1,4 @@
-"""A worker: takes trials from the studies until there are none left."""
+"""A worker: runs trials of the studies until none is left."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 import optuna
 from optuna.trial import TrialState
 
-from fs_lowrank import UserError
+from fs_lowrank import RunFailed, UserError
 from fs_lowrank.jobs.crew import stop_signals
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
+from fs_lowrank.methods import revisions
 
-from .search import Queue, draw_of, fail, front, kind, reap, requeue, worker_identity
+from .search import REVISIONS, Queue, budget, draw_of, fail, front, kind, reap, requeue, worker_identity
 from .settings import OBJECTIVES, make_pruner, settings_of, space_of
-from .space import decode
-from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
+from .space import decoded
+from .storage import CONFIRM, load_study, open_storage, quiet, reported, storage_errors, trial_of
 from .trial import Failed, Runner, Stopped
 
-#: seeds of a confirmation start this far from those of the search
+#: the difference between the first fresh seed and the config's seed
 FRESH = 1000
 
 
@@ -41,18 +42,26 @@ def work(
     """Run trials until the studies are done, or ``stopping`` is True.
 
     Args:
-        where: the storage. names: the studies, which must be there. folder: of all studies.
-        wanted: points for each study. confirm: fresh seeds for each winner. limit: client-steps for each study.
-        overrides: settings of this worker's device.
+        where: the storage.
+        names: the studies, which must exist.
+        folder: of all studies; each has a folder of its own name in it.
+        wanted: number of points of each study.
+        confirm: number of fresh seeds for each winner.
+        limit: client-steps after which no trial of a study starts.
+        overrides: config keys of this worker's device.
+        stopping: called often; True ends the running trial and the worker.
+        say: prints a line.
+
     Raises:
-        UserError: the storage fails.
+        UserError: the storage failed.
     """
-    with storage_errors(where):
+    with reported(folder), storage_errors(where):
         storage = open_storage(where)
         searches = [_Search(storage, n, folder / n, wanted[n], confirm, limit, overrides, stopping, say) for n in names]
         while not stopping():
             states = []
-            for search in searches:
+            # The study whose trials took the least time is next, so that all studies share a time limit.
+            for search in sorted(searches, key=_Search.spent):
                 states.append(search.step())
                 if states[-1] == "ran":
                     break
@@ -75,6 +84,11 @@ class _Search:
         self.runner = Runner(settings, folder, stopping, say, overrides)
         self.queue = Queue(self.study, settings, wanted, folder, limit, say)
 
+    def spent(self) -> tuple[float, int]:
+        """Seconds of the study's trials so far, those on fresh seeds included; and how many of its trials run."""
+        trials = [t for study in (self.study, self.checks) for t in study.get_trials(deepcopy=False)]
+        return budget(trials)["seconds"], sum(kind(t) == "running" for t in trials)
+
     def step(self) -> str:
         """Run one trial; returns ``ran``, ``wait`` or ``done``."""
         trial = self.queue.next(self.stopping)
@@ -92,6 +106,8 @@ class _Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Optuna wants no text "json:…" as a choice
             point = self.space.suggest(trial, self.base)
+        if changed := revisions(self.base.replace(point)):
+            trial.set_user_attr(REVISIONS, changed)
         label = self._label(trial, point)
         self._guarded(
             self.study,
@@ -117,7 +133,10 @@ class _Search:
 
     def _tell(self, study, trial, values, state) -> None:
         if study.tell(trial.number, values, state=state, skip_if_finished=True).state != state:
-            self.say(f"{study.study_name} #{trial.number}: another worker took it for dead; its result is left out")
+            self.say(
+                f"{study.study_name} #{trial.number}: another worker took this one for dead and ended the trial; "
+                "its result is left out"
+            )
 
     def _guarded(self, study, trial, label, run) -> None:
         frozen = lambda: trial_of(study, trial.number)  # noqa: E731
@@ -126,14 +145,20 @@ class _Search:
         except Stopped:
             fail(study, frozen(), "interrupted", "the search was stopped")
             requeue(study, frozen())
-            self.say(f"{label}: interrupted; it goes on when the search does")
+            self.say(f"{label}: interrupted; it continues when the search does")
         except Failed as failure:
             fail(study, frozen(), failure.kind, str(failure))
-            self.say(f"{label}: failed ({failure.kind}): {failure}")
+            path = frozen().user_attrs.get("traceback")
+            report = f"; please report it with {path}" if path else ""
+            self.say(f"{label}: failed ({failure.kind}): {failure}{report}")
             self._hopeless(study)
+        except RunFailed as error:  # the disk, and so no failure of this point
+            fail(study, frozen(), "interrupted", str(error))
+            requeue(study, frozen())
+            raise
 
     def _hopeless(self, study) -> None:
-        """End the search where every trial fails in one and the same way, which no point will mend."""
+        """End the search if at least three trials ended and all of them failed with the same error."""
         ended = [t for t in study.get_trials(deepcopy=False) if kind(t) in ("failed", "complete", "pruned")]
         reasons = {(t.user_attrs.get("kind"), t.user_attrs.get("reason")) for t in ended}
         if len(ended) >= 3 and len(reasons) == 1 and next(iter(reasons))[0] == "error":
@@ -169,15 +194,16 @@ class _Search:
             trial = self.checks.ask()
             trial.set_user_attr("worker", worker_identity())
         if "of" not in trial.user_attrs:
-            fail(self.checks, trial_of(self.checks, trial.number), "surplus", "another worker has this")
+            fail(self.checks, trial_of(self.checks, trial.number), "surplus", "another worker runs this")
             return "wait"
         self._check(trial)
         return "ran"
 
     def _check(self, trial) -> None:
         of, seed = trial.user_attrs["of"], trial.user_attrs["seed"]
-        winner = next(t for t in front_and_past(self.study) if draw_of(t) == of)
-        point = point_of(self.study, winner)
+        complete = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        winner = next(t for t in complete if draw_of(t) == of)
+        point = decoded(winner.params)
         test = has_test(self.base)
         label = f"{self._label(winner, point)}, seed {seed}"
 
@@ -195,17 +221,8 @@ class _Search:
         self._guarded(self.checks, trial, label, run)
 
 
-def front_and_past(study: optuna.Study):
-    return [t for t in study.get_trials(deepcopy=False) if t.state == TrialState.COMPLETE]
-
-
-def point_of(study: optuna.Study, trial) -> dict:
-    """The values of the searched keys at a finished trial."""
-    return {k: decode(v) for k, v in trial.params.items()}
-
-
 def has_test(base) -> bool:
-    """Whether there is a test set for the confirmation."""
+    """Whether there are test data for the runs on fresh seeds."""
     return "test" in base.eval.split or base.data.splits[2] > 0
 
 
@@ -214,7 +231,7 @@ def _number(value) -> str:
 
 
 def main(options: dict) -> int:
-    """A worker of the crew: ``work`` with ``options``, which are plain data; returns the exit code."""
+    """Run ``work`` with ``options``, which are plain data, as a process of a ``Crew``; returns the exit code."""
     with stop_signals() as stopped:
         try:
             folder = Path(options.pop("folder"))

@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 import fs_lowrank
 from fs_lowrank import Config
 from fs_lowrank.models.names import pairs
 
 from ..script import script
-from . import ServerStep, watch
+from . import ServerStep, panels, seeds_option, watched_run
 
-#: what is fetched before
+#: the fetched data and models
 NEEDS = ("minilm", "sentiment")
 BASE = {
     "data": {"type": "sentiment", "splitter": "iid", "subsample": 0.1, "splits": [0.93, 0.02, 0.05]},
@@ -44,7 +43,7 @@ BASE = {
     "eval": {"freq": 1000, "split": ["test"], "batch_size": 64},
 }
 _LR, _STEPS = "train.optimizer.lr", "train.local_update_steps"
-#: axis -> label -> what differs from BASE
+#: axis -> label -> the keys that differ from BASE
 VARIED: dict[str, dict[str, dict]] = {
     "clients": {"3": {"federate.client_num": 3}, "10": {}, "50": {"federate.client_num": 50}},
     "local steps": {"4": {}, "20": {_STEPS: 20}, "80": {_STEPS: 80}},
@@ -78,71 +77,55 @@ def study(
     overrides: Sequence[str] = (),
     base: Mapping = BASE,
     varied: Mapping[str, Mapping[str, Mapping]] = VARIED,
-) -> dict:
-    """The result of the command, as plain data."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = runs(fs_lowrank.load_config(base, overrides), varied, rounds, seeds, Path(folder))
+) -> dict[str, Any]:
+    """The result of the command as plain data."""
+    entries = runs(fs_lowrank.load_config(base, overrides), varied, rounds, seeds)
     return {
         "base": base,
         "overrides": overrides,
         "varied": varied,
         "rounds": rounds,
         "seeds": seeds,
-        "means": means(found),
-        "runs": found,
+        "means": means(entries),
+        "runs": entries,
     }
 
 
-def runs(
-    base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int, seeds: int, folder: Path
-) -> list[dict]:
+def runs(base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int, seeds: int) -> list[dict[str, Any]]:
     """One run of LoRA per setting and seed, with ``e`` of every round and the final test accuracy."""
-    errors: list[float] = []
-    method = watch("fedlora", lambda step: errors.append(relative_error(step)))
-    results, known = [], {}
+    entries: list[dict[str, Any]] = []
+    known: dict[str, tuple[float, list[float]]] = {}
     for axis, labels in varied.items():
         for label, keys in labels.items():
             for seed in range(seeds):
                 same = json.dumps([keys, seed], sort_keys=True)
                 if same not in known:
-                    errors.clear()
-                    final = fs_lowrank.run(
-                        base.replace(
-                            {
-                                **keys,
-                                "federate.method": method,
-                                "federate.total_round_num": rounds,
-                                "seed": seed,
-                                "outdir": str(folder / str(len(known))),
-                            }
-                        )
-                    ).final
-                    known[same] = {"errors": list(errors), "test_acc": final["test_acc"]}
-                results.append({"axis": axis, "label": label, "seed": seed, **known[same]})
+                    config = base.replace({**keys, "federate.method": "fedlora"})
+                    known[same] = watched_run(config, rounds, seed, relative_error)
+                score, errors = known[same]
+                entry = {"axis": axis, "label": label, "seed": seed, "errors": errors, "test_acc": score}
+                entries.append(entry)
                 print(
-                    f"{axis} {label}, seed {seed}: e {known[same]['errors'][0]:.3f} in round 1, "
-                    f"{known[same]['errors'][-1]:.3f} in round {rounds}; test accuracy {known[same]['test_acc']:.3f}"
+                    f"{axis} {label}, seed {seed}: e {errors[0]:.3f} in round 1, {errors[-1]:.3f} in round {rounds}; "
+                    f"test accuracy {score:.3f}"
                 )
-    return results
+    return entries
 
 
-def means(runs: list[dict]) -> dict[str, dict[str, dict]]:
+def means(entries: list[dict]) -> dict[str, dict[str, dict]]:
     """Axis -> label -> the mean error over rounds and seeds, and the mean accuracy."""
-    found: dict[str, dict[str, dict]] = {}
-    for run in runs:
-        same = [r for r in runs if (r["axis"], r["label"]) == (run["axis"], run["label"])]
-        found.setdefault(run["axis"], {})[run["label"]] = {
-            "error": statistics.fmean(e for r in same for e in r["errors"]),
-            "test_acc": statistics.fmean(r["test_acc"] for r in same),
+    by_axis: dict[str, dict[str, dict]] = {}
+    for entry in entries:
+        same = [e for e in entries if (e["axis"], e["label"]) == (entry["axis"], entry["label"])]
+        by_axis.setdefault(entry["axis"], {})[entry["label"]] = {
+            "error": statistics.fmean(error for e in same for error in e["errors"]),
+            "test_acc": statistics.fmean(e["test_acc"] for e in same),
         }
-    return found
+    return by_axis
 
 
 def plot(result: dict):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3 * len(result["means"]), 3.6), layout="constrained")
-    axes = figure.subplots(1, len(result["means"]), sharey=True, squeeze=False)[0]
+    figure, axes = panels(len(result["means"]), 3 * len(result["means"]), 3.6, sharey=True)
     for axis, (name, labels) in zip(axes, result["means"].items()):
         axis.bar(list(labels), [v["error"] for v in labels.values()], color="C0")
         for at, label in enumerate(labels):
@@ -153,16 +136,16 @@ def plot(result: dict):
                 ms=4,
             )
         axis.set_title(name)
-        axis.grid(axis="y", alpha=0.3)
+        axis.grid(False, axis="x")
         axis.tick_params("x", labelrotation=20 if max(map(len, labels)) > 5 else 0)
     axes[0].set_ylabel("error of averaging A and B apart\n÷ change of the product in a round")
     figure.suptitle(f"LoRA, mean over {result['rounds']} rounds (dots: seeds)")
     return figure
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "--rounds": dict(type=int, default=8),
-    "--seeds": dict(type=int, default=2, help="number of seeds, 0 to seeds - 1"),
+    "--seeds": seeds_option(2),
     "overrides": dict(nargs="*", metavar="KEY VALUE", help="any other config, for all runs"),
 }
 main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +27,9 @@ from torch import Tensor
 import fs_lowrank
 
 from ..script import script
-from . import band, watch
+from . import ServerStep, band, panels, seeds_option, watched_run
 
-#: what is fetched before
+#: the fetched data
 NEEDS = ("mnist",)
 METHODS = ("fedavg", "fedlora", "fedloru")
 LABELS = {"fedavg": "FedAvg (all weights)", "fedlora": "FedLoRA", "fedloru": "FedLoRU"}
@@ -68,7 +67,7 @@ def effective_change(after: Mapping[str, Tensor], before: Mapping[str, Tensor], 
 
 
 def cosines(
-    updates: list[Mapping[str, Tensor]], mean: Mapping[str, Tensor], before: Mapping[str, Tensor], scale: float
+    updates: Sequence[Mapping[str, Tensor]], mean: Mapping[str, Tensor], before: Mapping[str, Tensor], scale: float
 ) -> list[float]:
     """The cosine of each client's change to the global change; NaN if one of them is zero."""
     whole = effective_change(mean, before, scale)
@@ -80,14 +79,9 @@ def cosines(
     return result
 
 
-def watched(method: str, rounds: list[dict]) -> str:
-    """Register a copy of ``method`` that appends the cosines of each round to ``rounds``; returns its name."""
-    return watch(
-        method,
-        lambda step: rounds.append(
-            {"round": step.round, "cosines": cosines(step.tensors, step.mean, step.before, step.scale)}
-        ),
-    )
+def entry_of(step: ServerStep) -> dict[str, Any]:
+    """The cosines of one round, as plain data."""
+    return {"round": step.round, "cosines": cosines(step.tensors, step.mean, step.before, step.scale)}
 
 
 def runs(
@@ -95,31 +89,18 @@ def runs(
     methods: Sequence[str],
     rounds: int,
     seeds: int,
-    outdir: Path,
     *,
     rates: Mapping[str, float] = RATES,
     tau: int = 10,
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """One run per method and seed; for a seed, all have the same split, clients and batches."""
     results = []
     for method in methods:
+        keys = {"federate.method": method, "train.optimizer.lr": rates[method]}
+        config = fs_lowrank.load_config(base, {**keys, **({"lowrank.tau": tau} if method == "fedloru" else {})})
         for seed in range(seeds):
-            seen: list[dict] = []
-            config = fs_lowrank.load_config(
-                dict(base),
-                **{
-                    "federate.method": watched(method, seen),
-                    "federate.total_round_num": rounds,
-                    "seed": seed,
-                    "train.optimizer.lr": rates[method],
-                    "outdir": str(outdir / f"{method}_{seed}"),
-                    **({"lowrank.tau": tau} if method == "fedloru" else {}),
-                },
-            )
-            final = fs_lowrank.run(config).final
-            results.append(
-                {"method": method, "seed": seed, "lr": rates[method], "test_acc": final["test_acc"], "rounds": seen}
-            )
+            score, steps = watched_run(config, rounds, seed, entry_of)
+            results.append({"method": method, "seed": seed, "lr": rates[method], "test_acc": score, "rounds": steps})
     return results
 
 
@@ -128,17 +109,16 @@ def mean_curve(entry: dict) -> list[float]:
     return [sum(r["cosines"]) / len(r["cosines"]) for r in entry["rounds"]]
 
 
-def study(methods: Sequence[str], rounds: int, seeds: int, tau: int, base: Mapping = BASE) -> dict:
-    """The result of the command, as plain data."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = runs(base, methods, rounds, seeds, Path(folder), tau=tau)
+def study(methods: Sequence[str], rounds: int, seeds: int, tau: int, base: Mapping = BASE) -> dict[str, Any]:
+    """The result of the command as plain data."""
+    entries = runs(base, methods, rounds, seeds, tau=tau)
     return {
         "settings": {"base": base, "methods": list(methods), "rounds": rounds, "seeds": seeds, "tau": tau},
         "mean_cosine": {
-            method: statistics.fmean(c for e in found if e["method"] == method for c in mean_curve(e))
+            method: statistics.fmean(c for e in entries if e["method"] == method for c in mean_curve(e))
             for method in methods
         },
-        "runs": found,
+        "runs": entries,
     }
 
 
@@ -152,11 +132,8 @@ def lines(result: dict) -> Iterator[str]:
 
 
 def plot(result: dict):
-    from matplotlib.figure import Figure
-
     settings = result["settings"]
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axis = figure.subplots()
+    figure, (axis,) = panels(1, 8, 5)
     for k, method in enumerate(settings["methods"]):
         runs = [e for e in result["runs"] if e["method"] == method]
         curves = torch.tensor([mean_curve(e) for e in runs])
@@ -170,7 +147,6 @@ def plot(result: dict):
     axis.axhline(orthogonal, color="grey", ls=":", label=f"orthogonal updates of {taking} equal clients")
     axis.set(xlabel="round", ylabel="mean cosine to the global update", ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.grid(alpha=0.3)
     axis.legend(loc="best")
     axis.set_title(
         f"{settings['base']['model']['type'].split('@')[0]} on {settings['base']['data']['type']}: "
@@ -181,10 +157,10 @@ def plot(result: dict):
     return figure
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "--methods": dict(nargs="+", default=list(METHODS), choices=METHODS),
     "--rounds": dict(type=int, default=30),
-    "--seeds": dict(type=int, default=2, help="number of seeds, 0 to seeds - 1"),
+    "--seeds": seeds_option(2),
     "--tau": dict(type=int, default=10, help="rounds between FedLoRU's accumulations"),
 }
 main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)

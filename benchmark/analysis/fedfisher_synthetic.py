@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..script import script
+from . import panels
 
 CLIENTS, SAMPLES, RATE, SERVER_RATE = 2, 100, 0.1, 0.001
 #: of the server; the claims are checked for the first
@@ -111,7 +113,7 @@ def sweep(settings: list[tuple[int, int]], seeds: int) -> list[dict]:
     entries = []
     for width, steps in settings:
         trials = [trial(width, steps, seed) for seed in range(seeds)]
-        entry = {"width": width, "steps": steps}
+        entry: dict[str, Any] = {"width": width, "steps": steps}
         for name in trials[0]:
             values = torch.tensor([t[name] for t in trials], dtype=torch.float64)
             entry[name] = {
@@ -162,40 +164,31 @@ def lines(result: dict) -> Iterator[str]:
 
 def plot(result: dict):
     """Both panels, on logarithmic axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    set_to = result["settings"]
-    for axes, entries, key, title in (
-        (
-            left,
-            result["by_width"],
-            "width",
-            f"{set_to['steps_of_width_panel']} local steps, {set_to['width_seeds']} seeds",
-        ),
-        (right, result["by_steps"], "steps", f"width {set_to['width_of_steps_panel']}, {set_to['step_seeds']} seeds"),
-    ):
-        for name, label, marker in (
-            *((f"fedfisher {t}", f"FedFisher, {t:,} server steps", "o") for t in set_to["server_steps"]),
-            ("mean", "mean of the models", "s"),
-        ):
+    settings = result["settings"]
+    figure, (left, right) = panels(2, 10.5, 4.2)
+    models = [(f"fedfisher {t}", f"FedFisher, {t:,} server steps", "o") for t in settings["server_steps"]]
+    titles = (
+        f"{settings['steps_of_width_panel']} local steps, {settings['width_seeds']} seeds",
+        f"width {settings['width_of_steps_panel']}, {settings['step_seeds']} seeds",
+    )
+    for axes, key, label, title in zip((left, right), ("width", "steps"), ("width", "local steps"), titles):
+        entries = result[f"by_{key}"]
+        for name, model, marker in (*models, ("mean", "mean of the models", "s")):
             axes.errorbar(
                 [e[key] for e in entries],
                 [e[name]["mean"] for e in entries],
                 [e[name]["standard_error"] for e in entries],
                 marker=marker,
                 capsize=3,
-                label=label,
+                label=model,
             )
         axes.set(
             xscale="log",
             yscale="log",
-            xlabel={"width": "width", "steps": "local steps"}[key],
+            xlabel=label,
             ylabel="training loss, mean ± standard error",
             title=title,
         )
-        axes.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,8 +35,8 @@ from fs_lowrank import UserError
 
 from ..script import script
 from ..speed import threads
-from . import band
-from .rolora_two_layer import DATA, Data, load
+from . import band, panels, seeds_option
+from .data import DATA, Data, data_options, load
 
 #: Lanczos steps, leading Ritz vectors that are taken exactly, random probes for the rest
 STEPS, LEADING, PROBES = 40, 20, 10
@@ -230,11 +231,8 @@ def lines(result: dict) -> Iterator[str]:
 
 
 def plot(result: dict):
-    from matplotlib.figure import Figure
-
     settings = result["settings"]
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(2, 12, 5)
     for k, steps in enumerate((0, settings["steps"])):
         label = "at the start" if not steps else f"after {steps} steps on {settings['trained_on']} other samples"
         band(left, settings["sizes"], by_size(result, steps), f"C{k + 2}", label, marker="o")
@@ -262,7 +260,6 @@ def plot(result: dict):
         axis.set(ylim=(1, top), yticks=[t for t in (1, 2, 5, 10, 20, 50, 100, 200, 500) if t < top])
         axis.yaxis.set_major_formatter("{x:g}")
         axis.legend()
-        axis.grid(alpha=0.3)
     figure.suptitle(
         f"Stable rank of the loss Hessian: {DATA[settings['data']]}, {settings['parameters']:,} "
         f"parameters, {settings['seeds']} seeds (mean; band: smallest to largest)"
@@ -270,12 +267,11 @@ def plot(result: dict):
     return figure
 
 
-OPTIONS = {
-    "--data": dict(choices=tuple(DATA), default="digits"),
-    "--root": dict(type=Path, help="folder of IDX files, instead of the fetched ones"),
+OPTIONS: dict[str, dict[str, Any]] = {
+    **data_options("digits"),
     "--sizes": dict(type=int, nargs="+", default=[25, 50, 100, 200, 500, 1000]),
     "--compared": dict(type=int, nargs=2, default=[50, 500], help="sizes of the second study"),
-    "--seeds": dict(type=int, default=5, help="number of seeds, 0 to seeds - 1"),
+    "--seeds": seeds_option(5),
     "--trained-on": dict(type=int, default=400, help="samples of the first study's training"),
     "--steps": dict(type=int, default=320, help="steps of it"),
     "--hidden": dict(type=int, default=32),

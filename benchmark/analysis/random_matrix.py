@@ -31,6 +31,7 @@ from collections.abc import Iterator
 import torch
 
 from ..script import script
+from . import panels
 
 THETA = (5.0, 4.0, 3.0, -2.5, 2.0)
 SIGMA = 1.0
@@ -192,11 +193,8 @@ def lines(result: dict) -> Iterator[str]:
 
 
 def plot(result: dict):
-    from matplotlib.figure import Figure
-
     settings, by_size = result["settings"], result["theorem_3_2"]["by_size"]
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    figure, (left, middle, right) = panels(3, 15, 5)
     sizes = [e["samples"] for e in by_size]
 
     found = torch.tensor([e["stable_rank"] for e in by_size], dtype=torch.float64)
@@ -250,8 +248,6 @@ def plot(result: dict):
         title="Theorem 3.3: alignment falls as the rank grows",
     )
     right.legend(fontsize=9)
-    for axis in (left, middle, right):
-        axis.grid(alpha=0.3)
     figure.suptitle(
         f"$H_N = H_{{true}} + s(N)\\,X$, R = {settings['dim']}, s(N) = 7/√N, σ = {settings['sigma']:g}, "
         f"θ = {', '.join(f'{t:g}' for t in settings['theta'])}"

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 import torch
 
 from ..script import script
+from . import panels, seeds_option
 
 METHODS = ("rolora", "ffa_lora")
 
@@ -274,12 +275,10 @@ def lines(result: dict) -> Iterator[str]:
 
 def plot(result: dict):
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
     settings = result["settings"]
     delta0, rounds = settings["delta0"], range(settings["rounds"] + 1)
-    figure = Figure(figsize=(15, 6.2), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    figure, (left, middle, right) = panels(3, 15, 6.2)
     colours = colormaps["viridis"]([0.0, 0.2, 0.4, 0.6]).tolist() + ["tab:orange", "tab:red"]
 
     for colour, entry in zip(colours, result["rolora"]):
@@ -340,8 +339,6 @@ def plot(result: dict):
         title=r"FFA-LoRA: $\tilde c$ is negative, near $-1/(Nm)$",
     )
     right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    for axis in (left, middle, right):
-        axis.grid(alpha=0.3)
     figure.suptitle(
         f"Federated linear regressor: N = {settings['num_clients']} clients, m = {settings['samples']}, "
         f"d = {settings['dim']}, $\\delta_0$ = {delta0:g}, {len(settings['seeds'])} seeds (geometric mean; "
@@ -351,7 +348,7 @@ def plot(result: dict):
 
 
 OPTIONS = {
-    "--seeds": dict(type=int, default=10, help="number of seeds, 0 to seeds - 1"),
+    "--seeds": seeds_option(10),
     "--rounds": dict(type=int, default=80),
     "--draws": dict(type=int, default=2000, help="draws for the constant of Proposition 4.6"),
 }

@@ -28,30 +28,18 @@ import dataclasses
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fs_lowrank import UserError
-
 from ..script import script
 from ..speed import threads as on_threads
-from . import band
+from . import band, moments, panels, seeds_option
+from .data import DATA, Data, data_options, load
 
 METHODS = ("lora", "ffa_lora", "rolora")
 LABELS = {"lora": "LoRA (FedAvg of both)", "ffa_lora": "FFA-LoRA (A frozen)", "rolora": "RoLoRA (alternates)"}
 GRID = (0.03, 0.1, 0.3, 1.0, 3.0)
-DATA = {"mnist": "MNIST", "fashion": "Fashion-MNIST", "digits": "scikit-learn digits (8 x 8)"}
-IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """x (n, d) float32 in [0, 1], y (n,) int64, and the same for the test set."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-    x_test: torch.Tensor
-    y_test: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,42 +58,6 @@ class Model:
     a: torch.Tensor
     b: torch.Tensor
     w_out: torch.Tensor
-
-
-def load(name: str, root: Path | None = None) -> Data:
-    """Read data set `name`; `root` is a folder of the four IDX files, plain or gzipped.
-
-    Raises ValueError for an unknown name and UserError, with the way out, where files are missing.
-    """
-    if name not in DATA:
-        raise ValueError(f"unknown data {name!r}, expected one of {', '.join(DATA)}")
-    if name == "digits":
-        from sklearn.datasets import load_digits
-
-        raw = load_digits()
-        x, y = torch.tensor(raw.data / 16.0, dtype=torch.float32), torch.tensor(raw.target)
-        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-        test, train = order[:360], order[360:]
-        return Data(x[train], y[train], x[test], y[test])
-
-    from fs_lowrank.data.fetch import resolve
-    from fs_lowrank.data.idx import read_idx
-
-    fetched = {"fashion": "fashion_mnist"}.get(name, name)
-    root = root or resolve(fetched)
-    if root is None:
-        raise UserError(
-            f"no files for {name!r}: run `fs-lowrank fetch {fetched}`, or name a folder of IDX files with --root"
-        )
-
-    def read(stem: str) -> torch.Tensor:
-        for candidate in (Path(root) / stem, Path(root) / f"{stem}.gz"):
-            if candidate.exists():
-                return torch.as_tensor(read_idx(candidate))
-        raise UserError(f"{root} has neither {stem} nor {stem}.gz")
-
-    x, y, x_test, y_test = map(read, IDX_FILES)
-    return Data(x.flatten(1).float() / 255, y.long(), x_test.flatten(1).float() / 255, y_test.long())
 
 
 def subsample(data: Data, samples: int | None, seed: int) -> Data:
@@ -268,7 +220,7 @@ def choose_rate(
     part = hold_out(data, share, seed)
     clients = split_by_label(part, num_clients)
     scores = {f"{lr:g}": tail(train(part, clients, method, lr=lr, seed=seed, **options)) for lr in grid}
-    return float(max(scores, key=scores.get)), scores
+    return float(max(scores, key=lambda rate: scores[rate])), scores
 
 
 def compare(
@@ -279,7 +231,6 @@ def compare(
     samples: int | None,
     lr: float | None,
     grid: tuple[float, ...] = GRID,
-    say=print,
     **options,
 ) -> list[dict]:
     """One entry per number of clients and method: rate, scores of the grid, curves, and their summary over seeds."""
@@ -295,25 +246,22 @@ def compare(
             for seed in range(seeds):
                 part = subsample(data, samples, seed)
                 curves.append(train(part, split_by_label(part, num_clients), method, lr=rate, seed=seed, **options))
-            tails = [tail(c) for c in curves]
-            entry = {
-                "num_clients": num_clients,
-                "method": method,
-                "lr": rate,
-                "held_out_accuracy_by_lr": scores,
-                "accuracy_last_quarter": {
-                    "mean": statistics.fmean(tails),
-                    "std": statistics.stdev(tails) if seeds > 1 else None,
-                },
-                "accuracy_last_round": [c[-1] for c in curves],
-                "accuracy_best_round": [max(c) for c in curves],
-                "curves": curves,
-            }
-            entries.append(entry)
-            spread = f" ± {100 * statistics.stdev(tails):.1f}" if seeds > 1 else ""
-            say(
-                f"{num_clients:>2} clients  {method:<9} lr {rate:<6g} accuracy "
-                f"{100 * statistics.fmean(tails):.1f}{spread} % (last quarter of the rounds)",
+            last_quarter = moments([tail(c) for c in curves])
+            entries.append(
+                {
+                    "num_clients": num_clients,
+                    "method": method,
+                    "lr": rate,
+                    "held_out_accuracy_by_lr": scores,
+                    "accuracy_last_quarter": last_quarter,
+                    "accuracy_last_round": [c[-1] for c in curves],
+                    "accuracy_best_round": [max(c) for c in curves],
+                    "curves": curves,
+                }
+            )
+            shown = " ± ".join(f"{100 * v:.1f}" for v in last_quarter.values() if v is not None)
+            print(
+                f"{num_clients:>2} clients  {method:<9} lr {rate:<6g} accuracy {shown} % (last quarter of the rounds)",
                 flush=True,
             )
     return entries
@@ -344,13 +292,10 @@ def study(data: str, root: Path | None, samples: int, seeds: int, lr: float | No
 
 
 def plot(result: dict):
-    from matplotlib.figure import Figure
-
     settings = result["settings"]
     sizes = sorted({e["num_clients"] for e in result["runs"]})
     labels = {1: "one label", 2: "two labels", 5: "five labels"}
-    figure = Figure(figsize=(6.5 * len(sizes), 5.2), layout="constrained")
-    axes = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    figure, axes = panels(len(sizes), 6.5 * len(sizes), 5.2, sharey=True)
     colours = {"lora": "tab:blue", "ffa_lora": "tab:red", "rolora": "tab:green"}
     for axis, size in zip(axes, sizes):
         for entry in (e for e in result["runs"] if e["num_clients"] == size):
@@ -362,7 +307,6 @@ def plot(result: dict):
         title = "one client, all labels" if size == 1 else f"{size} clients, {labels[10 // size]} each"
         axis.set(xlabel="round", title=title, ylim=(0, 100))
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
         axis.legend(loc="lower right", fontsize=9)
     axes[0].set_ylabel("test accuracy, %")
     figure.suptitle(
@@ -372,12 +316,11 @@ def plot(result: dict):
     return figure
 
 
-OPTIONS = {
-    "--data": dict(choices=tuple(DATA), default="mnist"),
-    "--root": dict(type=Path, help="folder of IDX files, instead of the fetched ones"),
+OPTIONS: dict[str, dict[str, Any]] = {
+    **data_options("mnist"),
     "--samples": dict(type=int, default=5000, help="training samples in all; 0 for every one"),
     "--rounds": dict(type=int, default=40),
-    "--seeds": dict(type=int, default=3, help="number of seeds, 0 to seeds - 1"),
+    "--seeds": seeds_option(3),
     "--lr": dict(type=float, help="one rate for every method, instead of the grid"),
     "--clients": dict(type=int, nargs="+", default=[5, 10]),
     "--rank": dict(type=int, default=16),

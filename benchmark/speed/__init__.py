@@ -3,7 +3,7 @@
     python -m benchmark.speed [server_step|clients|frozen_cache|overhead|vision|one_shot|all]
 
 Only ratios from one run are meaningful. The variants are timed in turn, so that other load on the machine affects all
-of them, and the median is used.
+of them, and medians are compared.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from . import memory_row, row
 
@@ -22,21 +23,21 @@ SETTINGS = {
     "train": {"local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
     "eval": {"split": ["test"], "freq": 0, "batch_size": 64},
 }
-#: what a run may take beside the base model and the clients' adapters
+#: bytes that a run may use in addition to the base model and the clients' adapters
 ALLOWED = 1.5e9
 
 
 def peak_bytes() -> int:
     """The peak memory of this process."""
     status = Path("/proc/self/status")
-    if status.exists():  # what rusage tells on Linux starts from the parent's peak
+    if status.exists():  # on Linux, rusage begins with the peak of the parent process
         return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def measure(settings: dict, train: bool) -> dict:
-    """Set up the run and, if ``train``, run it; the peak is of this whole process."""
+    """Set up the run and, if ``train``, run it; the peak memory is that of this process."""
     from fs_lowrank import load_config
     from fs_lowrank.algebra import nbytes
     from fs_lowrank.engines.local import LocalEngine
@@ -44,9 +45,9 @@ def measure(settings: dict, train: bool) -> dict:
     imported = peak_bytes()
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(settings, outdir=folder)
-        started = time.process_time()  # on one thread: free of what else runs on the machine
+        started = time.process_time()  # with one thread, other load on the machine does not count
         engine = LocalEngine(config)
-        found = {
+        measured: dict[str, Any] = {
             "clients": len(engine.site.clients),
             "setup_seconds": time.process_time() - started,
             "base_bytes": sum(
@@ -59,13 +60,13 @@ def measure(settings: dict, train: bool) -> dict:
         if train:
             started = time.perf_counter()
             result = engine.run()
-            found.update(
+            measured.update(
                 run_seconds=time.perf_counter() - started,
                 peak_bytes=peak_bytes(),
                 updates_a_round=[len(r["clients"]) for r in result.history],
                 aggregation_seconds=[r["seconds"]["aggregation"] for r in result.history],
             )
-    return found
+    return measured
 
 
 def in_fresh_process(settings: dict, train: bool) -> dict:
@@ -89,7 +90,7 @@ def with_federate(settings: dict, **keys) -> dict:
 def run(settings: dict = SETTINGS, few: int = 10, turns: int = 3) -> dict:
     """1,000 clients: set-up against that of a few, and a round of all and rounds of some of them."""
     many = settings["federate"]["client_num"]
-    setups = {n: [] for n in (few, many)}
+    setups: dict[int, list[float]] = {n: [] for n in (few, many)}
     for _ in range(turns):
         for n in setups:
             setups[n].append(in_fresh_process(with_federate(settings, client_num=n), False)["setup_seconds"])

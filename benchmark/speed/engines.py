@@ -21,14 +21,16 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 
 from ..script import script
 
 WORDS = "good great fine happy bad poor awful sad the a film book day it was is very quite and story".split()
 #: (label, engine, further keys)
-ENGINES = (
+ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("local", "local", {}),
     ("standalone, one model", "federatedscope", {"federate.share_local_model": True}),
     ("standalone, a model each", "federatedscope", {}),
@@ -82,8 +84,8 @@ def settings(folder: Path, clients: int, rounds: int) -> dict:
     }
 
 
-def _process(config: dict, keys: dict, engine: str, answers) -> None:
-    """One process of a run; tells when each round ended."""
+def _process(config: dict, keys: dict, engine: str, answers: Any) -> None:
+    """One process of a run; puts the end time of each round, and its processor seconds a round, into ``answers``."""
     import torch
 
     torch.set_num_threads(1)
@@ -107,16 +109,14 @@ def _process(config: dict, keys: dict, engine: str, answers) -> None:
 
 
 def pss(pid: int) -> int:
-    """Proportional set size in bytes; 0 if the process has ended."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
+    """Proportional set size in bytes (Linux); 0 if the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).memory_full_info().pss
     return 0
 
 
 class Memory(threading.Thread):
-    """The largest sum of proportional set sizes seen over some processes."""
+    """Samples the sum of the proportional set sizes of some processes and keeps its maximum, ``peak``, in bytes."""
 
     def __init__(self, pids: list[int]):
         super().__init__(daemon=True)
@@ -128,27 +128,22 @@ class Memory(threading.Thread):
 
 
 def _ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Free ports: all are bound at the same time, so that no port is returned twice."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in sockets]
 
 
-def available() -> int:
-    """Available memory in bytes."""
-    text = Path("/proc/meminfo").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith("MemAvailable")).split()[1]) * 1024
-
-
-def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir: str, a_client: float) -> dict:
-    """Rounds per second and peak bytes of one run; ``a_client`` is the known memory of a client process."""
+def measure(
+    context: Any, config: dict, clients: int, engine: str, keys: dict, outdir: str, a_client: float
+) -> dict[str, Any]:
+    """Rounds per second and peak bytes of one run; ``a_client``: bytes of a client process, as measured before."""
     jobs = [dict(keys, outdir=outdir)]
     if keys.get("federate.mode") == "distributed":
         needed = a_client * clients
-        if needed > 0.8 * available():
+        if needed > 0.8 * psutil.virtual_memory().available:
             return {"status": f"not run: {clients} client processes need about {needed / 1e9:.0f} GB"}
         ports = _ports(clients + 1)
         jobs[0].update(
@@ -190,7 +185,7 @@ def measure(context, config: dict, clients: int, engine: str, keys: dict, outdir
     failed = [a for a in (answer, *others) if isinstance(a, str)]
     if failed:
         return {"status": f"failed: {failed[0]}"}
-    # Between the ends of rounds: the first one has the start in it.
+    # Differences of the ends of rounds: the first round includes the start.
     ended, work = answer[0], answer[1] + sum(work for _, work in others)
     seconds = float(np.median(np.diff(ended)))
     return {
@@ -217,9 +212,9 @@ def table(result: dict) -> str:
         "| --- |" + " ---: | ---: | ---: |" * len(sizes),
     ]
     for label in dict.fromkeys(cell["engine"] for cell in cells):
-        row = []
+        row: list[str] = []
         for size in sizes:
-            cell = next((c for c in cells if (c["engine"], c["clients"]) == (label, size)), {"status": "not run"})
+            cell: Any = next((c for c in cells if (c["engine"], c["clients"]) == (label, size)), {"status": "not run"})
             row += (
                 [
                     f"{cell['rounds_per_second']:.2f}",
@@ -272,7 +267,7 @@ def study(clients: str, rounds: int) -> dict:
     }
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "--clients": dict(default="10,50,200", help="numbers of clients, separated by commas"),
     "--rounds": dict(type=int, default=6),
 }

@@ -1,10 +1,12 @@
-"""Speed of local steps with cached states below the first adapted layer, relative to computing them in every step."""
+"""Speed of local steps with kept states below the first adapted layer, relative to computing them in every step."""
 
 from __future__ import annotations
 
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -65,9 +67,11 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
     """
     with tempfile.TemporaryDirectory() as folder:
         engine = LocalEngine(config.replace(outdir=folder))
-    model, method = engine.model, engine.method
-    examples = engine.site.data.clients[0].select(np.arange(min(samples, len(engine.site.data.clients[0]))))
-    # As in the engine: few bytes to keep is none kept.
+    model: Any = engine.model
+    method = engine.method
+    data: Any = engine.site.data.clients[0]
+    examples = data.select(np.arange(min(samples, len(data))))
+    # A limit of 0 bytes keeps no states.
     prefixes = {
         "kept": FrozenPrefix(model, {*method.shared}, limit=4e9),
         "computed": FrozenPrefix(model, {*method.shared}, limit=0),
@@ -96,7 +100,7 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
         trained[name] = {n: t.detach().clone() for n, t in method.upload(model, 1, engine.site.clients[0]).items()}
 
     count, batch = config.train.local_update_steps, config.dataloader.batch_size
-    seconds = race({name: lambda name=name: steps(name) for name in prefixes}, repeats)
+    seconds = race({name: partial(steps, name) for name in prefixes}, repeats)
     step = {name: taken / count for name, taken in seconds.items()}
     saved = step["computed"] - step["kept"]
     a_pass = len(examples) / batch
@@ -124,11 +128,12 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
 def run() -> dict:
     rows, results = [], {}
     smol = "SmolLM2-135M, layers 20 to 29 of 30"
-    for name, settings, samples, repeats in (
+    cases: tuple[tuple[str, dict[str, Any], int, int], ...] = (
         ("MiniLM, layers 4 and 5 of 6", MINILM, 128, 9),
         (f"{smol}, answers of a word", SHORT_ANSWERS, 32, 5),
         (f"{smol}, answers of sentences", SMOLLM2, 32, 5),
-    ):
+    )
+    for name, settings, samples, repeats in cases:
         with threads(1), tempfile.TemporaryDirectory() as folder:
             config = load_config({**settings, "data": {"type": f"{folder}/questions.jsonl", **settings["data"]}})
             if settings is SHORT_ANSWERS:

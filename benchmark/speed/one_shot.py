@@ -1,10 +1,12 @@
-"""FedFisher: conjugate gradients against the paper's Adam, the Fisher pass against training, memory by the factors."""
+"""FedFisher: conjugate gradients against the paper's Adam, the Fisher pass against training, the server's memory."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from fs_lowrank.models.vision import VisionOptions, build_vision
 from . import race, row, threads
 
 CLIENTS, SAMPLES, BATCH, EPOCHS, STEPS = 5, 500, 64, 30, 2000
-#: training before the Fisher is taken; the objective's shape is that of trained nets
+#: epochs of training before the Fisher is computed, so that the objective is that of trained networks
 WARM = 2
 
 
@@ -52,11 +54,11 @@ def trained(kind: str, shape: tuple[int, int, int], data: list[dict[str, Tensor]
 
 
 class Round:
-    """The state of the server after ``clients`` have trained and sent, for ``solver``."""
+    """The server after ``clients`` clients have trained and sent; ``params`` are FedFisher's."""
 
     def __init__(self, clients: int, **params):
         shape = (3, 32, 32)
-        self.method = create_method("fedfisher", fisher="kfac", **params)
+        self.method: Any = create_method("fedfisher", fisher="kfac", **params)
         self.model = self.method.adapt(network("fedma_cnn", shape))
         held_out = pictures(500, shape, seed=99)
         self.method.workbench = Workbench(self.model, lambda: iter(held_out), 0)
@@ -64,7 +66,8 @@ class Round:
         self.updates = []
         for k in range(1, clients + 1):
             data = pictures(SAMPLES, shape, seed=k, classes=range(2 * k - 2, 2 * k + 1) if k < 5 else range(7, 10))
-            sent = self.method.upload(trained("fedma_cnn", shape, data, WARM), 1, Client(k, SAMPLES, lambda d=data: d))
+            model = trained("fedma_cnn", shape, data, WARM)
+            sent = self.method.upload(model, 1, Client(k, SAMPLES, partial(list, data)))
             self.updates.append(Update(k, SAMPLES, {n: t.detach().clone() for n, t in sent.items()}))
 
     def aggregate(self) -> dict[str, Tensor]:
@@ -85,7 +88,8 @@ class Round:
 
 def _solvers() -> list[dict]:
     """Seconds of the server's step: cg to its tolerance, 2,000 steps of the paper's Adam; neither scores iterates."""
-    round, found = Round(CLIENTS, select=False), {}
+    round = Round(CLIENTS, select=False)
+    solutions: dict[str, dict[str, Tensor]] = {}
     parts, weights = [u.tensors for u in round.updates], round.method.weights(round.updates)
     mean = weighted_mean(parts, weights)
 
@@ -94,10 +98,10 @@ def _solvers() -> list[dict]:
             blocks = list(round.method.blocks(parts, weights, mean, torch.float32))
             iterates = adam(lambda x: [b.product(at) - b.target for b, at in zip(blocks, x)], [b.start for b in blocks])
             *_, last = islice(iterates, STEPS + 1)
-            found["adam"] = {n: t for b, at in zip(blocks, last) for n, t in b.split(at).items()}
+            solutions["adam"] = {n: t for b, at in zip(blocks, last) for n, t in b.split(at).items()}
 
-    seconds = race({"cg": lambda: found.update(cg=round.aggregate()), "adam": last_of_adam}, repeats=1)
-    low, high, start = (round.objective(t) for t in (found["cg"], found["adam"], mean))
+    seconds = race({"cg": lambda: solutions.update(cg=round.aggregate()), "adam": last_of_adam}, repeats=1)
+    low, high, start = (round.objective(t) for t in (solutions["cg"], solutions["adam"], mean))
     note = (
         f"{seconds['adam']:.1f} s, {seconds['cg']:.1f} s; objective {high:.3g} and {low:.3g}, {start:.3g} at the mean"
     )
@@ -154,7 +158,7 @@ def _memory() -> list[dict]:
     return [row("K-FAC server step, FedMA CNN", "peak bytes per further client / what it sent", grows, note, most=3)]
 
 
-def _peak(step) -> int:
+def _peak(step: Callable[[], object]) -> int:
     """Peak bytes of tensors above those before, measured by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,6 +1,6 @@
-"""The fraction of a round outside forward, backward, optimizer steps and the forward of evaluations.
+"""The fraction of a round outside forward, backward, optimizer steps and the forward passes of evaluations.
 
-This module adds the timers; the engine has none.
+The timers are added here; the engine has none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,8 +26,8 @@ from . import row, threads
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 
-#: where the overhead goes -> functions of ours, none of which calls another of them or the model; with the file where
-#: other files have functions of that name
+#: a part of the overhead -> functions of this package, none of which calls another of them or the model; the file is
+#: given where other files have functions of the same name
 PARTS = {
     "making batches": ("batch",),
     "loading tensors": ("load_tensors",),
@@ -60,24 +62,23 @@ def timers(model: torch.nn.Module) -> Iterator[dict[str, float]]:
     def end(*_):
         spent["optimizer"] += time.perf_counter() - began
 
-    backward = torch.Tensor.backward
     hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
-    model.forward = timed("forward", model.forward)
-    torch.Tensor.backward = timed("backward", backward)
     try:
-        yield spent
+        with (
+            patch.object(model, "forward", timed("forward", model.forward)),
+            patch.object(torch.Tensor, "backward", timed("backward", torch.Tensor.backward)),
+        ):
+            yield spent
     finally:
-        torch.Tensor.backward = backward
-        del model.forward
         for hook in hooks:
             hook.remove()
 
 
 def measure(config: Config, rounds: int, profile: bool = False) -> dict:
-    """The first ``rounds`` rounds of the run, second by second.
+    """The seconds of each of the first ``rounds`` rounds: ``wall``, the timed parts, and the ``overhead``.
 
     Args:
-        profile: also report the functions with the overhead, by a profiler that slows the rounds.
+        profile: also report the seconds of ``PARTS``, with a profiler that slows the rounds down.
     """
     marks: list[tuple[float, dict[str, float]]] = []
     profiler = cProfile.Profile()
@@ -85,7 +86,7 @@ def measure(config: Config, rounds: int, profile: bool = False) -> dict:
     with tempfile.TemporaryDirectory() as folder:
 
         def on_client(round, done, clients):
-            if not marks:  # from here the first round runs; what came before is set-up
+            if not marks:  # here the first round begins; everything before is set-up
                 marks.append((time.perf_counter(), dict(spent)))
                 if profile:
                     profiler.enable()
@@ -99,14 +100,14 @@ def measure(config: Config, rounds: int, profile: bool = False) -> dict:
         engine = LocalEngine(config.replace(outdir=folder), on_round, on_client)
         with timers(engine.model) as spent:
             engine.run()
-    found = []
+    measured = []
     for (before, was), (after, now) in zip(marks, marks[1:]):
         parts = {name: now[name] - was[name] for name in now}
-        found.append({"wall": after - before, **parts, "overhead": after - before - sum(parts.values())})
-    result = {
-        "rounds": found,
-        "share": statistics.median(r["overhead"] / r["wall"] for r in found),
-        "share_of_total": sum(r["overhead"] for r in found) / sum(r["wall"] for r in found),
+        measured.append({"wall": after - before, **parts, "overhead": after - before - sum(parts.values())})
+    result: dict[str, Any] = {
+        "rounds": measured,
+        "share": statistics.median(r["overhead"] / r["wall"] for r in measured),
+        "share_of_total": sum(r["overhead"] for r in measured) / sum(r["wall"] for r in measured),
     }
     if profile:
         result["parts_seconds"] = _parts(profiler)
@@ -114,7 +115,7 @@ def measure(config: Config, rounds: int, profile: bool = False) -> dict:
 
 
 def _parts(profiler: cProfile.Profile) -> dict[str, float]:
-    stats = pstats.Stats(profiler).stats
+    stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]  # set by its __init__, unknown to its types
     return {
         part: sum(
             cumulative

@@ -1,9 +1,12 @@
-"""The server's step: the mean against a loop, FlexLoRA against a dense SVD, FLoRA against a product per client."""
+"""The server's step: the mean against a loop, FlexLoRA against a dense SVD, FLoRA against one product per client."""
 
 from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +55,7 @@ class Round:
             method, adapter=AdapterSpec(r=rank, lora_alpha=ALPHA, target_modules=("q", "v")[:modules]), seed=seed
         )
         self.model = self.method.adapt(Layers(modules, d_out, d_in).to(dtype))
-        self.state = self.method.initial_state(self.model)
+        self.state: dict[str, Any] = self.method.initial_state(self.model)
         draw = torch.Generator().manual_seed(seed)
         common = {n: self._normal(t, draw) for n, t in self.state.items()}
         self.raw = [
@@ -64,7 +67,7 @@ class Round:
         self.scale = ALPHA / rank
 
     @staticmethod
-    def _normal(like: Tensor, draw: torch.Generator) -> Tensor:
+    def _normal(like: Any, draw: torch.Generator) -> Tensor:
         return torch.randn(like.shape, generator=draw, dtype=like.dtype) / like.shape[1] ** 0.5
 
     def receive(self, update: Update) -> Update:
@@ -123,7 +126,8 @@ def merge_one_by_one(round: Round, weights: dict[str, Tensor], in_place: bool = 
 
 def averaging(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=21, dtype=torch.float32) -> dict:
     round = Round("fedlora", clients, modules, d_out, d_in, rank, dtype)
-    buffer = torch.cat([u.tensors.flat for u in round.updates])
+    packed: list[Any] = [u.tensors for u in round.updates]
+    buffer = torch.cat([tensors.flat for tensors in packed])
     seconds = race(
         {
             "ours": round.aggregate,
@@ -155,7 +159,7 @@ def flora(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=5, slow
     merge_one_by_one(round, summed)
     message = round.aggregate()
     round.method.apply(round.model, message, 1)
-    # Compared as added, not as part of the far larger weights.
+    # The sums themselves are compared: as part of the far larger weights they would be rounded.
     merged = {n: t - before[n] for n, t in base_weights(round.model).items()}
     apart = difference(merged, summed)
     del before, merged
@@ -177,14 +181,15 @@ def flora(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=5, slow
 
 def run() -> dict:
     """All measurements, on all cores; run it on an idle machine."""
+    measures: dict[str, Callable[[], dict]] = {
+        "averaging": averaging,
+        "flexlora 1024": flexlora,
+        "flora": flora,
+        "flexlora 4096": partial(flexlora, clients=20, modules=1, d_out=4096, d_in=4096, repeats=5, slow=1),
+    }
     rows, results = [], {}
     with threads(os.cpu_count()):
-        for name, measure in {
-            "averaging": averaging,
-            "flexlora 1024": flexlora,
-            "flora": flora,
-            "flexlora 4096": (lambda: flexlora(clients=20, modules=1, d_out=4096, d_in=4096, repeats=5, slow=1)),
-        }.items():
+        for name, measure in measures.items():
             results[name] = measure()
             gc.collect()
     ms = {name: {k: f"{1e3 * v:.4g} ms" for k, v in r["seconds"].items()} for name, r in results.items()}

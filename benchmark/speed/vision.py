@@ -1,4 +1,4 @@
-"""Convolutions with adapters: the step of ResNet-18 against the full-rank step and PEFT's own, and many clients of it.
+"""Convolutions with adapters: a step of ResNet-18 relative to the full-rank step and to PEFT's own, and many clients.
 
 The memory of the clients is measured on Fashion-MNIST, resized to 3 × 32 × 32: fs-lowrank fetch fashion_mnist
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from fs_lowrank.models import adapters, convolution
 from fs_lowrank.models.vision import VisionOptions, build_vision
@@ -43,7 +45,7 @@ SETTINGS = {
     "train": {"local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
     "eval": {"split": [], "freq": 0},
 }
-#: what a run may take beside the base model and the clients' adapters
+#: bytes that a run may use in addition to the base model and the clients' adapters
 ALLOWED = 2e9
 
 
@@ -56,7 +58,7 @@ def stepper(
         spec: the adapter; None trains all weights. composed: one convolution per layer, or PEFT's form.
     """
     torch.manual_seed(0)
-    model = build_vision(options)
+    model: nn.Module = build_vision(options)
     with ExitStack() as stack:
         if not composed:
             stack.enter_context(patch.object(convolution, "compose", lambda model: None))
@@ -87,8 +89,12 @@ def steps(options: VisionOptions, kinds=KINDS, size: int = 32, repeats: int = 5)
         spec = AdapterSpec(method=kind, r=rank, lora_alpha=rank)
         for name, composed in (("ours", True), ("peft", False)):
             forms[f"{kind} {rank} {name}"] = stepper(options, spec, composed, batch)
-    losses: dict[str, list[float]] = {name: [step()] for name, step in forms.items()}  # the first step warms up
-    seconds = race({name: lambda name=name: losses[name].append(forms[name]()) for name in forms}, repeats)
+    losses: dict[str, list[float]] = {name: [take()] for name, take in forms.items()}  # the first step warms up
+
+    def step(name: str) -> None:
+        losses[name].append(forms[name]())
+
+    seconds = race({name: partial(step, name) for name in forms}, repeats)
     apart = {
         f"{k} {r}": max(abs(a - b) / abs(b) for a, b in zip(losses[f"{k} {r} ours"], losses[f"{k} {r} peft"]))
         for k, r in kinds

@@ -102,15 +102,20 @@ class FederatedData:
         """The split as plain data for ``data.json``: rows and classes of each client.
 
         ``rows`` are numbers in the loaded data: of clients in ``train``, of ``validation`` and ``test`` in the source
-        named by ``from``. In contrast, the indices of ``partition`` count only the training rows that were kept.
+        named by ``from``; ``labels`` are the counts of their classes by name. In contrast, the indices of
+        ``partition`` count only the training rows that were kept.
         """
         clients = [
             {**client, "rows": self.rows["train"][indices].tolist()}
             for client, indices in zip(self.partition.summary(), self.partition.indices, strict=True)
         ]
         held_out: dict[str, Any] = {
-            split: {"from": "train" if split in self.cut else split, "rows": self.rows[split].tolist()}
-            for split in ("validation", "test")
+            split: {
+                "from": "train" if split in self.cut else split,
+                "rows": self.rows[split].tolist(),
+                **({"labels": self._counts(part)} if self.label_names and part is not None else {}),
+            }
+            for split, part in (("validation", self.validation), ("test", self.test))
             if split in self.rows
         }
         return {
@@ -121,6 +126,10 @@ class FederatedData:
             "clients": clients,
             **held_out,
         }
+
+    def _counts(self, part: Examples | ImageExamples) -> dict[str, int]:
+        counts = np.bincount(part.labels, minlength=len(self.label_names))
+        return {name: int(count) for name, count in zip(self.label_names, counts, strict=True)}
 
     @cached_property
     def client_tests(self) -> list[Examples | ImageExamples | None]:

@@ -8,6 +8,7 @@ import torch
 
 import fs_lowrank
 from benchmark.analysis import client_alignment as ca
+from benchmark.analysis import watch
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -40,9 +41,9 @@ def test_cosines_by_hand():
 
 
 @pytest.mark.parametrize("method", ca.METHODS)
-def test_one_client_agrees_with_the_global_update(settings, tmp_path, method):
+def test_one_client_agrees_with_the_global_update(settings, method):
     settings["federate"] = {"client_num": 3, "sample_client_num": 1}
-    [entry] = ca.runs(settings, (method,), 3, 1, tmp_path / "runs", tau=2)
+    [entry] = ca.runs(settings, (method,), 3, 1, tau=2)
     assert [r["round"] for r in entry["rounds"]] == [1, 2, 3]
     assert ca.mean_curve(entry) == pytest.approx([1.0] * 3, abs=1e-4)
 
@@ -52,13 +53,10 @@ def test_watching_changes_nothing(settings, tmp_path, method):
     """The same tensors as the method itself, and a cosine for every client of every round."""
     more = {"lowrank.tau": 2} if method == "fedloru" else {}
     seen = []
-    watched = fs_lowrank.run(
-        fs_lowrank.load_config(
-            settings, **{"federate.method": ca.watched(method, seen), "outdir": str(tmp_path / "a"), **more}
-        )
-    )
-    plain = fs_lowrank.run(
-        fs_lowrank.load_config(settings, **{"federate.method": method, "outdir": str(tmp_path / "b"), **more})
+    name = watch(method, lambda step: seen.append(ca.entry_of(step)))
+    watched, plain = (
+        fs_lowrank.run(fs_lowrank.load_config(settings, **{"federate.method": m, "outdir": str(tmp_path / m), **more}))
+        for m in (name, method)
     )
     for (name, left), right in zip(watched.model.named_parameters(), plain.model.parameters()):
         assert torch.equal(left, right), name

@@ -97,26 +97,8 @@ def test_training_counts_its_steps_over_epochs():
 
 def test_the_command_writes_json_and_png(tmp_path, monkeypatch):
     monkeypatch.setattr(hs, "POINTS", (0, 2, 4))
-    hs.main(
-        [
-            "--seeds",
-            "1",
-            "--sizes",
-            "10",
-            "20",
-            "--compared",
-            "10",
-            "30",
-            "--trained-on",
-            "50",
-            "--steps",
-            "4",
-            "--hidden",
-            "8",
-            "--out",
-            str(tmp_path),
-        ]
-    )
+    options = "--seeds 1 --sizes 10 20 --compared 10 30 --trained-on 50 --steps 4 --hidden 8"
+    hs.main([*options.split(), "--out", str(tmp_path)])
     written = json.loads((tmp_path / "hessian_stable_rank_digits.json").read_text())
     assert [(e["steps"], e["samples"]) for e in written["same_weights"]] == [(0, 10), (0, 20), (4, 10), (4, 20)]
     assert [p["steps"] for p in written["own_training"][1]["curve"]] == [0, 2, 4]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmark.analysis import rolora_two_layer as tl
+from benchmark.analysis.data import load
 
 pytest.importorskip("sklearn")
 
@@ -22,7 +23,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def digits():
-    return tl.load("digits")
+    return load("digits")
 
 
 def random_case(num_clients=3, dim=7, rank=2, classes=4, batch=5):
@@ -138,7 +139,7 @@ def test_idx_files_are_read_from_a_folder(tmp_path):
         size = torch.Size(dims).numel()
         header = bytes([0, 0, 8, len(dims)]) + struct.pack(f">{len(dims)}I", *dims)
         (tmp_path / stem).write_bytes(header + bytes(range(size)))
-    data = tl.load("mnist", tmp_path)
+    data = load("mnist", tmp_path)
     assert data.x.shape == (4, 4) and data.x_test.shape == (2, 4)
     assert data.y.tolist() == [0, 1, 2, 3]
     torch.testing.assert_close(data.x[0], torch.tensor([0.0, 1, 2, 3]) / 255)
@@ -146,34 +147,16 @@ def test_idx_files_are_read_from_a_folder(tmp_path):
 
 def test_errors_name_what_came(tmp_path):
     with pytest.raises(ValueError, match="unknown data 'cifar'"):
-        tl.load("cifar")
+        load("cifar")
     with pytest.raises(ValueError, match="unknown method 'fedavg'"):
         tl.halves_of("fedavg", 1)
     with pytest.raises(ValueError, match="10 labels cannot be dealt evenly to 3 clients"):
-        tl.split_by_label(tl.load("digits"), 3)
+        tl.split_by_label(load("digits"), 3)
 
 
 def test_the_command_writes_json_and_png(tmp_path):
-    tl.main(
-        [
-            "--data",
-            "digits",
-            "--samples",
-            "300",
-            "--rounds",
-            "2",
-            "--seeds",
-            "1",
-            "--lr",
-            "0.3",
-            "--rank",
-            "4",
-            "--epochs",
-            "1",
-            "--out",
-            str(tmp_path),
-        ]
-    )
+    options = "--data digits --samples 300 --rounds 2 --seeds 1 --lr 0.3 --rank 4 --epochs 1"
+    tl.main([*options.split(), "--out", str(tmp_path)])
     written = json.loads((tmp_path / "rolora_two_layer_digits.json").read_text())
     assert written["command"].startswith("python -m benchmark.analysis.rolora_two_layer --data digits --samples 300")
     assert len(written["runs"]) == 6 and all(len(r["curves"][0]) == 3 for r in written["runs"])

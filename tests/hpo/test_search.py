@@ -19,6 +19,7 @@ from optuna.trial import TrialState
 import fs_lowrank.cli
 from fs_lowrank import UserError, load_config
 from fs_lowrank.methods import get_method_class
+from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from hpo import best, cli, plots, read_header
 from hpo import search as core
 from hpo.search import kind
@@ -67,7 +68,7 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     assert len(trials(options)) == 2 and len(trials(options, "s" + CONFIRM)) == 2
 
     out = tmp_path / "best.yaml"
-    assert cli.main(["best", "--dir", str(options.folder), "--out", str(out)]) == 0
+    assert cli.main(["best", "--dir", str(options.folder), "--out", str(out), "--unlearned"]) == 0
     written, head = load_config(out), read_header(out)
     winner = core.front(studies(options)[1])[0]
     assert written.train.optimizer.lr == winner.params["train.optimizer.lr"] == head["point"]["train.optimizer.lr"]
@@ -123,21 +124,32 @@ def test_every_sampler_and_pruner_is_made(config, name, sampler):
 
 
 @pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
-def test_every_pruner_stops_hopeless_trials(search, config, name):
-    # From the second trial on the rate is so small that nothing is learned; the loss says so from the first round.
-    space = {"train.optimizer.lr": {"grid": [3e-2, *(k * 1e-7 for k in range(1, 8))]}}
-    options, _, _ = search(
-        space,
-        config.replace(**{"federate.total_round_num": 4, "train.local_update_steps": 4}),
-        sampler="grid",
-        pruner=name,
-        objectives=("val_loss",),
-    )
+def test_every_pruner_stops_hopeless_trials(search, config, name, monkeypatch):
+    """Two thirds of the trials learn, the last third stays at the majority class."""
+
+    def run(config, *args, on_round, **kwargs):
+        folder = Path(config.outdir)
+        folder.mkdir(parents=True)
+        labels = {"negative": 40, "positive": 60}
+        (folder / "data.json").write_text(json.dumps({"validation": {"labels": labels}}))
+        for t in range(1, 10):
+            acc = 0.66 + 0.03 * t if config.train.optimizer.lr > 1e-3 else 0.6
+            metrics = {"val": {"acc": acc, "loss": 1.0}}
+            record = {"round": t, "clients": [1, 2], "uplink_bytes": 1, "downlink_bytes": 1, "metrics": metrics}
+            if on_round(record):
+                return
+
+    monkeypatch.setattr(fs_lowrank, "run", run)
+    space = {"train.optimizer.lr": {"grid": [*(k / 100 for k in range(1, 9)), *(k * 1e-7 for k in range(1, 5))]}}
+    options, _, _ = search(space, config.replace({"federate.total_round_num": 9}), sampler="grid", pruner=name)
     found = trials(options)
     pruned = [t for t in found if t.state == TrialState.PRUNED]
-    assert pruned and all(len(t.intermediate_values) < 4 for t in pruned)
-    assert all(t.user_attrs["budget"]["rounds"] == len(t.intermediate_values) for t in pruned)
-    assert next(t for t in found if t.params["train.optimizer.lr"] == 3e-2).state == TrialState.COMPLETE
+    assert any(t.params["train.optimizer.lr"] < 1e-3 for t in pruned)
+    assert all(len(t.intermediate_values) < 9 for t in pruned)
+    assert all(t.user_attrs["budget"]["rounds"] == len(t.intermediate_values) for t in found)
+    (figure,) = plots.pictures(open_storage(options.where), ["s"])["rounds"]
+    dotted = [line.name for line in figure.data if line.line.dash == "dot"]
+    assert dotted == [f"Trial{t.number}" for t in pruned] and figure.data[-1].name == "majority class"
 
 
 def test_the_dashboard_opens_on_our_storage(search):
@@ -189,6 +201,9 @@ def test_rungs_promote_the_better_half_from_its_checkpoint(search):
         assert trial.user_attrs["budget"]["rounds"] <= 1  # it went on, and did not start again
         assert list(trial.intermediate_values) == [1, 2]
         assert trial.intermediate_values[1] == before.user_attrs["value"]
+    (figure,) = plots.pictures(open_storage(options.where), ["s"])["slices"]
+    drawn = {trace.name: len(trace.x) for trace in figure.data}
+    assert drawn == {"s": 2, "s, pruned": 2}, "a promoted point is drawn once, and a pruned one is not left out"
 
 
 def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_goes_on(search, monkeypatch, capsys):
@@ -307,13 +322,15 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     assert values == sorted(values, key=lambda v: -v[0]) and [v[1] for v in values] == sorted(
         (v[1] for v in values), reverse=True
     )
-    assert plots.panels(store, ["s"])["pareto"]
-    plots.draw(plots.panels(store, ["s"]), tmp_path / "plots", "s")
+    made = plots.pictures(store, ["s"])
+    (pareto,) = made["pareto"]
+    assert {pair for trace in pareto.data for pair in zip(trace.x, trace.y)} == {tuple(t.values) for t in study.trials}
+    plots.draw(made, tmp_path / "plots", "s")
     assert (tmp_path / "plots" / "pareto.png").exists()
     checks = trials(options, "s" + CONFIRM)
     assert {t.user_attrs["of"] for t in checks} == {t.user_attrs["draw"] for t in front}
     out = str(tmp_path / "best.yaml")
-    arguments = ["best", "--dir", str(options.folder), "--out", out, "--trial", str(found[1].number)]
+    arguments = ["best", "--dir", str(options.folder), "--out", out, "--trial", str(found[1].number), "--unlearned"]
     assert cli.main(arguments) == 0
     assert load_config(out).adapter.r == 1
 
@@ -327,8 +344,8 @@ def test_a_study_for_each_method_and_one_learning_rate_picture(search, config):
     options, ended, _ = search(space)
     assert ended.studies == ["s.fedlora", "s.rolora"]
     assert [len(trials(options, n)) for n in ended.studies] == [1, 2]
-    panel = plots.learning_rate_panel(open_storage(options.where), ended.studies)
-    assert {s.label for s in panel.series} >= {"fedlora", "rolora"}
+    (figure,) = plots.pictures(open_storage(options.where), ended.studies)["learning_rate"]
+    assert [(trace.name, list(trace.x)) for trace in figure.data] == [("fedlora", [1e-2]), ("rolora", [1e-2] * 2)]
 
 
 def test_seeds_are_averaged(search, config):
@@ -377,10 +394,26 @@ def test_two_spaces_configs_or_settings_in_one_study(search, config, monkeypatch
         with pytest.raises(UserError, match=message):
             search(**{"timeout": 1e-6, **change})
     monkeypatch.setattr(get_method_class("fedlora"), "revision", 2)
-    with pytest.raises(UserError, match="another revision of its method"):
+    with pytest.raises(UserError, match="another revision of fedlora, which"):
         search(timeout=1e-6)
     search(timeout=1e-6, name="anew")
     search(timeout=1e-6, name="anew")
+
+
+def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatch):
+    """The base config has no server optimizer; one of the two points has the one that changed."""
+    base = config.replace({"fedopt.use": True, "fedopt.optimizer.type": "SGD"})
+    space = {"fedopt.optimizer.type": {"grid": ["SGD", "Adagrad"]}}
+    monkeypatch.setattr(ServerOptimizer, "revisions", {})
+    options, _, _ = search(space, base)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="another revision of server Adagrad, which"):
+        search(space, base)
+    # A new study in the same folder does not take the old run's rounds for its own.
+    again, _, _ = search(space, base, storage=str(options.folder / "new.log"))
+    rounds = {t.params["fedopt.optimizer.type"]: t.user_attrs["budget"]["rounds"] for t in trials(again)}
+    assert rounds == {"SGD": 0, "Adagrad": 2}
+    search(space, base, storage=str(options.folder / "new.log"))
 
 
 def test_options_that_do_not_fit(search, config):
@@ -417,7 +450,7 @@ def test_objectives():
 
 def test_best_refuses_what_was_not_confirmed(search, tmp_path, capsys):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
-    arguments = ["best", "--dir", str(options.folder), "--out", str(tmp_path / "best.yaml")]
+    arguments = ["best", "--dir", str(options.folder), "--out", str(tmp_path / "best.yaml"), "--unlearned"]
     assert cli.main(arguments) == 2 and "fresh seeds" in capsys.readouterr().err
     assert cli.main([*arguments, "--unconfirmed"]) == 0
     assert "NOT run on fresh seeds" in (tmp_path / "best.yaml").read_text()

@@ -40,12 +40,14 @@ def test_storages_of_another_kind(tmp_path):
     (tmp_path / "text.db").write_text("no database at all, but text that goes on for a while " * 40)
     (tmp_path / "notes.log").write_text("hello\n")
     (tmp_path / "numbers.log").write_text("1\n")
+    (tmp_path / "cut.log").write_text("hello")
     for name, message in (
         ("other.db", "something else .*cats"),
         ("text.db", "not a SQLite file"),
-        ("notes.log", "not a journal"),
-        ("numbers.log", "not a journal"),
-        (".", "cannot be used"),
+        ("notes.log", "notes.log, line 1: this is not a line of a journal"),
+        ("numbers.log", "numbers.log, line 1: this is not a line of a journal"),
+        ("cut.log", "cut.log is not a journal"),
+        (".", "is a folder"),
     ):
         with pytest.raises(UserError, match=message):
             open_storage(str(tmp_path / name), create=True)

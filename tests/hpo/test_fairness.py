@@ -1,0 +1,137 @@
+"""What a search says and does when nothing was learned, when time is short, and when something breaks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import fs_lowrank
+import hpo
+from fs_lowrank import RunFailed
+from hpo import cli, read_header
+from hpo import trial as trial_module
+from hpo.search import kind
+from hpo.storage import load_study, open_storage
+from hpo.worker import work
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+
+
+def runs(monkeypatch, accuracy, before=lambda config: None):
+    """Replace ``fs_lowrank.run`` by one that reports one round: ``accuracy(config)`` on 100 rows of two classes."""
+
+    def run(config, *args, on_round, **kwargs):
+        before(config)
+        folder = Path(config.outdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        labels = {"negative": 40, "positive": 60}
+        (folder / "data.json").write_text(json.dumps({"validation": {"from": "train", "rows": [], "labels": labels}}))
+        metrics = {"val": {"acc": accuracy(config), "loss": 0.7}}
+        on_round({"round": 2, "clients": [1], "uplink_bytes": 1, "downlink_bytes": 1, "metrics": metrics})
+
+    monkeypatch.setattr(fs_lowrank, "run", run)
+
+
+def test_a_winner_at_the_majority_class_is_named_and_not_written_without_a_flag(search, monkeypatch, tmp_path, capsys):
+    runs(monkeypatch, lambda config: 0.63)  # 0.6 and a standard error of 0.049
+    options, _, _ = search(confirm=1)
+    (winner,) = hpo.results(options.where, "s")["winners"]
+    said = (
+        "val_acc 0.630, val_acc on fresh seeds 0.630, while always predicting the majority class gives "
+        "0.600 ± 0.049 (one standard error)"
+    )
+    assert winner["nothing_learned"] == f"nothing was learned: {said}"
+    where = ["--dir", str(options.folder)]
+    assert cli.main(["status", *where]) == 0 and f"s #0: nothing was learned: {said}" in capsys.readouterr().out
+    out = tmp_path / "best.yaml"
+    assert cli.main(["best", *where, "--out", str(out)]) == 2 and not out.exists()
+    assert said in (error := capsys.readouterr().err) and "--unlearned" in error
+    assert cli.main(["best", *where, "--out", str(out), "--unlearned"]) == 0
+    assert f"# nothing was learned: {said}" in out.read_text() and read_header(out)["trial"] == 0
+
+
+def test_a_winner_above_it_is_written(search, monkeypatch, tmp_path, capsys):
+    runs(monkeypatch, lambda config: 0.66)
+    options, _, _ = search(confirm=1)
+    assert hpo.results(options.where, "s")["winners"][0]["nothing_learned"] == ""
+    assert cli.main(["best", "--dir", str(options.folder), "--out", str(tmp_path / "best.yaml")]) == 0
+    assert "nothing was learned" not in capsys.readouterr().out + (tmp_path / "best.yaml").read_text()
+
+
+def test_a_real_run_says_what_its_validation_data_hold(search):
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
+    (trial,) = load_study(open_storage(options.where), "s").trials
+    (data,) = (json.loads(p.read_text()) for p in options.folder.glob("s/trials/*/data.json"))
+    counts = list(data["validation"]["labels"].values())
+    assert sum(counts) == len(data["validation"]["rows"]) and len(counts) == 2
+    assert trial.user_attrs["chance"]["share"] == max(counts) / sum(counts)
+
+
+def test_the_methods_of_a_search_share_a_time_limit(search, monkeypatch):
+    now, costs = [0.0], {"fedlora": 10.0, "rolora": 3.0, "ffa_lora": 1.0}
+    monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0))
+
+    def tick(config):
+        now[0] += costs[config.federate.method]
+
+    runs(monkeypatch, lambda config: 0.9, tick)
+    rates = {"train.optimizer.lr": {"uniform": [1e-3, 1e-1]}, "studies": {"federate.method": list(costs)}}
+    options, ended, _ = search(rates, sampler="random", pruner="none", trials=100, timeout=1e-6)
+    wanted = dict.fromkeys(ended.studies, 100)
+    work(options.where, ended.studies, options.folder, wanted=wanted, confirm=0, stopping=lambda: now[0] > 90)
+    storage = open_storage(options.where)
+    spent = [hpo.results(options.where, name)["budget"]["seconds"] for name in ended.studies]
+    assert sum(spent) == pytest.approx(now[0]) and max(spent) - min(spent) <= 10
+    counts = [len(load_study(storage, name).get_trials(states=None)) for name in ended.studies]
+    assert all(count > 2 for count in counts)
+
+
+def test_an_error_of_ours_in_a_trial_is_one_line_with_a_file(search, monkeypatch, capsys):
+    def fail(config):
+        if config.train.optimizer.lr == 1e-3:
+            raise ZeroDivisionError("division\nby zero")
+
+    runs(monkeypatch, lambda config: 0.9, fail)
+    options, ended, lines = search()
+    assert ended.how == "done"
+    (line,) = [line for line in lines if "failed (error)" in line]
+    reason, _, path = line.partition("; please report it with ")
+    assert reason.endswith("ZeroDivisionError: division by zero")
+    assert "Traceback" in Path(path).read_text() and Path(path).parent == options.folder / "s"
+    assert cli.main(["status", "--dir", str(options.folder)]) == 0 and path in capsys.readouterr().out
+
+
+def test_an_error_of_ours_in_a_command_is_one_line_with_a_file(search, monkeypatch, capsys):
+    options, _, _ = search(timeout=1e-6)
+    monkeypatch.setattr("hpo.best.summary", lambda *args: 1 / 0)
+    assert cli.main(["status", "--dir", str(options.folder)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ZeroDivisionError") and error.count("\n") == 1
+    (path,) = options.folder.glob("error_*.txt")
+    assert str(path) in error and "Traceback" in path.read_text()
+    assert cli.main(["status", "--dir", str(options.folder), "--debug"]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_full_disk_ends_the_search_and_the_same_search_continues(search, monkeypatch, wrapped):
+    full = [True]
+
+    def write(config):
+        if full[0]:
+            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "summary.json")
+            raise RunFailed("summary.json cannot be written: No space left on device") from error if wrapped else error
+
+    runs(monkeypatch, lambda config: 0.9, write)
+    for _ in range(4):  # more often than a trial whose worker died is tried
+        with pytest.raises(RunFailed, match="summary.json cannot be written: No space left on device"):
+            search()
+    full[0] = False
+    options, ended, _ = search()
+    kinds = [kind(t) for t in load_study(open_storage(options.where), "s").trials]
+    assert ended.how == "done" and kinds.count("complete") == 2 and "failed" not in kinds
