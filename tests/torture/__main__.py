@@ -93,7 +93,7 @@ def _warm(folder: Path) -> None:
     for run in ("flora of three ranks", "causal fedlora", "fedhm"):
         with bench.place() as outdir, open(os.devnull, "w") as nowhere:
             with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-                code = cli.main(["run", "--cfg", str(bench.configure(run, outdir))])
+                code = cli.main(["run", "--cfg", str(bench.configure(run, outdir, outdir.parent))])
             if code:
                 raise SystemExit(f"the run {run!r} fails by itself, with exit code {code}")
 

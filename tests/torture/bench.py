@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -75,39 +75,34 @@ class Bench:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[Path]:
-        """A path for the results of one case; what begins with it is removed afterwards."""
+        """A path for what one case leaves, in a folder of its own that is removed afterwards."""
         self._made += 1
-        outdir = self.folder / f"case-{os.getpid()}-{self._made}"
+        folder = self.folder / f"case-{os.getpid()}-{self._made}"
+        folder.mkdir()
         try:
-            yield outdir
+            yield folder / "run"
         finally:
-            for path in self.folder.glob(f"{outdir.name}*"):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+            shutil.rmtree(folder, ignore_errors=True)
 
     def reference(self, run: str) -> Reference:
         """The run ``run`` (a name in ``tiny.RUNS``), done once; its second time is measured, when all is warm."""
         folder = self.folder / "references" / run.replace(" ", "_")
-        facts = folder.with_suffix(".yaml")
+        facts = folder / "facts.yaml"
         if not facts.exists():
             for _ in range(2):
-                for path in folder.parent.glob(f"{folder.name}*"):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-                folder.parent.mkdir(exist_ok=True)
-                ended = self.start(run, folder, counting=folder.with_suffix(".calls"))
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                ended = self.start(run, folder / "run", counting=folder / "calls")
                 if ended.code:
                     raise RuntimeError(f"the run {run!r} fails by itself: {ended.err or ended.out}")
-            calls = folder.with_suffix(".calls")
-            facts.write_text(
-                yaml.safe_dump({"seconds": ended.seconds, "calls": int(calls.read_text()) if calls.exists() else 0})
-            )
-        return Reference(folder, **yaml.safe_load(facts.read_text()))
+            calls = int((folder / "calls").read_text()) if (folder / "calls").exists() else 0
+            facts.write_text(yaml.safe_dump({"seconds": ended.seconds, "calls": calls}))
+        return Reference(folder / "run", **yaml.safe_load(facts.read_text()))
 
-    def configure(
-        self, run: str, outdir: Path, changes: Mapping[str, Any] | None = None, beside: Path | None = None
-    ) -> Path:
-        """Write the configuration of ``run`` beside ``outdir``, or beside another path."""
-        file = (beside or outdir).with_suffix(".config")
-        file.write_text(yaml.safe_dump(settings(self.inputs, outdir, run, **changes or {})), encoding="utf-8")
+    def configure(self, run: str, outdir: Path, beside: Path) -> Path:
+        """Write the configuration of ``run`` to the folder ``beside``."""
+        file = beside / "config.yaml"
+        file.write_text(yaml.safe_dump(settings(self.inputs, outdir, run)), encoding="utf-8")
         return file
 
     def start(
@@ -116,7 +111,6 @@ class Bench:
         outdir: Path,
         *,
         resume: bool = False,
-        changes: Mapping[str, Any] | None = None,
         command_line: bool = False,
         kill_at: float | None = None,
         fault: tuple[int, Mode] | None = None,
@@ -130,11 +124,11 @@ class Bench:
             kill_at: seconds after which it is killed.
             fault: the number of a call on the disk, and what happens there.
             counting: a file to write the number of calls to, where the shim is loaded.
-            beside: the path beside which the configuration and what is printed are written; None: ``outdir``.
+            beside: the folder for the configuration and what is printed; None: that which ``outdir`` is in.
         """
-        configuration = self.configure(run, outdir, changes, beside)
-        argv = ["run", "--cfg", str(configuration), *(["--resume"] if resume else [])]
-        out = (beside or outdir).with_suffix(".out")
+        beside = beside or outdir.parent
+        argv = ["run", "--cfg", str(self.configure(run, outdir, beside)), *(["--resume"] if resume else [])]
+        out = beside / "printed.out"
         if command_line:
             armed = armed_environment(outdir, *fault) if fault else {}
             # What starts Python takes seconds: a kill at an instant of the run comes that much later.

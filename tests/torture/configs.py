@@ -5,9 +5,12 @@ A file that loads is run. What the schema forbids must be refused; anything else
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import resource
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from .child import fork, last_line
 from .mutations import MUTATIONS, Document, keys_of
 from .tiny import settings
 
-SHARD = 250
+SHARD = 100
 #: the example, and the kind of tiny model that takes the place of its own
 EXAMPLES = {
     "demo": "encoder",
@@ -28,6 +31,8 @@ EXAMPLES = {
     "fashion_mnist": "vision",
     "one_shot": "vision",
 }
+#: seconds of the processor that reading a file may take
+READING = 20.0
 #: bytes that a run may take beside what its parent has
 MEMORY = 6 << 30
 
@@ -62,8 +67,10 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
         doc = Document(tree, draw, keys_of(tree["federate"]["method"]))
         kinds = draw.choices(sorted(MUTATIONS), k=1 if draw.random() < 0.8 else 2)
         for kind in kinds:
-            MUTATIONS[kind](doc)
-        what, file = f"{name}: {'; '.join(doc.done) or 'nothing'}", outdir.with_suffix(".yaml")
+            before = len(doc.done)
+            while len(doc.done) == before:  # a mutation that finds nothing to change draws again
+                MUTATIONS[kind](doc)
+        what, file = f"{name}: {'; '.join(doc.done)}", outdir.with_name("config.yaml")
         file.write_bytes(doc.content())
         seen = kinds[0] if len(kinds) == 1 else "two"
         forbidden = doc.forbidden if len(kinds) == 1 else None
@@ -73,16 +80,32 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
         return [outcome]
 
 
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise ``TimeoutError`` in the block once it has used so many seconds of the processor."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"more than {seconds:.0f} s of the processor")
+
+    signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
 def _run(file: Path, outdir: Path, bench: Bench, what: str, seen: str, command_line: bool) -> Outcome:
     from fs_lowrank import UserError, cli, load_config
 
     argv = ["run", "--cfg", str(file)]
     if command_line:
-        ended = bench.command(argv, outdir.with_suffix(".out"))
+        ended = bench.command(argv, outdir.with_name("printed.out"))
     else:
         logging.getLogger("fs_lowrank").setLevel(logging.ERROR)
         try:
-            load_config(file)
+            with _limited(READING):
+                load_config(file)
         except UserError as error:
             one_line = all(line.startswith("  ") for line in str(error).splitlines()[1:])
             if not one_line or not str(error).strip():
@@ -96,7 +119,7 @@ def _run(file: Path, outdir: Path, bench: Bench, what: str, seen: str, command_l
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
             return cli.main(argv)
 
-        ended = fork(work, outdir.with_suffix(".out"))
+        ended = fork(work, outdir.with_name("printed.out"))
     if ended.fault:
         return Outcome("failed", what, ended.fault, seen)
     if ended.code == 2:

@@ -17,12 +17,11 @@ SHARD = 25
 
 def half(run: str, bench: Bench) -> Path:
     """The folder of ``run`` as it was left by a process that ended after round 2 of 3."""
-    folder = bench.folder / "halves" / run.replace(" ", "_")
-    ready = folder.with_suffix(".ready")
-    if not ready.exists():
-        folder.parent.mkdir(exist_ok=True)
-        for path in folder.parent.glob(f"{folder.name}*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    place = bench.folder / "halves" / run.replace(" ", "_")
+    folder = place / "run"
+    if not (place / "ready").exists():
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
 
         def work() -> None:
             import fs_lowrank
@@ -30,10 +29,10 @@ def half(run: str, bench: Bench) -> Path:
             config = fs_lowrank.load_config(settings(bench.inputs, folder, run))
             fs_lowrank.run(config, on_round=lambda record: record["round"] == 2 and os._exit(0))
 
-        ended = fork(work, folder.with_suffix(".out"))
+        ended = fork(work, place / "printed.out")
         if ended.code or not (folder / "checkpoint" / "round_000002").is_dir():
             raise RuntimeError(f"the run {run!r} did not reach round 2: {ended.err or ended.out}")
-        ready.touch()
+        (place / "ready").touch()
     return folder
 
 
@@ -42,9 +41,8 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
     run = draw.choice(variants())
     with bench.place() as outdir:
         source = half(run, bench)
-        for path in source.parent.glob(f"{source.name}*"):  # with the folders beside it that are the run's too
-            if path.is_dir():
-                shutil.copytree(path, outdir.with_name(outdir.name + path.name.removeprefix(source.name)))
+        for path in source.parent.glob("run*"):  # with the folders beside it that are the run's too
+            shutil.copytree(path, outdir.with_name(path.name))
         target = draw.choice(_groups(run, bench, outdir, draw))
         damages = [d for d in DAMAGES if target.suffix != ".png" or d is not _flip]
         damage, before = draw.choice(damages), target.read_bytes()

@@ -32,7 +32,8 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
     _call("mount", b"torture", bytes(disk), b"tmpfs", 0, f"size={4 * pages}k".encode())
     try:
         outdir = disk / "run"
-        with bench.place() as beside:
+        with bench.place() as path:
+            beside = path.parent  # the configuration and what is printed are not on the full disk
             first = bench.start(run, outdir, beside=beside)
             if first.fault:
                 return [Outcome("failed", what, first.fault)]

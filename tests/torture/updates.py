@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +15,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from .bench import Bench, Outcome
+from . import hostile
+from .bench import Bench, Ending, Outcome
 from .poisons import Answer, Poison, poison, poisons
 from .tiny import settings as settings_of_run
 
@@ -24,6 +24,8 @@ SHARD = 50
 LIMIT = 360.0
 #: updates for each seed
 EXAMPLES = 20
+#: of so many seeds one has a whole run through the command line too
+HOSTILE_RUNS = 3
 
 _SMALL = {"lowrank.epochs": 1, "lowrank.generator_steps": 1, "lowrank.images": 4, "lowrank.channels": 2}
 #: further keys for methods that need them, or have more to go wrong with them
@@ -125,7 +127,7 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
-def suffered(server: Server, client: int, changes: list[Poison]) -> tuple[str, str]:
+def suffered(server: Server, client: int, changes: list[Poison]) -> tuple[Ending, str]:
     """The ending of a round in which ``client`` hands in a poisoned answer, and the reason."""
     honest = server.honest[client]
     answer = Answer(honest.client, {n: t.clone() for n, t in honest.tensors.items()}, dict(honest.facts))
@@ -190,31 +192,43 @@ def suffered(server: Server, client: int, changes: list[Poison]) -> tuple[str, s
     return "valid", "within its shape, its dtype and what is finite"
 
 
-def case(number: int, bench: Bench) -> list[Outcome]:
-    outcomes: list[Outcome] = []
-    logging.getLogger("fs_lowrank").setLevel(logging.CRITICAL)  # every refusal is a warning
+Drawn = tuple[tuple[str, str], int, list[Poison]]
+
+
+def drawn(number: int) -> list[Drawn]:
+    """What Hypothesis draws with the seed ``number``: the method and kind of model, the client, and what it does."""
+    examples: list[Drawn] = []
 
     @seed(number)
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=EXAMPLES + 1,
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(st.sampled_from(targets()), st.integers(1, 3), st.lists(poisons, min_size=1, max_size=2))
-    def examples(target: tuple[str, str], client: int, changes: list[Poison]) -> None:
+    def note(target: tuple[str, str], client: int, changes: list[Poison]) -> None:
+        examples.append((target, client, changes))
+
+    note()
+    return examples[1:]  # the first is the simplest there is, whatever the seed
+
+
+def case(number: int, bench: Bench) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    logging.getLogger("fs_lowrank").setLevel(logging.CRITICAL)  # every refusal is a warning
+    examples = drawn(number)
+    if number % HOSTILE_RUNS == 0:
+        outcomes.append(hostile.run(number, examples[-1], _KEYS.get(examples[-1][0][0], {}), bench))
+    for target, client, changes in examples:
         what = f"{target[0]} ({target[1]}), client {client}: {changes!r}"
-        if os.environ.get("TORTURE_TRACE"):
-            print(what, flush=True)
-        server = server_of(*target, bench)
         try:
+            server = server_of(*target, bench)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # prototypes of torch that the poison is made of
                 ending, reason = suffered(server, client, changes)
         except Exception as error:
             ending, reason = "failed", f"{type(error).__name__}: {error}"
-        outcomes.append(Outcome(ending, what[:400], reason[:400], target[0]))  # type: ignore[arg-type]
-
-    examples()
+        outcomes.append(Outcome(ending, what[:400], reason[:400], target[0]))
     return outcomes

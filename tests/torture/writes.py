@@ -5,6 +5,7 @@ Seeds go through all calls of the first variant, each with every kind of fault, 
 
 from __future__ import annotations
 
+import itertools
 import signal
 
 from .bench import COMMAND_LINE, Bench, Outcome, variants
@@ -17,10 +18,7 @@ MODES = (Mode.KILL_BEFORE, Mode.KILL_AFTER, Mode.EIO_ONCE, Mode.FULL, Mode.SHORT
 
 def where(seed: int, bench: Bench) -> tuple[str, int, Mode]:
     """The variant, the number of the call, and what happens there."""
-    names = variants()
-    total = sum(bench.reference(run).calls for run in names) * len(MODES)
-    seed %= total
-    for run in names:
+    for run in itertools.cycle(variants()):
         cases = bench.reference(run).calls * len(MODES)
         if seed < cases:
             break
