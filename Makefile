@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-slow check lint types docs format clean help
+.PHONY: demo test test-slow torture check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long; make test-slow runs that"
+	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
 	@echo "make lint, make types, make docs   one of these alone; make format writes the format"
 	@echo "make clean  remove the environment and the demo's results"
@@ -43,6 +44,12 @@ test: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	@echo "== running the tests that take long"
 	$(BIN)/python -m pytest -q -n 2 --dist load -m slow
+
+# Given again, it goes on where it was. Exit code 1 where something has failed; the table is in results/torture.
+NUMBER ?= 100
+SEED ?= 0
+torture: $(VENV)/.installed
+	$(BIN)/python -m tests.torture --number $(NUMBER) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
 
 check: lint types docs
 

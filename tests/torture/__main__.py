@@ -1,0 +1,102 @@
+"""``python -m tests.torture``: what is done to runs, and how they take it.
+
+    python -m tests.torture --kinds kills,damage --number 100 --seed 0
+
+Prints a table, and writes it with the shards it was made of to ``results/torture``. Given again, it goes on where it
+was; ``--minutes`` ends it early enough. One case alone: ``--kinds kills --number 1 --seed 17 --show``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from . import shim
+from .bench import ROOT, Bench
+from .driver import KINDS, bench_folder, module_of, run_kind, table, worked_off
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of: {', '.join(KINDS)}; all by default")
+    parser.add_argument("--number", type=int, default=20, help="seeds of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no shard is begun after so many")
+    parser.add_argument("--results", default=str(ROOT / "results" / "torture"), help="folder of the shards")
+    parser.add_argument("--bench", help="folder to work in; by default one in memory, removed at the end")
+    parser.add_argument("--show", action="store_true", help="print every outcome, and write nothing")
+    args = parser.parse_args()
+    kinds = [name.strip() for name in args.kinds.split(",") if name.strip()]
+    unknown = [name for name in kinds if name not in KINDS]
+    if unknown:
+        parser.error(f"no kind {unknown[0]!r}; there are: {', '.join(KINDS)}")
+    library = shim.preload()
+    if library and not shim.loaded():  # it must be there before the C library is
+        os.environ["LD_PRELOAD"] = str(library)
+        os.execv(sys.executable, [sys.executable, "-m", "tests.torture", *sys.argv[1:]])
+    until, results = time.monotonic() + 60 * args.minutes, Path(args.results)
+    folder = bench_folder(args.bench)
+    failed = False
+    try:
+        _warm(folder)
+        for kind in kinds:
+            module = module_of(kind)
+            if getattr(module, "NEEDS_SHIM", False) and not library:
+                print(f"{kind}: left out, there is no C compiler for the shim")
+                continue
+            why = module.usable() if hasattr(module, "usable") else ""
+            if why:
+                print(f"{kind}: left out, {why}")
+                continue
+            if args.show:
+                for seed, outcomes, seconds in worked_off(kind, range(args.seed, args.seed + args.number), folder):
+                    for o in outcomes:
+                        print(f"{kind} {seed} {seconds:.2f} s {o.ending}: {o.what} | {o.reason}", flush=True)
+                        failed |= o.ending == "failed"
+            elif not run_kind(kind, args.number, args.seed, results, folder, until, lambda t: print(t, flush=True)):
+                print(f"{kind}: out of time; the same command goes on", flush=True)
+    finally:
+        if not args.bench:
+            shutil.rmtree(folder, ignore_errors=True)
+    if args.show:
+        return int(failed)
+    text = table(results)
+    print("\n" + text)
+    (results / "README.md").write_text(HEAD + text)
+    return int("Failed:" in text)
+
+
+#: above the table in the folder of results
+HEAD = """# Torture
+
+What `make torture` did to runs of tiny models, and how they took it. Every case ends in one of: refused with one line
+and exit code 2; the same result; a resumed run with the same result; an input that was valid after all. Anything else
+has failed, and its seed repeats it: `python -m tests.torture --kinds KIND --number 1 --seed SEED --show`.
+
+"""
+
+
+def _warm(folder: Path) -> None:
+    """One thread, no network, and a run of every kind of model in this process, before anything is forked."""
+    os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+    import torch
+
+    from fs_lowrank import cli
+
+    torch.set_num_threads(1)
+    bench = Bench(folder)
+    for run in ("flora of three ranks", "causal fedlora", "fedhm"):
+        with bench.place() as outdir, open(os.devnull, "w") as nowhere:
+            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+                code = cli.main(["run", "--cfg", str(bench.configure(run, outdir, outdir.parent))])
+            if code:
+                raise SystemExit(f"the run {run!r} fails by itself, with exit code {code}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

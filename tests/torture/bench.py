@@ -1,0 +1,192 @@
+"""Where a case works: inputs, references, and a run of a variant as a forked child or through the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from .child import HANG, Ended, difference, fork, spawn
+from .shim import Mode, arm, armed_environment, count
+from .tiny import RUNS, make_inputs, settings
+
+ROOT = Path(__file__).parents[2]
+#: of so many cases one goes through the command line instead of a forked child
+COMMAND_LINE = 50
+
+#: how a case ends: refused with one line and exit code 2; the same result; a resumed run with the same result; an
+#: input that was valid after all, and gave what such an input gives; anything else
+Ending = Literal["refused", "same", "resumed", "valid", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one thing that was done to a run ended.
+
+    Attributes:
+        what: what was done, in words.
+        reason: what was wrong; of a case that did not fail, what was said.
+        seen: of what sort the case was, for the table; may be empty.
+    """
+
+    ending: Ending
+    what: str
+    reason: str = ""
+    seen: str = ""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that nothing was done to: what it left, how long it took, how often it touched the disk."""
+
+    folder: Path
+    seconds: float
+    calls: int
+
+
+class Bench:
+    """A folder for cases, used by one process at a time; what was made in it before is used again.
+
+    Args:
+        folder: is made, with the inputs.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.inputs, self.pristine = folder, folder / "inputs", folder / "pristine"
+        self._made = 0
+        if not (folder / "ready").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            make_inputs(self.pristine)
+            (folder / "ready").touch()
+        self.restore_inputs()
+
+    def restore_inputs(self) -> None:
+        """The inputs as they were made."""
+        shutil.rmtree(self.inputs, ignore_errors=True)
+        shutil.copytree(self.pristine, self.inputs)
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Path]:
+        """A path for what one case leaves, in a folder of its own that is removed afterwards."""
+        self._made += 1
+        folder = self.folder / f"case-{os.getpid()}-{self._made}"
+        folder.mkdir()
+        try:
+            yield folder / "run"
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def reference(self, run: str) -> Reference:
+        """The run ``run`` (a name in ``tiny.RUNS``), done once; its second time is measured, when all is warm."""
+        folder = self.folder / "references" / run.replace(" ", "_")
+        facts = folder / "facts.yaml"
+        if not facts.exists():
+            for _ in range(2):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                ended = self.start(run, folder / "run", counting=folder / "calls")
+                if ended.code:
+                    raise RuntimeError(f"the run {run!r} fails by itself: {ended.err or ended.out}")
+            calls = int((folder / "calls").read_text()) if (folder / "calls").exists() else 0
+            facts.write_text(yaml.safe_dump({"seconds": ended.seconds, "calls": calls}))
+        return Reference(folder / "run", **yaml.safe_load(facts.read_text()))
+
+    def configure(self, run: str, outdir: Path, beside: Path) -> Path:
+        """Write the configuration of ``run`` to the folder ``beside``."""
+        file = beside / "config.yaml"
+        file.write_text(yaml.safe_dump(settings(self.inputs, outdir, run)), encoding="utf-8")
+        return file
+
+    def start(
+        self,
+        run: str,
+        outdir: Path,
+        *,
+        resume: bool = False,
+        command_line: bool = False,
+        kill_at: float | None = None,
+        fault: tuple[int, Mode] | None = None,
+        counting: Path | None = None,
+        beside: Path | None = None,
+    ) -> Ended:
+        """``fs-lowrank run`` of ``run`` into ``outdir``.
+
+        Args:
+            command_line: as a process of its own, not a forked child.
+            kill_at: seconds after which it is killed.
+            fault: the number of a call on the disk, and what happens there.
+            counting: a file to write the number of calls to, where the shim is loaded.
+            beside: the folder for the configuration and what is printed; None: that which ``outdir`` is in.
+        """
+        beside = beside or outdir.parent
+        argv = ["run", "--cfg", str(self.configure(run, outdir, beside)), *(["--resume"] if resume else [])]
+        out = beside / "printed.out"
+        if command_line:
+            armed = armed_environment(outdir, *fault) if fault else {}
+            # What starts Python takes seconds: a kill at an instant of the run comes that much later.
+            late = None if kill_at is None else kill_at + STARTUP
+            return self.command(argv, out, late, armed)
+
+        def work() -> int:
+            from fs_lowrank import cli
+
+            if fault:
+                arm(outdir, *fault)
+            elif counting:
+                with contextlib.suppress(AttributeError):
+                    arm(outdir)
+            code = cli.main(argv)
+            if counting:
+                with contextlib.suppress(AttributeError):
+                    counting.write_text(str(count()))
+            return code
+
+        return fork(work, out, kill_at=kill_at)
+
+    def command(
+        self, argv: list[str], out: Path, kill_at: float | None = None, env: Mapping[str, str] | None = None
+    ) -> Ended:
+        """``fs-lowrank`` as a process of its own, from the command line."""
+        inherited = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+        path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH", ""))))
+        full = {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
+        return spawn([sys.executable, "-m", "fs_lowrank", *argv], out, full, HANG, kill_at)
+
+    def judge(
+        self, run: str, outdir: Path, ended: Ended, what: str, resumed: bool, seen: str = "", former: Path | None = None
+    ) -> Outcome:
+        """The ending of a run that ought to be refused, or to leave what its reference left.
+
+        Args:
+            former: the folder that the run began in, if it has been moved.
+        """
+        if ended.fault:
+            return Outcome("failed", what, ended.fault, seen)
+        if ended.refused:
+            return Outcome("refused", what, ended.err, seen)
+        if ended.code:
+            return Outcome("failed", what, f"exit code {ended.code}: {ended.err}", seen)
+        try:
+            unlike = difference(outdir, self.reference(run).folder, former)
+        except (OSError, ValueError) as error:
+            unlike = f"{type(error).__name__}: {error}"
+        if unlike:
+            return Outcome("failed", what, f"another result without a word: {unlike}", seen)
+        return Outcome("resumed" if resumed else "same", what, seen=seen)
+
+
+#: seconds that the command line needs before it begins a run, about
+STARTUP = 4.0
+
+
+def variants(kind: str | None = None) -> list[str]:
+    """Names of the runs whose model is of ``kind``; None: of any."""
+    return [name for name, keys in RUNS.items() if kind is None or keys.get("kind", "encoder") == kind]

@@ -1,0 +1,128 @@
+"""Broken configurations: the examples, on tiny models and data, with one or two mutations by the schema.
+
+A file that loads is run. What the schema forbids must be refused; anything else is refused, or runs to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .bench import COMMAND_LINE, ROOT, Bench, Outcome
+from .child import fork, last_line
+from .mutations import MUTATIONS, Document, keys_of
+from .tiny import settings
+
+SHARD = 100
+#: the example, and the kind of tiny model that takes the place of its own
+EXAMPLES = {
+    "demo": "encoder",
+    "own_data": "encoder",
+    "rolora_rte": "encoder",
+    "smollm2": "causal",
+    "fashion_mnist": "vision",
+    "one_shot": "vision",
+}
+#: seconds of the processor that reading a file may take
+READING = 20.0
+#: bytes that a run may take beside what its parent has
+MEMORY = 6 << 30
+
+
+def example(name: str, bench: Bench, outdir: Path) -> dict[str, Any]:
+    """An example whose model, data and length are tiny."""
+    tree = yaml.safe_load((ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8"))
+    tiny = settings(bench.inputs, outdir, kind=EXAMPLES[name])
+    tree |= {"outdir": str(outdir), "use_gpu": False}
+    tree["federate"] |= {"client_num": 3, "total_round_num": 1}
+    tree["federate"] |= {"sample_client_num": 2} if "sample_client_num" in tree["federate"] else {}
+    tree["data"] |= tiny["data"]
+    tree["data"] |= {"subsample": 1.0, "splitter": "iid", "splitter_args": []}
+    tree["data"].pop("args", None)
+    tree["model"] = tiny["model"]
+    tree["train"] |= {"local_update_steps": 1, "batch_or_epoch": "batch"}
+    tree["llm"] = {**tree.get("llm", {}), **tiny["llm"]}
+    tree["dataloader"] = {"batch_size": 8}
+    tree["eval"] = {"split": ["test"]}
+    if EXAMPLES[name] == "vision":
+        tree["data"].pop("transform", None)
+        tree["lowrank"] = {**tree.get("lowrank", {}), "width": 0.25}
+        tree["lowrank"] |= {"fisher": "diag", "steps": 5} if name == "one_shot" else {}
+    return tree
+
+
+def case(seed: int, bench: Bench) -> list[Outcome]:
+    draw = random.Random(seed)
+    name = draw.choice(sorted(EXAMPLES))
+    with bench.place() as outdir:
+        tree = example(name, bench, outdir)
+        doc = Document(tree, draw, keys_of(tree["federate"]["method"]))
+        kinds = draw.choices(sorted(MUTATIONS), k=1 if draw.random() < 0.8 else 2)
+        for kind in kinds:
+            before = len(doc.done)
+            while len(doc.done) == before:  # a mutation that finds nothing to change draws again
+                MUTATIONS[kind](doc)
+        what, file = f"{name}: {'; '.join(doc.done)}", outdir.with_name("config.yaml")
+        file.write_bytes(doc.content())
+        seen = kinds[0] if len(kinds) == 1 else "two"
+        forbidden = doc.forbidden if len(kinds) == 1 else None
+        outcome = _run(file, outdir, bench, what, seen, seed % COMMAND_LINE == 0)
+        if outcome.ending == "valid" and forbidden:
+            return [Outcome("failed", what, "the schema forbids it, and it was accepted", seen)]
+        return [outcome]
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise ``TimeoutError`` in the block once it has used so many seconds of the processor."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"more than {seconds:.0f} s of the processor")
+
+    signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _run(file: Path, outdir: Path, bench: Bench, what: str, seen: str, command_line: bool) -> Outcome:
+    from fs_lowrank import UserError, cli, load_config
+
+    argv = ["run", "--cfg", str(file)]
+    if command_line:
+        ended = bench.command(argv, outdir.with_name("printed.out"))
+    else:
+        logging.getLogger("fs_lowrank").setLevel(logging.ERROR)
+        try:
+            with _limited(READING):
+                load_config(file)
+        except UserError as error:
+            one_line = all(line.startswith("  ") for line in str(error).splitlines()[1:])
+            if not one_line or not str(error).strip():
+                return Outcome("failed", what, f"refused in several lines: {error}"[:400], seen)
+            return Outcome("refused", what, str(error)[:300], seen)
+        except Exception as error:
+            return Outcome("failed", what, f"load_config raised {type(error).__name__}: {str(error)[:200]}", seen)
+
+        def work() -> int:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+            return cli.main(argv)
+
+        ended = fork(work, outdir.with_name("printed.out"))
+    if ended.fault:
+        return Outcome("failed", what, ended.fault, seen)
+    if ended.code == 2:
+        return Outcome("refused", what, ended.err[:300], seen)
+    # A valid configuration may be one that cannot go on: exit code 1 and one line.
+    return Outcome("valid", what, last_line(ended.err) if ended.code else "", seen)

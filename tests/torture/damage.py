@@ -1,0 +1,174 @@
+"""Damaged files: of a run that was stopped after its second round, one file that it reads is damaged; it is resumed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from .bench import COMMAND_LINE, Bench, Outcome, variants
+from .child import fork
+from .tiny import RUNS, settings
+
+SHARD = 25
+
+
+def half(run: str, bench: Bench) -> Path:
+    """The folder of ``run`` as it was left by a process that ended after round 2 of 3."""
+    place = bench.folder / "halves" / run.replace(" ", "_")
+    folder = place / "run"
+    if not (place / "ready").exists():
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+
+        def work() -> None:
+            import fs_lowrank
+
+            config = fs_lowrank.load_config(settings(bench.inputs, folder, run))
+            fs_lowrank.run(config, on_round=lambda record: record["round"] == 2 and os._exit(0))
+
+        ended = fork(work, place / "printed.out")
+        if ended.code or not (folder / "checkpoint" / "round_000002").is_dir():
+            raise RuntimeError(f"the run {run!r} did not reach round 2: {ended.err or ended.out}")
+        (place / "ready").touch()
+    return folder
+
+
+def case(seed: int, bench: Bench) -> list[Outcome]:
+    draw = random.Random(seed)
+    run = draw.choice(variants())
+    with bench.place() as outdir:
+        source = half(run, bench)
+        for path in source.parent.glob("run*"):  # with the folders beside it that are the run's too
+            shutil.copytree(path, outdir.with_name(path.name))
+        target = draw.choice(_groups(run, bench, outdir, draw))
+        damages = [d for d in DAMAGES if target.suffix != ".png" or d is not _flip]
+        damage, before = draw.choice(damages), target.read_bytes()
+        place = target.relative_to(bench.folder) if target.is_relative_to(bench.inputs) else target.name
+        what = f"{run}: {damage.__name__.lstrip('_')} of {place}"
+        seen = "input" if target.is_relative_to(bench.inputs) else "output"
+        try:
+            what += damage(target, draw, _others(target, bench, draw))
+            if target.is_file() and target.read_bytes() == before:
+                return [Outcome("valid", what, "nothing changed", seen)]
+            ended = bench.start(run, outdir, resume=True, command_line=seed % COMMAND_LINE == 0)
+            outcome = bench.judge(run, outdir, ended, what, resumed=True, seen=seen, former=source)
+        finally:
+            _put_back(target, before)
+        if outcome.ending == "refused" and seed % 5 == 0:  # once the file is whole again, the run goes on
+            again = bench.start(run, outdir, resume=True)
+            mended = bench.judge(run, outdir, again, what, resumed=True, seen=seen, former=source)
+            if mended.ending != "resumed":
+                return [Outcome("failed", what, f"refused rightly, but not to be mended: {mended.reason}", seen)]
+        return [outcome]
+
+
+def _groups(run: str, bench: Bench, outdir: Path, draw: random.Random) -> list[Path]:
+    """The files of one kind: of the run's folder, of the folders beside it, or of its inputs."""
+    kind = RUNS[run].get("kind", "encoder")
+    inputs = {
+        "encoder": ["encoder", "reviews.csv"],
+        "causal": ["causal", "answers.jsonl"],
+        "vision": ["images"],
+    }[kind]
+    checkpoint = _files(outdir / "checkpoint")
+    groups = [
+        checkpoint,
+        checkpoint,
+        [p for p in _files(outdir) if p not in checkpoint],
+        [p for folder in outdir.parent.glob(f"{outdir.name}.*") for p in _files(folder)],
+        *(_files(bench.inputs / name) for name in inputs),
+    ]
+    return draw.choice([group for group in groups if group])
+
+
+def _files(path: Path) -> list[Path]:
+    return (
+        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and p.parent.name != ".states")
+    )
+
+
+def _others(target: Path, bench: Bench, draw: random.Random) -> list[Path]:
+    """Files that could be taken for ``target``: its neighbours, and those of its name in other runs."""
+    near = [p for p in target.parent.iterdir() if p.is_file() and p != target]
+    far = [p for folder in ("halves", "references", "pristine") for p in (bench.folder / folder).rglob(target.name)]
+    content = target.read_bytes()
+    return [p for p in (*sorted(near), *sorted(far)) if p.is_file() and p.read_bytes() != content]
+
+
+def _put_back(target: Path, content: bytes) -> None:
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+
+
+# -- kinds of damage: each changes the file, and says where ------------------------------------------------
+
+Damage = Callable[[Path, random.Random, list[Path]], str]
+
+
+def _flip(path: Path, draw: random.Random, others: list[Path]) -> str:
+    content = bytearray(path.read_bytes())
+    if not content:
+        return _append(path, draw, others)
+    at, bit = draw.randrange(len(content)), draw.randrange(8)
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+    return f", bit {bit} of byte {at}"
+
+
+def _cut(path: Path, draw: random.Random, others: list[Path]) -> str:
+    size = path.stat().st_size
+    left = draw.choice((0, draw.randrange(size) if size else 0, max(size - 1, 0)))
+    os.truncate(path, left)
+    return f" from {size} to {left} bytes"
+
+
+def _append(path: Path, draw: random.Random, others: list[Path]) -> str:
+    extra = draw.choice((b"\0" * 64, b"}", b"\xff\xfe", b"null\n", path.read_bytes()[:1000]))
+    with path.open("ab") as file:
+        file.write(extra)
+    return f" of {extra[:8]!r}"
+
+
+def _zeros(path: Path, draw: random.Random, others: list[Path]) -> str:
+    """A page that never reached the disk."""
+    content = bytearray(path.read_bytes())
+    start = draw.randrange(len(content)) if content else 0
+    end = min(start + draw.choice((8, 512, 4096)), len(content))
+    content[start:end] = bytes(end - start)
+    path.write_bytes(content)
+    return f", bytes {start} to {end}"
+
+
+def _swap(path: Path, draw: random.Random, others: list[Path]) -> str:
+    if not others:
+        return _cut(path, draw, others)
+    other = draw.choice(others)
+    path.write_bytes(other.read_bytes())
+    return f" for {other.parent.name}/{other.name}"
+
+
+def _delete(path: Path, draw: random.Random, others: list[Path]) -> str:
+    path.unlink()
+    return ""
+
+
+def _folder(path: Path, draw: random.Random, others: list[Path]) -> str:
+    path.unlink()
+    path.mkdir()
+    return " in its place"
+
+
+def _loop(path: Path, draw: random.Random, others: list[Path]) -> str:
+    path.unlink()
+    path.symlink_to(path.name)
+    return " of links to itself"
+
+
+DAMAGES: tuple[Damage, ...] = (_flip, _flip, _cut, _cut, _append, _zeros, _swap, _swap, _delete, _folder, _loop)

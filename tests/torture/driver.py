@@ -1,0 +1,232 @@
+"""Goes through the cases of a kind, in shards that can be resumed; nothing can hang.
+
+Every shard is worked off by a forked child of this warm process, case by case. A case that dies, or takes longer than
+its limit, is counted as failed, and another child goes on after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import select
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .bench import ROOT, Bench, Outcome
+from .child import die_with_parent
+
+#: what is tortured, in the order of the table: module name, and what it counts
+KINDS = {
+    "kills": "kills at random instants",
+    "writes": "faults inside the writing",
+    "disks": "full disks",
+    "damage": "damaged files",
+    "updates": "poisoned updates",
+    "configs": "broken configurations",
+    "hub": "slow hubs",
+    "peers": "hostile messages",
+}
+ENDINGS = ("refused", "same", "resumed", "valid", "failed")
+#: seconds after which a case counts as hanging: its commands have limits of their own, which are shorter
+LIMIT = 900.0
+
+
+def module_of(kind: str) -> ModuleType:
+    return importlib.import_module(f".{kind}", __package__)
+
+
+def code_fingerprint() -> str:
+    """A hash over the package's source and that of the torture: counts are of one version of the code."""
+    digest = hashlib.sha256()
+    for folder in (ROOT / "fs_lowrank", Path(__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def worked_off(kind: str, seeds: range, folder: Path) -> Iterator[tuple[int, list[Outcome], float]]:
+    """The outcomes of every seed, and the seconds that it took.
+
+    Args:
+        folder: for the bench; kept from shard to shard.
+    """
+    left = list(seeds)
+    while left:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            _work(kind, left, folder, writer)
+        os.close(writer)
+        limit = getattr(module_of(kind), "LIMIT", LIMIT)
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            for seed, outcomes, seconds in _heard(pipe, left, limit, child):
+                left.remove(seed)
+                yield seed, outcomes, seconds
+
+
+def _work(kind: str, seeds: list[int], folder: Path, writer: int) -> None:
+    """In the child: the cases in turn, each as a line of JSON."""
+    code = 99
+    try:
+        die_with_parent()
+        os.setpgid(0, 0)
+        module, bench = module_of(kind), Bench(folder)
+        for seed in seeds:
+            started = time.monotonic()
+            try:
+                outcomes = module.case(seed, bench)
+            except Exception as error:
+                import traceback
+
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                reason = f"the case itself: {type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+                outcomes = [Outcome("failed", f"seed {seed}", reason[:500])]
+            line = json.dumps([seed, [asdict(o) for o in outcomes], time.monotonic() - started])
+            os.write(writer, line.encode() + b"\n") if len(line) < 65536 else _write_all(writer, line.encode() + b"\n")
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _write_all(writer: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(writer, content) :]
+
+
+def _heard(pipe: Any, seeds: list[int], limit: float, child: int) -> Iterator[tuple[int, list[Outcome], float]]:
+    """What the child says, and of the case at which it hung or died, that."""
+    waiting, buffer, started = list(seeds), b"", time.monotonic()
+    while waiting:
+        ready, _, _ = select.select([pipe], [], [], max(started + limit - time.monotonic(), 0))
+        content = pipe.read(1 << 16) if ready else b""
+        if not content:
+            os.killpg(child, signal.SIGKILL) if not ready else None
+            status = os.waitpid(child, 0)[1]
+            how = f"took longer than {limit:.0f} s" if not ready else f"ended its process, status {status}"
+            yield waiting[0], [Outcome("failed", f"seed {waiting[0]}", how)], time.monotonic() - started
+            return
+        *lines, buffer = (buffer + content).split(b"\n")
+        for line in lines:
+            seed, outcomes, seconds = json.loads(line)
+            waiting.remove(seed)
+            yield seed, [Outcome(**o) for o in outcomes], seconds
+            started = time.monotonic()
+    os.waitpid(child, 0)
+
+
+# -- shards --------------------------------------------------------------------------------------------
+
+
+def shard_file(results: Path, kind: str, first: int) -> Path:
+    return results / kind / f"{first:08d}.json"
+
+
+def run_kind(
+    kind: str, number: int, seed: int, results: Path, folder: Path, until: float, say: Callable[[str], None]
+) -> bool:
+    """The shards of ``number`` cases from ``seed`` on; those that are done for this code are left out.
+
+    Args:
+        until: the time (``time.monotonic``) after which no shard is begun.
+    Returns:
+        Whether all are done.
+    """
+    module, code = module_of(kind), code_fingerprint()
+    size = module.SHARD
+    for first in range(seed, seed + number, size):
+        seeds = range(first, min(first + size, seed + number))
+        file = shard_file(results, kind, first)
+        if file.exists():
+            done = json.loads(file.read_text())
+            if done["code"] == code and done["seeds"] == len(seeds):
+                continue
+        if time.monotonic() > until:
+            return False
+        shard = _shard(kind, seeds, folder, say)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps({"code": code, **shard}, indent=1) + "\n")
+        aside.replace(file)
+    return True
+
+
+def _shard(kind: str, seeds: range, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    endings: Counter[str] = Counter()
+    seen: dict[str, Counter[str]] = {}
+    failures, total, longest = [], 0.0, 0.0
+    for seed, outcomes, seconds in worked_off(kind, seeds, folder):
+        total, longest = total + seconds, max(longest, seconds)
+        for outcome in outcomes:
+            endings[outcome.ending] += 1
+            seen.setdefault(outcome.seen, Counter())[outcome.ending] += 1
+            if outcome.ending == "failed":
+                failures.append({"seed": seed, "what": outcome.what, "reason": outcome.reason})
+                say(f"{kind} seed {seed}: {outcome.what}: {outcome.reason}")
+    return {
+        "kind": kind,
+        "first": seeds.start,
+        "seeds": len(seeds),
+        "cases": sum(endings.values()),
+        "endings": dict(sorted(endings.items())),
+        "seen": {name: dict(sorted(counts.items())) for name, counts in sorted(seen.items())},
+        "seconds": round(total, 1),
+        "longest": round(longest, 1),
+        "failures": failures,
+    }
+
+
+# -- the table -----------------------------------------------------------------------------------------
+
+
+def table(results: Path) -> str:
+    """Markdown: a row for every kind, and the failures with their seeds."""
+    rows, notes = [], []
+    for kind, words in KINDS.items():
+        shards = [json.loads(p.read_text()) for p in sorted((results / kind).glob("*.json"))]
+        if not shards:
+            continue
+        endings: Counter[str] = Counter()
+        for shard in shards:
+            endings.update(shard["endings"])
+        cases, seconds = sum(s["cases"] for s in shards), sum(s["seconds"] for s in shards)
+        codes = {s["code"] for s in shards}
+        cells = [words, str(cases), *(str(endings[e]) for e in ENDINGS), f"{seconds / max(cases, 1):.2f}"]
+        cells += [f"{max(s['longest'] for s in shards):.0f}", f"{min(codes)} and {len(codes) - 1} more"]
+        rows.append(cells[:-1] + [codes.pop() if len(codes) == 1 else cells[-1]])
+        by_reason: dict[str, list[int]] = {}
+        for failure in (f for s in shards for f in s["failures"]):
+            by_reason.setdefault(alike(failure["reason"]), []).append(failure["seed"])
+        for reason, seeds in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+            shown = ", ".join(map(str, sorted(set(seeds))[:8])) + (", …" if len(set(seeds)) > 8 else "")
+            notes.append(f"- **{kind}**, {len(seeds)} times, seeds {shown}: {reason}")
+    head = ["what", "cases", *ENDINGS, "seconds a case", "longest", "code"]
+    lines = [head, ["---", *["---:"] * (len(head) - 2), "---"], *rows]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return text + ("\n\nFailed:\n" + "\n".join(notes) if notes else "\n\nNothing failed.") + "\n"
+
+
+def alike(reason: str) -> str:
+    """A failure's reason without what differs from case to case."""
+    import re
+
+    text = re.sub(r"/\S+/", "…/", reason.replace("|", "\\|").replace("\n", " "))
+    return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)[:240]
+
+
+def bench_folder(given: str | None) -> Path:
+    """Where benches are; in memory where the machine has such a place."""
+    if given:
+        return Path(given)
+    memory = Path("/dev/shm")
+    base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"fs-lowrank-torture-{os.getpid()}"

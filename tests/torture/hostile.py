@@ -1,0 +1,90 @@
+"""A hostile client in a whole run through the command line: a method of a third party whose upload is poisoned.
+
+``python -m fs_lowrank`` finds it as it finds any installed package. The environment says whom it imitates and what it
+sends: ``TORTURE_HOSTILE``, the seed of a case of ``updates``, of whose examples it is the last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .bench import Bench, Outcome
+from .poisons import Answer, Poison, poison
+from .tiny import settings
+
+VARIABLE = "TORTURE_HOSTILE"
+
+
+def made() -> type:
+    """The class that the environment asks for; called when the package's entry point is loaded."""
+    from fs_lowrank.methods import register_method
+    from fs_lowrank.methods.registry import registered
+
+    from .updates import drawn
+
+    (method, _), victim, changes = drawn(int(os.environ[VARIABLE]))[-1]
+    base: Any = registered()[method]
+
+    def upload(self: Any, model: Any, round: int, client: Any) -> Any:
+        honest = {n: t.detach().clone() for n, t in base.upload(self, model, round, client).items()}
+        answer = Answer(client.id, honest, {})
+        if client.id == victim:
+            poison(answer, changes)
+        return answer.tensors
+
+    return register_method("hostile")(type("Hostile", (base,), {"upload": upload}))
+
+
+def install(folder: Path) -> None:
+    """A folder for ``PYTHONPATH`` with what an installed package says of itself."""
+    about = folder / "hostile-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[fs_lowrank.methods]\nhostile = tests.torture.hostile_entry\n")
+
+
+def run(number: int, example: tuple[tuple[str, str], int, list[Poison]], keys: dict[str, Any], bench: Bench) -> Outcome:
+    """The run of three rounds, in each of which the same client is hostile: the last ``example`` of a seed."""
+    target, client, changes = example
+    what = f"{target[0]} ({target[1]}), client {client} in a whole run: {changes!r}"[:400]
+    with bench.place() as outdir:
+        folder, file = outdir.with_name("site"), outdir.with_name("config.yaml")
+        install(folder)
+        keys = {**keys, "kind": target[1], "federate.method": "hostile"}
+        file.write_text(yaml.safe_dump(settings(bench.inputs, outdir, **keys)))
+        env = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), str(folder))), VARIABLE: str(number)}
+        ended = bench.command(["run", "--cfg", str(file)], outdir.with_name("printed.out"), env=env)
+        if ended.fault:
+            return Outcome("failed", what, ended.fault, "command line")
+        if ended.code:
+            return Outcome("refused", what, ended.err[:300], "command line")
+        reason = _wrong(outdir)
+        if reason:
+            return Outcome("failed", what, reason, "command line")
+        refused = '"refused"' in (outdir / "rounds.jsonl").read_text()
+        return Outcome("refused" if refused else "valid", what, "", "command line")
+
+
+def _wrong(outdir: Path) -> str:
+    """What a run must not leave: a record that is no JSON, a model that is not finite."""
+    from safetensors.torch import load_file
+
+    def constant(name: str) -> float:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        for line in (outdir / "rounds.jsonl").read_text().splitlines():
+            json.loads(line, parse_constant=constant)
+    except ValueError as error:
+        return f"rounds.jsonl: {error}"
+    for path in [*outdir.glob("adapter/*.safetensors"), *outdir.glob("model/*.safetensors")]:
+        for name, tensor in load_file(path).items():
+            if not math.isfinite(float(tensor.double().abs().max()) if tensor.numel() else 0.0):
+                return f"{name} in {path.parent.name} is not finite"
+    return ""

@@ -1,0 +1,5 @@
+"""What the entry point of the hostile package names: importing it registers the method."""
+
+from .hostile import made
+
+Hostile = made()

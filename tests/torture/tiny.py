@@ -1,0 +1,130 @@
+"""A tiny model, tiny data, and the runs of them that are tortured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WORDS = "good great fine happy bad poor awful sad the a film book day it was is very quite story tea".split()
+
+#: variants of a run, by name: keys that replace those of ``settings``. The encoder takes all but the last three.
+RUNS: dict[str, dict[str, Any]] = {
+    "fedavg": {"federate.method": "fedavg"},
+    "fedlora under FedAdam": {
+        "federate.method": "fedlora",
+        "fedopt.use": True,
+        "fedopt.optimizer": {"type": "Adam", "lr": 0.01},
+    },
+    "rolora, two of three": {"federate.method": "rolora", "federate.sample_client_num": 2},
+    "ffa_lora, merged": {"federate.method": "ffa_lora", "lowrank.save_merged": True},
+    "flexlora of three ranks": {"federate.method": "flexlora", "lowrank.ranks": [1, 3, 2]},
+    "flora of three ranks": {"federate.method": "flora", "lowrank.ranks": [1, 3, 2]},
+    "fedloru": {"federate.method": "fedloru", "lowrank.tau": 2},
+    "pfedloru": {"federate.method": "pfedloru", "lowrank.tau": 2},
+    "pfedlora": {"federate.method": "pfedlora"},
+    "fedlora with dropouts": {"federate.method": "fedlora", "lowrank.drop_rate": 0.3},
+    "fedlora, clients reused": {"federate.method": "fedlora", "lowrank.reuse_clients": "{outdir}.clients"},
+    "fedlora, states on disk": {"federate.method": "fedlora", "train.cache_frozen_dir": "{outdir}.states"},
+    "causal fedlora": {"federate.method": "fedlora", "kind": "causal"},
+    "fedhm": {"federate.method": "fedhm", "kind": "vision"},
+    "fedloru from scratch": {"federate.method": "fedloru", "lowrank.tau": 2, "kind": "vision"},
+}
+
+
+def make_inputs(folder: Path) -> None:
+    """Write ``encoder``, ``causal``, ``reviews.csv``, ``answers.jsonl`` and ``images`` to ``folder``."""
+    import pandas as pd
+    import torch
+    from PIL import Image
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        eos_token="[SEP]",
+    )
+    shape = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+        "max_position_embeddings": 96,
+    }
+    torch.manual_seed(0)
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    for name, model in (
+        ("encoder", BertModel(BertConfig(**shape))),
+        ("causal", LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=1, **special))),
+    ):
+        tokenizer.save_pretrained(str(folder / name))
+        model.save_pretrained(str(folder / name))
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 2, 60)
+    texts = [" ".join([*draw.choice(WORDS[8:], 5), WORDS[4 * label + draw.integers(4)]]) for label in labels]
+    pd.DataFrame({"text": texts, "label": labels}).to_csv(folder / "reviews.csv", index=False)
+    answers = pd.DataFrame({"instruction": "it", "input": texts, "output": np.where(labels == 1, "bad", "good")})
+    answers.to_json(folder / "answers.jsonl", orient="records", lines=True)
+    for label in range(2):
+        (folder / "images" / f"class{label}").mkdir(parents=True)
+        for i in range(20):
+            image = Image.fromarray((draw.integers(0, 100, (16, 16)) + 100 * label).astype(np.uint8))
+            image.save(folder / "images" / f"class{label}" / f"{i}.png")
+
+
+def settings(inputs: Path, outdir: Path, run: str = "", **changes: Any) -> dict[str, Any]:
+    """A configuration as nested data: three clients, three rounds, one step.
+
+    Args:
+        inputs: a folder that ``make_inputs`` wrote.
+        run: a name in ``RUNS``.
+        changes: further keys that replace those of the run, by dotted name.
+    """
+    keys = {**RUNS.get(run, {}), **changes}
+    kind = keys.pop("kind", "encoder")
+    of_kind: dict[str, dict[str, Any]] = {
+        "encoder": {
+            "data": {"type": str(inputs / "reviews.csv")},
+            "model": {"type": f"{inputs / 'encoder'}@transformers"},
+            "adapter": {"r": 2, "alpha": 4, "modules": ["query", "intermediate.dense"]},
+        },
+        "causal": {
+            "data": {"type": str(inputs / "answers.jsonl")},
+            "model": {"type": f"{inputs / 'causal'}@huggingface_llm"},
+            "adapter": {"r": 2, "alpha": 4, "modules": ["q_proj", "v_proj"]},
+        },
+        "vision": {
+            "data": {"type": str(inputs / "images")},
+            "model": {"type": "lenet", "use_bias": False},
+            "adapter": {"r": 2, "alpha": 4},
+        },
+    }
+    chosen = of_kind[kind]
+    tree: dict[str, Any] = {
+        "outdir": str(outdir),
+        "seed": 3,
+        "federate": {"client_num": 3, "total_round_num": 3},
+        "data": {**chosen["data"], "splitter": "iid", "splits": [0.7, 0.1, 0.2]},
+        "model": chosen["model"],
+        "llm": {"tok_len": 80 if kind == "causal" else 16, "adapter": {"args": [chosen["adapter"]]}},
+        "dataloader": {"batch_size": 8},
+        "train": {"optimizer": {"type": "AdamW", "lr": 0.01}},
+    }
+    if kind == "vision":
+        tree["lowrank"] = {"width": 0.25}
+    for name, value in keys.items():
+        *sections, last = name.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value.format(outdir=outdir) if isinstance(value, str) else value
+    return tree
