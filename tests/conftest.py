@@ -20,6 +20,14 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def frozen_states_apart(tmp_path_factory):
+    """Frozen layers' states that the tests keep for other runs are not those of the user's own runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FS_LOWRANK_FROZEN", str(tmp_path_factory.mktemp("frozen")))
+        yield
+
+
 @pytest.fixture
 def no_curves(monkeypatch):
     """Runs plot no ``curves.png``, which takes longer than the runs."""

@@ -12,10 +12,13 @@ FNet or ConvBERT. Before training, a few samples are run with and without the ca
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..algebra import digest
 from ..errors import UserError
 from .adapters import layer_stack
 from .names import tags
+from .states import SharedStates
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -43,10 +48,18 @@ class FrozenPrefix:
         trainable: tags of all parameters that are trained in any phase.
         limit: maximum size of the cache in bytes; other states are computed each time.
         folder: folder for memory-mapped files, instead of memory.
+        shared: where states are kept for other runs and processes; without ``folder`` only.
     """
 
-    def __init__(self, model: nn.Module, trainable: set[str], limit: float, folder: str | Path | None = None):
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        trainable: set[str],
+        limit: float,
+        folder: str | Path | None = None,
+        shared: SharedStates | None = None,
+    ):
+        self.model, self.shared = model, shared
         stack = layer_stack(model)
         self.layers = list(stack[1]) if stack else []
         name = stack[0] + "." if stack else ""
@@ -62,6 +75,7 @@ class FrozenPrefix:
         self.below: list[nn.Module] = []
         #: number of outputs of each block that has run; 0 for a bare tensor
         self.outputs: dict[nn.Module, int] = {}
+        self._below: dict[str, Any] | None = None
         #: owner -> states of all its samples, and the first row of each sample
         self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
         #: owner -> whether its states are cached
@@ -83,7 +97,7 @@ class FrozenPrefix:
 
         Args:
             owners: name -> (examples, number of passes over them). Filling the cache takes one pass, so examples with
-                fewer than two passes are not cached.
+                less than one pass are not cached.
         Raises:
             UserError: the folder cannot be created or written to.
         """
@@ -94,7 +108,7 @@ class FrozenPrefix:
         remaining = self.limit
         for owner, (examples, passes) in owners.items():
             size = int(examples.lengths.sum()) * self.width * self.dtype.itemsize
-            self.budget[owner] = passes >= 2 and size <= remaining
+            self.budget[owner] = passes >= 1 and size <= remaining
             remaining -= size if self.budget[owner] else 0
         kept = [examples for owner, (examples, _) in owners.items() if self.budget[owner] and len(examples)]
         wrong = self._differs(kept) if kept else ""
@@ -263,7 +277,12 @@ class FrozenPrefix:
         """Hidden states of all samples, computed in fixed batches, so that they do not depend on earlier calls."""
         lengths = examples.lengths
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        shape, dtype = (int(starts[-1]), self.width), self.dtype
+        if self.shared is not None and self.folder is None:
+            return self.shared.get(self._key(examples), lambda: self._filled(owner, examples, starts)), starts
+        return self._filled(owner, examples, starts), starts
+
+    def _filled(self, owner: str, examples, starts: np.ndarray) -> Tensor:
+        lengths, shape, dtype = examples.lengths, (int(starts[-1]), self.width), self.dtype
         if self.folder is None:
             buffer = torch.empty(shape, dtype=dtype)
         else:
@@ -276,7 +295,31 @@ class FrozenPrefix:
             indices = order[first : first + COMPUTED_TOGETHER]
             for row, i in zip(self._hidden(examples, indices).cpu(), indices):
                 buffer[starts[i] : starts[i + 1]] = row[: lengths[i]]
-        return buffer, starts
+        return buffer
+
+    def _key(self, examples) -> str:
+        """A hash of all that decides the values of the states of ``examples``."""
+        if self._below is None:
+            tensors = {
+                f"{i} {name}": tensor
+                for i, module in enumerate(self.below)
+                for part in (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+                for name, tensor in part
+            }
+            device = next(self.model.parameters()).device
+            inner = getattr(self.model, "get_base_model", lambda: self.model)()
+            config = {k: v for k, v in inner.config.to_dict().items() if k != "_name_or_path"}
+            self._below = {
+                "weights": digest(tensors),
+                "model": [type(inner).__name__, self.depth, config],
+                "modules": [type(module).__name__ for module in self.below],
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                "threads": torch.get_num_threads(),
+                "together": COMPUTED_TOGETHER,
+                "versions": [version(package) for package in ("torch", "transformers", "peft")],
+            }
+        decided = {**self._below, "dtype": str(self.dtype), "examples": examples.fingerprint()}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def _passing(outputs: int) -> Callable:

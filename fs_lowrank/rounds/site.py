@@ -23,6 +23,7 @@ from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.frozen import FrozenPrefix
 from ..models.names import is_statistic, tags
+from ..models.states import SharedStates, shared_folder
 from ..runs.environment import model_fingerprint
 from ..seeds import derive
 from ..settings import Eval
@@ -200,6 +201,7 @@ class Site:
             {*self.method.shared, *self.method.personal},
             limit=train.cache_frozen_bytes * share if train.cache_frozen == "auto" else 0,
             folder=train.cache_frozen_dir or None,
+            shared=SharedStates(shared_folder(), train.cache_frozen_shared),
         )
         prefix.plan(owners)
         return prefix if prefix else None

@@ -153,6 +153,8 @@ class Train:
     cache_frozen_bytes: float = key(4e9, min=0.0, result=False)
     #: folder for memory-mapped files; empty: in memory
     cache_frozen_dir: str = key("", result=False)
+    #: maximum size on disk, in bytes, of what is kept for other runs (``fs-lowrank cache``); 0: nothing is
+    cache_frozen_shared: float = key(8e9, min=0.0, result=False)
     #: dropout in those layers; False allows caching
     frozen_dropout: bool = key(False)
 

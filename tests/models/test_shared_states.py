@@ -1,0 +1,135 @@
+"""States of frozen layers that are kept on disk for other runs: the same numbers with and without."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+import fs_lowrank
+from fs_lowrank.models.frozen import FrozenPrefix
+from fs_lowrank.models.states import SharedStates, shared_folder
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
+    return tmp_path / "frozen"
+
+
+@pytest.fixture
+def last_layer(settings, tmp_path, no_curves):
+    """``last_layer(name, keys)``: a run that adapts the last layer alone, so that two layers are frozen."""
+
+    def run(name, keys=None):
+        keys = {"llm.adapter.args.0.layers": [2], "outdir": str(tmp_path / name), **(keys or {})}
+        return fs_lowrank.run(fs_lowrank.load_config(settings, keys))
+
+    return run
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The owners whose states were computed."""
+    owners, fill = [], FrozenPrefix._filled
+    monkeypatch.setattr(
+        FrozenPrefix, "_filled", lambda self, owner, *args: owners.append(owner) or fill(self, owner, *args)
+    )
+    return owners
+
+
+def same(a, b):
+    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+    assert a.final == b.final and [r["loss"] for r in a.history] == [r["loss"] for r in b.history]
+
+
+def test_a_second_run_computes_nothing_again(last_layer, computed, folder):
+    without = last_layer("without", {"train.cache_frozen_shared": 0})
+    assert computed and not folder.exists()
+    computed.clear()
+    first = last_layer("first")
+    assert computed and len(SharedStates(folder, 1).entries()) == len(computed)
+    computed.clear()
+    same(without, first)
+    same(without, last_layer("second"))
+    other = last_layer("another method", {"federate.method": "ffa_lora"})
+    assert not computed and other.final != first.final
+
+
+def test_what_decides_the_states_has_entries_of_its_own(last_layer, computed):
+    last_layer("first")
+    for keys in (
+        {"llm.adapter.args.0.layers": [1]},  # another depth
+        {"lowrank.dtype": "bfloat16"},
+        {"llm.tok_len": 6},  # other samples
+    ):
+        computed.clear()
+        last_layer(str(len(keys)) + str(keys), keys)
+        assert computed, keys
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
+def test_a_damaged_entry_is_made_again(last_layer, computed, folder, caplog, damage):
+    first = last_layer("first")
+    entries = SharedStates(folder, 1).entries()
+    data = bytearray(entries[0].read_bytes())
+    data[-3] ^= 1
+    entries[0].write_bytes({"cut": data[:-7], "flip": data, "empty": b"", "text": b"{}" * 40}[damage])
+    computed.clear()
+    same(first, last_layer("second"))
+    assert len(computed) == 1 and "is damaged" in caplog.text
+    computed.clear()
+    same(first, last_layer("third"))
+    assert not computed
+
+
+def test_the_least_recently_used_make_room(folder):
+    states = SharedStates(folder, limit=10_000)
+    tensors = {name: torch.full((10, 80), float(i)) for i, name in enumerate("abc")}  # 3,200 bytes each
+    for i, (name, tensor) in enumerate(tensors.items()):
+        states.get(name, lambda tensor=tensor: tensor)
+        os.utime(folder / f"{name}.safetensors", (i, i))
+    assert torch.equal(states.get("a", lambda: pytest.fail("a is there")), tensors["a"])  # used again
+    states.get("d", lambda: torch.zeros(10, 80))
+    assert {p.stem for p in states.entries()} == {"c", "a", "d"}
+    assert states.size() <= 10_000 + 3 * 200  # and the headers
+    states.get("large", lambda: torch.zeros(100, 80))
+    assert not (folder / "large.safetensors").exists(), "what is larger than the limit is not kept"
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(folder, caplog):
+    folder.write_text("this is a file")
+    states = SharedStates(folder, limit=1e9)
+    assert states.get("a", lambda: torch.ones(2, 3)).sum() == 6
+    assert states.get("b", lambda: torch.ones(2, 3)).sum() == 6
+    assert caplog.text.count("cannot be used") == 1
+
+
+def _get(folder, start, computed):
+    def compute():
+        computed.put(os.getpid())
+        return torch.ones(1000, 64)
+
+    start.wait()
+    SharedStates(folder, 1e9).get("one", compute)
+
+
+def test_processes_that_need_the_same_entry_make_it_once(folder):
+    context = multiprocessing.get_context("spawn")
+    start, computed = context.Barrier(3), context.Queue()
+    processes = [context.Process(target=_get, args=(folder, start, computed)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    computed.get(timeout=5)
+    assert computed.empty()
+
+
+def test_where_they_are(monkeypatch, tmp_path, folder):
+    assert shared_folder() == folder
+    monkeypatch.delenv("FS_LOWRANK_FROZEN")
+    monkeypatch.setenv("FS_LOWRANK_HOME", str(tmp_path))
+    assert shared_folder() == tmp_path / "frozen"
