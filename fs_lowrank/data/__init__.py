@@ -128,7 +128,7 @@ class FederatedData:
         }
 
     def _counts(self, part: Examples | ImageExamples) -> dict[str, int]:
-        counts = np.bincount(part.labels, minlength=len(self.label_names))
+        counts = np.bincount(np.asarray(part.labels), minlength=len(self.label_names))
         return {name: int(count) for name, count in zip(self.label_names, counts, strict=True)}
 
     @cached_property

@@ -307,7 +307,7 @@ class FrozenPrefix:
                 for name, tensor in part
             }
             device = next(self.model.parameters()).device
-            inner = getattr(self.model, "get_base_model", lambda: self.model)()
+            inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()
             config = {k: v for k, v in inner.config.to_dict().items() if k != "_name_or_path"}
             self._below = {
                 "weights": digest(tensors),

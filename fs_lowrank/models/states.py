@@ -125,7 +125,7 @@ class SharedStates:
 
 
 def _checksum(states: Tensor) -> int:
-    values = memoryview(states.flatten().view(torch.uint8).numpy()).cast("B")
+    values = states.flatten().view(torch.uint8).numpy().data
     crc = 0
     for start in range(0, len(values), _PIECE):
         crc = zlib.crc32(values[start : start + _PIECE], crc)
