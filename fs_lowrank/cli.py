@@ -1,4 +1,4 @@
-"""The command line: ``fs-lowrank run | compare | methods | doctor | fetch``."""
+"""The command line: ``fs-lowrank run | compare | cache | methods | doctor | fetch``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     def run_options(command: argparse.ArgumentParser) -> None:
         command.add_argument("--cfg", required=True, metavar="FILE", help="configuration (YAML, FederatedScope's keys)")
         command.add_argument("--engine", default="local", metavar="NAME", help="engine of the run (default: local)")
+        command.add_argument(
+            "--workers",
+            metavar="P",
+            help="processes that train the clients of a round: a number, or auto (federate.process_num)",
+        )
         command.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
         command.add_argument(
             "overrides",
@@ -45,6 +50,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     compare = add(_compare, "run a configuration with several methods; a table and a plot")
     run_options(compare)
     compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods, separated by commas")
+    cache = add(_cache, "show how much is kept of frozen layers for other runs, or remove it")
+    cache.add_argument("--clear", action="store_true", help="remove all of it")
     add(_methods, "list the methods, or show one in full").add_argument("name", nargs="?", metavar="NAME")
     add(_doctor, "show what is installed and usable, and how to get the rest")
     fetch = add(_fetch, "download the small models and data sets of the quick start")
@@ -96,6 +103,11 @@ class _Live:
     def stop(self) -> None:
         if self.status:
             self.status.stop()
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    """The overrides of the command line, with those that have an option of their own."""
+    return [*args.overrides, *(["federate.process_num", args.workers] if args.workers else [])]
 
 
 def _announce(config, name: str) -> None:
@@ -228,7 +240,7 @@ def _run(args: argparse.Namespace) -> None:
     from .api import run
     from .config import load_config
 
-    config = load_config(args.cfg, args.overrides)
+    config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
     if args.resume and not (folder := Path(config.outdir) / config.expname / "checkpoint").exists():
         console.print(f"there is no {folder}: starting at round 1", soft_wrap=True)
@@ -250,14 +262,14 @@ def _compare(args: argparse.Namespace) -> None:
     from .config import load_for
 
     methods = list(shell.names(args.methods))
-    config, _ = load_for(args.cfg, methods, args.overrides)
+    config, _ = load_for(args.cfg, methods, _overrides(args))
     live = _Live(config.federate.total_round_num)
     try:
         results = compare(
             config,
             methods,
             args.engine,
-            overrides=args.overrides,
+            overrides=_overrides(args),
             resume=args.resume,
             on_method=lambda name: _announce(config, name),
             on_round=live.on_round,
@@ -301,6 +313,18 @@ def _methods(args: argparse.Namespace) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def _cache(args: argparse.Namespace) -> None:
+    from .models.states import SharedStates, shared_folder
+    from .runs.summary import human_bytes
+
+    states = SharedStates(shared_folder(), limit=0)
+    size = human_bytes(states.size())
+    if args.clear:
+        console.print(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}", soft_wrap=True)
+    else:
+        console.print(f"{len(states.entries())} entries, {size}, in {states.folder}", soft_wrap=True)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -501,3 +501,17 @@ def test_the_module_is_the_command():
         [sys.executable, "-m", "fs_lowrank", "run", "--cfg", "nowhere.yaml"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "no such file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_cache(command, config_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
+    assert "0 entries" in command("cache")[1]
+    code, _, _ = command("run", "--cfg", config_file, "llm.adapter.args.0.layers", "[2]", "--workers", "1")
+    assert code == 0
+    assert "0 entries" not in command("cache")[1] and "removed" in command("cache", "--clear")[1]
+    assert "0 entries" in command("cache")[1]
+
+
+def test_workers(command, config_file):
+    code, _, err = command("run", "--cfg", config_file, "--workers", "many")
+    assert code == 2 and "federate.process_num" in err and "a whole number or auto" in squeeze(err)
