@@ -17,7 +17,8 @@ from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.methods import get_method_class, requirements
 
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
-QUICK = ("rolora", "fedloru")
+#: run by ``make test``; ``make test-slow`` runs the others, which start many processes
+QUICK = ("fedloru",)
 
 
 @pytest.fixture
@@ -49,17 +50,20 @@ def test_the_same_as_one_process(few, method):
     same(fs_lowrank.run(few("one", keys)), fs_lowrank.run(few("two", {**keys, "federate.process_num": 2})))
 
 
+@pytest.mark.slow
 def test_the_clients_own_models_are_evaluated(few):
     keys = {"federate.method": "pfedlora", "federate.make_global_eval": False}
     same(fs_lowrank.run(few("one", keys)), fs_lowrank.run(few("two", {**keys, "federate.process_num": 3})))
 
 
+@pytest.mark.slow
 def test_a_language_model(few, causal_settings):
     keys = {"federate.method": "fedloru", "lowrank.tau": 1}
     one = fs_lowrank.run(few("one", keys, causal_settings))
     same(one, fs_lowrank.run(few("two", {**keys, "federate.process_num": 2}, causal_settings)))
 
 
+@pytest.mark.slow
 def test_resumed_with_another_number_of_processes(few):
     keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3}
     whole = fs_lowrank.run(few("whole", keys))
@@ -87,6 +91,7 @@ def test_a_process_that_is_killed(few, monkeypatch):
     assert killed == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_client_that_kills_two_processes_costs_its_update(few, monkeypatch):
     engine = LocalEngine(few("killed", {"federate.process_num": 2}))
 
@@ -103,6 +108,7 @@ def test_a_client_that_kills_two_processes_costs_its_update(few, monkeypatch):
         assert failure["client"] == 3 and "two processes died of it, the last by signal 9" in failure["reason"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_silent(few, monkeypatch):
     keys = {"federate.method": "fedlora", "lowrank.timeout": 60}
     whole = fs_lowrank.run(few("whole", keys))
@@ -132,6 +138,7 @@ def test_wrong_use_in_a_process_is_one_error(few, monkeypatch):
 to_dict = fs_lowrank.config.Config.to_dict
 
 
+@pytest.mark.slow
 def test_no_process_outlives_its_engine(few, tmp_path):
     config = few("orphans", {"federate.process_num": 2, "federate.total_round_num": 1000})
     config.dump(tmp_path / "run.yaml")
