@@ -90,6 +90,8 @@ class Worker(Member):
             log=folder / f"process_{rank + 1}.log",
         )
         self.rank = rank
+        #: why the engine has ended it, if it has
+        self.ended = ""
         self.send(Parcel({}, config=config.to_dict(), rank=rank, threads=threads))
 
     def __str__(self) -> str:
@@ -257,9 +259,11 @@ class Workers:
                     waiting.insert(0, number)
                     jobs[number].home += 1  # elsewhere
                 else:
-                    answers[number] = f"two processes died of it, the last by {how}"
+                    answers[number] = f"two processes ended while they did it, the last one: {how}"
             if (silent := self.pool.silent()) is not None:
-                logger.warning("%s has not answered within lowrank.timeout, %g s", silent, silent.timeout)
+                silent.ended = (
+                    f"no answer within lowrank.timeout, {silent.timeout:g} s; raise it if a client needs longer"
+                )
                 silent.process.kill()  # its end is heard next
         return [answers[i] for i in range(len(jobs))]
 
@@ -268,8 +272,8 @@ class Workers:
         dead = self.pool.members[rank]
         dead.end()
         code = dead.process.returncode
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        logger.warning("%s died (%s) %s; another takes its place", dead, how, when)
+        how = dead.ended or (f"signal {-code}" if code < 0 else f"exit code {code}")
+        logger.warning("%s ended %s (%s); another takes its place", dead, when, how)
         self.pool.members[rank] = Worker(rank, self.config, self.threads)
         self._ready(self.pool.members[rank])
         return how
