@@ -115,6 +115,8 @@ def _not_plain(tensor: object, device: torch.device | None) -> str:
     """Why ``tensor`` is not a plain dense tensor on ``device`` (None: any); empty if it is one."""
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter):
         return f"of the class {type(tensor).__name__}, expected a tensor"
+    if tensor.is_nested:
+        return "a nested tensor, expected a dense one"
     if tensor.layout is not torch.strided:
         return f"of the layout {str(tensor.layout).removeprefix('torch.')}, expected a dense tensor"
     if tensor.is_quantized:

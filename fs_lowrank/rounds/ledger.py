@@ -181,6 +181,9 @@ class Ledger:
         Args:
             base_bytes: bytes of the base weights that the method has changed. None: unknown, and no message is dropped.
         """
+        if not all(tensor.is_contiguous() for tensor in state.values()):
+            # As a checkpoint would restore it: with another layout in memory, sums round in another way.
+            state = {name: tensor.contiguous() for name, tensor in state.items()}
         before, self.state, self.stood = self.state, state, round
         for name, tensor in message.items():
             self.outbox[name] = (round, tensor if self.keep_messages else tensor.to("meta"))

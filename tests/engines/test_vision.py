@@ -174,3 +174,16 @@ def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):
     assert any(a.shape[0] > a[0].numel() for n, a in engine.ledger.state.items() if ".lora_A." in n)
     result = engine.run()
     assert len(result.history) == 2 and all(t.isfinite().all() for t in engine.ledger.state.values())
+
+
+def test_factors_from_a_decomposition_resume_to_the_bit(vision_settings, tmp_path, no_curves):
+    """A decomposition gives tensors whose rows are not next to each other; a checkpoint restores them the usual way."""
+    keys = {"federate.method": "fedhm", "model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.25}
+    keys |= {"federate.client_num": 3, "federate.total_round_num": 3, "federate.sample_client_num": -1}
+    whole, parts = (
+        fs_lowrank.load_config(vision_settings, {**keys, "outdir": str(tmp_path / name)}) for name in ("whole", "parts")
+    )
+    fs_lowrank.run(parts, on_round=lambda record: record["round"] == 1)
+    resumed, undisturbed = fs_lowrank.run(parts, resume=True), fs_lowrank.run(whole)
+    for (name, a), (_, b) in zip(undisturbed.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name

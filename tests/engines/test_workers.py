@@ -105,7 +105,10 @@ def test_a_client_that_kills_two_processes_costs_its_update(few, monkeypatch):
     for record in result.history:
         assert record["clients"] == [1, 2, 4]
         (failure,) = record["failed"]
-        assert failure["client"] == 3 and "two processes ended while they did it, the last one: signal 9" in failure["reason"]
+        assert (
+            failure["client"] == 3
+            and "two processes ended while they did it, the last one: signal 9" in failure["reason"]
+        )
 
 
 @pytest.mark.slow

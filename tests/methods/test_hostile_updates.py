@@ -231,6 +231,7 @@ JUNK = {
     "number": lambda t: 1.0,
     "type": lambda t: torch.Tensor,
     "sparse": lambda t: t.to_sparse(),
+    "nested tensor": lambda t: torch.nested.nested_tensor([t, t]),
     "csr": lambda t: t.flatten(1).to_sparse_csr() if t.ndim > 1 else t.to_sparse(),
     "meta": lambda t: t.to("meta"),
     "subclass": lambda t: t.as_subclass(Sub),

@@ -233,3 +233,12 @@ def test_a_ledger_goes_on_from_what_was_saved(told):
         step(one, 4, (1, 4))
         step(again, 4, (1, 4))
         assert again.stamp(4) == one.stamp(4)
+
+
+def test_the_state_lies_in_memory_as_a_checkpoint_would_restore_it():
+    one = ledger()
+    transposed = {name: tensor.T.contiguous().T for name, tensor in one.state.items()}
+    assert not all(tensor.is_contiguous() for tensor in transposed.values())
+    one.commit(1, transposed, {})
+    assert all(tensor.is_contiguous() for tensor in one.state.values())
+    assert all(torch.equal(tensor, transposed[name]) for name, tensor in one.state.items())
