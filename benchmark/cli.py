@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 success; 1 a cell failed, or it could not go on (a full disk); 2 wrong use; 130 interrupted.
     """
-    return shell.run(_parser, argv, console)
+    return shell.run(_parser, argv, console, folder=lambda args: Path(args.work) if "work" in args else None)
 
 
 def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from safetensors import SafetensorError
 
-from ..config import check_local
+from ..config import Config, check_local
 from ..errors import RunFailed, UserError
 from ..rounds.ending import end_round
 from ..rounds.evaluator import Evaluator
-from ..rounds.keeper import RecordKeeper, check_outdir, outdir_of
+from ..rounds.keeper import RecordKeeper
 from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
 from ..rounds.round import Round
 from ..rounds.site import Site
+from ..runs.folder import check_outdir, outdir_of
 from ..runs.result import RunResult
-from ..settings import Settings
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -38,8 +39,8 @@ class LocalEngine:
 
     def __init__(
         self,
-        config: Settings,
-        on_round: Callable[[dict], object] | None = None,
+        config: Config,
+        on_round: Callable[[dict[str, Any]], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
     ):
         check_local(config)
@@ -52,7 +53,7 @@ class LocalEngine:
         self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
 
-    def _round(self, number: int) -> dict:
+    def _round(self, number: int) -> dict[str, Any]:
         started = time.perf_counter()
         site, round = self.site, Round(number, self.ledger, base=self.site.changed_base)
         for done, client in enumerate(round.selected):
@@ -114,7 +115,12 @@ class LocalEngine:
         return self.keeper.finish()
 
 
-def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+def run(
+    config: Config,
+    resume: bool = False,
+    on_round: Callable[[dict[str, Any]], object] | None = None,
+    on_client: Callable[[int, int, int], object] | None = None,
+) -> RunResult:
     """See ``fs_lowrank.run``."""
     check_outdir(config, resume)
     return LocalEngine(config, on_round, on_client).run(resume)

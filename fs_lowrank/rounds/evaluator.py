@@ -98,7 +98,7 @@ class Evaluator:
         None if it has none, or one that is not finite.
         """
         split, metric = watched(self.config)
-        value = record["metrics"].get(split, {}).get(metric)
+        value: float | None = record["metrics"].get(split, {}).get(metric)
         if value is None or not math.isfinite(value):
             return None
         return value if metric == "loss" else -value
