@@ -92,7 +92,9 @@ def message_of(error: Exception, folder: Path | None = None) -> str:
     if isinstance(error, (UserError, OSError)):
         return str(error)
     text = "".join(traceback.format_exception(error))
-    reason = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    # The text may itself be the traceback of another process, whose last line is the reason.
+    reason = (lines[-1] if "Traceback (most" in lines[0] else lines[0])[:500]
     file = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for place in (getattr(error, "run_folder", folder), Path(tempfile.gettempdir())):
         with contextlib.suppress(OSError):
