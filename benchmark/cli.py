@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 for success; 1 if a cell failed or results could not be written; 2 for a usage error; 130 if interrupted.
     """
-    return shell.run(_parser, argv, console)
+    return shell.run(_parser, argv, console, folder=lambda args: Path(args.work) if "work" in args else None)
 
 
 def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:

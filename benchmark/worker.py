@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from fs_lowrank import RunFailed
-from fs_lowrank.jobs.shell import INTERRUPTED, OK
+from fs_lowrank.jobs.shell import INTERRUPTED, OK, message_of
 
 from .execute import Interrupted, execute
 from .plan import Cell, Job, Options, plan
@@ -110,7 +110,7 @@ def _do(store: Store, job: Job) -> None:
         if disk_full(error):
             store.unmark(job.key)
             raise RunFailed(f"{job.where}: {job.label}: {error}") from error
-        logging.getLogger("fs_lowrank").exception("%s: %s failed", job.where, job.label)
+        logging.getLogger("fs_lowrank").error("%s: %s failed: %s", job.where, job.label, message_of(error, job.folder))
         _fail(store, job, type(error).__name__, str(error))
         return
     store.write(job.kind, {**record, "finished": time.time()})

@@ -11,6 +11,7 @@ from .config import Config, load_config, load_for
 from .engines import get_engine
 from .errors import RunFailed, UserError
 from .jobs.files import replacing, to_json
+from .runs.folder import outdir_of, remove_run
 from .runs.plots import plot_curves
 from .runs.result import RunResult
 from .seeds import generators_kept
@@ -22,6 +23,7 @@ def run(
     engine: str = "local",
     *,
     resume: bool = False,
+    overwrite: bool = False,
     on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
 ) -> RunResult:
@@ -31,16 +33,25 @@ def run(
         config: from ``load_config``, or the path of a YAML file.
         engine: ``local`` runs all clients in this process; ``list_engines`` names the others.
         resume: continue from the last checkpoint in ``config.outdir``.
+        overwrite: remove the run that ``config.outdir`` holds, and start anew.
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).
     Raises:
         UserError: an error that the user can correct. RunFailed: a valid run could not continue.
     """
     _check_config(config)
+    if resume and overwrite:
+        raise UserError("resume continues a run and overwrite removes it; choose one of them")
     config = config if isinstance(config, Config) else load_config(config)
     module = get_engine(engine)
-    with generators_kept():
-        result: RunResult = module.run(config, resume=resume, on_round=on_round, on_client=on_client)
+    if overwrite:
+        remove_run(outdir_of(config))
+    try:
+        with generators_kept():
+            result: RunResult = module.run(config, resume=resume, on_round=on_round, on_client=on_client)
+    except Exception as error:
+        vars(error)["run_folder"] = outdir_of(config)  # where a command line writes the traceback of an error of ours
+        raise
     return result
 
 
@@ -56,6 +67,7 @@ def compare(
     *,
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     on_method: Callable[[str], object] | None = None,
     **callbacks: Any,
 ) -> dict[str, RunResult]:
@@ -69,6 +81,7 @@ def compare(
             the other methods that have them.
         overrides: values that take precedence, as for ``load_config``. A key in ``lowrank``, such as
             ``lowrank.ranks``, may belong to any of the methods, and applies to those that have it.
+        resume, overwrite: as for ``run``, for the run of every method.
 
     Raises:
         UserError: an unknown method, or an override that none of the methods has (raised before anything runs); and
@@ -80,7 +93,7 @@ def compare(
     _check_config(config)
     get_engine(engine)  # before anything is announced or written
     config, own = load_for(config, methods, overrides)
-    outdir = Path(config.outdir) / config.expname
+    outdir = outdir_of(config)
     configs = {
         name: config.replace({**keys, "federate.method": name, "outdir": str(outdir / name), "expname": ""})
         for name, keys in own.items()
@@ -92,7 +105,7 @@ def compare(
     for name, one in configs.items():
         if on_method:
             on_method(name)
-        results[name] = run(one, engine, resume=resume, **callbacks)
+        results[name] = run(one, engine, resume=resume, overwrite=overwrite, **callbacks)
     majority = next(iter(results.values())).facts["majority"]
     try:
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)

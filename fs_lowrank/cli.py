@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
@@ -33,7 +32,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
             metavar="P",
             help="processes that train the clients of a round: a number, or auto (federate.process_num)",
         )
-        command.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
+        existing = command.add_mutually_exclusive_group()
+        existing.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
+        existing.add_argument("--overwrite", action="store_true", help="remove the run that outdir holds, start anew")
         command.add_argument(
             "overrides",
             nargs="*",
@@ -239,14 +240,22 @@ def _print_saved(result) -> None:
 def _run(args: argparse.Namespace) -> None:
     from .api import run
     from .config import load_config
+    from .runs.folder import outdir_of
 
     config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
-    if args.resume and not (folder := Path(config.outdir) / config.expname / "checkpoint").exists():
+    if args.resume and not (folder := outdir_of(config) / "checkpoint").exists():
         console.print(f"there is no {folder}: starting at round 1", soft_wrap=True)
     live = _Live(config.federate.total_round_num)
     try:
-        result = run(config, args.engine, resume=args.resume, on_round=live.on_round, on_client=live.on_client)
+        result = run(
+            config,
+            args.engine,
+            resume=args.resume,
+            overwrite=args.overwrite,
+            on_round=live.on_round,
+            on_client=live.on_client,
+        )
     finally:
         live.stop()
     if not result.history:  # a client process of a distributed run: the results are the server's
@@ -271,6 +280,7 @@ def _compare(args: argparse.Namespace) -> None:
             args.engine,
             overrides=_overrides(args),
             resume=args.resume,
+            overwrite=args.overwrite,
             on_method=lambda name: _announce(config, name),
             on_round=live.on_round,
             on_client=live.on_client,

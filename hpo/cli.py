@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .storage import quiet
 
         with quiet():
-            return shell.run(_parser, argv, console)
+            return shell.run(_parser, argv, console, folder=lambda args: args.dir)
     except ImportError as error:
         if (error.name or "").split(".")[0] != "optuna":
             raise

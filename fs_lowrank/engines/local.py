@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -19,11 +20,12 @@ from ..errors import RunFailed, UserError
 from ..methods import State
 from ..rounds.ending import end_round
 from ..rounds.evaluator import Evaluator
-from ..rounds.keeper import RecordKeeper, check_outdir, outdir_of
+from ..rounds.keeper import RecordKeeper
 from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
 from ..rounds.round import Round
 from ..rounds.site import Site
+from ..runs.folder import check_outdir, outdir_of
 from ..runs.result import RunResult
 from .workers import Workers, processes_of
 
@@ -84,7 +86,7 @@ class LocalEngine:
     def __init__(
         self,
         config: Config,
-        on_round: Callable[[dict], object] | None = None,
+        on_round: Callable[[dict[str, Any]], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
     ):
         check_local(config)
@@ -104,7 +106,7 @@ class LocalEngine:
             self.trains.end()
             raise
 
-    def _round(self, number: int) -> dict:
+    def _round(self, number: int) -> dict[str, Any]:
         started = time.perf_counter()
         round = Round(number, self.ledger, base=self.site.changed_base)
         clients = []
@@ -160,7 +162,12 @@ class LocalEngine:
         return self.keeper.finish()
 
 
-def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+def run(
+    config: Config,
+    resume: bool = False,
+    on_round: Callable[[dict[str, Any]], object] | None = None,
+    on_client: Callable[[int, int, int], object] | None = None,
+) -> RunResult:
     """See ``fs_lowrank.run``."""
     check_outdir(config, resume)
     return LocalEngine(config, on_round, on_client).run(resume)

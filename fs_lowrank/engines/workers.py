@@ -31,10 +31,10 @@ from ..models.adapters import load_tensors
 from ..models.frozen import COMPUTED_TOGETHER
 from ..rounds.copies import copied
 from ..rounds.evaluator import CLIENTS, Evaluator
-from ..rounds.keeper import outdir_of
 from ..rounds.parcel import Parcel
 from ..rounds.round import Round
 from ..rounds.site import Site
+from ..runs.folder import outdir_of
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
 
 logger = logging.getLogger("fs_lowrank")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from ..errors import RunFailed, UserError
 from .process import Process
-from .shell import INTERRUPTED, OK, WRONG_USE
+from .shell import FAILED, INTERRUPTED, OK, WRONG_USE, message_of
 
 #: how many workers that died are replaced
 RESTARTS = 8
@@ -107,10 +108,11 @@ class Crew:
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[index % len(self.gpus)]
             options = {**options, "overrides": {**options.get("overrides", {}), "use_gpu": True, "device": 0}}
+        order = {"target": self.target, "options": options, "logs": str(self.logs or "")}
         log = self.logs / f"worker_{index}.log" if self.logs else None
         process = self.processes[index] = Process(f"{__name__}:serve", environment=environment, log=log)
         with suppress(OSError):  # it died at once; ``run`` sees its exit code
-            process.connection.send_bytes(json.dumps({"target": self.target, "options": options}).encode())
+            process.connection.send_bytes(json.dumps(order).encode())
 
     def _threads(self) -> int:
         return max(1, (os.cpu_count() or 1) // self.workers)
@@ -197,3 +199,6 @@ def serve(connection: Connection) -> int:
         kind = RunFailed if isinstance(error, RunFailed) else UserError
         connection.send_bytes(json.dumps([kind.__name__, str(error)]).encode())
         return WRONG_USE
+    except Exception as error:  # of the package: one line, as in every command
+        print(f"error: {message_of(error, Path(order['logs']) if order['logs'] else None)}", file=sys.stderr)
+        return FAILED

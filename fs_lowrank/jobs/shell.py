@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import os
 import re
 import shlex
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -30,36 +36,73 @@ def run(
     argv: Sequence[str] | None,
     console: Console,
     again: Callable[[argparse.Namespace], str] = lambda args: "",
+    folder: Callable[[argparse.Namespace], Path | None] = lambda args: None,
 ) -> int:
     """Run one command; returns the exit code.
 
-    0 success, or what the command returned; 1 it could not go on, though it was asked for rightly (``RunFailed``);
-    2 wrong use (``UserError``); 130 interrupted.
+    0: success, or what the command returned; 1: a valid command could not continue (``RunFailed``, a file that cannot
+    be read or written), or the package has an error; 2: wrong use (``UserError``); 130: interrupted. Every error is one
+    line; a traceback is printed only with ``--debug``.
 
     Args:
-        make_parser: the parser and those of its commands, each of which has a function ``do`` of the arguments as
-            default; among them is ``again``, the command as it was given. again: after Ctrl-C, how to go on.
+        make_parser: gives the parser and those of its commands. Each command has as default a function ``do`` of the
+            arguments; among these is ``again``, the command as it was given.
+        again: the text after Ctrl-C, which says how to continue.
+        folder: where the traceback of an error of the package is written, if the error has no ``run_folder``.
     """
-    args = None
+    args, raise_in_logs = None, logging.raiseExceptions
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name may have characters that no terminal can show
     try:
         parser, commands = make_parser()
         args = _arguments(parser, commands, argv)
         args.again = shlex.join([*parser.prog.split(), *argv])
+        logging.raiseExceptions = args.debug  # else logging prints a traceback if a message cannot be written
         _log(args, console)
         return args.do(args) or OK
-    except UserError as error:
-        if args and args.debug:
-            Console(stderr=True).print_exception()
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        return FAILED if isinstance(error, RunFailed) else WRONG_USE
     except KeyboardInterrupt:
         console.print(f"\ninterrupted{again(args) if args else ''}", soft_wrap=True, markup=False)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`); what is left to print has nowhere to go.
+        # The reader of our output has gone (`| head`), so nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except Exception as error:
+        if args and args.debug:
+            Console(stderr=True).print_exception()
+        text = message_of(error, folder(args) if args else None)
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+        return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
+    finally:
+        logging.raiseExceptions = raise_in_logs
+
+
+def message_of(error: Exception, folder: Path | None = None) -> str:
+    """The message of an error for the user.
+
+    For a ``UserError``, and an ``OSError``, which names file and reason, it is the error's text. Any other error is one
+    of the package: its traceback is written to a file, which the message names.
+
+    Args:
+        error: its attribute ``run_folder``, set by ``fs_lowrank.run``, takes precedence over ``folder``.
+        folder: where to write; None, or one that cannot be written to: the folder for temporary files.
+    """
+    if isinstance(error, (UserError, OSError)):
+        return str(error)
+    text = "".join(traceback.format_exception(error))
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    # The text may itself be the traceback of another process, whose last line is the reason.
+    reason = (lines[-1] if "Traceback (most" in lines[0] else lines[0])[:500]
+    file = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    for place in (getattr(error, "run_folder", folder), Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            if place is not None:
+                place.mkdir(parents=True, exist_ok=True)
+                (place / file).write_text(text, encoding="utf-8", errors="backslashreplace")
+                return f"{reason} (an error in fs-lowrank; please report it, with the traceback in {place / file})"
+    return f"{reason} (an error in fs-lowrank; please report it, with the traceback that --debug shows)"
 
 
 def _log(args: argparse.Namespace, console: Console) -> None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import peft
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from ..algebra import nbytes
-from ..config import Config, load_config
+from ..config import load_config
 from ..errors import RunFailed, UserError
-from ..jobs.files import to_json, write_text
+from ..jobs.files import cannot_write, replacing, to_json, write_text
 from ..jobs.locks import take
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
 from ..models.names import tags
-from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from ..runs.environment import environment
+from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint
+from ..runs.environment import environment, write_environment
+from ..runs.folder import check_outdir
 from ..runs.plots import plot_curves
 from ..runs.records import Records, read_records
-from ..runs.result import RunResult
+from ..runs.result import RunResult, sort_configs
 from ..versions import SCHEMA
 from .evaluator import Evaluator
 from .intake import TooFewClients
@@ -30,29 +33,6 @@ from .ledger import Ledger
 from .record import Failure
 from .round import BadRound
 from .site import Site
-
-
-def outdir_of(config: Config) -> Path:
-    """The folder that a run writes to."""
-    return Path(config.outdir) / config.expname
-
-
-def check_outdir(config: Config, resume: bool) -> None:
-    """Check whether a run may begin in its folder; cheap enough to call before data and model are made.
-
-    Raises:
-        UserError: the folder holds a run that this one does not continue, or cannot continue.
-    """
-    folder = outdir_of(config)
-    records = folder / "rounds.jsonl"
-    checkpoint, finished = (folder / "checkpoint").exists(), (folder / "summary.json").exists()
-    if not resume and (checkpoint or finished or (records.exists() and records.stat().st_size)):
-        raise UserError(f"{folder} holds a run already; continue it with --resume, or choose another outdir")
-    if resume and finished and not checkpoint:
-        raise UserError(
-            f"{folder} holds a finished run that kept no checkpoint (lowrank.checkpoint_freq 0), so there "
-            "is nothing to continue; choose another outdir"
-        )
 
 
 class RecordKeeper:
@@ -139,12 +119,15 @@ class RecordKeeper:
             if [record["round"] for record in history] != list(range(1, checkpoint.round + 1)):
                 raise UserError(
                     f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
-                    "wrote into it, so the run cannot be continued; start again in another outdir"
+                    "wrote into it, so the run cannot be continued; start it anew with --overwrite or in another outdir"
                 )
+            remove_old(self.outdir / "checkpoint", self.config.lowrank.keep_checkpoints, checkpoint.round)
         self._records = Records(records, history)
-        self.config.dump(self.outdir / self.config_name)
-        about = {"schema": SCHEMA, **environment(), "new_weights": self.site.new_weights}
-        write_text(self.outdir / "environment.json", to_json(about, indent=1))
+        with self._replaced(self.config_name) as aside:
+            self.config.dump(aside)
+        write_environment(
+            self.outdir / "environment.json", self.site.new_weights, checkpoint.round if checkpoint else None
+        )
         data = {"schema": SCHEMA, **self.site.data.record()}
         write_text(self.outdir / "data.json", to_json(data, separators=(",", ":")))
         return checkpoint
@@ -235,34 +218,47 @@ class RecordKeeper:
         sent = sum(nbytes(self.method.expected(state, record["round"], 1)) for record in self.history)
         return 2 * self.config.sampled_per_round * sent
 
-    def _save_personal(self) -> Path:
-        """Save every client's own adapter in PEFT's format, in ``personal/client_K``."""
-        folder, model = self.outdir / "personal", self.site.model
+    @contextmanager
+    def _replaced(self, name: str) -> Iterator[Path]:
+        """A path to write a file or a folder to, which replaces the one called ``name`` when the block ends."""
+        path = self.outdir / name
+        try:
+            with replacing(path) as aside:
+                yield aside
+                sort_configs(aside)
+        except Exception as error:
+            # tokenizers raises a bare Exception if it cannot write.
+            if isinstance(error, (OSError, SafetensorError)) or type(error) is Exception:
+                raise cannot_write(path, error) from error
+            raise
+
+    def _save_personal(self, folder: Path) -> None:
+        """Save every client's own adapter in PEFT's format, in ``client_K`` of ``folder``."""
+        model = self.site.model
         if not isinstance(model, peft.PeftModel):
             raise TypeError(
                 f"the clients' own adapters are saved from a PeftModel, the model is {type(model).__name__}"
             )
         for client in self.site.personal:
             self.site.load_client(self.ledger.state, client)
-            for name in {adapter_name(n) for n in self.site.personal[client]}:
+            for name in sorted({adapter_name(n) for n in self.site.personal[client]}):
                 save_adapter(
                     folder / f"client_{client}",
                     model.peft_config[name],
                     peft.get_peft_model_state_dict(model, adapter_name=name),
                 )
         self.site.load_global(self.ledger.state)
-        return folder
 
     def finish(self) -> RunResult:
         """Save the adapter or the model, the personal adapters, the curves and the summary; returns the result.
 
         Raises:
-            OSError: something cannot be written.
+            RunFailed, OSError: something cannot be written; what was there before is unchanged.
         """
         history = self.history
         last: dict[str, dict[str, float]] = next((r["metrics"] for r in reversed(history) if r["metrics"]), {})
         final = {f"{split}_{name}": v for split, values in last.items() for name, v in values.items()}
-        for metric in {m for m in final if m.endswith("_acc")}:
+        for metric in [m for m in final if m.endswith("_acc")]:
             split = metric.removesuffix("_acc")
             final[f"{metric}_last5"] = float(
                 np.mean([r["metrics"][split]["acc"] for r in history if split in r["metrics"]][-5:])
@@ -291,15 +287,23 @@ class RecordKeeper:
                 "formula_bytes": self._formula_bytes(),
             },
         )
+        saving: dict[str, Callable[[Path], object]] = {}
         if not result.base_changed:
-            result.saved["adapter"] = result.save_adapter(self.outdir / "adapter")
+            saving["adapter"] = result.save_adapter
         if result.base_changed or self.config.lowrank.save_merged:
-            result.saved["model"] = result.save_model(self.outdir / "model")
+            saving["model"] = result.save_model
+        for name, save in saving.items():
+            with self._replaced(name) as folder:
+                folder.mkdir()
+                save(folder)
+                if self.site.tokenizer is not None:
+                    self.site.tokenizer.save_pretrained(str(folder))
+            result.saved[name] = self.outdir / name
         if self.site.personal:
-            result.saved["personal"] = self._save_personal()
-        for folder in (result.saved[what] for what in ("adapter", "model") if what in result.saved):
-            if self.site.tokenizer is not None:
-                self.site.tokenizer.save_pretrained(str(folder))
+            with self._replaced("personal") as folder:
+                folder.mkdir()
+                self._save_personal(folder)
+            result.saved["personal"] = self.outdir / "personal"
         result.saved["curves"] = plot_curves(
             {self.method.name: history}, self.outdir / "curves.png", self.site.data.majority
         )

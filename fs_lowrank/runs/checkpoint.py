@@ -53,9 +53,7 @@ def save_checkpoint(
     Raises:
         RunFailed: it could not be written, for instance on a full disk; earlier checkpoints are unchanged.
     """
-    final = folder / f"round_{round:06d}"
-    for left in folder.glob(".*"):  # by a process that was killed while it wrote
-        shutil.rmtree(left, ignore_errors=True)
+    final = folder / _name(round)
     try:
         with replacing(final) as aside:
             aside.mkdir()
@@ -67,14 +65,28 @@ def save_checkpoint(
             content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
             (aside / "meta.json").write_text(json.dumps({"sha256": _meta_sum(content), **content}))
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
-        kept = sorted(p.name for p in folder.glob("round_*")) if folder.is_dir() else []
+        kept = sorted(p.name for p in folder.glob("round_*"))
         raise RunFailed(
             f"could not save the checkpoint of round {round} in {folder}: {error}; "
             f"last good: {kept[-1] if kept else 'none'}. Make room and run again with --resume"
         ) from error
-    for old in sorted(folder.glob("round_*"))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    remove_old(folder, keep)
     return final
+
+
+def remove_old(folder: Path, keep: int, loaded: int = 0) -> None:
+    """Remove all checkpoints but the newest ``keep``, and what a killed process left while it wrote.
+
+    Args:
+        loaded: the round of a checkpoint that stays, because newer ones may be damaged.
+    """
+    for path in (*sorted(folder.glob("round_*"))[:-keep], *folder.glob(".*")):
+        if path.name != _name(loaded):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _name(round: int) -> str:
+    return f"round_{round:06d}"
 
 
 def _read(path: Path, device: torch.device | str) -> Checkpoint:
@@ -97,14 +109,17 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpo
     Raises:
         UserError: all checkpoints are damaged, or the newest is of a newer version of fs-lowrank.
     """
-    found = sorted(folder.glob("round_*"), reverse=True) if folder.is_dir() else []
-    for path in found:
+    checkpoints = sorted(folder.glob("round_*"), reverse=True) if folder.is_dir() else []
+    for path in checkpoints:
         try:
             return _read(path, device)
         except NewerSchema:  # going back to an older checkpoint would undo rounds that are done
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("checkpoint %s cannot be used (%s); trying the one before", path.name, error)
-    if found:
-        raise UserError(f"every checkpoint in {folder} is damaged; start again without --resume")
+    if checkpoints:
+        raise UserError(
+            f"every checkpoint in {folder} is damaged, so the run cannot be continued; start it anew with --overwrite "
+            "in place of --resume, or in another outdir"
+        )
     return None

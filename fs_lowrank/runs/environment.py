@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import platform
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..algebra import digest
-from ..versions import __version__
+from ..jobs.files import to_json, write_text
+from ..versions import SCHEMA, __version__
+
+logger = logging.getLogger("fs_lowrank")
 
 PACKAGES = ("torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 
@@ -23,7 +31,7 @@ def versions() -> dict[str, str]:
     return {**own, **{package: version(package) for package in PACKAGES}}
 
 
-def environment() -> dict:
+def environment() -> dict[str, Any]:
     """Versions and machine, for ``environment.json``."""
     return {
         "versions": versions(),
@@ -32,6 +40,46 @@ def environment() -> dict:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int | None) -> None:
+    """Write ``environment.json``; a resumed run adds its environment under ``resumed`` to that of the start.
+
+    If versions, the number of threads or the GPU differ from those before, a warning says that results may differ in
+    their last digits.
+
+    Args:
+        path: the file.
+        new_weights: names of the weights that no checkpoint of the model had.
+        resumed_after: the last round of the interrupted run; None for a run that begins.
+    Raises:
+        RunFailed: the file cannot be written.
+    """
+    now = environment()
+    content: dict[str, Any] = {"schema": SCHEMA, **now, "new_weights": list(new_weights)}
+    if resumed_after is not None:
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            last = [before, *before.get("resumed", [])][-1]
+            changed = _differences(last, now)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s cannot be read (%s); what the run began with is not known", path, error)
+        else:
+            content = {**before, "resumed": [*before.get("resumed", []), {"after_round": resumed_after, **now}]}
+            if changed:
+                logger.warning(
+                    "resumed with another environment (%s): results may differ from those of an uninterrupted run in "
+                    "their last digits, or more where a library changed",
+                    ", ".join(changed),
+                )
+    write_text(path, to_json(content, indent=1))
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs in two environments and affects results, in words."""
+    pairs = [(name, before["versions"].get(name), now["versions"][name]) for name in now["versions"]]
+    pairs += [(name, before[name], now[name]) for name in ("threads", "gpu")]
+    return [f"{name} {then} → {here}" for name, then, here in pairs if then != here]
 
 
 def model_fingerprint(model: nn.Module) -> str:

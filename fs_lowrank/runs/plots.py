@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..jobs.files import cannot_write, replacing
+
 
 def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: float | None = None) -> Path:
     """Plot held-out accuracy (for a causal LM: loss) by round and by bytes, and training loss by round.
@@ -15,6 +17,8 @@ def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: f
         majority: fraction of the most frequent class; None for a causal LM.
     Returns:
         ``path``.
+    Raises:
+        RunFailed: it cannot be written.
     """
     import matplotlib
 
@@ -48,5 +52,9 @@ def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: f
         axes.grid(alpha=0.3)
     if accuracy.lines:
         accuracy.legend()
-    figure.savefig(path, dpi=120)
+    try:
+        with replacing(path, durable=False) as aside:
+            figure.savefig(aside, format="png", dpi=120)
+    except OSError as error:
+        raise cannot_write(path, error) from error
     return path

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..jobs.files import sync, to_json, write_text
+from ..jobs.files import cannot_write, sync, to_json, write_text
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -39,12 +39,15 @@ class Records:
         """Append a record; it is on the disk when this returns.
 
         Raises:
-            OSError: it cannot be written.
+            RunFailed: it cannot be written.
         """
         line = to_json(record)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        sync(self.path)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+            sync(self.path)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
         self.digests.append(_digest(line))
         self.history.append(_parsed(line))  # so that the history is the same as in a resumed run
 
@@ -78,7 +81,7 @@ def read_records(path: Path, up_to: int, digests: Sequence[str] = ()) -> list[Re
             lines.append(rest)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             logger.warning("%s: line %d was cut off while it was written; it is left out", path, len(lines) + 1)
-    remedy = "put the file back as the run wrote it, or start again in another outdir"
+    remedy = "restore the file, or start the run anew with --overwrite or in another outdir"
     for number, line in enumerate(lines, start=1):
         try:
             record = _parsed(line)

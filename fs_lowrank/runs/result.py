@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,3 +93,13 @@ class RunResult:
         model = plain(model)
         model.save_pretrained(str(folder))
         return Path(folder)
+
+
+def sort_configs(folder: Path) -> None:
+    """Sort the lists of names in PEFT's ``adapter_config.json`` files; PEFT writes sets in an order that varies."""
+    for path in folder.rglob("adapter_config.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for key, value in content.items():
+            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+                content[key] = sorted(value)
+        path.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")

@@ -37,12 +37,13 @@ from fs_lowrank.rounds.codec import Codec, Plain, Uniform
 from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, standing_in
 from fs_lowrank.rounds.ending import end_round
 from fs_lowrank.rounds.evaluator import CLIENTS, Evaluator
-from fs_lowrank.rounds.keeper import RecordKeeper, check_outdir, outdir_of
+from fs_lowrank.rounds.keeper import RecordKeeper
 from fs_lowrank.rounds.ledger import Ledger, Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.rounds.site import Site
 from fs_lowrank.runs.checkpoint import load_checkpoint
+from fs_lowrank.runs.folder import check_outdir, outdir_of
 from fs_lowrank.runs.records import read_records
 from fs_lowrank.runs.result import RunResult
 

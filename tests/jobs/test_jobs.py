@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fs_lowrank import RunFailed, UserError
-from fs_lowrank.jobs import shell
+from fs_lowrank.jobs import crew, shell
 from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.jobs.locks import claimed, exclusive
 from fs_lowrank.jobs.pool import Member, Pool
@@ -115,10 +117,22 @@ def _runs(number: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "raised, code",
-    [(None, 0), (UserError("[no] such thing"), 2), (RunFailed("no room"), 1), (KeyboardInterrupt(), 130)],
+    "raised, code, line",
+    [
+        (None, 0, ""),
+        (UserError("[no] such thing"), 2, "error: [no] such thing"),
+        (RunFailed("no room"), 1, "error: no room"),
+        (OSError(28, "No space left on device", "x.json"), 1, "No space left on device: 'x.json'"),
+        (
+            KeyError("[x]"),
+            1,
+            "error: KeyError: '[x]' (an error in fs-lowrank; please report it, with the traceback in ",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted; again: python -m thing go"),
+    ],
+    ids=["success", "wrong use", "failure", "disk full", "bug", "Ctrl-C"],
 )
-def test_how_a_command_ends(raised, code, capsys):
+def test_how_a_command_ends(raised, code, line, capsys, tmp_path):
     def do(args):
         if raised:
             raise raised
@@ -130,14 +144,40 @@ def test_how_a_command_ends(raised, code, capsys):
         return parser, commands.choices.values()
 
     console = shell.make_console(120)
-    assert shell.run(make_parser, ["go"], console, lambda args: f"; again: {args.again}") == code
-    said = "".join(capsys.readouterr())
-    assert "Traceback" not in said
-    assert {0: "", 2: "error: [no] such thing", 1: "no room", 130: "interrupted; again: python -m thing go"}[
-        code
-    ] in said
-    shell.run(make_parser, ["go", "--debug"], console)
+    assert shell.run(make_parser, ["go"], console, lambda args: f"; again: {args.again}", lambda args: tmp_path) == code
+    printed = "".join(capsys.readouterr())
+    assert "Traceback" not in printed and line in printed and printed.strip().count("\n") == 0
+    bug = isinstance(raised, KeyError)
+    for file in tmp_path.iterdir():
+        assert bug and str(file) in printed and "in do" in file.read_text() and "KeyError" in file.read_text()
+    assert len(list(tmp_path.iterdir())) == bug
+    shell.run(make_parser, ["go", "--debug"], console, folder=lambda args: tmp_path)
     assert ("Traceback" in "".join(capsys.readouterr())) == (code in (1, 2))
+
+
+def test_a_traceback_goes_to_the_folder_for_temporary_files_if_the_run_has_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(shell.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    (tmp_path / "file").write_text("")
+    for folder in (None, tmp_path / "file"):
+        assert str(tmp_path / "temporary") in shell.message_of(ValueError("x\ny"), folder)
+    error = ValueError("x")
+    error.run_folder = tmp_path / "run"
+    assert str(tmp_path / "run") in shell.message_of(error, tmp_path / "other")
+
+
+def broken(options):
+    """What the worker below runs."""
+    raise ZeroDivisionError("division by zero")
+
+
+def test_a_worker_with_a_bug_prints_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    ours, theirs = multiprocessing.Pipe()
+    ours.send_bytes(json.dumps({"target": "test_jobs:broken", "options": {}, "logs": str(tmp_path)}).encode())
+    assert crew.serve(theirs) == shell.FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    (file,) = tmp_path.iterdir()
+    assert "ZeroDivisionError: division by zero" in line and str(file) in line and "in broken" in file.read_text()
 
 
 @pytest.mark.parametrize("package, others", [("benchmark", ("fs_lowrank", "hpo")), ("hpo", ("fs_lowrank",))])

@@ -90,25 +90,25 @@ class Run:
         return reply
 
     def round(self, number, clients=(1, 2, 3), spoil=lambda client, parcel: parcel):
-        one = Round(number, self.ledger, clients, codec=self.codec, base=self.base)
+        current = Round(number, self.ledger, clients, codec=self.codec, base=self.base)
         sizes = {}
         for client in clients:
-            order = one.ask(client, self.standings[client])
+            order = current.ask(client, self.standings[client])
             reply = self.follow(client, order.parcel.to_bytes())
-            one.delivered(order)
+            current.delivered(order)
             sizes[client] = order.sizes[0]
-            one.take(client, spoil(client, Parcel.of(reply)))
-        message = one.finish().message
+            current.take(client, spoil(client, Parcel.of(reply)))
+        message = current.finish().message
         with torch.no_grad():
             self.method.apply(self.model, message, number)
         return sizes
 
     def evaluated(self, number, client):
         """The model of ``client`` when it has followed up to now."""
-        one = Round(number, self.ledger, (), codec=self.codec, base=self.base)
-        order = one.ask(client, self.standings[client], purpose="evaluate")
+        current = Round(number, self.ledger, (), codec=self.codec, base=self.base)
+        order = current.ask(client, self.standings[client], purpose="evaluate")
         self.follow(client, order.parcel.to_bytes())
-        one.delivered(order)
+        current.delivered(order)
         copy = self.copy(client)
         assert copy.standing.round == self.ledger.stood
         return copy, order
@@ -189,8 +189,8 @@ def test_an_order_that_comes_twice_is_followed_once(name, tmp_path):
     run = Run(name, tmp_path)
     run.round(1)
     run.round(2)
-    one = Round(3, run.ledger, (1,))
-    data = one.ask(1, run.standings[1]).parcel.to_bytes()
+    current = Round(3, run.ledger, (1,))
+    data = current.ask(1, run.standings[1]).parcel.to_bytes()
     first = Parcel.of(run.follow(1, data))
     again = Parcel.of(run.follow(1, data))
     assert first.facts == again.facts and all(torch.equal(first.tensors[n], again.tensors[n]) for n in first.tensors)
@@ -203,10 +203,10 @@ def test_an_order_that_comes_twice_is_followed_once(name, tmp_path):
     assert (
         reply.facts["lost"] and "stands at round 3, and what it was sent goes on from round 1" in reply.facts["error"]
     )
-    one = Round(5, run.ledger, (1,))
-    order = one.ask(1)
-    one.delivered(order)
-    assert not one.take(1, Parcel({}, **{**reply.facts, "round": 5})) and run.ledger.since(1) is None
+    current = Round(5, run.ledger, (1,))
+    order = current.ask(1)
+    current.delivered(order)
+    assert not current.take(1, Parcel({}, **{**reply.facts, "round": 5})) and run.ledger.since(1) is None
 
 
 @pytest.mark.parametrize("how", ["refused", "the server is resumed"])
@@ -224,9 +224,9 @@ def test_training_that_did_not_count_leaves_nothing_personal(tmp_path, how):
 
         run.round(2, spoil=spoil)
     else:
-        one = Round(2, run.ledger, (1, 2, 3))
+        current = Round(2, run.ledger, (1, 2, 3))
         for client in (1, 2, 3):
-            assert run.follow(client, one.ask(client, run.standings[client]).parcel.to_bytes())
+            assert run.follow(client, current.ask(client, run.standings[client]).parcel.to_bytes())
         run.round(2, (1, 3))  # the process that asked before is gone
         run.ledger.undone[2] = 2
     run.round(3)

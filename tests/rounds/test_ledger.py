@@ -1,4 +1,4 @@
-"""Who takes part, what travels, what is forgotten."""
+"""The ledger: who takes part, which messages a client lacks, and which messages are kept."""
 
 import json
 from collections import Counter
@@ -20,22 +20,22 @@ def state():
     return {A: torch.ones(2, 7), B: torch.zeros(5, 2), HEAD: torch.zeros(3, 5)}
 
 
-def ledger(method="rolora", clients=4, per_round=4, min_clients=1, seed=0, **options):
+def make_ledger(method="rolora", clients=4, per_round=4, min_clients=1, seed=0, **options):
     made = create_method(method, adapter=AdapterSpec(r=2, lora_alpha=4), rounds=9)
     return Ledger(made, state(), clients, per_round, min_clients, seed, **options)
 
 
 def step(ledger, number, clients, order=list, base=None):
-    """A round of ``clients``, whose tensors hold their number all over; what each was sent."""
-    one, sent = Round(number, ledger, clients, base=base), {}
+    """Run a round of ``clients``, each of which sends its own number in every entry; returns what each was sent."""
+    current, sent = Round(number, ledger, clients, base=base), {}
     for client in clients:
-        sent[client] = one.ask(client)
-        one.delivered(sent[client])
+        sent[client] = current.ask(client)
+        current.delivered(sent[client])
     for client in order(clients):
         expected = ledger.method.expected(ledger.state, number, client)
         tensors = {n: torch.full_like(t, client) for n, t in expected.items()}
-        assert one.take(client, Parcel(tensors, round=number, samples=client, loss=1.0))
-    one.finish()
+        assert current.take(client, Parcel(tensors, round=number, samples=client, loss=1.0))
+    current.finish()
     return {client: order.parcel.tensors for client, order in sent.items()}
 
 
@@ -43,98 +43,98 @@ def step(ledger, number, clients, order=list, base=None):
 
 
 def test_the_seed_and_the_round_decide_who_takes_part():
-    one, again, other = (ledger(clients=50, per_round=5, seed=s) for s in (1, 1, 2))
-    rounds = [one.select(r) for r in range(1, 30)]
+    ledger, again, other = (make_ledger(clients=50, per_round=5, seed=s) for s in (1, 1, 2))
+    rounds = [ledger.select(r) for r in range(1, 30)]
     # Asked in any order, or after a resume at any round, the answer is the same.
     assert [again.select(r) for r in range(29, 0, -1)] == rounds[::-1]
     assert [other.select(r) for r in range(1, 30)] != rounds
     assert all(len(set(s)) == 5 and s == sorted(s) and 1 <= s[0] and s[-1] <= 50 for s in rounds)
-    assert ledger(clients=3, per_round=3).select(7) == [1, 2, 3]
+    assert make_ledger(clients=3, per_round=3).select(7) == [1, 2, 3]
 
 
 def test_everyone_takes_part_about_as_often():
-    one = ledger(clients=10, per_round=3)
-    counts = Counter(client for r in range(1, 1001) for client in one.select(r))
+    ledger = make_ledger(clients=10, per_round=3)
+    counts = Counter(client for r in range(1, 1001) for client in ledger.select(r))
     assert set(counts) == set(range(1, 11)) and all(240 < n < 360 for n in counts.values())
 
 
 def test_drop_outs_come_from_the_seed():
-    one, again = (ledger(drop_rate=0.3, seed=5) for _ in range(2))
-    drawn = [[one.drops_out(c, r) for c in range(1, 21)] for r in range(1, 51)]
+    ledger, again = (make_ledger(drop_rate=0.3, seed=5) for _ in range(2))
+    drawn = [[ledger.drops_out(c, r) for c in range(1, 21)] for r in range(1, 51)]
     assert drawn == [[again.drops_out(c, r) for c in range(1, 21)] for r in range(1, 51)]
     assert 0.25 < sum(map(sum, drawn)) / 1000 < 0.35
-    assert not any(ledger().drops_out(c, r) for c in range(20) for r in range(20))
+    assert not any(make_ledger().drops_out(c, r) for c in range(20) for r in range(20))
 
 
 # -- what travels --------------------------------------------------------------------------------------
 
 
 def test_nothing_is_sent_twice():
-    one = ledger(keep_messages=True)
-    assert not any(step(one, 1, (1, 2)).values())
-    assert [set(t) for t in step(one, 2, (1, 2)).values()] == [{B, HEAD}] * 2
-    third = Round(3, one, (1, 3))
+    ledger = make_ledger(keep_messages=True)
+    assert not any(step(ledger, 1, (1, 2)).values())
+    assert [set(t) for t in step(ledger, 2, (1, 2)).values()] == [{B, HEAD}] * 2
+    third = Round(3, ledger, (1, 3))
     order = third.ask(1)
     assert set(order.parcel.tensors) == {A, HEAD}
     third.delivered(order)
     assert not third.ask(1).parcel.tensors
     # One that was never there gets both halves, each as it stands now.
     late = third.ask(3).parcel.tensors
-    assert set(late) == {A, B, HEAD} and all(torch.equal(late[n], one.state[n]) for n in late)
+    assert set(late) == {A, B, HEAD} and all(torch.equal(late[n], ledger.state[n]) for n in late)
 
 
 def test_what_was_not_delivered_is_sent_again():
-    one = ledger(keep_messages=True)
-    step(one, 1, (1, 2))
-    second = Round(2, one, (1, 2))
+    ledger = make_ledger(keep_messages=True)
+    step(ledger, 1, (1, 2))
+    second = Round(2, ledger, (1, 2))
     assert set(second.ask(1).parcel.tensors) == set(second.ask(1).parcel.tensors) == {B, HEAD}
-    assert not second.downlink and not one.synced.get(1)
+    assert not second.downlink and not ledger.synced.get(1)
 
 
 def test_only_sizes_are_kept_where_the_values_are_not_needed():
-    one = ledger()
-    step(one, 1, (1, 2))
-    order = Round(2, one).ask(1)
+    ledger = make_ledger()
+    step(ledger, 1, (1, 2))
+    order = Round(2, ledger).ask(1)
     assert all(t.is_meta for t in order.parcel.tensors.values())
     assert order.sizes == Plain().sizes(order.parcel.tensors) == (4 * (5 * 2 + 3 * 5), 4 * 5 * 2)
     assert set(without_head(order.parcel.tensors)) == {B}
 
 
 def test_what_everyone_has_is_forgotten():
-    one = ledger("flora", keep_messages=True)
+    ledger = make_ledger("flora", keep_messages=True)
     held = []
     for round in range(1, 8):
-        step(one, round, (1, 2, 3, 4))
-        held.append(len([n for n in one.outbox if n.startswith("merge:")]))
+        step(ledger, round, (1, 2, 3, 4))
+        held.append(len([n for n in ledger.outbox if n.startswith("merge:")]))
     assert held == [2] * 7, "the stacks of one round, not of all"
 
 
 def test_what_someone_lacks_is_kept():
-    one = ledger("flora", keep_messages=True)
+    ledger = make_ledger("flora", keep_messages=True)
     for round in range(1, 5):
-        step(one, round, (1, 2, 3))
-    late = Round(5, one, (4,)).ask(4).parcel.tensors
+        step(ledger, round, (1, 2, 3))
+    late = Round(5, ledger, (4,)).ask(4).parcel.tensors
     assert {n for n in late if n.startswith("merge:")} == {f"merge:{r}:{n}" for r in (1, 2, 3, 4) for n in (A, B)}
 
 
 def test_where_everyone_stands_is_known_without_asking_everyone():
-    one, drawn = ledger(clients=5), torch.Generator().manual_seed(0)
+    ledger, drawn = make_ledger(clients=5), torch.Generator().manual_seed(0)
     stands = dict.fromkeys(range(1, 6), 0)
     for number in range(1, 60):
-        one.stood = number
+        ledger.stood = number
         for client in torch.randperm(5, generator=drawn)[:2].add(1).tolist():
             stands[client] = number
-            one.move(client, number)
-        assert one.everyone_has() == min(stands.values())
-    one.move(3, None)
-    assert one.everyone_has() == 0 and 3 not in one.synced
+            ledger.move(client, number)
+        assert ledger.everyone_has() == min(stands.values())
+    ledger.move(3, None)
+    assert ledger.everyone_has() == 0 and 3 not in ledger.synced
 
 
 def test_messages_are_cut_to_the_clients_rank():
     made = create_method("flexlora", adapter=AdapterSpec(r=2, lora_alpha=4), ranks=(1, 2))
-    one = Ledger(made, state(), 2, 2, 1, 0)
-    step(one, 1, (1, 2))
-    second = Round(2, one)
+    ledger = Ledger(made, state(), 2, 2, 1, 0)
+    step(ledger, 1, (1, 2))
+    second = Round(2, ledger)
     assert second.ask(1).sizes == (4 * (7 + 5 + 15), 4 * (7 + 5))
     assert second.ask(2).sizes == (4 * (14 + 10 + 15), 4 * (14 + 10))
 
@@ -142,9 +142,9 @@ def test_messages_are_cut_to_the_clients_rank():
 def test_the_sum_does_not_depend_on_who_came_first():
     states = []
     for order in (list, lambda c: (c[2], c[0], c[1]), lambda c: c[::-1]):
-        one = ledger()
-        step(one, 1, (1, 2, 3), order)
-        states.append(one.state)
+        ledger = make_ledger()
+        step(ledger, 1, (1, 2, 3), order)
+        states.append(ledger.state)
     assert all(torch.equal(states[0][n], other[n]) for other in states[1:] for n in states[0])
     assert states[0][B][0, 0] == pytest.approx((1 + 4 + 9) / 6)
 
@@ -157,88 +157,88 @@ def asked(ledger, number, standing):
 
 
 def test_a_copy_that_says_where_it_stands_gets_what_it_lacks():
-    one = ledger(keep_messages=True)
-    step(one, 1, (1, 2))
-    told = asked(one, 2, Standing()).parcel.facts
+    ledger = make_ledger(keep_messages=True)
+    step(ledger, 1, (1, 2))
+    told = asked(ledger, 2, Standing()).parcel.facts
     assert told["since"] == 0 and told["stands"] == 1, "at the start it needs no more than the messages since"
     here = Standing(1, told["stamp"])
-    assert not asked(one, 2, here).parcel.tensors
-    step(one, 2, (1, 2))
-    assert set(asked(one, 3, here).parcel.tensors) == {A, HEAD}
-    assert asked(one, 3, here).parcel.facts["stamp"] != told["stamp"]
+    assert not asked(ledger, 2, here).parcel.tensors
+    step(ledger, 2, (1, 2))
+    assert set(asked(ledger, 3, here).parcel.tensors) == {A, HEAD}
+    assert asked(ledger, 3, here).parcel.facts["stamp"] != told["stamp"]
 
 
 @pytest.mark.parametrize("said", [Standing(1, "another"), Standing(2, ""), Standing(9, ""), Standing(-1, "")])
 def test_a_copy_that_is_not_known_gets_everything(said):
-    one = ledger(keep_messages=True)
-    step(one, 1, (1, 2))
-    asked(one, 2, Standing())  # which told it the stamp of round 1
-    step(one, 2, (1, 2))
-    order = asked(one, 3, said)
+    ledger = make_ledger(keep_messages=True)
+    step(ledger, 1, (1, 2))
+    asked(ledger, 2, Standing())  # which told it the stamp of round 1
+    step(ledger, 2, (1, 2))
+    order = asked(ledger, 3, said)
     assert order.since is None and order.parcel.facts["whole"]
     assert order.parcel.tensors.keys() == {A, B, HEAD}
 
 
 def test_a_copy_that_is_behind_what_is_kept_gets_everything():
-    one = ledger("flora", clients=2, keep_messages=True)
+    ledger = make_ledger("flora", clients=2, keep_messages=True)
     for number in (1, 2, 3, 4):
-        step(one, number, (1, 2))
-    assert one.floor == 3
-    assert asked(one, 5, Standing()).since is None
-    one.forget([2])
-    assert Round(5, one, (2,)).ask(2).since is None and Round(5, one, (1,)).ask(1).since == 3
+        step(ledger, number, (1, 2))
+    assert ledger.floor == 3
+    assert asked(ledger, 5, Standing()).since is None
+    ledger.forget([2])
+    assert Round(5, ledger, (2,)).ask(2).since is None and Round(5, ledger, (1,)).ask(1).since == 3
 
 
 def test_a_stamp_is_of_this_run_and_this_history():
     stamps = set()
     for identity, clients in (("one", (1, 2)), ("other", (1, 2)), ("one", (1, 3))):
-        one = ledger(keep_messages=True, identity=identity)
-        step(one, 1, clients)
-        stamps.add(one.stamp(1))
+        ledger = make_ledger(keep_messages=True, identity=identity)
+        step(ledger, 1, clients)
+        stamps.add(ledger.stamp(1))
     assert len(stamps) == 3
 
 
 def test_a_late_client_is_sent_the_whole_model_where_that_is_less_also_after_a_restart():
-    one = ledger("flora", clients=3, keep_messages=True)
+    ledger = make_ledger("flora", clients=3, keep_messages=True)
     for number in range(1, 9):
-        step(one, number, (1, 2), base=lambda: {"m.weight": torch.zeros(5, 7)})
+        step(ledger, number, (1, 2), base=lambda: {"m.weight": torch.zeros(5, 7)})
     whole = 4 * (2 * 7 + 5 * 2 + 3 * 5 + 5 * 7)
-    assert 0 < one.horizon < 8 and sum(t.nbytes for _, t in one.outbox.values()) <= whole
-    again = ledger("flora", clients=3, keep_messages=True)
-    parts, data = one.saved(8)
+    assert 0 < ledger.horizon < 8 and sum(t.nbytes for _, t in ledger.outbox.values()) <= whole
+    again = make_ledger("flora", clients=3, keep_messages=True)
+    parts, data = ledger.saved(8)
     again.restore(8, parts, json.loads(json.dumps(data)))
-    for each in (one, again):
+    for each in (ledger, again):
         assert each.since(3) is None and each.since(1) == 7
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_ledger_goes_on_from_what_was_saved(told):
-    one = ledger("fedloru", keep_messages=True)
+    ledger = make_ledger("fedloru", keep_messages=True)
     for number in (1, 2, 3):
-        step(one, number, (1, 2, 3))
+        step(ledger, number, (1, 2, 3))
         if told:
-            one.stamp(number)
-    parts, data = one.saved(3)
-    again = ledger("fedloru", keep_messages=True)
+            ledger.stamp(number)
+    parts, data = ledger.saved(3)
+    again = make_ledger("fedloru", keep_messages=True)
     again.restore(3, parts, json.loads(json.dumps(data)))
-    assert again.synced == one.synced and {n: r for n, (r, _) in again.outbox.items()} == {
-        n: r for n, (r, _) in one.outbox.items()
+    assert again.synced == ledger.synced and {n: r for n, (r, _) in again.outbox.items()} == {
+        n: r for n, (r, _) in ledger.outbox.items()
     }
-    assert all(torch.equal(again.state[n], one.state[n]) for n in one.state)
-    here = Standing(3, one.stamp(3))
+    assert all(torch.equal(again.state[n], ledger.state[n]) for n in ledger.state)
+    here = Standing(3, ledger.stamp(3))
     assert (again.since(1, here), again.since(1, Standing(3, "x"))) == (3, None)
     assert again.since(4, Standing()) == (0 if told else None), "messages without their values are of no use to it"
     if told:
-        assert all(torch.equal(t, one.outbox[n][1]) for n, (_, t) in again.outbox.items())
-        step(one, 4, (1, 4))
+        assert all(torch.equal(t, ledger.outbox[n][1]) for n, (_, t) in again.outbox.items())
+        step(ledger, 4, (1, 4))
         step(again, 4, (1, 4))
-        assert again.stamp(4) == one.stamp(4)
+        assert again.stamp(4) == ledger.stamp(4)
 
 
 def test_the_state_lies_in_memory_as_a_checkpoint_would_restore_it():
-    one = ledger()
-    transposed = {name: tensor.T.contiguous().T for name, tensor in one.state.items()}
+    ledger = make_ledger()
+    transposed = {name: tensor.T.contiguous().T for name, tensor in ledger.state.items()}
     assert not all(tensor.is_contiguous() for tensor in transposed.values())
-    one.commit(1, transposed, {})
-    assert all(tensor.is_contiguous() for tensor in one.state.values())
-    assert all(torch.equal(tensor, transposed[name]) for name, tensor in one.state.items())
+    ledger.commit(1, transposed, {})
+    assert all(tensor.is_contiguous() for tensor in ledger.state.values())
+    assert all(torch.equal(tensor, transposed[name]) for name, tensor in ledger.state.items())

@@ -24,18 +24,18 @@ def ledger(method="fedlora", clients=4, min_clients=1, **options):
     return Ledger(made, state, clients, clients, min_clients, 0, **{"keep_messages": True, **options})
 
 
-def deliver(one, *clients):
+def deliver(current, *clients):
     for client in clients:
-        one.delivered(one.ask(client))
+        current.delivered(current.ask(client))
 
 
-def sent(one, client, samples=None, **changed):
-    expected = one.method.expected(one.ledger.state, one.number, client)
-    drawn = torch.Generator().manual_seed(100 * one.number + client)
+def sent(current, client, samples=None, **changed):
+    expected = current.method.expected(current.ledger.state, current.number, client)
+    drawn = torch.Generator().manual_seed(100 * current.number + client)
     tensors = {n: t + torch.randn(t.shape, generator=drawn) for n, t in expected.items()}
     return Parcel(
-        one.codec.encode({**tensors, **changed}),
-        round=one.number,
+        current.codec.encode({**tensors, **changed}),
+        round=current.number,
         samples=client if samples is None else samples,
         loss=float(client),
     )
@@ -44,14 +44,14 @@ def sent(one, client, samples=None, **changed):
 def test_answers_come_in_any_order():
     ends = []
     for order in itertools.permutations((1, 2, 3)):
-        one = Round(1, ledger(), (3, 1, 2))
-        deliver(one, 1, 2, 3)
-        assert one.selected == [1, 2, 3] and one.waiting == {1, 2, 3}
+        current = Round(1, ledger(), (3, 1, 2))
+        deliver(current, 1, 2, 3)
+        assert current.selected == [1, 2, 3] and current.waiting == {1, 2, 3}
         for client in order:
-            assert one.take(client, sent(one, client))
-        assert not one.waiting
-        message = one.finish().message
-        ends.append((message, one.record({}, {"training": 1.0}, {})))
+            assert current.take(client, sent(current, client))
+        assert not current.waiting
+        message = current.finish().message
+        ends.append((message, current.record({}, {"training": 1.0}, {})))
     for message, record in ends[1:]:
         assert all(torch.equal(message[n], ends[0][0][n]) for n in message)
         assert record == ends[0][1]
@@ -60,33 +60,33 @@ def test_answers_come_in_any_order():
 
 def test_the_mean_is_that_of_a_dense_sum():
     for intake in (None, RunningMean()):
-        one = Round(1, ledger(), (1, 2, 4), intake=intake)
-        deliver(one, 1, 2, 4)
-        parcels = {c: sent(one, c) for c in (4, 1, 2)}
+        current = Round(1, ledger(), (1, 2, 4), intake=intake)
+        deliver(current, 1, 2, 4)
+        parcels = {c: sent(current, c) for c in (4, 1, 2)}
         for client, parcel in parcels.items():
-            one.take(client, parcel)
-        message = one.finish().message
+            current.take(client, parcel)
+        message = current.finish().message
         for name in (A, B, HEAD):
             dense = sum(c * p.tensors[name].double() for c, p in parcels.items()) / 7
             torch.testing.assert_close(message[name].double(), dense, atol=1e-6, rtol=1e-6)
 
 
 def test_late_twice_and_uninvited_are_left_out():
-    one = Round(2, ledger(), (1, 2, 3))
-    deliver(one, 1, 2)
-    late = Parcel(sent(one, 1).tensors, round=1, samples=1, loss=1.0)
-    assert not one.take(1, late), "an answer of another round"
-    assert one.take(1, sent(one, 1)) and not one.take(1, sent(one, 1)), "one that comes twice"
-    assert not one.take(3, sent(one, 3)) and not one.take(4, sent(one, 4)), "one that was not asked"
-    one.fail(2, "failed", "no answer within lowrank.timeout")
-    assert not one.take(2, sent(one, 2)), "one that was given up"
-    one.fail(2, "failed", "once more")
-    one.fail(1, "failed", "its process ended after its answer")
-    assert one.waiting == {3} and [f["client"] for f in one.failed] == [2]
+    current = Round(2, ledger(), (1, 2, 3))
+    deliver(current, 1, 2)
+    late = Parcel(sent(current, 1).tensors, round=1, samples=1, loss=1.0)
+    assert not current.take(1, late), "an answer of another round"
+    assert current.take(1, sent(current, 1)) and not current.take(1, sent(current, 1)), "one that comes twice"
+    assert not current.take(3, sent(current, 3)) and not current.take(4, sent(current, 4)), "one that was not asked"
+    current.fail(2, "failed", "no answer within lowrank.timeout")
+    assert not current.take(2, sent(current, 2)), "one that was given up"
+    current.fail(2, "failed", "once more")
+    current.fail(1, "failed", "its process ended after its answer")
+    assert current.waiting == {3} and [f["client"] for f in current.failed] == [2]
     with pytest.raises(ValueError, match="round 2 does not wait for client 4"):
-        one.ask(4)
+        current.ask(4)
     with pytest.raises(RuntimeError, match=r"waits for clients \[3\]"):
-        one.finish()
+        current.finish()
 
 
 @pytest.mark.parametrize(
@@ -101,49 +101,49 @@ def test_late_twice_and_uninvited_are_left_out():
     ids=["nan", "missing", "loss", "text", "none"],
 )
 def test_a_refusal_is_a_failure_of_one_client(change, reason):
-    one = Round(1, ledger(), (1, 2))
-    deliver(one, 1, 2)
-    parcel = sent(one, 2)
+    current = Round(1, ledger(), (1, 2))
+    deliver(current, 1, 2)
+    parcel = sent(current, 2)
     change(parcel)
-    assert not one.take(2, parcel) and one.take(1, sent(one, 1))
-    (failure,) = one.failed
+    assert not current.take(2, parcel) and current.take(1, sent(current, 1))
+    (failure,) = current.failed
     assert (failure["client"], failure["kind"]) == (2, "refused") and reason in failure["reason"]
-    finished = one.finish()
-    assert finished.undone == {2} and one.ledger.undone == {2: 1}, "what it has learnt counts for nothing"
-    after = Round(2, one.ledger, (1, 2))
+    finished = current.finish()
+    assert finished.undone == {2} and current.ledger.undone == {2: 1}, "what it has learnt counts for nothing"
+    after = Round(2, current.ledger, (1, 2))
     assert after.ask(2).parcel.facts["undo"] == 1 and "undo" not in after.ask(1).parcel.facts
     deliver(after, 2)
-    assert not one.ledger.undone, "it has been told"
+    assert not current.ledger.undone, "it has been told"
 
 
 def test_an_error_at_a_client():
-    one = Round(1, ledger(), (1, 2))
-    deliver(one, 1, 2)
-    assert not one.take(1, Parcel({}, round=1, error="RuntimeError: out of memory"))
-    assert not one.take(2, Parcel({}, round=1, error="its copy stands elsewhere", lost=True))
-    assert [f["reason"] for f in one.failed] == ["RuntimeError: out of memory", "its copy stands elsewhere"]
-    assert one.ledger.unknown == {2}
+    current = Round(1, ledger(), (1, 2))
+    deliver(current, 1, 2)
+    assert not current.take(1, Parcel({}, round=1, error="RuntimeError: out of memory"))
+    assert not current.take(2, Parcel({}, round=1, error="its copy stands elsewhere", lost=True))
+    assert [f["reason"] for f in current.failed] == ["RuntimeError: out of memory", "its copy stands elsewhere"]
+    assert current.ledger.unknown == {2}
 
 
 def test_too_few_leave_all_as_it_was():
-    kept = ledger(min_clients=2)
-    first = Round(1, kept, (1, 2, 3))
+    server = ledger(min_clients=2)
+    first = Round(1, server, (1, 2, 3))
     deliver(first, 1, 2, 3)
     for client in (1, 2):
         first.take(client, sent(first, client))
     first.fail(3, "failed", "no answer")
     first.finish()
-    before = kept.state, dict(kept.synced), dict(kept.undone), dict(kept.outbox), kept.stood
+    before = server.state, dict(server.synced), dict(server.undone), dict(server.outbox), server.stood
     for intake in (None, RunningMean()):
-        one = Round(2, kept, (1, 3, 4), intake=intake)
-        deliver(one, 1, 3, 4)
-        assert kept.synced != before[1] and not kept.undone
-        one.take(1, sent(one, 1))
-        one.fail(3, "failed", "out of memory")
-        one.fail(4, "absent", "it has not joined")
+        current = Round(2, server, (1, 3, 4), intake=intake)
+        deliver(current, 1, 3, 4)
+        assert server.synced != before[1] and not server.undone
+        current.take(1, sent(current, 1))
+        current.fail(3, "failed", "out of memory")
+        current.fail(4, "absent", "it has not joined")
         with pytest.raises(TooFewClients, match="round 2: 1 usable updates, lowrank.min_clients is 2$"):
-            one.finish()
-        assert (kept.state, kept.synced, kept.undone, kept.outbox, kept.stood) == before
+            current.finish()
+        assert (server.state, server.synced, server.undone, server.outbox, server.stood) == before
 
 
 @pytest.mark.parametrize(
@@ -160,70 +160,70 @@ def test_an_error_of_the_servers_step_is_a_bad_round_unless_it_is_of_the_machine
     def aggregate(updates, state, round):
         raise error
 
-    kept = ledger()
-    one = Round(1, kept, (1, 2))
-    deliver(one, 1, 2)
+    server = ledger()
+    current = Round(1, server, (1, 2))
+    deliver(current, 1, 2)
     for client in (1, 2):
-        assert one.take(client, sent(one, client))
-    monkeypatch.setattr(kept.method, "aggregate", aggregate)
+        assert current.take(client, sent(current, client))
+    monkeypatch.setattr(server.method, "aggregate", aggregate)
     with pytest.raises(raised, match=str(error.args[-1])):
-        one.finish()
-    assert kept.stood == 0
+        current.finish()
+    assert server.stood == 0
     if raised is BadRound:
-        assert one.leave_out("it failed").undone == {1, 2}
+        assert current.leave_out("it failed").undone == {1, 2}
 
 
 def test_a_client_drawn_to_drop_out_follows():
-    kept = ledger(drop_rate=0.5)
-    number = next(r for r in range(1, 50) if {kept.drops_out(c, r) for c in (1, 2)} == {True, False})
-    one = Round(number, kept, (1, 2))
-    orders = {c: one.ask(c) for c in (1, 2)}
+    server = ledger(drop_rate=0.5)
+    number = next(r for r in range(1, 50) if {server.drops_out(c, r) for c in (1, 2)} == {True, False})
+    current = Round(number, server, (1, 2))
+    orders = {c: current.ask(c) for c in (1, 2)}
     for order in orders.values():
-        one.delivered(order)
-    (gone,) = (c for c in (1, 2) if kept.drops_out(c, number))
+        current.delivered(order)
+    (gone,) = (c for c in (1, 2) if server.drops_out(c, number))
     assert {o.purpose for c, o in orders.items() if c == gone} == {"follow"} and orders[3 - gone].purpose == "train"
-    assert one.failed == [{"client": gone, "kind": "dropped", "reason": "drawn by lowrank.drop_rate"}]
-    assert one.waiting == {3 - gone} and not one.take(gone, sent(one, gone))
-    one.take(3 - gone, sent(one, 3 - gone))
-    assert not one.finish().undone, "a client that only followed has nothing to undo"
-    assert set(kept.synced) == {1, 2}
+    assert current.failed == [{"client": gone, "kind": "dropped", "reason": "drawn by lowrank.drop_rate"}]
+    assert current.waiting == {3 - gone} and not current.take(gone, sent(current, gone))
+    current.take(3 - gone, sent(current, 3 - gone))
+    assert not current.finish().undone, "a client that only followed has nothing to undo"
+    assert set(server.synced) == {1, 2}
 
 
 def test_evaluation_counts_in_the_same_record():
-    kept = ledger()
-    one = Round(1, kept, (1, 2))
-    deliver(one, 1, 2)
+    server = ledger()
+    current = Round(1, server, (1, 2))
+    deliver(current, 1, 2)
     for client in (1, 2):
-        one.take(client, sent(one, client))
-    one.finish()
+        current.take(client, sent(current, client))
+    current.finish()
     whole = 4 * (2 * 7 + 5 * 2 + 3 * 5)
     for client in (1, 2, 3):
-        order = one.ask(client, purpose="evaluate")
+        order = current.ask(client, purpose="evaluate")
         assert order.parcel.facts["stands"] == 1 and order.sizes[0] == whole
-        one.delivered(order)
-    record = one.record({"test": {"acc": 0.5}}, {"training": 0.0}, {})
+        current.delivered(order)
+    record = current.record({"test": {"acc": 0.5}}, {"training": 0.0}, {})
     assert record["client_downlink_bytes"] == {1: whole, 2: whole, 3: whole}
     assert record["evaluation_downlink_bytes"] == record["downlink_bytes"] == 3 * whole
-    assert not Round(2, kept, (3,)).ask(3).parcel.tensors, "it has it from the evaluation"
+    assert not Round(2, server, (3,)).ask(3).parcel.tensors, "it has it from the evaluation"
 
 
 def test_quantised_messages_weigh_less_and_the_server_reads_what_clients_read():
-    kept = ledger()
-    one = Round(1, kept, (1, 2), codec=Uniform(8))
-    deliver(one, 1, 2)
+    server = ledger()
+    current = Round(1, server, (1, 2), codec=Uniform(8))
+    deliver(current, 1, 2)
     for client in (1, 2):
-        assert one.take(client, sent(one, client))
+        assert current.take(client, sent(current, client))
     numbers = 2 * 7 + 5 * 2 + 3 * 5
-    assert one.uplink[1] == (numbers + 3 * 4, 2 * 7 + 5 * 2 + 2 * 4)
-    message = one.finish().message
-    assert all(torch.equal(kept.state[n], message[n]) for n in message)
-    order = Round(2, kept, (1,), codec=Uniform(8)).ask(1)
-    assert order.parcel.facts["encoded"] and order.sizes == one.uplink[1]
+    assert current.uplink[1] == (numbers + 3 * 4, 2 * 7 + 5 * 2 + 2 * 4)
+    message = current.finish().message
+    assert all(torch.equal(server.state[n], message[n]) for n in message)
+    order = Round(2, server, (1,), codec=Uniform(8)).ask(1)
+    assert order.parcel.facts["encoded"] and order.sizes == current.uplink[1]
     assert order.sizes[0] == order.parcel.nbytes
     got = Uniform(8).decode(order.parcel.tensors, message)
     assert all(torch.allclose(got[n], message[n], rtol=1e-6, atol=0) for n in message)
-    kept.forget([2])
-    whole = Round(2, kept, (2,), codec=Uniform(8), base=lambda: {"m.weight": torch.ones(5, 7)}).ask(2)
+    server.forget([2])
+    whole = Round(2, server, (2,), codec=Uniform(8), base=lambda: {"m.weight": torch.ones(5, 7)}).ask(2)
     assert whole.parcel.tensors.keys() == {A, B, HEAD, "m.weight"} and "encoded" not in whole.parcel.facts
 
 

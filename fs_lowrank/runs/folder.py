@@ -1,0 +1,63 @@
+"""The folder of a run: where it is, whether a run may begin in it, and how its files are removed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ..errors import RunFailed, UserError
+from ..jobs.locks import claimed
+from ..settings import Settings
+
+#: what a run writes to its folder, and ``overwrite`` removes
+CONTENTS = (
+    *("rounds.jsonl", "checkpoint", "summary.json", "environment.json", "data.json", "config.yaml", "curves.png"),
+    *("lowrank.yaml", "adapter", "model", "personal"),
+)
+
+
+def outdir_of(config: Settings) -> Path:
+    """The folder that a run writes to."""
+    return Path(config.outdir) / config.expname
+
+
+def check_outdir(config: Settings, resume: bool) -> None:
+    """Check whether a run may begin in its folder; cheap enough to call before data and model are made.
+
+    Raises:
+        UserError: the folder holds a run that this one does not continue, or cannot continue.
+    """
+    folder = outdir_of(config)
+    records = folder / "rounds.jsonl"
+    checkpoint, finished = (folder / "checkpoint").exists(), (folder / "summary.json").exists()
+    if not resume and (checkpoint or finished or (records.exists() and records.stat().st_size)):
+        raise UserError(
+            f"{folder} holds a run already; continue it with --resume, replace it with --overwrite, or choose another "
+            "outdir"
+        )
+    if resume and finished and not checkpoint:
+        raise UserError(
+            f"{folder} holds a finished run that kept no checkpoint (lowrank.checkpoint_freq 0), so there "
+            "is nothing to continue; replace it with --overwrite, or choose another outdir"
+        )
+
+
+def remove_run(folder: Path) -> None:
+    """Remove the files of a run from its folder; other files stay.
+
+    Raises:
+        RunFailed: another run is writing to the folder, or something cannot be removed.
+    """
+    if not folder.is_dir():
+        return
+    with claimed(folder / ".lock") as ours:
+        if not ours:
+            raise RunFailed(f"another run is writing into {folder}; wait for it, or choose another outdir")
+        try:
+            for path in (folder / name for name in CONTENTS):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunFailed(f"the run in {folder} cannot be removed: {error}") from error

@@ -1,0 +1,243 @@
+"""The folder of a run: begun, resumed, replaced, and left as it was by a write that fails."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import fs_lowrank
+from fs_lowrank import RunFailed, UserError, cli, load_config
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.models.names import named_tensors
+from fs_lowrank.rounds import keeper
+from fs_lowrank.runs import environment, records
+from fs_lowrank.runs.folder import CONTENTS, remove_run
+from fs_lowrank.runs.result import sort_configs
+
+
+@pytest.fixture
+def config(settings, tmp_path, no_curves):
+    """Two clients, two rounds of one step."""
+    few = {"federate.client_num": 2, "federate.total_round_num": 2, "train.local_update_steps": 1}
+    return load_config(settings, {**few, "outdir": str(tmp_path / "run")})
+
+
+def stopped(config):
+    """A run that is stopped after round 1."""
+    fs_lowrank.run(config, on_round=lambda record: True)
+    return Path(config.outdir)
+
+
+def files(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def tensors(result):
+    return {n: p.detach().clone() for n, p in named_tensors(result.model, ("adapter", "head")).items()}
+
+
+# -- replaced ------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_replaced_if_the_user_says_so(config, tmp_path):
+    folder = stopped(config)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds a run already; continue it with --resume, replace it with --overwrite"):
+        fs_lowrank.run(config)
+    with pytest.raises(UserError, match="resume continues a run and overwrite removes it"):
+        fs_lowrank.run(config, resume=True, overwrite=True)
+    result = fs_lowrank.run(config.replace({"seed": 9}), overwrite=True)
+    assert len(result.history) == 2 and (folder / "notes.txt").read_text() == "mine"
+    assert json.loads((folder / "summary.json").read_text())["seed"] == 9
+    assert not {p.name for p in folder.iterdir()} - {*CONTENTS, "notes.txt", ".lock"}, "all that a run leaves is known"
+
+
+def test_a_run_that_another_process_writes_to_is_not_removed(config):
+    engine = LocalEngine(config)
+    engine.keeper.start(resume=False)
+    with pytest.raises(RunFailed, match="another run is writing"):
+        remove_run(Path(config.outdir))
+    assert (Path(config.outdir) / "config.yaml").exists()
+    engine.keeper.release()
+
+
+def test_the_advice_for_damaged_checkpoints_works(settings, tmp_path, capsys, no_curves):
+    few = {**settings, "federate": {"method": "fedlora", "client_num": 2, "total_round_num": 2}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
+    arguments = ["run", "--cfg", str(tmp_path / "run.yaml")]
+    assert cli.main(arguments) == 0
+    for path in (tmp_path / "run" / "checkpoint").glob("*/state.safetensors"):
+        os.truncate(path, 40)
+    assert cli.main([*arguments, "--resume"]) == 2
+    assert "start it anew with --overwrite" in capsys.readouterr().err
+    assert cli.main([*arguments, "--overwrite"]) == 0
+
+
+def test_an_error_of_the_package_is_one_line_and_a_file_in_the_runs_folder(settings, tmp_path, capsys, monkeypatch):
+    def select(self, round):
+        raise KeyError("client")
+
+    monkeypatch.setattr("fs_lowrank.rounds.ledger.Ledger.select", select)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert cli.main(["run", "--cfg", str(tmp_path / "run.yaml")]) == 1
+    printed = capsys.readouterr()
+    (file,) = (tmp_path / "run").glob("traceback-*.txt")
+    assert "Traceback" not in printed.err + printed.out
+    assert f"please report it, with the traceback in {file}" in printed.err.replace("\n", "")
+    assert "in select" in file.read_text()
+
+
+def test_a_name_that_no_terminal_can_show(capfd):
+    code = "import sys; from fs_lowrank.cli import main; sys.exit(main(['run', '--cfg', '\\udc80.yaml']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "\\udc80.yaml" in done.stderr and "Traceback" not in done.stderr
+
+
+# -- resumed -------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_on_the_disk_before_the_checkpoint_that_includes_its_round(config, monkeypatch):
+    order, sync, save = [], records.sync, keeper.save_checkpoint
+
+    def synced(path):
+        sync(path)
+        order.append(("record", len(path.read_text().splitlines())))
+
+    def saved(folder, round, *args, **options):
+        order.append(("checkpoint", round))
+        return save(folder, round, *args, **options)
+
+    monkeypatch.setattr(records, "sync", synced)
+    monkeypatch.setattr(keeper, "save_checkpoint", saved)
+    fs_lowrank.run(config)
+    assert order == [("record", 1), ("checkpoint", 1), ("record", 2), ("checkpoint", 2)]
+
+
+def test_a_record_that_was_changed_by_hand_is_named_on_resume(config):
+    folder = stopped(config)
+    lines = (folder / "rounds.jsonl").read_text()
+    (folder / "rounds.jsonl").write_text(lines.replace('"uplink_bytes": ', '"uplink_bytes": 1'))
+    with pytest.raises(UserError, match="rounds.jsonl, line 1: the record of round 1 is not what the run wrote"):
+        fs_lowrank.run(config, resume=True)
+
+
+def test_checkpoints_that_a_kill_left_over_are_removed_on_resume(config):
+    """Killed after the checkpoint was written and before the oldest one was removed, or while it was written."""
+    config = config.replace({"federate.total_round_num": 3})
+    fs_lowrank.run(config)
+    folder = Path(config.outdir) / "checkpoint"
+    assert sorted(p.name for p in folder.iterdir()) == ["round_000002", "round_000003"]
+    shutil.copytree(folder / "round_000002", folder / "round_000001")
+    shutil.copytree(folder / "round_000002", folder / ".round_000004.1.writing")
+    fs_lowrank.run(config, resume=True)
+    assert sorted(p.name for p in folder.iterdir()) == ["round_000002", "round_000003"]
+    # The checkpoint that the run continues from stays, however many damaged ones are newer.
+    shutil.rmtree(folder / "round_000003")
+    for newer in ("round_000003", "round_000004"):
+        (folder / newer).mkdir()
+    keeper.remove_old(folder, 2, loaded=2)
+    assert sorted(p.name for p in folder.iterdir()) == ["round_000002", "round_000003", "round_000004"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_results_depend_on_the_number_of_threads_in_their_last_digits_only(config, caplog, threads):
+    """Equal to the bit under equal threads, to 1e-5 under others; and a resume says that the number changed."""
+    whole = tensors(fs_lowrank.run(config.replace({"outdir": config.outdir + "_whole"})))
+    folder = stopped(config)
+    before = torch.get_num_threads()
+    assert before == 1
+    try:
+        torch.set_num_threads(threads)
+        with caplog.at_level(logging.WARNING, "fs_lowrank"):
+            resumed = tensors(fs_lowrank.run(config, resume=True))
+    finally:
+        torch.set_num_threads(before)
+    for name, value in whole.items():
+        if threads == before:
+            assert torch.equal(resumed[name], value), name
+        else:
+            torch.testing.assert_close(resumed[name], value, atol=1e-5, rtol=0)
+    assert ("resumed with another environment (threads 1 → 2)" in caplog.text) == (threads == 2)
+    content = json.loads((folder / "environment.json").read_text())
+    assert content["threads"] == 1 and "new_weights" in content
+    (entry,) = content["resumed"]
+    assert entry["after_round"] == 1 and entry["threads"] == threads and entry["versions"] == content["versions"]
+
+
+def test_another_version_is_named_on_resume(config, caplog, monkeypatch):
+    stopped(config)
+    now = environment.versions()
+    monkeypatch.setattr(environment, "versions", lambda: {**now, "torch": "9.9"})
+    fs_lowrank.run(config, resume=True)
+    assert f"torch {now['torch']} → 9.9" in caplog.text
+    (Path(config.outdir) / "environment.json").write_text("{")
+    fs_lowrank.run(config, resume=True)
+    assert "environment.json cannot be read" in caplog.text
+
+
+# -- a write that fails ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "adapter", "summary"])
+def test_a_disk_that_is_full_at_the_end_of_a_run(config, monkeypatch, what):
+    """One line that names what could not be written; what was there stays, and the run ends when it is resumed."""
+    fs_lowrank.run(config)
+    folder = Path(config.outdir)
+    before = files(folder)
+    engine = LocalEngine(config)
+
+    def full(*args, **options):
+        if what == "tokenizer":
+            raise Exception("No space left on device (os error 28)")  # as the library tokenizers does
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if what == "tokenizer":
+            patch.setattr(engine.site.tokenizer, "save_pretrained", full)
+        elif what == "adapter":
+            patch.setattr(type(engine.model), "save_pretrained", full)
+        else:
+            patch.setattr(keeper, "to_json", lambda value, **layout: full() if "final" in value else json.dumps(value))
+        with pytest.raises(RunFailed, match=f"{folder}.* No space left.*run again with --resume"):
+            engine.run(resume=True)
+    changed = {n for n in before if before[n] != files(folder).get(n)} - {"environment.json", "data.json"}
+    assert not changed and not [n for n in files(folder) if "writing" in n]
+    assert len(fs_lowrank.run(config, resume=True).history) == 2
+
+
+# -- the order of what is written ------------------------------------------------------------------------
+
+
+def test_lists_of_names_in_an_adapters_config_are_sorted(tmp_path):
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "adapter_config.json"
+    path.write_text(json.dumps({"target_modules": ["value", "query"], "r": 2, "layers_to_transform": [2, 1]}))
+    sort_configs(tmp_path)
+    content = json.loads(path.read_text())
+    assert list(content) == ["layers_to_transform", "r", "target_modules"]
+    assert content["target_modules"] == ["query", "value"] and content["layers_to_transform"] == [2, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pfedlora", "fedavg"])
+def test_files_do_not_depend_on_the_hash_seed_of_the_process(settings, tmp_path, method):
+    written = []
+    for seed in ("1", "2"):
+        few = {**settings, "federate": {"method": method, "client_num": 2, "total_round_num": 2}}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
+        command = [sys.executable, "-m", "fs_lowrank", "run", "--cfg", str(tmp_path / "run.yaml"), "--overwrite"]
+        environ = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            command, check=True, capture_output=True, env=environ, timeout=300, cwd=Path(cli.__file__).parents[1]
+        )
+        written.append(files(tmp_path / "run"))
+    assert written[0].keys() == written[1].keys()
+    different = {name for name in written[0] if written[0][name] != written[1][name]}
+    assert all(name == "rounds.jsonl" or name.endswith("meta.json") for name in different), "they contain durations"
