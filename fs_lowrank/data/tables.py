@@ -76,6 +76,7 @@ def classified(
     skipped: dict[str, int] = {}
     frames: dict[str, pd.DataFrame] = {}
     used = [column for column in columns.values() if column]
+    distinct(columns)
     for role, (where, table) in tables.items():
         require_columns(where, table, used)
         # pandas may write a missing value as "nan"
@@ -158,6 +159,7 @@ def instructions(
             if named or column is None and role != "input":
                 require_columns(where, table, [named or names[0]])
             chosen[role] = column
+        distinct(chosen)
         frame = pd.DataFrame(
             {role: "" if name is None else table[name].map(_text) for role, name in chosen.items()}, index=table.index
         )
@@ -210,6 +212,16 @@ def drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str,
 def count_skipped(skipped: dict[str, int], reason: str, count: int) -> None:
     if count:
         skipped[reason] = skipped.get(reason, 0) + count
+
+
+def distinct(columns: Mapping[str, str | None]) -> None:
+    """Refuse one column under two names of ``data.args``, such as ``text`` and ``label``."""
+    names: dict[str, str] = {}
+    for role, column in columns.items():
+        if column is not None and names.setdefault(column, role) != role:
+            raise UserError(
+                f"data.args: {names[column]} and {role} are the same column {column!r}; name a column for each"
+            )
 
 
 def require_columns(where: str | Path, table: pd.DataFrame, columns: list[str]) -> None:

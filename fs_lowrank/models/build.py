@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..data.fetch import FETCHABLE, resolve
+from ..data.fetch.hub import hub
 from ..data.sources import data_args
 from ..errors import UserError, nearest
 from ..seeds import derive
@@ -48,9 +49,10 @@ def model_name(model_type: str) -> str:
 
 @contextlib.contextmanager
 def _complaints(what: str, place: str) -> Iterator[None]:
-    """Turn any error of transformers about the files at ``place`` into a ``UserError`` of one line."""
+    """A context for loading from ``place``: any error of transformers becomes a ``UserError`` of one line."""
     try:
-        yield
+        with contextlib.nullcontext() if Path(place).is_dir() else hub():
+            yield
     except UserError:
         raise
     except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code

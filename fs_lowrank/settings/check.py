@@ -181,7 +181,7 @@ def _expected(hint: Any, meta: Mapping[str, Any] = types.MappingProxyType({})) -
         fixed = origin is tuple and args[-1] is not ...
         many = f"a list of {len(args)}" if fixed else "a list of"
         plural = {int: " whole numbers", float: " numbers", str: " texts", dict: " mappings"}.get(args[0])
-        return f"{many}{plural}" if plural else "a list"
+        return f"{many}{plural}" if plural else many if fixed else "a list"
     return _EXPECTED.get(origin or hint, getattr(hint, "__name__", str(hint)))
 
 
@@ -230,7 +230,7 @@ def _coerce(value: Any, hint: Any) -> Any:
     elif (origin or hint) in (dict, Mapping):
         if isinstance(value, Mapping):
             return dict(value)
-    elif not dataclasses.is_dataclass(hint) or isinstance(value, typing.cast(type, hint)):
+    elif not isinstance(hint, type) or isinstance(value, hint):
         return value
     raise _Mismatch
 

@@ -262,6 +262,15 @@ def test_none_means_the_default_of_an_argument(tmp_path):
     assert len(load("a.csv", tmp_path, [{"text_pair": None, "test": None, "quoting": None}]).train) == 2
 
 
+def test_one_column_for_two_roles(tmp_path):
+    write(tmp_path / "a.csv", "label,b\nx,1\ny,0\n")
+    with pytest.raises(UserError, match="data.args: text and label are the same column 'label'"):
+        load("a.csv", tmp_path, [{"text": "label", "label": "label"}])
+    write(tmp_path / "b.csv", "instruction,output\nx,1\ny,0\n")
+    with pytest.raises(UserError, match="data.args: instruction and output are the same column 'output'"):
+        load("b.csv@llm", tmp_path, [{"instruction": "output"}])
+
+
 def test_unknown_arg(tmp_path):
     write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
     with pytest.raises(UserError, match="unknown key 'data.args.0.lable'; did you mean 'label'"):

@@ -254,7 +254,7 @@ def from_framework(cfg) -> Config:
 
 def _extra(name: str) -> bool:
     """Whether ``name`` is a further argument in one of the sections that take any."""
-    return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer.", "eval."))
+    return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer."))
 
 
 def _refuse(cfg, method: str, sums: bool) -> None:
