@@ -100,6 +100,12 @@ def classified(
     if names is None:
         kinds = _kinds(frames["train"]["label"])
         names = [str(kind) for kind in kinds]
+        rows = len(frames["train"])
+        if len(names) > 20 and 2 * len(names) > rows:
+            raise UserError(
+                f"{train_where}: column {columns['label']!r} has {len(names)} different values in {rows} rows; "
+                "expected classes; name the column of the labels by data.args [{label: COLUMN}]"
+            )
         index = {str(kind): i for i, kind in enumerate(kinds)}
     else:
         index = {str(i): i for i in range(len(names))}

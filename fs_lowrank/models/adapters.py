@@ -217,8 +217,9 @@ def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool =
         for name, module in model.named_modules()
         if not list(module.children()) and getattr(module, "weight", None) is not None and module.weight.ndim >= 2
     }
+    last_parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     raise UserError(
-        f"llm.adapter.args: {key}this model has no module {pattern!r}{nearest(pattern, layers)}; "
+        f"llm.adapter.args: {key}this model has no module {pattern!r}{nearest(pattern, last_parts)}; "
         f"it has: {', '.join(sorted(layers))}"
     )
 

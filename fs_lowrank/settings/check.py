@@ -44,6 +44,7 @@ def hints_of(cls: type) -> dict[str, Any]:
 def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: Origin) -> Any:
     """``value``, converted to the type of the key and checked against its bounds and choices."""
     given = value
+    _check_representable(name, value, origin)
     for spelling, meant in meta.get("also", {}).items():
         folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
         if type(folded) is type(spelling) and folded == spelling:
@@ -75,6 +76,21 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
             )
             origin.wrong(name, given, f"{_expected(hint, meta)}, {limits}")
     return value
+
+
+def _check_representable(name: str, value: Any, origin: Origin) -> None:
+    """Refuse text and whole numbers that files, tensors and other programs cannot hold, at any depth of ``value``."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_representable(name, item, origin)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_representable(name, key, origin)
+            _check_representable(name, item, origin)
+    elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+        origin.wrong(name, value, "text without NUL and without halves of UTF-16 pairs (surrogates)")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        origin.wrong(name, value, "a whole number of at most 64 bits")
 
 
 @dataclass(frozen=True)
