@@ -110,6 +110,8 @@ def build_tokenizer(config: Settings):
             f"model.type: the tokenizer at {place!r} has {largest + 1} tokens, the model's embedding {rows} rows; the "
             "two do not belong together: put the tokenizer's files there that the model was trained with"
         )
+    if length == "auto" and room is not None:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, room)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

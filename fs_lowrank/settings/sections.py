@@ -6,6 +6,7 @@ Defaults are FederatedScope's (branch ``llm``), except where a comment says othe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .check import key
 
@@ -50,6 +51,8 @@ class Data:
     #: fractions for train, validation, test
     splits: list[float] = key([0.8, 0.1, 0.1], min=0.0)
     subsample: float = key(1.0, above=0.0, max=1.0)
+    #: largest fraction of the rows of a split that may be left out because the prompt fills ``llm.tok_len``
+    max_dropped: float = key(0.01, min=0.0, max=1.0, result=False)
     #: for images: steps such as ``[['RandomHorizontalFlip'], ['ToTensor'], ['Normalize', {'mean': …, 'std': …}]]``,
     #: with torchvision's names; empty: the usual normalisation for the data set
     transform: list = key([])
@@ -99,8 +102,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class LLM:
-    #: in tokens
-    tok_len: int = key(128, min=1)
+    #: in tokens; ``auto``: 99 % of the training rows fit, up to the limit of the model
+    tok_len: int | Literal["auto"] = key(128, min=1)
     retry_on_nan_loss: bool = key(False, local=False)
     adapter: Adapter = field(default_factory=Adapter)
     chat: Chat = field(default_factory=Chat)
