@@ -130,14 +130,15 @@ class FederatedData:
         return {
             "source": self.source,
             "fingerprint": self.fingerprint,
-            "read": self.read,
-            "skipped": self.skipped,
-            "truncated": self.truncated,
-            "tok_len": self.tok_len,
+            **self.counts(),
             "partition": json.loads(self.partition.to_json()),
             "clients": clients,
             **held_out,
         }
+
+    def counts(self) -> dict[str, Any]:
+        """Rows read, left out and cut, and the maximum length, as plain data for ``data.json`` and ``summary.json``."""
+        return {"read": self.read, "skipped": self.skipped, "truncated": self.truncated, "tok_len": self.tok_len}
 
     def describe(self) -> str:
         """One line for the screen: rows read, left out and cut, sizes of the splits and clients, classes."""
