@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table

@@ -15,13 +15,12 @@ otherwise. All other names are ours. The config holds the resolved name.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UserError
+from .errors import UserError, say_once
 from .settings import (
     VISION_MODELS,
     AdapterSpec,
@@ -44,6 +43,7 @@ from .settings import (
     show,
 )
 from .settings.adapter import LOW_RANK_METHODS, adapter_args, resolved_name
+from .settings.effects import without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
 
 __all__ = [
@@ -57,9 +57,6 @@ __all__ = [
     "load_for",
     "parse_overrides",
 ]
-
-
-logger = logging.getLogger("fs_lowrank")
 
 
 @dataclass(frozen=True)
@@ -201,19 +198,16 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
 
 
 def _check_optimizers(config: Config, origin: Origin) -> None:
-    if config.fedopt.use:
+    server = config.fedopt.optimizer
+    if config.fedopt.use or server.extra:
         from .methods.server_optimizer import ServerOptimizer
 
-        server = config.fedopt.optimizer
         ServerOptimizer.from_config({"type": server.type, "lr": server.lr, **server.extra}, origin)
     if not config.train.optimizer.extra:
         return
     from .training.optimizer import check_optimizer  # imports torch, which reading a config's schema should not
 
-    try:
-        check_optimizer(config.train.optimizer)
-    except UserError as error:
-        raise UserError(f"{origin.where('train.optimizer')}{error}") from None
+    check_optimizer(config.train.optimizer, origin)
 
 
 def _method_class(name: str, origin: Origin) -> Any:
@@ -254,11 +248,13 @@ def _uses_adapter(config: Config, method: str, adapts: bool, origin: Origin) -> 
 
 
 def check_local(config: Config) -> None:
-    """Refuse keys that only FederatedScope supports, and warn about keys without effect, before a local run.
+    """Refuse keys that only FederatedScope supports, and report every key without effect, before a local run.
 
     Raises:
-        UserError: the message lists all such keys.
+        UserError: the message lists all such keys; or ``train.scheduler`` has a key or value that is not ours.
     """
+    from .training.schedule import schedule_of  # imports torch, which reading a config's schema should not
+
     refused = [(name, value) for name, value, meta in flat_keys(config) if "local" in meta and value != meta["local"]]
     refused += [
         (name, value)
@@ -268,10 +264,9 @@ def check_local(config: Config) -> None:
     method = config.adapter.method
     if config.llm.adapter.use and method not in LOW_RANK_METHODS:
         refused.append(("llm.adapter.args.0.adapter_method", method))
-    defaults = Config()
-    for name, value, meta in flat_keys(config):
-        if "idle" in meta and value != defaults.get(name):
-            logger.warning("%s = %s is left out by this engine: %s", name, show(value), meta["idle"])
+    schedule_of(config.train.scheduler, config.source)
+    for name, value, reason in without_effect(config, local=True):
+        say_once(f"{name} = {show(value)} has no effect: {reason}")
     if refused:
         file, lines = config.source.file, config.source.lines
         listed = [

@@ -12,7 +12,7 @@ import yaml
 
 import fs_lowrank.training.optimizer  # noqa: F401  (what tries an optimizer, with the real methods)
 from fs_lowrank.config import Config, check_local, known_keys, load_config, parse_overrides
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import UserError, nearest, say_once
 from fs_lowrank.methods import Averaging
 from fs_lowrank.settings import AdapterSpec
 
@@ -307,16 +307,35 @@ def test_internal_keys_are_unknown():
         ("seed", 1.5, ("a whole number",)),
         ("seed", True, ("a whole number",)),
         ("seed", -1, ("at least 0",)),
-        ("outdir", 3, ("text",)),
+        ("outdir", 3, ("the path of a folder",)),
         ("train.optimizer.lr", True, ("a number",)),
         ("train.optimizer.lr", math.nan, ("a number",)),
         ("train.optimizer.lr", 0, ("above 0",)),
         ("train.optimizer.type", "AdamX", ("did you mean 'Adam",)),
         ("train.local_update_steps", 0, ("at least 1",)),
         ("train.batch_or_epoch", "epochs", ("did you mean 'epoch'",)),
-        ("train.optimizer", {"type": "AdamW", "betas": [0.9]}, ("AdamW does not take {'betas': [0.9]}",)),
-        ("train.optimizer", {"type": "AdamW", "betas": 5}, ("AdamW does not take",)),
-        ("train.optimizer", {"type": "SGD", "momentum": "abc"}, ("SGD does not take {'momentum': 'abc'}",)),
+        (
+            "train.optimizer",
+            {"type": "AdamW", "betas": [0.9]},
+            ("train.optimizer.betas = [0.9]: expected a list of 2",),
+        ),
+        ("train.optimizer", {"type": "AdamW", "betas": 5}, ("train.optimizer.betas = 5: expected a list of 2",)),
+        (
+            "train.optimizer",
+            {"type": "SGD", "momentum": "abc"},
+            ("train.optimizer.momentum = 'abc': expected a number",),
+        ),
+        (
+            "train.optimizer",
+            {"type": "SGD", "maximize": "abc"},
+            ("train.optimizer.maximize = 'abc': expected True or",),
+        ),
+        ("train.optimizer", {"type": "SGD", "momentun": 0.9}, ("did you mean 'momentum'",)),
+        ("fedopt.optimizer", {"beta": 0.9}, ("unknown key 'fedopt.optimizer.beta'; did you mean 'betas'",)),
+        ("eval.frequency", 5, ("unknown key 'eval.frequency'; did you mean 'eval.freq'",)),
+        ("outdir", "", ("a folder",)),
+        ("expname", "../../x", ("a folder below outdir",)),
+        ("expname", "/x", ("a folder below outdir",)),
         ("federate", 3, ("a section",)),
         ("federate.client_num", 0, ("number of clients",)),
         ("federate.total_round_num", 0, ("at least 1",)),
@@ -560,8 +579,11 @@ def test_the_frameworks_other_keys(write, caplog):
         )
     )
     assert config.framework["fedprox.mu"] == 0.3 and "fedprox.use" not in config.framework
+    say_once.cache_clear()
     check_local(config)
-    assert "federate.save_to = 'x.ckpt' is left out by this engine: a run leaves its adapter" in caplog.text
+    assert "fedprox.mu = 0.3 has no effect: fedprox.use is False" in caplog.text
+    assert "wandb.use = True has no effect: only FederatedScope uses it" in caplog.text
+    assert "federate.save_to = 'x.ckpt' has no effect: a run leaves its adapter" in caplog.text
     assert config.fingerprint() == load_config(write(FILE)).fingerprint()
     assert config.get("fedprox.mu") == 0.3 and config.get("fedprox.use") is False
 

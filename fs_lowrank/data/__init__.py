@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from fs_lowrank.data.sources import (
     load_raw,
     own_files,
 )
+from fs_lowrank.data.tables import count_skipped
 from fs_lowrank.data.tokenize import check_vocabulary, tokenize_causal, tokenize_classification
 from fs_lowrank.errors import UserError
 from fs_lowrank.settings import Origin, one_mapping
@@ -60,6 +62,12 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger("fs_lowrank")
+
+#: the longest text that ``llm.tok_len: auto`` accepts from a model without a limit, in tokens
+LONGEST = 1 << 15
+
+
 @dataclass
 class FederatedData:
     """The data that a run trains and evaluates on.
@@ -75,6 +83,9 @@ class FederatedData:
         majority: fraction of the most frequent class in ``test``, the accuracy of a constant prediction; None without
             classes.
         skipped: number of rows left out, by reason.
+        read: number of rows of the source, with those left out.
+        truncated: number of texts cut to ``tok_len`` tokens, by split.
+        tok_len: the maximum number of tokens; None for images.
         image_shape: ``(channels, height, width)`` of the model's input; None for text.
         test_shares: the rows of ``test`` of each client, for ``client_tests``.
         rows: row numbers of ``train`` (which ``partition`` divides), ``validation`` and ``test`` in the loaded data:
@@ -93,6 +104,9 @@ class FederatedData:
     partition: Partition
     majority: float | None
     skipped: dict[str, int] = field(default_factory=dict)
+    read: int = 0
+    truncated: dict[str, int] = field(default_factory=dict)
+    tok_len: int | None = None
     image_shape: tuple[int, int, int] | None = None
     test_shares: list[np.ndarray] = field(default_factory=list, repr=False)
     rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
@@ -121,7 +135,7 @@ class FederatedData:
         return {
             "source": self.source,
             "fingerprint": self.fingerprint,
-            "skipped": self.skipped,
+            **self.counts(),
             "partition": json.loads(self.partition.to_json()),
             "clients": clients,
             **held_out,
@@ -130,6 +144,25 @@ class FederatedData:
     def _counts(self, part: Examples | ImageExamples) -> dict[str, int]:
         counts = np.bincount(np.asarray(part.labels), minlength=len(self.label_names))
         return {name: int(count) for name, count in zip(self.label_names, counts, strict=True)}
+
+    def counts(self) -> dict[str, Any]:
+        """Rows read, left out and cut, and the maximum length, as plain data for ``data.json`` and ``summary.json``."""
+        return {"read": self.read, "skipped": self.skipped, "truncated": self.truncated, "tok_len": self.tok_len}
+
+    def describe(self) -> str:
+        """One line for the screen: rows read, left out and cut, sizes of the splits and clients, classes."""
+        sizes = self.partition.sizes()
+        parts = [f"{self.read} rows read"]
+        parts += [f"{count} left out ({reason})" for reason, count in self.skipped.items() if count]
+        parts += [
+            f"{count} of {split} cut to {self.tok_len} tokens" for split, count in self.truncated.items() if count
+        ]
+        parts.append(f"{sizes.sum()} for training by {len(sizes)} clients ({sizes.min()} to {sizes.max()} each)")
+        held_out = {"validation": self.validation, "test": self.test}
+        parts += [f"{len(examples)} for {split}" for split, examples in held_out.items() if examples is not None]
+        if self.num_labels:
+            parts.append(f"{self.num_labels} classes")
+        return f"data: {', '.join(parts)}"
 
     @cached_property
     def client_tests(self) -> list[Examples | ImageExamples | None]:
@@ -172,7 +205,12 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     train, validation, test = _split(raw, getattr(cfg.data, "splits", None), seed, seed if test_seed < 0 else test_seed)
     train = _subsample(train, getattr(cfg.data, "subsample", 1.0), seed)
     skipped = dict(raw.skipped)
+    read = sum(len(part) for part in (raw.train, raw.validation, raw.test) if part is not None) + sum(skipped.values())
+    truncated: dict[str, int] = {}
     max_len = args.get("max_len", None) or cfg.llm.tok_len
+    options = {key: args[key] for key in ("template", "loss_on") if key in args}
+    if max_len == "auto" and raw.images is None:
+        max_len = _fitting_length(train, tokenizer, raw.task, options)
 
     pipelines = _pipelines(cfg.data, raw, origin) if raw.images is not None else {}
     if raw.images is None:
@@ -185,15 +223,22 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         if raw.images is not None:
             return ImageExamples(raw.images, frame["image"], frame["label"], pipelines[split]), frame
         if raw.task == CLASSIFICATION:
-            return tokenize_classification(frame, tokenizer, max_len), frame
-        options = {key: args[key] for key in ("template", "loss_on") if key in args}
-        examples, kept = tokenize_causal(frame, tokenizer, max_len, **options)
-        if not kept.all():
-            skipped["prompt too long"] = skipped.get("prompt too long", 0) + int((~kept).sum())
+            examples, kept = tokenize_classification(frame, tokenizer, max_len), np.ones(len(frame), dtype=bool)
+        else:
+            examples, kept = tokenize_causal(frame, tokenizer, max_len, **options)
+        dropped, limit = int((~kept).sum()), getattr(cfg.data, "max_dropped", 1.0)
+        if dropped > limit * len(frame):
+            raise UserError(
+                f"{dropped} of {len(frame)} rows of {split} have a prompt that fills llm.tok_len = {max_len} and would "
+                f"be left out, more than data.max_dropped = {limit:g} of them; raise llm.tok_len (auto: to fit the "
+                "data), or data.max_dropped"
+            )
+        count_skipped(skipped, "prompt too long", dropped)
+        truncated[split] = examples.truncated
         return examples, frame[kept]
 
     train_examples, train = ready(train, "train")
-    validation_examples, validation = ready(validation, "val")
+    validation_examples, validation = ready(validation, "validation")
     test_examples, test = ready(test, "test")
     image_shape = _image_shape(train_examples, [validation_examples, test_examples]) if pipelines else None
 
@@ -218,7 +263,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     majority = None
     if test_examples is not None and test_examples.labels is not None and len(test_examples):
         majority = float(np.bincount(test_examples.labels).max() / len(test_examples))
-    return FederatedData(
+    data = FederatedData(
         clients=[train_examples.select(indices) for indices in parts.indices],
         validation=validation_examples,
         test=test_examples,
@@ -230,6 +275,9 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         partition=parts,
         majority=majority,
         skipped=skipped,
+        read=read,
+        truncated=truncated,
+        tok_len=None if raw.images is not None else max_len,
         image_shape=image_shape,
         test_shares=shares,
         rows={
@@ -239,16 +287,28 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         },
         cut=tuple(split for split in ("validation", "test") if getattr(raw, split) is None),
     )
+    logger.info("%s", data.describe())
+    return data
+
+
+def _fitting_length(train: pd.DataFrame, tokenizer: Any, task: str, options: dict[str, Any]) -> int:
+    """The length in tokens, up to the limit of the model, with which 99 % of the training rows are not cut."""
+    limit = min(tokenizer.model_max_length, LONGEST)
+    if task == CLASSIFICATION:
+        examples = tokenize_classification(train, tokenizer, limit)
+    else:
+        examples, _ = tokenize_causal(train, tokenizer, limit, **options)
+    return int(np.quantile(examples.lengths, 0.99, method="higher"))
 
 
 def _pipelines(data_cfg: Any, raw: RawData, origin: Origin) -> dict[str, Pipeline]:
-    """The transforms of images for ``train``, ``val`` and ``test``."""
+    """The transforms of images for ``train``, ``validation`` and ``test``."""
     usual = [["Normalize", {"mean": list(raw.mean), "std": list(raw.std)}]]
     train = list(getattr(data_cfg, "transform", None) or usual)
     pipelines = {"train": Pipeline(train, "data.transform", origin)}
-    for split in ("val", "test"):
-        steps = getattr(data_cfg, f"{split}_transform", None)
-        pipelines[split] = Pipeline(steps, f"data.{split}_transform", origin) if steps else pipelines["train"]
+    for split, key in (("validation", "val"), ("test", "test")):
+        steps = getattr(data_cfg, f"{key}_transform", None)
+        pipelines[split] = Pipeline(steps, f"data.{key}_transform", origin) if steps else pipelines["train"]
     return pipelines
 
 

@@ -25,12 +25,14 @@ class Examples:
         labels: int64 ``(n,)``, the classes; None for a causal language model.
         pad_id: the padding token.
         pad_token_type_id: the same for ``token_type_ids``.
+        truncated: how many texts were cut to the maximum length when these examples were made.
     """
 
     columns: dict[str, list[np.ndarray]]
     labels: np.ndarray | None = None
     pad_id: int = 0
     pad_token_type_id: int = 0
+    truncated: int = 0
     _lengths: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

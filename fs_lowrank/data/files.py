@@ -131,10 +131,7 @@ def _delimited(path: Path, text: str, delimiter: str, quoting: bool) -> list[dic
 
 
 def _json(path: Path, text: str) -> list[dict[str, Any]]:
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _broken(path, error.lineno, error, at_end=error.pos >= len(text.rstrip())) from error
+    data = _loads(path, text)
     if not isinstance(data, list):
         raise UserError(f"{path}: expected a list of objects, got {type(data).__name__}")
     return [_object(path, f"entry {number}", row) for number, row in enumerate(data, start=1)]
@@ -144,7 +141,7 @@ def _json_objects(path: Path, text: str) -> list[dict[str, Any]]:
     """Read a ``.json`` file of one object per line. A single object must be a row, not a table of columns."""
     try:
         row = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return _json_lines(path, text)
     if "messages" not in row and any(isinstance(value, (list, dict)) for value in row.values()):
         keys = ", ".join(map(repr, list(row)[:10]))
@@ -152,30 +149,41 @@ def _json_objects(path: Path, text: str) -> list[dict[str, Any]]:
             f"{path}: expected a list of objects, or one object a line; got one object with "
             f"{'keys' if len(row) > 1 else 'key'} {keys}"
         )
-    return [row]
+    return [_object(path, "line 1", row)]
 
 
 def _json_lines(path: Path, text: str) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise _broken(path, number, error, at_end=error.pos >= len(line.rstrip())) from error
-        rows.append(_object(path, f"line {number}", row))
-    return rows
+    return [
+        _object(path, f"line {number}", _loads(path, line, number))
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
 
 
-def _broken(path: Path, line: int, error: json.JSONDecodeError, at_end: bool) -> UserError:
-    truncated = at_end or error.msg.startswith("Unterminated")
-    return UserError(
-        f"{path}, line {line}: invalid JSON: {error.msg}{'; the file may be truncated' if truncated else ''}"
-    )
+def _loads(path: Path, text: str, line: int | None = None) -> Any:
+    """The JSON value in ``text``, which is line ``line`` of the file, or all of it."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        truncated = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
+        raise UserError(
+            f"{path}, line {line or error.lineno}: invalid JSON: {error.msg}"
+            f"{'; the file may be truncated' if truncated else ''}"
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"{path}, line {line or 1}: nested too deep: expected objects of texts and numbers") from error
+    except ValueError as error:  # a number of more digits than Python converts
+        raise UserError(f"{path}, line {line or 1}: invalid JSON: {error}") from error
 
 
 def _object(path: Path, where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UserError(f"{path}, {where}: expected an object, got {type(row).__name__}")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{path}, {where}: {error.object[error.start : error.end]!a} is half of a UTF-16 pair (a surrogate), which "
+            "is not a character; correct the text"
+        ) from error
     return row

@@ -327,7 +327,7 @@ def _decoded(
 
 def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
     """uint8 ``(n, channels, height, width)``, decoded in threads, as the decoders release the GIL."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     def read(path: Path) -> np.ndarray:
         try:
@@ -338,7 +338,7 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
                 if size is not None and converted.size != size[::-1]:
                     converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
                 return np.asarray(converted)
-        except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
+        except Exception as error:  # Pillow raises various errors for damaged files
             raise UserError(f"{path}: cannot be read as an image: {error}") from error
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:

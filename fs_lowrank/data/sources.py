@@ -26,6 +26,7 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.fetch import resolve
+from fs_lowrank.data.fetch.hub import hub
 from fs_lowrank.data.files import SUFFIXES, read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
 from fs_lowrank.data.tables import (
@@ -316,7 +317,8 @@ def _load_dataset(name: str, path: str, config: str | None):
     import datasets
 
     try:
-        return datasets.load_dataset(path, config) if config else datasets.load_dataset(path)
+        with hub():
+            return datasets.load_dataset(path, config) if config else datasets.load_dataset(path)
     except (OSError, ValueError, RuntimeError) as error:
         # ConnectionError and datasets' own "not found" are OSErrors; an unknown config is a ValueError.
         raise UserError(

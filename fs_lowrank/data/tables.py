@@ -76,6 +76,7 @@ def classified(
     skipped: dict[str, int] = {}
     frames: dict[str, pd.DataFrame] = {}
     used = [column for column in columns.values() if column]
+    distinct(columns)
     for role, (where, table) in tables.items():
         require_columns(where, table, used)
         # pandas may write a missing value as "nan"
@@ -99,6 +100,12 @@ def classified(
     if names is None:
         kinds = _kinds(frames["train"]["label"])
         names = [str(kind) for kind in kinds]
+        rows = len(frames["train"])
+        if len(names) > 20 and 2 * len(names) > rows:
+            raise UserError(
+                f"{train_where}: column {columns['label']!r} has {len(names)} different values in {rows} rows; "
+                "expected classes; name the column of the labels by data.args [{label: COLUMN}]"
+            )
         index = {str(kind): i for i, kind in enumerate(kinds)}
     else:
         index = {str(i): i for i in range(len(names))}
@@ -158,6 +165,7 @@ def instructions(
             if named or column is None and role != "input":
                 require_columns(where, table, [named or names[0]])
             chosen[role] = column
+        distinct(chosen)
         frame = pd.DataFrame(
             {role: "" if name is None else table[name].map(_text) for role, name in chosen.items()}, index=table.index
         )
@@ -210,6 +218,16 @@ def drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str,
 def count_skipped(skipped: dict[str, int], reason: str, count: int) -> None:
     if count:
         skipped[reason] = skipped.get(reason, 0) + count
+
+
+def distinct(columns: Mapping[str, str | None]) -> None:
+    """Refuse one column under two names of ``data.args``, such as ``text`` and ``label``."""
+    names: dict[str, str] = {}
+    for role, column in columns.items():
+        if column is not None and names.setdefault(column, role) != role:
+            raise UserError(
+                f"data.args: {names[column]} and {role} are the same column {column!r}; name a column for each"
+            )
 
 
 def require_columns(where: str | Path, table: pd.DataFrame, columns: list[str]) -> None:

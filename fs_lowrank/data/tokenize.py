@@ -86,6 +86,7 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
     if max_len < special + 1 + pair:
         raise UserError(f"llm.tok_len {max_len} leaves no room for text beside {special} special tokens")
     columns: dict[str, list[np.ndarray]] = {}
+    truncated = 0
     for rows in _slices(len(frame)):
         texts = [frame["text"].iloc[rows].tolist()]
         if pair:
@@ -94,9 +95,13 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
         for name in ("input_ids", "token_type_ids"):
             if name in encoded:
                 columns.setdefault(name, []).extend(np.asarray(row, dtype=np.int64) for row in encoded[name])
+        full = [i for i, row in enumerate(encoded["input_ids"]) if len(row) == max_len]
+        if full:
+            complete = tokenizer(*([part[i] for i in full] for part in texts), padding=False, verbose=False)
+            truncated += sum(len(row) > max_len for row in complete["input_ids"])
     columns.setdefault("input_ids", [])
     types = getattr(tokenizer, "pad_token_type_id", 0) or 0
-    return Examples(columns, frame["label"].to_numpy(np.int64), _pad_id(tokenizer), types)
+    return Examples(columns, frame["label"].to_numpy(np.int64), _pad_id(tokenizer), types, truncated)
 
 
 def tokenize_causal(
@@ -129,6 +134,7 @@ def tokenize_causal(
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
     kept = np.zeros(len(frame), dtype=bool)
+    truncated = 0
     for rows in _slices(len(frame)):
         part = frame.iloc[rows]
         texts = [_chat(tokenizer, turns) for turns in _turns(part)] if chat else list(_alpaca(part))
@@ -142,6 +148,7 @@ def tokenize_causal(
             if len(ids) <= len(prompt):
                 continue
             kept[row] = True
+            truncated += len(prompt) + len(answer) > max_len
             tokens = np.asarray(ids, dtype=np.int64)
             labels = tokens.copy()
             if loss_on == "answer":
@@ -152,7 +159,7 @@ def tokenize_causal(
         raise UserError(
             f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise llm.tok_len"
         )
-    return Examples(columns, None, _pad_id(tokenizer)), kept
+    return Examples(columns, None, _pad_id(tokenizer), truncated=truncated), kept
 
 
 def _slices(count: int) -> Iterator[slice]:

@@ -149,6 +149,11 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
         if "Literal" not in str(keys[name].hint):  # PEFT accepts more than it lists, such as pissa_niter_16
             check_value(f"llm.adapter.args.0.{name}", value, keys[name].hint, {}, Origin())
     targets, layers = _targets(model, spec), _layers(model, spec)
+    for name in ("modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        value = spec.extra.get(name) or ()
+        is_regex = isinstance(value, (str, Mapping))
+        for part in [value] if isinstance(value, str) else value:
+            _check_named(model, part, f"{name}: ", is_regex)
     with _complaints():
         return config_class(
             r=spec.r, **strength, target_modules=targets, layers_to_transform=layers, **task, **spec.extra
@@ -194,19 +199,29 @@ def _own_targets(model: nn.Module) -> list[str] | None:
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | None:
     if spec.target_modules is None:
         return _own_targets(model)
-    suffixes = {
-        n.rsplit(".", 1)[-1]
-        for n, m in model.named_modules()
-        if not list(m.children()) and getattr(m, "weight", None) is not None and m.weight.ndim >= 2
-    }
-    names = {n for n, _ in model.named_modules()}
     for module in spec.target_modules:
-        if module not in suffixes and not any(n == module or n.endswith("." + module) for n in names):
-            raise UserError(
-                f"llm.adapter.args: this model has no module {module!r}{nearest(module, suffixes)}; "
-                f"it has: {', '.join(sorted(suffixes))}"
-            )
+        _check_named(model, module)
     return list(spec.target_modules)
+
+
+def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool = False) -> None:
+    """Refuse the end of a module's name, or a regular expression for it, that fits no module of ``model``."""
+    try:
+        expression = re.compile(rf"(.*\.)?({pattern if is_regex else re.escape(pattern)})")
+    except re.error as error:
+        raise UserError(f"llm.adapter.args: {key}{pattern!r} is not a regular expression: {error}") from None
+    if any(expression.fullmatch(name) for name, _ in model.named_modules()):
+        return
+    layers = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if not list(module.children()) and getattr(module, "weight", None) is not None and module.weight.ndim >= 2
+    }
+    last_parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    raise UserError(
+        f"llm.adapter.args: {key}this model has no module {pattern!r}{nearest(pattern, last_parts)}; "
+        f"it has: {', '.join(sorted(layers))}"
+    )
 
 
 def _layers(model: nn.Module, spec: AdapterSpec) -> list[int] | None:

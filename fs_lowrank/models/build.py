@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..data.fetch import FETCHABLE, resolve
+from ..data.fetch.hub import hub
 from ..data.sources import data_args
 from ..errors import UserError, nearest
 from ..seeds import derive
@@ -48,9 +49,10 @@ def model_name(model_type: str) -> str:
 
 @contextlib.contextmanager
 def _complaints(what: str, place: str) -> Iterator[None]:
-    """Turn any error of transformers about the files at ``place`` into a ``UserError`` of one line."""
+    """A context for loading from ``place``: any error of transformers becomes a ``UserError`` of one line."""
     try:
-        yield
+        with contextlib.nullcontext() if Path(place).is_dir() else hub():
+            yield
     except UserError:
         raise
     except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code
@@ -108,6 +110,8 @@ def build_tokenizer(config: Settings):
             f"model.type: the tokenizer at {place!r} has {largest + 1} tokens, the model's embedding {rows} rows; the "
             "two do not belong together: put the tokenizer's files there that the model was trained with"
         )
+    if length == "auto" and room is not None:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, room)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

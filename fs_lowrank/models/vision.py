@@ -261,7 +261,7 @@ def load_vision(folder: str | Path) -> VisionModel:
             allow_growth(layer)
     except UserError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
         raise UserError(f"{folder / OPTIONS}: cannot be read as a network's options: {error}") from error
     load_weights(model, folder / WEIGHTS, new_head=False)
     return model.eval()

@@ -280,6 +280,7 @@ class RecordKeeper:
                 "model": self.site.base_fingerprint,
                 "config": self.config.fingerprint(),
                 "clients": [c.num_samples for c in self.site.clients],
+                "rows": self.site.data.counts(),
                 "majority": self.site.data.majority,
                 "parameters": self.site.parameters,
                 "images": self.site.data.image_shape,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ..errors import UserError, nearest
@@ -12,7 +13,7 @@ from . import framework
 from .check import check_value, hints_of, misspelt
 from .origin import Origin
 from .schema import Settings, known_keys
-from .sections import VISION_MODELS, Eval
+from .sections import VISION_MODELS
 
 
 def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[str, Any]) -> Any:
@@ -39,9 +40,9 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
         elif rest is None:
             unknown_key(name, origin)
         else:
-            # the section accepts any key, so only a clear misspelling can be recognised
+            # The section accepts further keys, which are checked when it is used.
             close = misspelt(key, fields) if rest == "extra" else None
-            if close and (key.lower() == close or cls is Eval):
+            if close == key.lower():
                 raise UserError(f"{origin.where(name)}unknown key {name!r}; did you mean {prefix + close!r}?")
             extra[key] = value
     return cls(**values, **({rest: extra} if rest else {}))
@@ -135,6 +136,8 @@ def check_together(config: Settings, origin: Origin) -> None:
         and config.device < -1
     ):
         origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
+    if ".." in PurePath(config.expname).parts or PurePath(config.expname).is_absolute():
+        origin.wrong("expname", config.expname, "a folder below outdir")
     best = config.eval.best_res_update_round_wise_key
     if not re.fullmatch(r"(\w+\.)?(train|val|test|client_test)_\w+", best):
         origin.wrong("eval.best_res_update_round_wise_key", best, "SPLIT_METRIC, such as val_loss or test_acc")

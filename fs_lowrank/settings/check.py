@@ -44,6 +44,7 @@ def hints_of(cls: type) -> dict[str, Any]:
 def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: Origin) -> Any:
     """``value``, converted to the type of the key and checked against its bounds and choices."""
     given = value
+    _check_representable(name, value, origin)
     for spelling, meant in meta.get("also", {}).items():
         folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
         if type(folded) is type(spelling) and folded == spelling:
@@ -75,6 +76,21 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
             )
             origin.wrong(name, given, f"{_expected(hint, meta)}, {limits}")
     return value
+
+
+def _check_representable(name: str, value: Any, origin: Origin) -> None:
+    """Refuse text and whole numbers that files, tensors and other programs cannot hold, at any depth of ``value``."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_representable(name, item, origin)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_representable(name, key, origin)
+            _check_representable(name, item, origin)
+    elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+        origin.wrong(name, value, "text without NUL and without halves of UTF-16 pairs (surrogates)")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        origin.wrong(name, value, "a whole number of at most 64 bits")
 
 
 @dataclass(frozen=True)
@@ -181,7 +197,7 @@ def _expected(hint: Any, meta: Mapping[str, Any] = types.MappingProxyType({})) -
         fixed = origin is tuple and args[-1] is not ...
         many = f"a list of {len(args)}" if fixed else "a list of"
         plural = {int: " whole numbers", float: " numbers", str: " texts", dict: " mappings"}.get(args[0])
-        return f"{many}{plural}" if plural else "a list"
+        return f"{many}{plural}" if plural else many if fixed else "a list"
     return _EXPECTED.get(origin or hint, getattr(hint, "__name__", str(hint)))
 
 
@@ -230,7 +246,7 @@ def _coerce(value: Any, hint: Any) -> Any:
     elif (origin or hint) in (dict, Mapping):
         if isinstance(value, Mapping):
             return dict(value)
-    elif not dataclasses.is_dataclass(hint) or isinstance(value, typing.cast(type, hint)):
+    elif not isinstance(hint, type) or isinstance(value, hint):
         return value
     raise _Mismatch
 

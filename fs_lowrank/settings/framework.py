@@ -31,17 +31,17 @@ def within(name: str, sections: Iterable[str]) -> bool:
     return any(name == s or name.startswith(s + ".") for s in sections)
 
 
-def inert(name: str, given: Mapping[str, object]) -> bool:
-    """Whether ``name`` belongs to a feature of FederatedScope that ``given`` does not turn on."""
+def off_switch(name: str, given: Mapping[str, object]) -> str | None:
+    """The key that would turn on the feature of FederatedScope to which ``name`` belongs; None if ``given`` does so."""
     parts = name.split(".")
     for end in range(1, len(parts)):
         section = ".".join(parts[:end])
         key = SWITCHES.get(section, f"{section}.use")
         if key in DEFAULTS and key != name and given.get(key, DEFAULTS[key]) == DEFAULTS[key]:
-            return True
-    return False
+            return key
+    return None
 
 
 def decides_nothing(name: str, given: Mapping[str, object]) -> bool:
     """Whether ``given[name]`` does not affect the result of a run in one process."""
-    return within(name, HARMLESS) or inert(name, given) or given[name] in SAME_AS_OURS.get(name, ())
+    return within(name, HARMLESS) or bool(off_switch(name, given)) or given[name] in SAME_AS_OURS.get(name, ())

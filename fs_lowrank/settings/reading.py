@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ..errors import UserError, nearest
-from .origin import Origin
+from .origin import Origin, show
 
 
 class Loader(yaml.SafeLoader):
@@ -57,8 +57,8 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
         raise UserError(f"{name} is a folder: expected a YAML file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise UserError(f"{name!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     lines: dict[str, int] = {}
     loader = None
     try:
@@ -76,10 +76,12 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         raise UserError(f"{name}{at}: invalid YAML: {problem}") from None
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{name}: invalid YAML: {error}") from None
+    except UserError:
+        raise
+    except RecursionError:
+        raise UserError(f"{name}: nested too deep: expected a few levels of sections and keys") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # of constructors, for explicit tags
+        raise UserError(f"{name}: invalid YAML: a value does not suit its tag, or is too long: {error}") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -132,10 +134,14 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     for key, text in zip(pairs[::2], pairs[1::2]):
         try:
             parsed[key] = yaml.load(text, Loader) if text.strip() else ""
+        except (RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"override {key} = {show(text)} is nested too deep, or does not suit its tag") from error
         except yaml.YAMLError as error:
             if text.lstrip()[:1] in tuple("[{"):
                 raise UserError(
-                    f"override {key} = {text!r} is not valid YAML: {getattr(error, 'problem', None) or error}"
+                    f"override {key} = {show(text)} is not valid YAML: {getattr(error, 'problem', None) or error}"
                 ) from None
             parsed[key] = text
+        except ValueError as error:
+            raise UserError(f"override {key} = {show(text)}: {error}") from None
     return parsed

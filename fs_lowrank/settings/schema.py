@@ -45,7 +45,8 @@ class Settings:
     #: index of the GPU, -1 for any; or ``cpu``. Has an effect only with ``use_gpu: True``
     device: int | str = key(-1, result=False)
     use_gpu: bool = key(False, result=False)
-    outdir: str = key("exp", result=False)
+    outdir: str = key("exp", filled=True, words="the path of a folder", result=False)
+    #: the run's folder below ``outdir``; empty: ``outdir`` itself
     expname: str = key("", result=False)
     verbose: int = key(1, also={False: 0, True: 1}, result=False)
     federate: Federate = field(default_factory=Federate)

@@ -6,6 +6,7 @@ Defaults are FederatedScope's (branch ``llm``), except where a comment says othe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .check import key
 
@@ -31,12 +32,12 @@ class Federate:
     use_ss: bool = key(False, local=False)
     merge_test_data: bool = key(False, local=False)
     restore_from: str = key("", local="")
-    share_local_model: bool = key(False, result=False)
-    online_aggr: bool = key(False, result=False)
+    share_local_model: bool = key(False, result=False, idle="all clients use one model")
+    online_aggr: bool = key(False, result=False, idle="the updates of a round are kept until its end")
     #: processes that train the clients of a round; 0, written ``auto``, is one for each GPU or core
     process_num: int = key(1, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
     save_to: str = key("", result=False, idle="a run leaves its adapter or model in outdir")
-    save_freq: int = key(-1, result=False)
+    save_freq: int = key(-1, result=False, idle="checkpoints are written by lowrank.checkpoint_freq")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Data:
     #: fractions for train, validation, test
     splits: list[float] = key([0.8, 0.1, 0.1], min=0.0)
     subsample: float = key(1.0, above=0.0, max=1.0)
+    #: largest fraction of the rows of a split that may be left out because the prompt fills ``llm.tok_len``
+    max_dropped: float = key(0.01, min=0.0, max=1.0, result=False)
     #: for images: steps such as ``[['RandomHorizontalFlip'], ['ToTensor'], ['Normalize', {'mean': …, 'std': …}]]``,
     #: with torchvision's names; empty: the usual normalisation for the data set
     transform: list = key([])
@@ -83,13 +86,13 @@ class Adapter:
     use: bool | None = key(None)
     #: a list of one mapping, as in FederatedScope, with PEFT's names; ``config.adapter`` is the parsed form
     args: list[dict] = key([{}])
-    mv_to_cpu: bool = key(False, result=False)
+    mv_to_cpu: bool = key(False, result=False, idle="there is one model, which stays on its device")
 
 
 @dataclass(frozen=True)
 class Chat:
-    max_history_len: int = key(10, result=False)
-    max_len: int = key(100, result=False)
+    max_history_len: int = key(10, result=False, idle="it is for FederatedScope's chat")
+    max_len: int = key(100, result=False, idle="it is for FederatedScope's chat")
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class LLM:
-    #: in tokens
-    tok_len: int = key(128, min=1)
+    #: in tokens; ``auto``: 99 % of the training rows fit, up to the limit of the model
+    tok_len: int | Literal["auto"] = key(128, min=1)
     retry_on_nan_loss: bool = key(False, local=False)
     adapter: Adapter = field(default_factory=Adapter)
     chat: Chat = field(default_factory=Chat)
@@ -185,9 +188,10 @@ class Eval:
     best_res_update_round_wise_key: str = key("val_loss")
     #: ours; 0: as ``dataloader.batch_size``
     batch_size: int = key(0, min=0)
-    report: list[str] = key(["weighted_avg", "avg", "fairness", "raw"], result=False)
-    count_flops: bool = key(True, result=False)
-    extra: dict = key({}, open=True, result=False)
+    report: list[str] = key(
+        ["weighted_avg", "avg", "fairness", "raw"], result=False, idle="the same metrics are recorded in every run"
+    )
+    count_flops: bool = key(True, result=False, idle="operations are not counted")
 
 
 def server_lr(kind: str) -> float:
@@ -230,7 +234,7 @@ class Lowrank:
     #: probability that a selected client drops out of a round, drawn with the seed; tests the robustness of a method
     drop_rate: float = key(0.0, min=0.0, max=1.0)
     #: seconds that a process waits for another: in distributed runs, and with ``federate.process_num``
-    timeout: float = key(600.0, above=0.0, result=False)
+    timeout: float = key(600.0, above=0.0, result=False, idle="no process waits for another")
     #: dtype of the frozen weights and of the computation; methods decide the dtype of trained tensors
     dtype: str = key("float32", choices=("float32", "bfloat16"))
     #: normalisation of a ResNet; ``static`` is batch norm that uses the statistics of the batch in evaluation too

@@ -9,9 +9,18 @@ from typing import Any
 from ..errors import UserError
 from .origin import show
 
+#: the deepest nesting of a configuration; FederatedScope's has six levels
+LEVELS = 50
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key. Sections are flattened at all levels; lists are values."""
+
+def flatten(tree: Mapping[str, Any], prefix: str = "", levels: int = LEVELS) -> dict[str, Any]:
+    """Values by dotted key. Sections are flattened at all levels; lists are values.
+
+    Raises:
+        UserError: a key that is not text, or more than ``levels`` levels.
+    """
+    if not levels:
+        raise _too_deep(prefix)
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str):
@@ -20,10 +29,15 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
                 "a truth value and digits as a number)"
             )
         if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
+            flat.update(flatten(value, f"{prefix}{key}.", levels - 1))
         else:
-            flat[prefix + key] = plain(value)
+            flat[prefix + key] = plain(value, levels, prefix + key)
     return flat
+
+
+def _too_deep(prefix: str) -> UserError:
+    at = f" at {show(prefix.rstrip('.'))}" if prefix else ""
+    return UserError(f"the configuration is nested too deep{at}: expected at most {LEVELS} levels")
 
 
 def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -37,21 +51,25 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def assign(tree: Any, key: str, value: Any) -> None:
-    """Set a dotted key. A number is an index into a list; the index after the last item appends."""
+    """Set a dotted key. A number is an index into a list; the index after the last item appends.
+
+    Raises:
+        UserError: an empty part of the key, an index beyond the list, or a value where a section is expected.
+    """
     parts = key.split(".")
     if "" in parts:
         raise UserError(f"unknown key {key!r}: a name is missing beside a dot")
     node = tree
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1
-        fresh: Any = None if last else [] if parts[depth + 1].isdigit() else {}
+        fresh: Any = None if last else [] if _index(parts[depth + 1]) is not None else {}
         if isinstance(node, list):
-            if not part.isdigit() or int(part) > len(node):
+            index: Any = _index(part)
+            if index is None or index > len(node):
                 raise UserError(
                     f"{key}: {'.'.join(parts[:depth])} is a list of {len(node)}; "
-                    f"expected an index up to {len(node)}, not {part!r}"
+                    f"expected an index up to {len(node)}, not {show(part)}"
                 )
-            index: Any = int(part)
             if index == len(node):
                 node.append(fresh)
         else:
@@ -69,6 +87,11 @@ def assign(tree: Any, key: str, value: Any) -> None:
         node = child
 
 
+def _index(part: str) -> int | None:
+    """``part`` of a key as an index into a list; None if it is a name."""
+    return int(part) if part.isascii() and part.isdigit() and len(part) < 10 else None
+
+
 def lookup(tree: Mapping[str, Any], key: str) -> Any:
     node: Any = tree
     for part in key.split("."):
@@ -78,12 +101,18 @@ def lookup(tree: Mapping[str, Any], key: str) -> Any:
     return node
 
 
-def plain(value: Any) -> Any:
-    """``value`` in types that YAML can write: lists for tuples, Python numbers for NumPy's, text for paths."""
+def plain(value: Any, levels: int = LEVELS, name: str = "") -> Any:
+    """``value`` in types that YAML can write: lists for tuples, Python numbers for NumPy's, text for paths.
+
+    Raises:
+        UserError: more than ``levels`` levels.
+    """
+    if isinstance(value, (Mapping, list, tuple)) and not levels:
+        raise _too_deep(name)
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: plain(item, levels - 1, name) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [plain(item, levels - 1, name) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "dtype") and hasattr(value, "item"):

@@ -8,36 +8,44 @@ import torch
 from torch import nn
 
 from ..errors import UserError, nearest
-from ..settings import Optimizer
+from ..settings import Optimizer, Origin, check_keys, keys_of
 
 
-def make_optimizer(parameters: list[nn.Parameter], kind: str, lr: float, extra: dict) -> torch.optim.Optimizer:
+def make_optimizer(
+    parameters: list[nn.Parameter], kind: str, lr: float, extra: dict, origin: Origin | None = None
+) -> torch.optim.Optimizer:
     """Create the optimizer ``torch.optim.<kind>``.
 
     Raises:
-        UserError: an unknown optimizer, or an argument that it does not accept.
+        UserError: an unknown optimizer or argument (the message suggests the nearest), or a value that it refuses.
     """
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         n.lower(): c
         for n, c in vars(torch.optim).items()
         if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
     }
+    origin = origin or Origin()
     if str(kind).lower() not in known:
         raise UserError(f"train.optimizer.type = {kind!r}: torch.optim has none{nearest(kind, known)}")
+    optimizer = known[str(kind).lower()]
+    extra = check_keys(extra, keys_of(optimizer.__init__, 2), origin, "train.optimizer")
     try:
-        return known[str(kind).lower()](parameters, lr=lr, **extra)
+        return optimizer(parameters, lr=lr, **extra)
     except (TypeError, ValueError, IndexError) as error:
-        raise UserError(f"train.optimizer: {kind} does not take {extra}: {error}") from error
+        raise UserError(
+            f"{origin.where('train.optimizer')}train.optimizer: {kind} does not take {extra}: {error}"
+        ) from error
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer, origin: Origin | None = None) -> None:
     """Raise ``UserError`` if ``train.optimizer`` cannot be created or cannot take a step, where some values fail."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.ones(1)
     # Arguments that depend on the device are not tested.
     extra = {key: value for key, value in optimizer.extra.items() if key not in ("capturable", "fused")}
-    trial = make_optimizer([parameter], optimizer.type, optimizer.lr, extra)
+    trial = make_optimizer([parameter], optimizer.type, optimizer.lr, extra, origin)
     try:
         trial.step()
     except Exception as error:  # torch raises various errors for invalid values
-        raise UserError(f"train.optimizer: {optimizer.type} does not take {extra}: {error}") from error
+        where = (origin or Origin()).where("train.optimizer")
+        raise UserError(f"{where}train.optimizer: {optimizer.type} does not take {extra}: {error}") from error

@@ -94,6 +94,36 @@ def test_record_excludes_prompts_that_are_too_long(tmp_path, config, chat_tokeni
     assert sorted(row for part in parts for row in part["rows"]) == [i for i in range(40) if i % 4 != 1]
 
 
+def test_rows_left_out_and_cut_are_counted_and_reported(tmp_path, config, chat_tokenizer, encoder_tokenizer, caplog):
+    caplog.set_level("INFO", "fs_lowrank")
+    rows = [("a b " * 20, "c"), ("a", "b " * 20), *[("a", "b")] * 8]
+    text = json.dumps([{"instruction": question, "output": answer} for question, answer in rows])
+    (tmp_path / "i.json").write_text(text)
+    cfg = config("i.json", tmp_path, splits=[1.0, 0.0, 0.0])
+    cfg.llm.tok_len, cfg.federate.client_num, cfg.data.max_dropped = 12, 3, 0.1
+    data = build_data(cfg, chat_tokenizer)
+    assert data.read == 10 and data.skipped == {"prompt too long": 1} and data.truncated == {"train": 1}
+    assert (
+        "data: 10 rows read, 1 left out (prompt too long), 1 of train cut to 12 tokens, 9 for training" in caplog.text
+    )
+    record = data.record()
+    assert (record["read"], record["truncated"], record["tok_len"]) == (10, {"train": 1}, 12)
+    cfg.data.max_dropped = 0.09
+    with pytest.raises(UserError, match="1 of 10 rows of train have a prompt that fills llm.tok_len = 12.*max_dropped"):
+        build_data(cfg, chat_tokenizer)
+    cfg.llm.tok_len, cfg.data.max_dropped = "auto", 0.0
+    data = build_data(cfg, chat_tokenizer)
+    assert not data.skipped.get("prompt too long") and data.truncated == {"train": 0}
+    assert data.tok_len == max(client.lengths.max() for client in data.clients)
+    (tmp_path / "a.csv").write_text("text,label\n" + "a b a b a b,x\n" + "a b,y\na,x\n" * 4)
+    cfg = config("a.csv", tmp_path, splits=[1.0, 0.0, 0.0])
+    cfg.llm.tok_len, cfg.federate.client_num = 4, 2
+    assert build_data(cfg, encoder_tokenizer).truncated == {"train": 1}
+    cfg.llm.tok_len = "auto"
+    data = build_data(cfg, encoder_tokenizer)
+    assert data.truncated == {"train": 0} and data.tok_len == 8
+
+
 def test_the_seed_determines_splits_and_partition(reviews, config, encoder_tokenizer):
     first, again, other = (build_data(config(reviews, seed=s), encoder_tokenizer) for s in (1, 1, 2))
     assert first.fingerprint == again.fingerprint != other.fingerprint

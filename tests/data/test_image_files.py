@@ -208,6 +208,22 @@ def test_wrong_arguments(folder, tmp_path, args, message):
         load(folder, "", tmp_path, args)
 
 
+@pytest.mark.parametrize("damage", ["cut", "bomb", "noise"])
+def test_a_damaged_image_is_named(tmp_path, damage, monkeypatch):
+    for kind in ("cat", "dog"):
+        (tmp_path / kind).mkdir()
+        picture(tmp_path / kind / "a.png", 7, (8, 8))
+    path = tmp_path / "dog" / "a.png"
+    raw = path.read_bytes()
+    if damage == "bomb":
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 16)
+    else:
+        path.write_bytes(raw[:40] if damage == "cut" else raw[:30] + bytes(20) + raw[50:])
+    with pytest.raises(UserError, match="a.png: cannot be read as an image") as caught:
+        load(tmp_path, "", tmp_path / "home")
+    assert "\n" not in str(caught.value)
+
+
 def test_invalid_folders(folder, tmp_path):
     (folder / "train" / "cat" / "bad.png").write_bytes(b"no picture")
     with pytest.raises(UserError, match="bad.png: cannot be read as an image"):

@@ -262,6 +262,38 @@ def test_none_means_the_default_of_an_argument(tmp_path):
     assert len(load("a.csv", tmp_path, [{"text_pair": None, "test": None, "quoting": None}]).train) == 2
 
 
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("a.json", "[" * 100_000, "a.json, line 1: nested too deep"),
+        ("a.jsonl", '{"text": "a", "label": 1}\n' + '{"text": ' * 100_000, "a.jsonl, line 2: nested too deep"),
+        ("a.json", '{"text": ' * 100_000, "a.json, line 1: nested too deep"),
+        ("a.json", '[{"text": "a", "label": ' + "9" * 5000 + "}]", "a.json, line 1: invalid JSON: Exceeds the limit"),
+        ("a.json", '[{"text": "a\\ud83d", "label": 1}]', r"a.json, entry 1: '.ud83d' is half of a UTF-16 pair"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "\\udc00"}]}', r"a.jsonl, line 1: '.udc00' is half of"),
+        (
+            "a.csv",
+            "text,label\n" + "".join(f"{i},a review of film {i}\n" for i in range(40)),
+            "a.csv: column 'label' has 40 different values in 40 rows; expected classes",
+        ),
+    ],
+)
+def test_files_that_cannot_be_data(tmp_path, name, text, message):
+    write(tmp_path / name, text)
+    with pytest.raises(UserError, match=message) as caught:
+        load(name, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_column_for_two_roles(tmp_path):
+    write(tmp_path / "a.csv", "label,b\nx,1\ny,0\n")
+    with pytest.raises(UserError, match="data.args: text and label are the same column 'label'"):
+        load("a.csv", tmp_path, [{"text": "label", "label": "label"}])
+    write(tmp_path / "b.csv", "instruction,output\nx,1\ny,0\n")
+    with pytest.raises(UserError, match="data.args: instruction and output are the same column 'output'"):
+        load("b.csv@llm", tmp_path, [{"instruction": "output"}])
+
+
 def test_unknown_arg(tmp_path):
     write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
     with pytest.raises(UserError, match="unknown key 'data.args.0.lable'; did you mean 'label'"):

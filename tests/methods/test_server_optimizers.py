@@ -154,11 +154,10 @@ def test_wrong_values_are_named(options, message):
 
 def test_a_wrong_value_in_a_file_is_named_with_its_line(tmp_path):
     text = "federate: {client_num: 2, method: fedlora}\nfedopt:\n  use: %s\n  optimizer: {type: Adam, tau: -1}\n"
-    (tmp_path / "a.yaml").write_text(text % True)
-    with pytest.raises(UserError, match="a.yaml, line 4: fedopt.optimizer.tau = -1: expected a number, above 0"):
-        load_config(tmp_path / "a.yaml")
-    (tmp_path / "a.yaml").write_text(text % False)
-    assert load_config(tmp_path / "a.yaml").fedopt.optimizer.extra == {"tau": -1}
+    for use in (True, False):
+        (tmp_path / "a.yaml").write_text(text % use)
+        with pytest.raises(UserError, match="a.yaml, line 4: fedopt.optimizer.tau = -1: expected a number, above 0"):
+            load_config(tmp_path / "a.yaml")
 
 
 def test_the_usual_names_are_understood():

