@@ -6,7 +6,8 @@ import textwrap
 import pytest
 
 from benchmark.cli import main
-from benchmark.plan import Cell, Options, Search, jobs_of, plan
+from benchmark.job import Cell, Options, Search
+from benchmark.plan import jobs_of, plan
 from benchmark.report import write_report
 from benchmark.results import find
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
@@ -250,6 +251,11 @@ def test_a_method_may_have_a_config_of_its_own_at_a_place_of_the_grid(write):
         (
             "config: {a: 1}\nmethods: [rolora]\nreference: nothing",
             "mine.yaml, line 3: reference = 'nothing': there are no such figures",
+        ),
+        (
+            "config:\n  early_stop: {patience: 3}\n  eval: {best_res_update_round_wise_key: test_loss}\n"
+            "  federate: {client_num: 2}\nmethods: [rolora]",
+            "mine.yaml, line 2: early_stop.patience = 3 with .* = test_loss: a suite does not stop runs by the test",
         ),
         ("config: [", "mine.yaml, line 1, column 10: invalid YAML"),
         (
