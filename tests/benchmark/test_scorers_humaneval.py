@@ -182,8 +182,20 @@ def close(os, n):
 """
 
 
-def test_hostile_programs_are_not_solved(caplog):
-    """In the function, and outside it before any test: none is solved, none stops the judge."""
+@pytest.fixture
+def without_namespaces(monkeypatch):
+    """A system without bubblewrap and unshare."""
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    sandbox.sandbox.cache_clear()
+    yield
+    sandbox.sandbox.cache_clear()
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_hostile_programs_are_not_solved(hidden, request):
+    """In the function, and outside it before any test: none is solved, and none stops the judge."""
+    if not hidden:
+        request.getfixturevalue("without_namespaces")
     assert len(HOSTILE) >= 50 and len(set(HOSTILE)) == len(HOSTILE)
     outside = [line.replace("return ", "double = ").replace("(x,)", "(2,)") for line in HOSTILE[:36]]
 
@@ -225,15 +237,10 @@ def test_files_and_processes_are_hidden(tmp_path):
     assert outcome(look, problem={**PROBLEM, "test": test}) == "passed"
 
 
-def test_without_namespaces_there_is_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    sandbox.sandbox.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, "fs_lowrank"):
-            solved, _, guard = humaneval.run(PROBLEM, PROBLEM["canonical_solution"])
-            humaneval.run(PROBLEM, "    return x\n")
-    finally:
-        sandbox.sandbox.cache_clear()
+def test_without_namespaces_there_is_a_warning(without_namespaces, caplog):
+    with caplog.at_level(logging.WARNING, "fs_lowrank"):
+        solved, _, guard = humaneval.run(PROBLEM, PROBLEM["canonical_solution"])
+        humaneval.run(PROBLEM, "    return x\n")
     assert solved and guard.endswith("no namespaces")
     (record,) = caplog.records
     assert "bwrap is not installed; unshare is not installed" in record.getMessage()
