@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -234,7 +235,8 @@ def _search(search: Search, progress: Progress) -> dict:
     space: dict[str, Any] = dict(search.spec["space"])
     steps = [_study(search, "search", space, progress)]
     listed = [{key: value} for key, kind in space.items() for value in kind.get("grid", ())]
-    tried, left = [*steps[0]["tried"], *listed], search.spec.get("grow", len(steps[0]["tried"]))
+    points = math.prod(len(kind.get("grid", ())) for kind in space.values())
+    tried, left = [*steps[0]["tried"], *listed], search.spec.get("grow", points)
     grown: list[dict] = []
     while listed and left > 0:
         winner = _best(steps)
