@@ -15,7 +15,8 @@ from fs_lowrank.jobs.crew import check_gpus
 from fs_lowrank.jobs.files import write_text
 
 from .execute import permitted
-from .plan import Cell, Job, Options, Search, Trained, make_training_file
+from .job import Cell, Job, Options, Search, Trained
+from .plan import make_training_file
 from .suite import import_all
 
 #: memory of a process besides the model: libraries, data, clients' tensors, activations

@@ -1,52 +1,49 @@
-"""Verdicts on the papers' claims, by the rules in the suites. ``RULES`` has all conditions.
+"""Verdicts on the papers' claims, by the rules in the suites.
 
-A verdict is ``holds``, ``does not hold``, or ``not tested at this size``. A claim is not tested if a figure is missing
-and no other refutes the claim, or if there is only one seed, so that the spread is unknown.
+A condition compares a quantity, such as the difference of two means over seeds, with the margin that the claim states,
+by the quantity's 95 % confidence interval (``intervals``):
+
+* ``holds``: the whole interval meets the condition; ``does not hold``: no part of it does.
+* ``inconclusive``: anything else; with one seed the interval is not known. The text says how many seeds would decide.
+* ``not tested at this size``: a figure is missing.
+
+Nothing holds in favour of a method with a seed that collapsed to the majority class or failed. Nothing is decided by a
+method whose learning rate is at the end of the grid that was searched.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fs_lowrank.settings import Key, Origin, check_keys, check_value
 
-HOLDS, FAILS, UNTESTED = "holds", "does not hold", "not tested at this size"
+from .intervals import Figure, Interval, difference, of_mean
 
-#: condition -> required keys besides ``metric`` and ``where``, and its meaning
-RULES = {
-    "drops": (
-        ("methods", "along", "from", "to", "by"),
-        "the mean falls by more than `by` from one label of the axis to the other, and by more than the spread",
-    ),
-    "keeps": (("methods", "along", "from", "to", "within"), "the mean falls by no more than `within`"),
-    "above": (
-        ("better", "than", "by"),
-        "the mean of `better` is above that of each of `than` by more than `by` and more than the spread",
-    ),
-    "close": (("methods", "to", "within"), "the means differ by no more than `within`"),
-    "ratio": (("of", "to", "about", "within"), "the quotient of the means is `about`, give or take `within`"),
-    "learns": (
-        ("methods", "by"),
-        "the mean accuracy is above the majority class by more than `by`; else the claim is "
-        "not tested, for nothing was learned that could be lost",
-    ),
-    "value": (("methods",), "the mean is at least `at_least`, at most `at_most`"),
+HOLDS, FAILS, UNTESTED, INCONCLUSIVE = "holds", "does not hold", "not tested at this size", "inconclusive"
+
+#: condition -> required keys, and optional ones; ``docs/benchmark.md`` says what each condition means
+RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "drops": (("methods", "along", "from", "to", "by"), ("lower_is_better",)),
+    "keeps": (("methods", "along", "from", "to"), ("within", "share", "lower_is_better")),
+    "above": (("better", "than", "by"), ("lower_is_better",)),
+    "close": (("methods", "to", "within"), ()),
+    "ratio": (("of", "to", "about", "within"), ()),
+    "learns": (("methods", "by"), ()),
+    "value": (("methods",), ("at_least", "at_most")),
 }
 _NAME, _NUMBER, _NAMES = Key(str), Key(float), Key(list)
 _KEYS = {
     **dict.fromkeys(("is", "along", "better", "of", "metric"), _NAME),
     **dict.fromkeys(("methods", "than"), _NAMES),
-    **dict.fromkeys(("by", "within", "about", "at_least", "at_most"), _NUMBER),
+    **dict.fromkeys(("by", "within", "share", "about", "at_least", "at_most"), _NUMBER),
     **dict.fromkeys(("from", "to"), Key(Any)),
     "where": Key(dict),
     **dict.fromkeys(("lower_is_better", "spread"), Key(bool)),
 }
-_OPTIONAL = ("metric", "where", "at_least", "at_most", "lower_is_better", "spread")
 
 
 @dataclass(frozen=True)
@@ -59,46 +56,8 @@ class Condition:
     first: bool = False
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean over seeds, sample standard deviation (None for one seed), and the values by seed, if known."""
-
-    mean: float
-    std: float | None
-    n: int
-    by_seed: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
-
-    def __str__(self) -> str:
-        return f"{self.mean:.4g}" + (f" ± {self.std:.2g}" if self.std is not None else "") + f" (n={self.n})"
-
-
-def spread(values: Sequence[float] | Mapping[int, float]) -> Spread | None:
-    """Mean and standard deviation of values, or of values by seed; None for no value."""
-    if not values:
-        return None
-    by_seed = dict(values) if isinstance(values, Mapping) else {}
-    values = list(by_seed.values()) or values
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values), by_seed)
-
-
-def noise(*found: Spread) -> float:
-    """The spread that a difference of means must exceed: the square root of the sum of the variances."""
-    return math.sqrt(sum((f.std or 0.0) ** 2 for f in found))
-
-
-def paired_noise(first: Spread, second: Spread) -> float:
-    """The spread that the difference of two methods in one setting must exceed.
-
-    Both methods have the same split, clients and batches for a seed, so this is the standard deviation of the
-    differences by seed. If the seeds differ or there is only one, it is ``noise``.
-    """
-    if len(first.by_seed) < 2 or first.by_seed.keys() != second.by_seed.keys():
-        return noise(first, second)
-    return statistics.stdev(value - second.by_seed[seed] for seed, value in first.by_seed.items())
-
-
 #: (method, labels by axis, metric) -> figure
-Lookup = Callable[[str, Mapping[str, str], str], Spread | None]
+Lookup = Callable[[str, Mapping[str, str], str], Figure | None]
 
 
 def check_rule(condition: Any, origin: Origin, at: str) -> dict:
@@ -110,192 +69,223 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
     if not isinstance(condition, Mapping):
         origin.wrong(at, condition, "a mapping, such as {is: drops, …}")
     kind = check_value(f"{at}.is", condition.get("is"), str, {"choices": tuple(RULES)}, origin)
-    needs = RULES[kind][0]
-    keys = {key: dataclasses.replace(_KEYS[key], required=key in needs) for key in ("is", *needs, *_OPTIONAL)}
-    return check_keys(condition, keys, origin, at)
+    needs, more = RULES[kind]
+    known = ("is", *needs, *more, "metric", "where", "spread")
+    keys = {key: dataclasses.replace(_KEYS[key], required=key in needs) for key in known}
+    checked = check_keys(condition, keys, origin, at)
+    if kind == "keeps" and ("within" in checked) == ("share" in checked):
+        origin.fail(at, "has both within and share, or none: expected one of them")
+    if kind == "value" and not {"at_least", "at_most"} & checked.keys():
+        origin.fail(at, "has no bound: expected at_least, at_most or both")
+    return checked
 
 
 def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
     """The results of all conditions of a rule, separately for each method."""
-    found: list[Condition] = []
-    for condition in rule:
-        found += _JUDGES[condition["is"]](condition, look)
-    return found
+    return [result for condition in rule for result in _JUDGES[condition["is"]](condition, _looking(condition, look))]
 
 
 def verdict(conditions: Sequence[Condition]) -> str:
     """The verdict on all conditions together."""
+    for ground in (UNTESTED, INCONCLUSIVE):
+        if any(c.first and c.verdict == ground for c in conditions):
+            return ground
     verdicts = {c.verdict for c in conditions}
-    if any(c.first and c.verdict == UNTESTED for c in conditions) or not verdicts:
-        return UNTESTED
-    return next((v for v in (FAILS, UNTESTED) if v in verdicts), HOLDS)
+    return next((v for v in (FAILS, UNTESTED, INCONCLUSIVE, HOLDS) if v in verdicts), UNTESTED)
 
 
-def _where(condition: Mapping) -> dict[str, str]:
-    return {str(k): str(v) for k, v in condition.get("where", {}).items()}
+def used(rule: Sequence[Mapping], look: Lookup) -> list[tuple[str, Mapping[str, str]]]:
+    """The (method, labels) of all figures that a rule looks up."""
+    seen: list[tuple[str, Mapping[str, str]]] = []
+
+    def noting(method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
+        seen.append((method, labels))
+        return look(method, labels, metric)
+
+    judge(rule, noting)
+    return seen
 
 
-def _metric(condition: Mapping) -> str:
-    return condition.get("metric", "test_acc")
+# -- from an interval to a verdict -----------------------------------------------------------------------
 
 
-def _condition(ok: bool, text: str) -> Condition:
-    return Condition(HOLDS if ok else FAILS, text)
+def _looking(condition: Mapping, look: Lookup) -> Callable[..., Figure | None]:
+    """A function of a method, and of a metric and further labels, in the setting of a condition."""
+    where = {str(k): str(v) for k, v in condition.get("where", {}).items()}
+    asked = condition.get("metric", "test_acc")
+
+    def figure(method: str, metric: str = asked, **labels: Any) -> Figure | None:
+        found = look(method, {**where, **{k: str(v) for k, v in labels.items()}}, metric)
+        return found if found is None or condition.get("spread", True) else dataclasses.replace(found, exact=True)
+
+    return figure
 
 
 def _missing(what: str, first: bool = False) -> Condition:
     return Condition(UNTESTED, f"no figure for {what}", first)
 
 
-def _beyond(gap: float, by: float, spread: float, seeds: bool, text: str) -> Condition:
-    """Whether a gap exceeds ``by`` and the spread, which is unknown with one seed."""
-    text += f" by {gap:.4g} (asked: more than {by:g}, "
-    if not seeds:
-        return Condition(UNTESTED, f"{text}spread unknown with one seed)")
-    return _condition(gap > by and gap > spread, f"{text}spread {spread:.2g})")
+def _decide(
+    interval: Interval, low: float, high: float, text: str, figures: Mapping[str, Figure], favours: Sequence[str] = ()
+) -> Condition:
+    """Whether a quantity is between two bounds.
+
+    Args:
+        text: begins the explanation. figures: name -> figure, of all that the quantity is made of.
+        favours: the names of the figures in whose favour the condition holds.
+    """
+    if interval.half is None:
+        alone = any(figure.n < 2 for figure in figures.values() if not figure.exact)
+        unknown = (
+            "the spread is not known with one seed" if alone else "the seeds agree to rounding: no sign of the spread"
+        )
+        result, why = INCONCLUSIVE, f"{unknown}; more seeds would decide"
+    else:
+        first, last = interval.centre - interval.half, interval.centre + interval.half
+        result = HOLDS if low <= first and last <= high else FAILS if last < low or first > high else INCONCLUSIVE
+        why = "" if interval.half == 0 else f"95 % interval {first:.4g} to {last:.4g}"
+        if result == INCONCLUSIVE:
+            why += f"; {interval.seeds_to_decide(low, high)}"
+    notes = [f"{name}: {note}" for name, figure in figures.items() for note in figure.notes]
+    if result == HOLDS and any(not figures[name].whole for name in favours):
+        result = INCONCLUSIVE
+        notes.append("so this does not count as holding")
+    if result in (HOLDS, FAILS) and any(figure.at_end and not figure.exact for figure in figures.values()):
+        result = INCONCLUSIVE
+        notes.append("so a better rate may lie beyond")
+    return Condition(result, "; ".join([f"{text} ({why})" if why else text, *notes]))
 
 
-def _fall(condition: Mapping, look: Lookup):
-    """For each method: the figures at both ends of the axis, and the difference."""
+def _above_by(condition: Mapping) -> tuple[float, float]:
+    """The bounds of a quantity that must be above ``by``, which is not enough itself."""
+    return math.nextafter(condition["by"], math.inf), math.inf
+
+
+# -- conditions ------------------------------------------------------------------------------------------
+
+
+def _ends(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[tuple[str, str, Figure, Figure] | str]:
+    """For each method: its name, a description, and the figures at both ends of the axis; or what is missing."""
+    axis = condition["along"]
     for method in condition["methods"]:
-        first, last = (
-            look(method, {**_where(condition), condition["along"]: str(condition[end])}, _metric(condition))
-            for end in ("from", "to")
-        )
-        if first is None or last is None:
-            yield method, None, None, 0.0
-        else:
-            sign = -1 if condition.get("lower_is_better") else 1
-            yield method, first, last, sign * (first.mean - last.mean)
+        at = f"{method}, {axis} {condition['from']} → {condition['to']}"
+        first, last = (figure(method, **{axis: condition[end]}) for end in ("from", "to"))
+        yield at if first is None or last is None else (method, at, first, last)
 
 
-def _drops(condition: Mapping, look: Lookup) -> list[Condition]:
-    found = []
-    for method, first, last, fall in _fall(condition, look):
-        at = f"{method}, {condition['along']} {condition['from']} → {condition['to']}"
-        if first is None:
-            found.append(_missing(at))
+def _sign(condition: Mapping) -> int:
+    return -1 if condition.get("lower_is_better") else 1
+
+
+def _drops(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
+    for end in _ends(condition, figure):
+        if isinstance(end, str):
+            yield _missing(end)
             continue
-        found.append(
-            _beyond(
-                fall,
-                condition["by"],
-                noise(first, last),
-                None not in (first.std, last.std),
-                f"{at}: {first} → {last}, falls",
-            )
-        )
-    return found
+        _, at, first, last = end
+        fall = difference(first, last, paired=False).times(_sign(condition))
+        text = f"{at}: {first} → {last}, falls by {fall.centre:.4g}, asked: more than {condition['by']:g}"
+        figures = {f"{condition['along']} {condition['from']}": first, f"{condition['along']} {condition['to']}": last}
+        yield _decide(fall, *_above_by(condition), text, figures, list(figures)[:1])
 
 
-def _keeps(condition: Mapping, look: Lookup) -> list[Condition]:
-    found = []
-    for method, first, last, fall in _fall(condition, look):
-        at = f"{method}, {condition['along']} {condition['from']} → {condition['to']}"
-        found.append(
-            _missing(at)
-            if first is None
-            else _condition(
-                fall <= condition["within"],
-                f"{at}: {first} → {last}, falls by {fall:.4g} (asked: at most {condition['within']:g})",
-            )
-        )
-    return found
+def _keeps(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
+    for end in _ends(condition, figure):
+        if isinstance(end, str):
+            yield _missing(end)
+            continue
+        method, at, first, last = end
+        names = [f"{condition['along']} {condition[label]}" for label in ("from", "to")]
+        share = condition.get("share")
+        if share is None:
+            fall, high = difference(first, last, paired=False).times(_sign(condition)), condition["within"]
+            asked = f"falls by {fall.centre:.4g}, asked: at most {high:g}"
+        else:
+            majority = figure(method, "majority", **{condition["along"]: condition["from"]})
+            if majority is None:
+                yield _missing(f"the majority class, {at}")
+                continue
+            # fall <= share (first - majority), with everything on one side
+            fall, high = difference(first.scaled(1 - share), last, paired=False).plus(share * majority.mean), 0.0
+            learned = first.mean - majority.mean
+            asked = f"falls by {first.mean - last.mean:.4g} of {learned:.4g} above the majority class, asked: at most "
+            asked += f"the share {share:g}; the fall is that share {fall.centre:+.4g}"
+        yield _decide(fall, -math.inf, high, f"{at}: {first} → {last}, {asked}", dict(zip(names, (first, last))), names)
 
 
-def _above(condition: Mapping, look: Lookup) -> list[Condition]:
-    found, where, metric = [], _where(condition), _metric(condition)
-    sign = -1 if condition.get("lower_is_better") else 1
-    better = look(condition["better"], where, metric)
-    at = " ".join(f"{k}={v}" for k, v in where.items())
+def _above(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
+    name = condition["better"]
+    better, at = figure(name), "".join(f" {k}={v}" for k, v in condition.get("where", {}).items())
     for other in condition["than"]:
-        worse = look(other, where, metric)
+        worse = figure(other)
         if better is None or worse is None:
-            found.append(_missing(f"{condition['better']} or {other} {at}".strip()))
+            yield _missing(f"{name} or {other}{at}")
             continue
-        gap = sign * (better.mean - worse.mean)
-        asked = condition.get("spread", True)
-        found.append(
-            _beyond(
-                gap,
-                condition["by"],
-                paired_noise(better, worse) if asked else 0,
-                not asked or None not in (better.std, worse.std),
-                f"{condition['better']} {better} against {other} {worse} {at}: ahead",
-            )
-        )
-    return found
+        gap = difference(better, worse).times(_sign(condition))
+        text = f"{name} {better} against {other} {worse}{at}: ahead by {gap.centre:.4g}"
+        text += f", asked: more than {condition['by']:g}"
+        yield _decide(gap, *_above_by(condition), text, {name: better, other: worse}, [name])
 
 
-def _close(condition: Mapping, look: Lookup) -> list[Condition]:
-    found, where, metric = [], _where(condition), _metric(condition)
-    to = look(condition["to"], where, metric)
+def _close(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
+    name, within = condition["to"], condition["within"]
+    to = figure(name)
     for method in condition["methods"]:
-        value = look(method, where, metric)
+        value = figure(method)
         if value is None or to is None:
-            found.append(_missing(f"{method} or {condition['to']}"))
-        else:
-            gap = abs(value.mean - to.mean)
-            found.append(
-                _condition(
-                    gap <= condition["within"],
-                    f"{method} {value} and {condition['to']} {to}: "
-                    f"differ by {gap:.4g} (asked: at most {condition['within']:g})",
-                )
-            )
-    return found
-
-
-def _ratio(condition: Mapping, look: Lookup) -> list[Condition]:
-    where, metric = _where(condition), _metric(condition)
-    of, to = look(condition["of"], where, metric), look(condition["to"], where, metric)
-    if of is None or to is None or to.mean == 0:
-        return [_missing(f"{condition['of']} or {condition['to']}")]
-    quotient = of.mean / to.mean
-    return [
-        _condition(
-            abs(quotient - condition["about"]) <= condition["within"],
-            f"{metric}: {condition['of']} {of.mean:.5g} / {condition['to']} {to.mean:.5g} = {quotient:.4g} "
-            f"(asked: {condition['about']:g} ± {condition['within']:g})",
-        )
-    ]
-
-
-def _value(condition: Mapping, look: Lookup) -> list[Condition]:
-    found, metric = [], _metric(condition)
-    low, high = condition.get("at_least", -math.inf), condition.get("at_most", math.inf)
-    for method in condition["methods"]:
-        value = look(method, _where(condition), metric)
-        bounds = (f"at least {low:g}", low > -math.inf), (f"at most {high:g}", high < math.inf)
-        asked = " and ".join(words for words, given in bounds if given)
-        found.append(
-            _missing(f"{metric} of {method}")
-            if value is None
-            else _condition(low <= value.mean <= high, f"{metric} of {method}: {value} (asked: {asked})")
-        )
-    return found
-
-
-def _learns(condition: Mapping, look: Lookup) -> list[Condition]:
-    found, where = [], _where(condition)
-    for method in condition["methods"]:
-        value, majority = look(method, where, _metric(condition)), look(method, where, "majority")
-        if value is None or majority is None:
-            found.append(_missing(f"{method} or the majority class", first=True))
+            yield _missing(f"{method} or {name}")
             continue
-        gap = value.mean - majority.mean
-        found.append(
-            Condition(
-                HOLDS if gap > condition["by"] else UNTESTED,
-                f"{method} learns: {value} against {majority.mean:.4g} for the majority class (asked: more than "
-                f"{condition['by']:g} above)",
-                first=True,
-            )
-        )
-    return found
+        gap = difference(value, to)
+        text = f"{method} {value} and {name} {to}: differ by {gap.centre:.4g}, asked: at most {within:g}"
+        yield _decide(gap, -within, within, text, {method: value, name: to}, [method, name])
 
 
-_JUDGES = {
+def _ratio(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
+    name, base = condition["of"], condition["to"]
+    of, to = figure(name), figure(base)
+    if of is None or to is None or to.mean == 0:
+        yield _missing(f"{name} or {base}")
+        return
+    # about - within <= of / to <= about + within, by the difference of `of` and the nearer bound times `to`
+    about, within = condition["about"], condition["within"]
+    text = f"{condition.get('metric', 'test_acc')}: {name} {of.mean:.5g} / {base} {to.mean:.5g} = "
+    text += f"{of.mean / to.mean:.4g}, asked: {about:g} ± {within:g}"
+    gap = difference(of, to.scaled(about)).times(1 / to.mean)
+    yield _decide(gap, -within, within, text, {name: of, base: to}, [name, base])
+
+
+def _value(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
+    metric = condition.get("metric", "test_acc")
+    low, high = condition.get("at_least", -math.inf), condition.get("at_most", math.inf)
+    bounds = (f"at least {low:g}", low > -math.inf), (f"at most {high:g}", high < math.inf)
+    asked = " and ".join(words for words, given in bounds if given)
+    for method in condition["methods"]:
+        value = figure(method)
+        if value is None:
+            yield _missing(f"{metric} of {method}")
+        else:
+            text = f"{metric} of {method}: {value}, asked: {asked}"
+            yield _decide(of_mean(value), low, high, text, {method: value}, [method])
+
+
+def _learns(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
+    for method in condition["methods"]:
+        value, majority = figure(method), figure(method, "majority")
+        if value is None or majority is None:
+            yield _missing(f"{method} or the majority class", first=True)
+            continue
+        text = f"{method} learns: {value} against {majority.mean:.4g} for the majority class, asked: more than "
+        text += f"{condition['by']:g} above"
+        lead, bounds = of_mean(value).plus(-majority.mean), _above_by(condition)
+        # A better rate beyond the end of the grid could only add to what was learned.
+        decided = _decide(lead, *bounds, text, {method: dataclasses.replace(value, at_end=False)}, [method])
+        if decided.verdict != HOLDS:
+            decided = _decide(lead, *bounds, text, {method: value}, [method])
+        result = UNTESTED if decided.verdict == FAILS else decided.verdict
+        yield dataclasses.replace(decided, verdict=result, first=True)
+
+
+_JUDGES: dict[str, Callable[[Mapping, Callable[..., Figure | None]], Iterator[Condition]]] = {
     "drops": _drops,
     "keeps": _keeps,
     "above": _above,

@@ -13,7 +13,8 @@ from fs_lowrank import UserError
 from fs_lowrank.errors import nearest
 from fs_lowrank.jobs import shell
 
-from .plan import Options, Search, check_only, chosen, jobs_of
+from .job import Options, Search
+from .plan import check_only, chosen, jobs_of
 from .run import run
 from .suite import SIZES, load_suite, shipped
 

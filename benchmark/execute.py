@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from fs_lowrank import Config, RunFailed, RunResult, UserError
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 
-from .plan import Cell, Job, Search, command, decisive, samples_a_round
+from .job import Cell, Job, Search, decisive
+from .paths import quotient
+from .plan import command, samples_a_round
 from .results import head_of
 from .suite import import_all
 
@@ -70,9 +74,11 @@ def _cell(cell: Cell, progress: Progress) -> dict:
     _forget_peak()
     result = train(config, cell.options.engine, progress)
     metrics = dict(result.final)
+    repeats: dict[str, list[int]] = {}
     if cell.experiment.test == "once" and "client_test_acc" not in metrics:
         progress({"doing": "test set"})
-        metrics.update(test_once(config, result))
+        tested, repeats = test_once(config, result)
+        metrics.update(tested)
     scores = _scores(cell, config, result, progress)
     sent = per_client_and_round(result.history)
     record = {
@@ -94,6 +100,7 @@ def _cell(cell: Cell, progress: Progress) -> dict:
             "source": result.facts["source"].replace(cell.options.data or "\0", "$DATA"),
             "fingerprint": result.facts["data"],
             "clients": result.facts["clients"],
+            **repeats,
         },
         "model": {
             "type": config.model.type,
@@ -130,12 +137,16 @@ def train(config: Config, engine: str, progress: Progress) -> RunResult:
     return fs_lowrank.run(config, engine, on_round=on_round, on_client=on_client)
 
 
-def test_once(config: Config, result: RunResult) -> dict[str, float]:
+def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict[str, list[int]]]:
     """Loss and accuracy of the final model on the test set, which the run did not use.
+
+    Also, for text, ``test_rows_in_training``: the number of test rows that are in the training data as well, up to
+    case, punctuation and blanks, and the number of all test rows. They are not left out of the metrics.
 
     The data are built for a single client, because the held-out rows do not depend on the clients.
     """
-    from fs_lowrank.data import build_data
+    from fs_lowrank.data import build_data, load_raw
+    from fs_lowrank.data.duplicates import repeated
     from fs_lowrank.models.build import build_tokenizer
     from fs_lowrank.training import evaluate
 
@@ -149,11 +160,14 @@ def test_once(config: Config, result: RunResult) -> dict[str, float]:
             "data.splitter_args": [],
         }
     )
-    held_out = build_data(lone, build_tokenizer(config)).test
-    if held_out is None:
+    raw = load_raw(lone.data)
+    data = build_data(lone, build_tokenizer(config), raw)
+    if data.test is None:
         raise UserError(f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share")
     size = config.eval.batch_size or config.dataloader.batch_size
-    return {f"test_{name}": value for name, value in evaluate(result.model, held_out, size).items()}
+    metrics = {f"test_{name}": value for name, value in evaluate(result.model, data.test, size).items()}
+    rows = repeated(raw, data)
+    return metrics, {} if rows is None else {"test_rows_in_training": [len(rows), len(data.test)]}
 
 
 def samples_used(config: Config) -> int | None:
@@ -210,12 +224,65 @@ def permitted(spec: dict, unsafe_code: bool) -> dict:
 
 
 def _search(search: Search, progress: Progress) -> dict:
-    import hpo
+    """Try the grid, then single points beyond the end that the winner is at, until the winner is inside.
+
+    There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has.
+    """
+    from hpo.space import at_an_end
 
     import_all(search.suite.imports)
     progress({"doing": "search"})
+    space: dict[str, Any] = dict(search.spec["space"])
+    steps = [_study(search, "search", space, progress)]
+    listed = [{key: value} for key, kind in space.items() for value in kind.get("grid", ())]
+    points = math.prod(len(kind.get("grid", ())) for kind in space.values())
+    tried, left = [*steps[0]["tried"], *listed], search.spec.get("grow", points)
+    grown: list[dict] = []
+    while listed and left > 0:
+        winner = _best(steps)
+        ends = at_an_end(winner["point"], tried)
+        further = {key: _beyond([p[key] for p in tried if key in p], end) for key, end in ends.items()}
+        point = {**winner["point"], **{key: value for key, value in further.items() if value is not None}}
+        try:
+            search.config.replace(point)
+        except UserError:  # the config does not allow a value beyond
+            break
+        if point == winner["point"] or point in grown:
+            break
+        grown.append(point)
+        tried.append(point)
+        left -= 1
+        one = {key: {"grid": [value]} for key, value in point.items()}
+        steps.append(_study(search, f"search-{len(steps)}", one, progress, diverges=True))
+    winner, trials = _best(steps), Counter[str]()
+    for step in steps:
+        trials.update(step["trials"])
+    return {
+        "method": search.method.label,
+        "setting": dict(search.setting),
+        "engine": search.options.engine,
+        "objective": steps[0]["objectives"][0],
+        "winner": {"point": winner["point"], "values": winner["values"]},
+        "tried": [entry for step in steps for entry in step["tried"]],
+        "grown": grown,
+        "diverged": sum(len(step["failed"]) for step in steps),
+        "budget": {key: sum(step["budget"][key] for step in steps) for key in steps[0]["budget"]},
+        "trials": dict(trials),
+        "space": search.spec["space"],
+        "config": decisive(search.config),
+    }
+
+
+def _study(search: Search, name: str, space: Mapping, progress: Progress, diverges: bool = False) -> dict:
+    """What one study of a search found.
+
+    Args:
+        diverges: whether it may have no winner because all of its trials diverged.
+    """
+    import hpo
+
     options = hpo.Search(
-        "search",
+        name,
         objectives=(search.spec.get("objective", "val_acc"),),
         folder=search.folder,
         workers=0,
@@ -226,32 +293,37 @@ def _search(search: Search, progress: Progress) -> dict:
     )
     ended = hpo.tune(
         search.config,
-        hpo.space_from(search.spec["space"]),
+        hpo.space_from(space),
         options,
         say=lambda text: progress({"doing": text.splitlines()[0][:60]}),
     )
     if ended.how != "done":
         raise Interrupted
-    found = hpo.results(options.where, "search")
+    found = hpo.results(options.where, name)
     if lost := [reason for kind, reason in found["failed"] if kind != "nan"]:
         raise UserError(f"{len(lost)} of its trials failed, so it chose among fewer than it should: {lost[0]}")
-    if not found["winners"]:
+    if not found["winners"] and not diverges:
         reason = found["failed"][0][1] if found["failed"] else "none was started"
         raise UserError(f"no trial of the search completed: {reason}")
-    winner = found["winners"][0]
-    return {
-        "method": search.method.label,
-        "setting": dict(search.setting),
-        "engine": search.options.engine,
-        "objective": found["objectives"][0],
-        "winner": {"point": winner["point"], "values": winner["values"]},
-        "tried": found["tried"],
-        "diverged": len(found["failed"]),
-        "budget": found["budget"],
-        "trials": found["trials"],
-        "space": search.spec["space"],
-        "config": decisive(search.config),
-    }
+    return found
+
+
+def _best(studies: Sequence[Mapping]) -> dict:
+    """The best winner of several studies with the same objective."""
+    objective = studies[0]["objectives"][0]
+    winners = [winner for study in studies for winner in study["winners"]]
+    return (min if objective.endswith("loss") else max)(winners, key=lambda winner: winner["values"][objective])
+
+
+def _beyond(values: Iterable[float], end: int) -> float | None:
+    """The next value below (-1) or above (1) two or more numbers, at the ratio of the last two; None if it is no number
+    above 0."""
+    ordered = sorted(set(values), reverse=end < 0)
+    before, last = ordered[-2:]
+    if before <= 0 or last <= 0:
+        return None
+    value = float(f"{last * last / before:.3g}")
+    return int(value) if isinstance(last, int) and value == int(value) else value
 
 
 # -- scripts -------------------------------------------------------------------------------------------
@@ -297,35 +369,6 @@ def _script(job: Job) -> dict:
         "scores": {},
         "files": files,
     }
-
-
-def quotient(found: dict, path: str) -> float:
-    """The number at a path, or the quotient of two: ``A / B``."""
-    first, _, second = path.partition(" / ")
-    return dig(found, first) / dig(found, second) if second else dig(found, first)
-
-
-def dig(found: dict, path: str) -> float:
-    """The number at ``file.key.0.key``; a ``*`` takes the mean over a list or mapping.
-
-    Raises:
-        UserError: the path does not exist, or its value is no number.
-    """
-    nodes: list[Any] = [found]
-    for part in path.split("."):
-        step = []
-        for node in nodes:
-            items = node if isinstance(node, dict) else dict(enumerate(node)) if isinstance(node, list) else {}
-            by_name = {str(k): v for k, v in items.items()}
-            if part != "*" and part not in by_name:
-                raise UserError(
-                    f"values: {path}: there is no {part!r}, only {', '.join(list(by_name)[:12]) or 'a value'}"
-                )
-            step += list(by_name.values()) if part == "*" else [by_name[part]]
-        nodes = step
-    if not nodes or not all(isinstance(n, (int, float)) for n in nodes):
-        raise UserError(f"values: {path}: expected a number there")
-    return float(sum(nodes) / len(nodes))
 
 
 # -- the machine ---------------------------------------------------------------------------------------

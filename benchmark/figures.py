@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def _bytes(results: ExperimentResults):
 def _rates(results: ExperimentResults):
     """The trials and the winner of each search, one panel per setting."""
     key = "train.optimizer.lr"
-    by_setting: dict[str, list[dict[str, Any]]] = {}
+    by_setting: dict[str, list[dict]] = {}
     for search in results.searches:
         if all(key in p for p in search["tried"]):
             by_setting.setdefault(", ".join(f"{k} {v}" for k, v in search["setting"].items()), []).append(search)
@@ -222,8 +222,8 @@ def _rates(results: ExperimentResults):
         for search in searches:
             points = sorted((p[key], p["value"]) for p in search["tried"])
             method = search["method"]
-            style: Mapping[str, Any] = _style(results, method) if method in results.methods else {"marker": "."}
-            axes.plot(*zip(*points), label=method, lw=1.4, **style)
+            look: dict[str, Any] = _style(results, method) if method in results.methods else {"marker": "."}
+            axes.plot(*zip(*points), label=method, lw=1.4, **look)
         rates = sorted({p[key] for search in searches for p in search["tried"]})
         axes.set(xscale="log", xlabel="learning rate", title=setting)
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])

@@ -1,262 +1,21 @@
-"""The jobs of a suite: searches of learning rates, cells that train, and scripts; and whether they are finished."""
+"""From suites to jobs."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from fs_lowrank import Config, UserError, list_methods, load_config
-from fs_lowrank.data import own_files
 from fs_lowrank.errors import nearest
-from fs_lowrank.methods import revisions
 from fs_lowrank.settings import Origin
 
-from .store import Store, digest
+from .job import Cell, Job, Options, Script, Search
 from .suite import Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
 
-#: options of scorers that do not affect a result
-_PERMISSIONS = ("run_unsafe_code",)
 _RATE = "train.optimizer.lr"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line, the same for all workers.
-
-    Attributes:
-        data: folder of the data; a suite's ``data.root`` is below it. since: start time of this call, in seconds.
-        overrides: config keys that do not affect a result, such as the device.
-    """
-
-    suites: tuple[str, ...]
-    size: str = "small"
-    engine: str = "local"
-    results: str = "results"
-    work: str = "runs/benchmark"
-    data: str = ""
-    only: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ()
-    redo: bool = False
-    keep: bool = False
-    unsafe_code: bool = False
-    since: float = 0.0
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def store(self) -> Store:
-        return Store(Path(self.results), Path(self.work))
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job. ``key`` is the hash of ``content``, which is everything that affects its result.
-
-    Attributes:
-        kind: the folder of its result.
-    """
-
-    kind: ClassVar[str]
-    suite: Suite
-    experiment: Experiment
-    options: Options
-
-    @property
-    def label(self) -> str:
-        raise NotImplementedError
-
-    def content(self) -> dict:
-        raise NotImplementedError
-
-    def rated(self, store: Store) -> Job | None:
-        """This job with the learning rate that it needs; None while the search of that rate is not finished."""
-        return self
-
-    @property
-    def revisions(self) -> dict[str, int]:
-        """Revisions above 1 of the methods it uses. A result of another revision does not belong to this job."""
-        return {}
-
-    @cached_property
-    def key(self) -> str:
-        return digest({**self.content(), **({"revisions": self.revisions} if self.revisions else {})})
-
-    def stale(self, store: Store) -> dict | None:
-        """The result of an earlier revision of its method, which no longer belongs to this job."""
-        for earlier in itertools.product(*(range(1, n + 1) for n in self.revisions.values())):
-            then = {name: n for name, n in zip(self.revisions, earlier) if n != 1}
-            if then != self.revisions:
-                if record := store.read(self.kind, digest({**self.content(), **({"revisions": then} if then else {})})):
-                    return record
-        return None
-
-    @property
-    def where(self) -> str:
-        return f"{self.suite.name}/{self.suite.size}/{self.experiment.name}"
-
-    @property
-    def folder(self) -> Path:
-        """The folder of its runs until it is finished."""
-        return Path(self.options.work) / self.key
-
-    def result(self, store: Store) -> dict | None:
-        return store.read(self.kind, self.key)
-
-    def done(self, store: Store) -> bool:
-        """Whether the job is finished, or has failed since this call began."""
-        redo = self.options.redo and self.kind == "cells"
-        finished = self.result(store)
-        if finished and (not redo or finished["finished"] >= self.options.since):
-            return True
-        failed = store.read("failed", self.key)
-        return failed is not None and failed["finished"] >= self.options.since
-
-    def identity(self) -> dict:
-        """The entries of a result file that identify the job."""
-        return {
-            "suite": self.suite.name,
-            "size": self.suite.size,
-            "experiment": self.experiment.name,
-            "label": self.label,
-            "hash": self.key,
-        }
-
-
-class Trained(Job):
-    """A job of a method in a setting, with a configuration."""
-
-    method: MethodEntry
-    setting: Mapping[str, str]
-    config: Config
-
-    @property
-    def revisions(self) -> dict[str, int]:
-        return revisions(self.config)
-
-
-@dataclass(frozen=True)
-class Search(Trained):
-    """A search of the learning rate for one method in one setting, on validation data."""
-
-    kind = "searches"
-    method: MethodEntry
-    setting: Mapping[str, str]
-    config: Config
-    spec: Mapping[str, Any]
-
-    @property
-    def label(self) -> str:
-        at = " ".join(f"{k}={v}" for k, v in self.setting.items())
-        return f"learning rate of {self.method.label}" + (f" at {at}" if at else "")
-
-    def content(self) -> dict:
-        spec = {k: self.spec.get(k) for k in ("space", "seeds", "objective")}
-        return {"search": _own(self.config), "spec": spec, **_content(self), **_engine(self.options)}
-
-
-@dataclass(frozen=True)
-class Cell(Trained):
-    """A method in a setting with a seed. While ``search`` is given, ``config`` does not have its learning rate yet."""
-
-    kind = "cells"
-    method: MethodEntry
-    setting: Mapping[str, str]
-    config: Config
-    seed: int
-    search: Search | None = None
-    rate: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        return " ".join([self.method.label, *(f"{k}={v}" for k, v in self.setting.items()), f"seed={self.seed}"])
-
-    @property
-    def column(self) -> str:
-        """The setting as the name of a table column: its labels, such as ``3 / 4``."""
-        return " / ".join(self.setting.values())
-
-    def rated(self, store: Store) -> Cell | None:
-        if self.search is None:
-            return self
-        if "_rated" in self.__dict__:
-            return self.__dict__["_rated"]
-        found = self.search.result(store)
-        if found is None:
-            return None
-        rate = {
-            "from": "search",
-            "search": found["hash"],
-            "point": found["winner"]["point"],
-            "validation": found["winner"]["values"],
-            "budget": found["budget"],
-        }
-        cell = replace(self, config=self.config.replace(found["winner"]["point"]), search=None, rate=rate)
-        self.__dict__["_rated"] = cell  # cached; the result of a search does not change
-        return cell
-
-    def content(self) -> dict:
-        """While the search is not finished: the contents of the search and of the cell."""
-        evaluation = [{k: v for k, v in e.items() if k not in _PERMISSIONS} for e in self.experiment.evaluation]
-        content = {
-            "config": _own(self.config),
-            "evaluation": evaluation,
-            "test": self.experiment.test,
-            **_content(self),
-            **_engine(self.options),
-        }
-        return content if self.search is None else {**content, "waits_for": self.search.key}
-
-
-@dataclass(frozen=True)
-class Script(Job):
-    """A module that runs a study and writes JSON."""
-
-    kind = "cells"
-
-    @property
-    def label(self) -> str:
-        return f"python -m {self.experiment.script} {' '.join(self.experiment.args)}".strip()
-
-    def content(self) -> dict:
-        values = dict(self.experiment.values)
-        return {"script": self.experiment.script, "args": list(self.experiment.args), "values": values}
-
-
-def _content(job: Search | Cell) -> dict:
-    """What affects the result but is not in the config: the user's files, and a data folder that the grid varies."""
-    content: dict[str, Any] = {}
-    if job.experiment.training_file is None and (digests := own_files(job.config.data)):
-        content["files"] = digests
-    if any("data.root" in keys for labels in job.experiment.axes.values() for keys in labels.values()):
-        content["root"] = job.config.data.root.removeprefix(job.options.data or "\0")
-    return content
-
-
-def decisive(config: Config) -> dict:
-    """The settings that affect a result, without the folder of the data."""
-    return {k: v for k, v in config.decisive().items() if k != "data.root"}
-
-
-def _own(config: Config) -> dict:
-    """The settings that affect a result and are not defaults, so that a new key in the library changes no hash."""
-    defaults = _defaults(config.federate.method)
-    return {k: v for k, v in decisive(config).items() if k not in defaults or defaults[k] != v}
-
-
-@cache
-def _defaults(method: str) -> dict:
-    plain = load_config({"federate.method": method, "federate.client_num": 1}).decisive()
-    return {k: v for k, v in plain.items() if k not in ("federate.method", "federate.client_num")}
-
-
-def _engine(options: Options) -> dict:
-    return {} if options.engine == "local" else {"engine": options.engine}
-
-
-# -- from suites to jobs -------------------------------------------------------------------------------
 
 
 def plan(options: Options, extra: bool = False) -> list[Job]:
@@ -470,6 +229,13 @@ def _config(
     In a run of one round, clients do not depend on the method, so they are trained once for all methods.
     """
     config = load_config(keys, origin=origin)
+    best = config.eval.best_res_update_round_wise_key
+    if config.early_stop.patience and "test" in best.rpartition(".")[2].split("_"):
+        origin.fail(
+            "early_stop.patience",
+            f"= {config.early_stop.patience} with eval.best_res_update_round_wise_key = {best}: a suite does not stop "
+            "runs by the test set; choose val_loss or val_acc",
+        )
     changes: dict[str, Any] = {"lowrank.keep_checkpoints": 1}
     rounds = config.federate.total_round_num
     if samples:

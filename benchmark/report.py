@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -12,10 +13,11 @@ from markdown_it.token import Token
 
 from fs_lowrank import UserError
 
-from .claims import HOLDS, UNTESTED, Condition, judge, verdict
+from .claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, judge, used, verdict
 from .figures import draw_all
-from .plan import Options, chosen, command
-from .results import ExperimentResults, best_of, find, head_of, scale_of, title_of
+from .job import Options
+from .plan import chosen, command
+from .results import ExperimentResults, at_the_end, best_of, find, head_of, scale_of, title_of
 from .store import write_text
 from .suite import SIZES, Suite, load_suite, shipped
 
@@ -45,7 +47,7 @@ def write_report(options: Options) -> list[Path]:
     store = options.store
     sizes = [options.size] if options.size in SIZES else list(SIZES)
     names = options.suites or shipped()
-    claims: list[tuple[str, Suite, str, list]] = []
+    claims: list[tuple[str, Suite, str]] = []
     body: list[str] = []
     used: set[str] = set()
     for name in names:
@@ -59,7 +61,7 @@ def write_report(options: Options) -> list[Path]:
             if not any(each.has_any for each in results.values()):
                 continue
             judged = judged_claims(suite, results)
-            claims += [(claim, suite, *judged[claim]) for claim in judged]
+            claims += [(claim, suite, judged[claim].verdict) for claim in judged]
             body += _suite(suite, results, judged, root)
     if not body:
         raise UserError(
@@ -77,33 +79,57 @@ def _preface(options: Options) -> str:
     return (
         f"Written by `python -m benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
         "`failed/`. Figures are mean ± standard deviation over seeds; **bold** is ahead of every other method "
-        "by more than the standard deviation of their differences by seed. Rates are chosen on validation "
-        "data; the test set is scored after the last round, unless it says otherwise. The papers' figures "
-        "stand beside ours with their setting: where ours is smaller, the order and the gap compare, the "
-        "figure does not."
+        "beyond the 95 % interval of their difference by seed. *Collapsed* seeds are at or below the majority class. "
+        "Rates are chosen on validation data; the test set is scored after the last round, unless it says otherwise. "
+        "The papers' figures stand beside ours with their setting: where ours is smaller, the order and the gap "
+        "compare, the figure does not."
     )
 
 
 # -- claims --------------------------------------------------------------------------------------------
 
 
-def judged_claims(
-    suite: Suite, results: dict[str, ExperimentResults]
-) -> dict[str, tuple[str, list[tuple[str, list[Condition]]]]]:
-    """Claim -> its verdict, and the conditions for each experiment with results."""
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on a claim, its conditions by experiment, and the groups of experiments that share cells."""
+
+    verdict: str
+    by_experiment: dict[str, list[Condition]]
+    sharing: list[list[str]]
+
+
+def judged_claims(suite: Suite, results: dict[str, ExperimentResults]) -> dict[str, Judged]:
+    """Claim -> its verdict, by its rule in each experiment with results."""
     judged = {}
     for name, claim in suite.claims.items():
-        by_experiment = [(e, judge(claim["rule"], results[e].look)) for e in claim["experiments"] if e in results]
-        verdicts = [verdict(conditions) for _, conditions in by_experiment]
+        by_experiment = {e: judge(claim["rule"], results[e].look) for e in claim["experiments"] if e in results}
+        hashes = {e: results[e].hashes(used(claim["rule"], results[e].look)) for e in by_experiment}
+        groups = _sharing(hashes)
+        verdicts = [_common([verdict(by_experiment[e]) for e in group]) for group in groups]
         tested = [v for v in verdicts if v != UNTESTED]
-        if not tested:
-            overall = UNTESTED
-        elif len(set(tested)) == 1:
-            overall = tested[0]
+        if len(set(tested)) < 2:
+            overall = tested[0] if tested else UNTESTED
         else:
             overall = f"holds in {tested.count(HOLDS)} of {len(tested)} experiments"
-        judged[name] = (overall, by_experiment)
+            if INCONCLUSIVE in tested:
+                overall += f", inconclusive in {tested.count(INCONCLUSIVE)}"
+        judged[name] = Judged(overall, by_experiment, [group for group in groups if len(group) > 1])
     return judged
+
+
+def _sharing(hashes: Mapping[str, set[str]]) -> list[list[str]]:
+    """The experiments in groups: two that share a cell, directly or through others, are in one group."""
+    groups: list[list[str]] = []
+    for name, own in hashes.items():
+        near = [group for group in groups if any(own & hashes[other] for other in group)]
+        groups = [group for group in groups if group not in near] + [[e for group in near for e in group] + [name]]
+    return groups
+
+
+def _common(verdicts: Sequence[str]) -> str:
+    """The verdict of experiments that count as one: inconclusive if those that were tested differ."""
+    tested = {v for v in verdicts if v != UNTESTED}
+    return tested.pop() if len(tested) == 1 else INCONCLUSIVE if tested else UNTESTED
 
 
 def _summary(claims: list) -> list[str]:
@@ -112,27 +138,32 @@ def _summary(claims: list) -> list[str]:
     rows = [("claim", "suite", "size", "verdict")]
     rows += [
         (suite.claims[name]["says"], suite.name, suite.size if suite.sized else "", f"**{overall}**")
-        for name, suite, overall, _ in claims
+        for name, suite, overall in claims
     ]
     return [
         heading("The papers' claims", 2),
-        ("Every verdict comes from the rule in the suite; the figures behind it stand under the suite."),
+        "Every verdict comes from the rule in the suite. It compares a 95 % interval with the claim's margin: *holds* "
+        "if all of the interval meets the rule, *does not hold* if none of it does, *inconclusive* otherwise and with "
+        "one seed. Intervals are Student's over seeds, paired by seed where methods share the seed's split. Nothing "
+        "holds in favour of a method with a collapsed or failed seed. The figures behind a verdict stand under the "
+        "suite.",
         table(rows),
     ]
 
 
-def _claims(suite: Suite, judged: dict) -> list[str]:
+def _claims(suite: Suite, judged: Mapping[str, Judged]) -> list[str]:
     blocks: list[str] = []
-    for name, (overall, by_experiment) in judged.items():
+    for name, result in judged.items():
         claim = suite.claims[name]
-        blocks.append(heading(f"Claim: {claim['says']} — {overall}", 3))
+        blocks.append(heading(f"Claim: {claim['says']} — {result.verdict}", 3))
         rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in claim["rule"])
         blocks.append(f"{claim.get('source', '')} Rule: {rules}.".strip())
-        for experiment, conditions in by_experiment:
+        for experiment, conditions in result.by_experiment.items():
             lines = [f"- {experiment}: **{verdict(conditions)}**"]
             lines += [f"  - {c.text}: {c.verdict}" for c in conditions]
             blocks.append("\n".join(lines))
-        absent = [e for e in claim["experiments"] if e not in dict(by_experiment)]
+        blocks += [f"Sharing cells and so counted as one experiment: {', '.join(group)}." for group in result.sharing]
+        absent = [e for e in claim["experiments"] if e not in result.by_experiment]
         if absent:
             blocks.append(f"Not in this size: {', '.join(absent)}.")
     return blocks
@@ -141,7 +172,9 @@ def _claims(suite: Suite, judged: dict) -> list[str]:
 def _plain(value) -> str:
     if isinstance(value, dict):
         return " ".join(f"{k}={v}" for k, v in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # -- suites --------------------------------------------------------------------------------------------
@@ -218,6 +251,7 @@ def _setting(results: ExperimentResults) -> str:
         f"head: {' / '.join(heads)}",
         f"majority class {100 * first['majority']:.1f} %" if first.get("majority") else "",
         "test set scored at every evaluation" if first["test"] == "rounds" else "",
+        _repeats(records),
     ]
     line = "; ".join(p for p in parts if p) + "."
     fingerprints = {
@@ -242,6 +276,13 @@ def _setting(results: ExperimentResults) -> str:
     line += f" Command: `{command(results.suite, results.experiment, first['engine'])}`."
     extra = [e.label for e in results.experiment.methods if e.extra and e.label in results.methods]
     return line + (f" {', '.join(extra)}: by the same with `--methods {','.join(extra)}`." if extra else "")
+
+
+def _repeats(records: Sequence[Mapping]) -> str:
+    """A sentence about test rows that are in the training data as well, if the results have counted some."""
+    counts = [r["data"]["test_rows_in_training"] for r in records if "test_rows_in_training" in r["data"]]
+    most, rows = max(counts, default=(0, 0))
+    return f"up to {most} of {rows:,} test rows are in the training data as well" if most else ""
 
 
 def _range(values: Sequence) -> str:
@@ -343,23 +384,14 @@ def _rates_table(results: ExperimentResults) -> list[str]:
     for (method, point, origin, values, cost), columns in merged.items():
         rows.append((method, ", ".join(c for c in columns if c), point, origin, values, cost))
     blocks = ["**Learning rates:**", table(rows)]
-    at_the_end = [s for s in results.searches if _at_the_end(s)]
-    if at_the_end:
-        names = ", ".join(s["label"].removeprefix("learning rate of ") for s in at_the_end)
+    ends = [s for s in results.searches if at_the_end(s)]
+    if ends:
+        names = ", ".join(s["label"].removeprefix("learning rate of ") for s in ends)
         blocks.append(
-            f"{len(at_the_end)} of {len(results.searches)} searches won at an end of their grid, so a "
-            f"better rate may lie beyond: {names}."
+            f"{len(ends)} of {len(results.searches)} searches won at an end of their grid, so a better rate may lie "
+            f"beyond, and verdicts that rest on it are inconclusive: {names}."
         )
     return blocks
-
-
-def _at_the_end(search: dict) -> bool:
-    """Whether a value of the winner is the smallest or largest of three or more values."""
-    for key, value in search["winner"]["point"].items():
-        tried = sorted({p[key] for p in search["tried"] if isinstance(p.get(key), (int, float))})
-        if len(tried) > 2 and value in (tried[0], tried[-1]):
-            return True
-    return False
 
 
 def _bytes_table(results: ExperimentResults) -> list[str]:

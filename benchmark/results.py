@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fs_lowrank import Gathering, create_method, list_methods
 from fs_lowrank.runs.summary import human_bytes
+from hpo.space import at_an_end
 
-from .claims import Spread, paired_noise, spread
-from .plan import Cell, Options, Search, jobs_of, settings
+from .intervals import Figure, difference, figure_of
+from .job import Cell, Options, Script, Search
+from .paths import quotients
+from .plan import jobs_of, settings
 from .store import Store
 from .suite import Experiment, Suite
 
 #: endings of metrics that are better when smaller
 _LOWER = ("loss", "perplexity", "bits_per_byte", "brier_score", "unparsed", "_stderr")
 _BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
+#: metrics that are counted, and have no spread over seeds
+_EXACT = (*_BYTES, "traffic", "traffic_without_head", "formula", "majority")
+#: metrics whose value for a model that learned nothing is the majority class
+_ACCURACIES = ("test_acc", "val_acc", "test_acc_last5", "val_acc_last5")
 
 
 @dataclass
@@ -25,7 +34,8 @@ class ExperimentResults:
     Attributes:
         records: (method, column) -> one result per seed. columns: the settings with results, in order.
         searches: results of searches. failed: failures. wanted: number of cells in the grid. stale: results of searches
-            and cells from earlier revisions of a method, which are not in ``records`` and ``searches``.
+            and cells from earlier revisions of a method, which are not in ``records`` and ``searches``. lost: (method,
+            column) -> number of seeds whose run failed.
     """
 
     suite: Suite
@@ -34,6 +44,7 @@ class ExperimentResults:
     searches: list[dict] = field(default_factory=list)
     failed: list[dict] = field(default_factory=list)
     stale: list[dict] = field(default_factory=list)
+    lost: Counter = field(default_factory=Counter)
     wanted: int = 0
 
     @property
@@ -64,38 +75,63 @@ class ExperimentResults:
     def has_any(self) -> bool:
         return bool(self.cells or self.failed or self.searches or self.stale)
 
-    def figure(self, method: str, column: str, metric: str) -> Spread | None:
+    def figure(self, method: str, column: str, metric: str) -> Figure | None:
         """None if no seed has the metric, or if a seed did not reach the target of ``bytes_to`` or ``rounds_to``.
 
         The mean of the other seeds would favour a method that rarely reaches the target.
         """
-        values = {r["seed"]: value(r, metric) for r in self.records.get((method, column), ())}
-        if _to_a_target(metric) and None in values.values():
+        records = self.records.get((method, column), ())
+        values = {r["seed"]: v for r in records if (v := value(r, metric)) is not None}
+        if _to_a_target(metric) and len(values) < len(records):
             return None
-        return spread({seed: v for seed, v in values.items() if v is not None})
+        by_seed = next((r["by_seed"][metric] for r in records if metric in r.get("by_seed", {})), values)
+        figure = figure_of(by_seed)
+        if figure is None:
+            return None
+        majority = [(r["majority"], values[r["seed"]]) for r in records if r.get("majority") and r["seed"] in values]
+        collapsed = sorted(v for m, v in majority if v <= m) if metric in _ACCURACIES else []
+        rates = {r.get("learning_rate", {}).get("search") for r in records}
+        return replace(
+            figure,
+            exact=metric in _EXACT and not figure.std,
+            collapsed=tuple(collapsed),
+            majority=majority[0][0] if majority else None,
+            failed=self.lost[method, column],
+            at_end=bool(rates & {search["hash"] for search in self.searches if at_the_end(search)}),
+        )
 
     def cell(self, method: str, column: str, metric: str) -> str:
         """The figure as text for a table."""
-        records, found = self.records.get((method, column), ()), self.figure(method, column, metric)
-        if found is None and records and _to_a_target(metric):
+        records, figure = self.records.get((method, column), ()), self.figure(method, column, metric)
+        if figure is None and records and _to_a_target(metric):
             reached = sum(value(r, metric) is not None for r in records)
             return f"reached by {reached} of {len(records)}" if reached else "not reached"
-        return shown(found, metric)
+        lost, collapsed = self.lost[method, column], len(figure.collapsed) if figure else 0
+        notes = [f"{collapsed} collapsed"] * bool(collapsed) + [f"{lost} failed"] * bool(lost)
+        return shown(figure, metric) + (f" ({', '.join(notes)})" if notes else "")
 
     def error(self, method: str, column: str, metric: str) -> float | None:
         """The standard error from the scorer, if there is only one seed."""
         records = self.records.get((method, column), ())
         return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
 
-    def look(self, method: str, labels: Mapping[str, str], metric: str) -> Spread | None:
+    def look(self, method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
         """The figure at these labels; None unless they determine one setting."""
+        column = self._column(labels)
+        return None if column is None else self.figure(method, column, metric)
+
+    def _column(self, labels: Mapping[str, str]) -> str | None:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
-        return self.figure(method, " / ".join(fitting[0].values()), metric) if len(fitting) == 1 else None
+        return " / ".join(fitting[0].values()) if len(fitting) == 1 else None
+
+    def hashes(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> set[str]:
+        """The hashes of the results of methods at labels."""
+        return {r["hash"] for m, labels in places for r in self.records.get((m, self._column(labels) or ""), ())}
 
 
 def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -> ExperimentResults:
     """All results of an experiment, including those of methods that were given by ``--methods``."""
-    found = ExperimentResults(suite, experiment)
+    results = ExperimentResults(suite, experiment)
     searches: dict[str, dict] = {}
     jobs = jobs_of(suite, experiment, options)
     if not (experiment.script or options.methods or experiment.every_method):
@@ -108,25 +144,50 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             if record := job.result(store):
                 searches[job.key] = record
             elif failed := store.read("failed", job.key):
-                found.failed.append(failed)
+                results.failed.append(failed)
             elif stale := job.stale(store):
-                found.stale.append(stale)
+                results.stale.append(stale)
             continue
         now = job.rated(store) or job
         record = now.result(store)
+        column = job.column if isinstance(job, Cell) else ""
         if record is not None:
-            column = job.column if isinstance(job, Cell) else ""
             label = job.method.label if isinstance(job, Cell) else record["method"]
-            found.records.setdefault((label, column), []).append(
-                {**record, "setting": dict(getattr(job, "setting", {}))}
-            )
+            record = {**record, "setting": dict(getattr(job, "setting", {}))}
+            if isinstance(job, Script) and experiment.by_seed:
+                record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
+            results.records.setdefault((label, column), []).append(record)
         elif failed := store.read("failed", now.key):
-            found.failed.append(failed)
+            results.failed.append(failed)
+            if isinstance(job, Cell):
+                results.lost[job.method.label, column] += 1
         elif stale := now.stale(store):
-            found.stale.append(stale)
-        found.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
-    found.searches = list(searches.values())
-    return found
+            results.stale.append(stale)
+        results.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
+    results.searches = list(searches.values())
+    return results
+
+
+def at_the_end(search: Mapping) -> bool:
+    """Whether the winner of a search has the smallest or largest value of a key; a better one may lie beyond."""
+    listed = [{key: v} for key, kind in search.get("space", {}).items() for v in kind.get("grid", ())]
+    return bool(at_an_end(search["winner"]["point"], [*search["tried"], *search.get("grown", ()), *listed]))
+
+
+def values_by_seed(record: Mapping, paths: Mapping[str, str], store: Store) -> dict[str, dict[int, float]]:
+    """Metric -> seed -> value, from the JSON files that a script wrote; nothing if one of them is damaged or missing.
+
+    Raises:
+        UserError: a path does not exist in the files.
+    """
+    found = {}
+    for path in (store.results / name for name in record["files"] if name.endswith(".json")):
+        try:
+            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            store.damaged[str(path)] = f"{error}, so that its figures have no spread"
+            return {}
+    return {metric: quotients(found, path) for metric, path in paths.items()}
 
 
 # -- metrics -------------------------------------------------------------------------------------------
@@ -187,15 +248,15 @@ def _to_a_target(metric: str) -> bool:
     return metric.partition(":")[0] in ("bytes_to", "rounds_to")
 
 
-def shown(found: Spread | None, metric: str) -> str:
+def shown(figure: Figure | None, metric: str) -> str:
     """Mean ± standard deviation in the unit of the metric; ``–`` for none."""
-    if found is None:
+    if figure is None:
         return "–"
     scale, digits = scale_of(metric)
     if scale == 0:
-        return human_bytes(found.mean) + (f" ± {human_bytes(found.std)}" if found.std else "")
-    text = f"{found.mean * scale:.{digits}f}"
-    return text + (f" ± {found.std * scale:.{digits}f}" if found.std is not None else "")
+        return human_bytes(figure.mean) + (f" ± {human_bytes(figure.std)}" if figure.std else "")
+    text = f"{figure.mean * scale:.{digits}f}"
+    return text + (f" ± {figure.std * scale:.{digits}f}" if figure.std is not None else "")
 
 
 def scale_of(metric: str) -> tuple[float, int]:
@@ -238,10 +299,13 @@ def title_of(metric: str) -> str:
     return words.get(metric, metric.replace("_", " "))
 
 
-def best_of(row: Mapping[str, Spread | None], metric: str) -> str | None:
-    """The method that is better than every other by more than the spread; None if there is none or it is unknown."""
-    there = {name: found for name, found in row.items() if found is not None}
-    if len(there) < 2 or any(found.std is None for found in there.values()):
+def best_of(row: Mapping[str, Figure | None], metric: str) -> str | None:
+    """The method that is better than every other beyond the 95 % interval of their difference; None if there is none.
+
+    A method of which a seed collapsed or failed is not the best.
+    """
+    there = {name: figure for name, figure in row.items() if figure is not None}
+    if len(there) < 2:
         return None
     lower = (
         scale_of(metric)[0] == 0
@@ -251,5 +315,6 @@ def best_of(row: Mapping[str, Spread | None], metric: str) -> str | None:
     )
     ranked = sorted(there, key=lambda n: there[n].mean, reverse=not lower)
     first = there[ranked[0]]
-    ahead = all(abs(first.mean - there[n].mean) > paired_noise(first, there[n]) for n in ranked[1:])
-    return ranked[0] if ahead else None
+    gaps = [difference(first, there[name]) for name in ranked[1:]]
+    ahead = all(gap.half is not None and abs(gap.centre) > gap.half for gap in gaps)
+    return ranked[0] if ahead and first.whole else None

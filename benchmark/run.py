@@ -14,7 +14,8 @@ from rich.table import Table
 
 from fs_lowrank.jobs.crew import Crew, stop_signals
 
-from .plan import Job, Options, plan
+from .job import Job, Options
+from .plan import plan
 from .store import Store
 
 #: seconds until a worker that was told to stop is killed; the next call continues from its checkpoint

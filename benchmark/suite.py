@@ -47,6 +47,7 @@ EXPERIMENT = {
     "script": Key(str | None),
     "args": Key(list),
     "values": Key(dict),
+    "by_seed": Key(dict),
     "plots": _SWITCH,
     "training_file": _MAPPING,
     "extra": _SWITCH,
@@ -77,6 +78,7 @@ SEARCH = {
     "seeds": Key(int, {"min": 1}),
     "objective": Key(str),
     "samples": _COUNT,
+    "grow": Key(int, {"min": 0}),
 }
 TRAINING_FILE = {"tasks": Key(list[str]), "per_task": _COUNT, "seed": Key(int, {"min": 0})}
 REFERENCE = {
@@ -130,7 +132,8 @@ class Experiment:
             ``rounds`` or ``none``.
         training_file: train on a sample of the commonsense tasks' training files.
         extra: runs only if ``--only`` names it.
-        script: a module to run instead of a grid, with ``args``; values: metric -> dotted path in its JSON.
+        script: a module to run instead of a grid, with ``args``; values: metric -> dotted path in its JSON;
+            by_seed: metric -> path to its values by seed.
         origin, places: the lines of the file, and where in the file config keys are given, in order of precedence.
     """
 
@@ -152,6 +155,7 @@ class Experiment:
     script: str
     args: tuple[str, ...]
     values: dict
+    by_seed: dict
     plots: bool
     training_file: dict | None
     extra: bool
@@ -347,6 +351,7 @@ def _experiment(
         script=script,
         args=tuple(str(a) for a in given.get("args", [])),
         values=given.get("values", {}),
+        by_seed=given.get("by_seed", {}),
         plots=given.get("plots", True),
         training_file=None if made is None else check_keys(made, TRAINING_FILE, origin, at["training_file"]),
         extra=given.get("extra", False),

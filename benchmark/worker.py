@@ -14,7 +14,8 @@ from fs_lowrank import RunFailed
 from fs_lowrank.jobs.shell import INTERRUPTED, OK, message_of
 
 from .execute import Interrupted, execute
-from .plan import Cell, Job, Options, plan
+from .job import Cell, Job, Options
+from .plan import plan
 from .store import Store
 
 #: number of workers that may die while they run a job, before the job counts as failed

@@ -27,7 +27,7 @@ from fs_lowrank.versions import SCHEMA
 from .best import budget_text, points_of, spread_text, summary
 from .plots import RATE, draw_png, slice_figure
 from .search import kind
-from .space import load_space
+from .space import at_an_end, load_space
 from .storage import load_study, open_storage
 from .tune import Search, tune
 
@@ -41,6 +41,7 @@ SMALLER = {
     "eval.freq": 2,
     "eval.split": ["val", "test"],
 }
+_RATE = "train.optimizer.lr"
 METHODS = ("rolora", "ffa_lora", "fedlora")
 #: The rungs compare losses: in the first rounds most accuracies are the share of one of the two classes, and a trial
 #: that learns nothing may have the larger share. 42 % of the grid's rounds: 11 × 2, 3 × 4 and 1 × 6 of 8 × 12.
@@ -74,7 +75,7 @@ def collect(config: Config, storage: BaseStorage, overrides: Sequence[str] = ())
             except KeyError:
                 continue
             facts = summary(storage, study.study_name)
-            curve = sorted((p.point["train.optimizer.lr"], p.value, p.complete) for p in points_of(study))
+            curve = sorted((p.point[_RATE], p.value, p.complete) for p in points_of(study))
             found[name] = {
                 k: facts[k] for k in ("sampler", "pruner", "rungs", "budget", "trials", "winners", "failures")
             }
@@ -149,9 +150,17 @@ def table(found: dict) -> str:
             ]
             value = ", ".join(f"{k} {v:.3f}" for k, v in winner["values"].items())
             lines.append(
-                f"| {method} | {name}{unfinished} | {winner['point']['train.optimizer.lr']:.4g} | {value} | "
+                f"| {method} | {name}{unfinished} | {winner['point'][_RATE]:.4g} | {value} | "
                 f"{len(fresh['seeds'])} | {shown[0]} | {shown[1]} | {steps:,} | {share} |"
             )
+    ends = [
+        f"{method} {name}"
+        for method, studies in found["methods"].items()
+        for name, study in studies.items()
+        if study["winners"] and at_an_end(study["winners"][0]["point"], [{_RATE: p["lr"]} for p in study["curve"]])
+    ]
+    if ends:
+        lines += ["", f"At an end of the rates tried, so a better one may lie beyond: {', '.join(ends)}."]
     lines += [""]
     for method, studies in found["methods"].items():
         lines += [f"- {method}, {name}: {budget_text(s['budget'])}" for name, s in studies.items()]

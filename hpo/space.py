@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,22 @@ class Parameter:
         if self.kind == "int":
             return trial.suggest_int(self.key, int(self.low), int(self.high), step=int(self.step or 1), log=self.log)
         return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
+
+
+def at_an_end(point: Mapping[str, Any], tried: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """The keys of a winning ``point`` whose value is the smallest (-1) or largest (1) of two or more ``tried``.
+
+    A better value may lie beyond. Values that are not numbers have no order, and a key with one value was not searched.
+    """
+    ends = {}
+    tried = list(tried)
+    for key, value in point.items():
+        values = {p[key] for p in tried if key in p} | {value}
+        if len(values) < 2 or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
+            continue
+        if value in (min(values), max(values)):
+            ends[key] = 1 if value == max(values) else -1
+    return ends
 
 
 def encode(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Deterministic generation for a batch of prompts."""
+"""Greedy, beam or sampled generation for batches of prompts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ def continue_prompts(
     max_new_tokens: int,
     num_beams: int = 1,
     stop: Sequence[str] = (),
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[str]:
     """The continuation of each prompt, without the prompt and without special tokens.
 
-    Greedy decoding, or beam search if ``num_beams`` is above 1. Of the generation settings of the model only the
+    Greedy decoding, beam search if ``num_beams`` is above 1, or sampling from the full distribution if ``temperature``
+    is above 0, which does not change torch's generator. Of the generation settings of the model only the
     end-of-text tokens are used. Samples are sorted by length and padded on the left.
 
     Args:
         prompts: token ids of each prompt.
         stop: the text is cut before the first of these.
+        seed: of the samples.
     """
     from transformers import GenerationConfig, StoppingCriteria
 
@@ -45,7 +49,8 @@ def continue_prompts(
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     plain = GenerationConfig(
-        do_sample=False,
+        do_sample=temperature > 0,
+        **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}),
         num_beams=num_beams,
         max_new_tokens=max_new_tokens,
         pad_token_id=pad,
@@ -56,19 +61,23 @@ def continue_prompts(
     texts = [""] * len(prompts)
     inner.generation_config = plain  # generate() fills what a config leaves open from the model's own
     try:
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
-            width = len(prompts[rows[0]])
-            ids = torch.tensor([[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in rows], device=device)
-            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows], device=device)
-            made = inner.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=plain,
-                stopping_criteria=[Stop()] if stop else None,
-            )
-            for i, tokens in zip(rows, made[:, width:]):
-                texts[i] = _cut(tokenizer.decode(tokens, skip_special_tokens=True), stop)
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=temperature > 0):
+            if temperature:
+                torch.manual_seed(seed)
+            for start in range(0, len(order), batch_size):
+                rows = order[start : start + batch_size]
+                width = len(prompts[rows[0]])
+                padding = [width - len(prompts[i]) for i in rows]
+                ids = torch.tensor([[pad] * n + list(prompts[i]) for n, i in zip(padding, rows)], device=device)
+                mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
+                made = inner.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=plain,
+                    stopping_criteria=[Stop()] if stop else None,
+                )
+                for i, tokens in zip(rows, made[:, width:]):
+                    texts[i] = _cut(tokenizer.decode(tokens, skip_special_tokens=True), stop)
     finally:
         inner.generation_config = own
     return texts

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from benchmark.cli import main
-from benchmark.execute import dig, execute, permitted, quotient
-from benchmark.plan import Options, plan
-from benchmark.report import _at_the_end, _setting
-from benchmark.results import find
+from benchmark.execute import execute, permitted
+from benchmark.job import Options
+from benchmark.paths import dig, quotient, quotients
+from benchmark.plan import plan
+from benchmark.report import _setting
+from benchmark.results import at_the_end, find
 from benchmark.suite import import_all, load_suite
 from benchmark.worker import disk_full
 from fs_lowrank import UserError, list_methods, register_method
@@ -64,7 +66,7 @@ SUITE = """
       main:
         title: Two methods
         grid: {federate.client_num: [2, 3]}
-        learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}, at: {clients: 2}}}
+        learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}, at: {clients: 2}, grow: 0}}
         reference: {from: Table 9, setting: a large model, values: {rolora: {2: [95.5, 0.1], 3: 94}}}
       trouble: {methods: [bad_lora, deadly_lora], seeds: [0]}
     claims:
@@ -207,7 +209,7 @@ def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, m
     monkeypatch.chdir(place)
     text = (place / "tiny.yaml").read_text()
     text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[{name: shown as, method: sick_lora}]")
-    rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}}}\n"
+    rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}, grow: 0}}\n"
     (place / "sick.yaml").write_text(text.replace("imports: [own_methods]", "") + rates)
     search, cell, _ = plan(Options(("sick.yaml",), results="sick_results", work="sick_work"))
     with pytest.raises(UserError, match="1 of its trials failed.*it is sick"):  # it does not choose among what is left
@@ -224,6 +226,36 @@ def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, m
     store.write("cells", done)
     found = find(search.suite, search.experiment, search.options, store)
     assert found.methods == ["shown as"] and found.cells == 1
+
+
+@pytest.mark.parametrize(
+    "grid, grow, expected, at_end",
+    [
+        ("[1e-7, 1e-6]", 2, [1e-7, 1e-6, 1e-5, 1e-4], True),  # the larger the better, until nothing is left
+        ("[1e-5, 1e+3]", None, [1e-13, 1e-5, 1e3], False),  # one step below the smaller one is enough
+        ("[1e-7, 1e-6]", 0, [1e-7, 1e-6], True),
+    ],
+)
+def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(place, monkeypatch, grid, grow, expected, at_end):
+    monkeypatch.chdir(place)
+    text = (place / "tiny.yaml").read_text()
+    text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[fedlora]")
+    more = "" if grow is None else f", grow: {grow}"
+    rates = (
+        f"learning_rates: {{search: {{space: {{train.optimizer.lr: {{grid: {grid}}}}}, objective: val_loss{more}}}}}\n"
+    )
+    (place / "growing.yaml").write_text(text.replace("imports: [own_methods]", "") + rates)
+    work = f"growing_work_{grow}_{at_end}"
+    search = plan(Options(("growing.yaml",), results="growing_results", work=work))[0]
+    found = execute(search, lambda news: None)
+    assert sorted(p["train.optimizer.lr"] for p in found["tried"]) == pytest.approx(expected)
+    assert [p["train.optimizer.lr"] for p in found["grown"]] == pytest.approx(
+        [v for v in expected if v not in eval(grid)]
+    )
+    assert at_the_end(found) is at_end and found["budget"]["trials"] == len(expected)
+    best = min(found["tried"], key=lambda p: p["value"])
+    assert found["winner"]["point"] == {"train.optimizer.lr": best["train.optimizer.lr"]}
+    assert found["winner"]["values"]["val_loss"] == best["value"] and found["trials"] == {"complete": len(expected)}
 
 
 def test_everything_missing_is_said_before_anything_trains(place, monkeypatch, capsys):
@@ -342,7 +374,7 @@ def test_no_suite_lets_generated_code_run_by_itself():
 
 
 def test_the_report_says_what_was_not_alike(place, done, monkeypatch):
-    """Heads, rounds and ends of grids, from records whose facts are changed by hand."""
+    """Heads and rounds, from records whose facts are changed by hand."""
     monkeypatch.chdir(place)
     (place / "alike.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", ""))
     suite, options = load_suite("alike.yaml", "small"), Options(("alike.yaml",))
@@ -353,9 +385,6 @@ def test_the_report_says_what_was_not_alike(place, done, monkeypatch):
     line = _setting(found)
     assert "did not have the same rounds" in line and "did not have the same samples" not in line
     assert "not treated alike" in line and "combined as the other layers are" in line
-    tried = [{"lr": v, "value": 0} for v in (1, 2, 3)]
-    assert [_at_the_end({"winner": {"point": {"lr": v}}, "tried": tried}) for v in (1, 2, 3)] == [True, False, True]
-    assert not _at_the_end({"winner": {"point": {"lr": 1}}, "tried": tried[:2]})  # both of two are ends
 
 
 def test_full_disk_is_recognised_below_other_errors():
@@ -376,3 +405,20 @@ def test_values_of_a_script():
         dig(found, "file.z")
     with pytest.raises(UserError, match="expected a number"):
         dig(found, "file.rows")
+    assert dig({"losses": [9.0, 1.0, 2.0]}, "losses.-2:") == 1.5
+
+
+def test_values_of_a_script_by_seed():
+    runs = [{"seed": s, "method": m, "x": [v, v + 2]} for m, s, v in (("a", 0, 1.0), ("a", 5, 3.0), ("b", 5, 2.0))]
+    found = {"file": {"runs": runs, "one": [{"k": 1, "curves": [[0.0, 4.0], [0.0, 6.0]]}], "floor": 2.0}}
+    assert quotients(found, "file.runs?method=a.x.*") == {0: 2.0, 5: 4.0}
+    assert quotients(found, "file.runs?method=a.x.* / file.runs?method=b.x.*") == {5: 4.0 / 3.0}
+    assert quotients(found, "file.one?k=1.curves.*.-1: / file.floor") == {0: 2.0, 1: 3.0}
+    assert quotients(found, "file.one.*.k") == {0: 1.0}
+    for path, words in (
+        ("file.floor", "expected entries with a seed"),
+        ("file.runs?method=c.x", "0 entries have method=c"),
+        ("file.rns?method=a.x", "expected a list there"),
+    ):
+        with pytest.raises(UserError, match=words):
+            quotients(found, path)

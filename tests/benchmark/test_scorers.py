@@ -18,86 +18,8 @@ from fs_lowrank.errors import UserError
 #: a folder with real data, laid out as docs/evaluation.md says
 REAL = Path(os.environ.get("FS_LOWRANK_EVAL_DATA", "no such folder"))
 
-ROWS = {
-    "boolq": [
-        (
-            "Please answer the following question with true or false, question: is tea good?\n\n"
-            "Answer format: true/false",
-            "true",
-        ),
-        (
-            "Please answer the following question with true or false, question: was the film bad?\n\n"
-            "Answer format: true/false",
-            "false",
-        ),
-    ],
-    "piqa": [
-        (
-            "Please choose the correct solution to the question: tea\n\nSolution1: walk, the room \n\n"
-            "Solution2: a book\n\nAnswer format: solution1/solution2",
-            "solution2",
-        ),
-        (
-            "Please choose the correct solution to the question: How? Solution1: no\n\nSolution1: tea\n\n"
-            "Solution2: book\n\nAnswer format: solution1/solution2",
-            "solution1",
-        ),
-    ],
-    "social_i_qa": [
-        (
-            "Please choose the correct answer to the question: Dr. Tea was sad. It was quiet. What was it?\n\n"
-            "Answer1: tea Answer2: a book Answer3: day\n\nAnswer format: answer1/answer2/answer3",
-            "answer3",
-        ),
-        (
-            "Please choose the correct answer to the question: Was it tea\n\n"
-            "Answer1: tea Answer2: a book Answer3: day\n\nAnswer format: answer1/answer2/answer3",
-            "answer1",
-        ),
-    ],
-    "hellaswag": [
-        (
-            "Please choose the correct ending to complete the given sentence: Tea: The room was quiet. a story"
-            "\n\nEnding1: was bad Ending2: was it Ending3: day Ending4: the tea\n\n"
-            "Answer format: ending1/ending2/ending3/ending4",
-            "ending2",
-        ),
-        (
-            "Please choose the correct ending to complete the given sentence: Film: [header] A walk. [step] It."
-            "\n\nEnding1: was bad Ending2: was it Ending3: day Ending4: the tea\n\n"
-            "Answer format: ending1/ending2/ending3/ending4",
-            "ending4",
-        ),
-    ],
-    "winogrande": [
-        (
-            "Please choose the correct answer to fill in the blank to complete the given sentence: The book "
-            "was bad and the _ was quiet.\n\nOption1: room Option2: book Answer format: option1/option2",
-            "option1",
-        )
-    ]
-    * 2,
-    "ARC-Easy": [
-        (
-            "Please choose the correct answer to the question: What is it?\n\nAnswer1: tea Answer2: a b "
-            "Answer3: day Answer4: c Answer5: d\n\nAnswer format: answer1/answer2/answer3/answer4",
-            "answer5",
-        ),
-        (
-            "Please choose the correct answer to the question: What was Answer2: day?\n\nAnswer1: tea "
-            "Answer2: book Answer3: day\n\nAnswer format: answer1/answer2/answer3/answer4",
-            "answer2",
-        ),
-    ],
-    "openbookqa": [
-        (
-            "Please choose the correct answer to the question: It was\n\nAnswer1: tea Answer2: a b Answer3: "
-            "day Answer4: c\n\nAnswer format: answer1/answer2/answer3/answer4",
-            "answer4",
-        )
-    ]
-    * 2,
-}
+#: task -> rows of (instruction, answer), in the format of LLM-Adapters
+ROWS = json.loads(Path(__file__).with_name("instructions.json").read_text(encoding="utf-8"))
 ROWS["ARC-Challenge"] = ROWS["ARC-Easy"]
 
 
@@ -119,19 +41,7 @@ def manager():
         include_defaults=False,
         include_path=[
             folder / name
-            for name in (
-                "arc",
-                "glue",
-                "hellaswag",
-                "humaneval",
-                "mbpp",
-                "mmlu",
-                "openbookqa",
-                "piqa",
-                "siqa",
-                "super_glue",
-                "winogrande",
-            )
+            for name in "arc glue hellaswag humaneval mbpp mmlu openbookqa piqa siqa super_glue winogrande".split()
         ],
     )
     with pytest.MonkeyPatch.context() as patch:

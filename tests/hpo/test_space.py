@@ -9,7 +9,7 @@ import pytest
 
 import hpo
 from fs_lowrank import UserError
-from hpo.space import load_space, space_from
+from hpo.space import at_an_end, load_space, space_from
 
 
 def test_shipped_spaces_read_and_hold_the_papers_values():
@@ -120,3 +120,16 @@ def test_wrong_files(tmp_path):
 def test_numbers_are_read_as_configs_read_them(tmp_path):
     (tmp_path / "s.yaml").write_text("train.optimizer.lr: {loguniform: [5e-4, 1e-1]}")
     assert load_space(tmp_path / "s.yaml").parameters[0].low == 5e-4
+
+
+def test_a_winner_at_an_end_of_what_was_tried():
+    """The direction in which a better value may lie, by key; a single value and what has no order have no end."""
+    tried = [
+        {"lr": lr, "r": 4, "type": kind, "flag": flag}
+        for lr in (0.1, 0.3, 1)
+        for kind, flag in (("a", False), ("b", True))
+    ]
+    point = {"lr": 0.3, "r": 4, "type": "a", "flag": True}
+    assert at_an_end(point, tried) == {}
+    assert at_an_end({**point, "lr": 1}, tried) == {"lr": 1} and at_an_end({**point, "lr": 0.1}, tried) == {"lr": -1}
+    assert at_an_end({"lr": 0.1}, [{"lr": 0.3}]) == {"lr": -1} and at_an_end({"lr": 0.1}, [{"lr": 0.1}]) == {}

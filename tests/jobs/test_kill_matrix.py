@@ -16,7 +16,7 @@ import yaml
 
 pytest.importorskip("optuna")
 
-from benchmark.plan import Options  # noqa: E402
+from benchmark.job import Options  # noqa: E402
 from benchmark.worker import work  # noqa: E402
 from fs_lowrank import load_config  # noqa: E402
 from hpo.search import kind  # noqa: E402
