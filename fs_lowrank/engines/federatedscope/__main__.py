@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import traceback
 
 import fs_lowrank.engines.federatedscope  # noqa: F401  (registers)
 from fs_lowrank.errors import UserError
@@ -10,3 +11,8 @@ try:
     runpy.run_module("federatedscope.main", run_name="__main__", alter_sys=True)
 except UserError as error:
     sys.exit(f"error: {error}")
+except (AssertionError, KeyError, ValueError) as error:
+    # The framework's configuration raises these for a key or a value of the user that is wrong.
+    if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("yacs_config.py"):
+        raise
+    sys.exit(f"error: {error.args[0] if error.args else error}")

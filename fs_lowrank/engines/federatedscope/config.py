@@ -137,7 +137,7 @@ def extend(cfg) -> None:
     from federatedscope.core.configs.yacs_config import Argument
 
     if "lowrank" not in cfg:
-        cfg.lowrank = CN(new_allowed=True)
+        cfg.lowrank = _section(CN)
     for key, (hint, text) in _parameters().items():
         if key not in cfg.lowrank:
             cfg.lowrank[key] = Argument(None, description=text, required_type=_framework_type(hint))
@@ -147,6 +147,16 @@ def extend(cfg) -> None:
             node[key] = "" if default is None else default
     if check not in cfg.__cfg_check_funcs__:
         cfg.register_cfg_check_fun(check)
+
+
+def _section(base):
+    """The section ``lowrank``, which any method may extend; the command line cannot set a key that it lacks."""
+
+    class LowrankSection(base):
+        def __missing__(self, key):
+            raise UserError(f"unknown key 'lowrank.{key}'{nearest(key, [k for k in self if k not in _BOOKKEEPING])}")
+
+    return LowrankSection(new_allowed=True)
 
 
 def _node(cfg, name: str, create=None):
@@ -160,18 +170,13 @@ def _node(cfg, name: str, create=None):
 
 
 def check(cfg) -> None:
-    """Check what can be checked in a configuration that may be incomplete; the framework calls this on every merge.
+    """Adapt the framework's defaults to our methods; the framework calls this on every merge.
 
-    Raises:
-        UserError: no such method; a hyperparameter that the method does not have, or out of its range.
+    A file is merged before the command line, so the configuration may be incomplete here: nothing is refused before
+    ``check_method_name`` and ``from_framework``, when the framework asks for the data.
     """
-    name = cfg.federate.method
-    check_method_name(name)
-    method = our_method(name)
-    if method is None:
+    if our_method(cfg.federate.method) is None:
         return
-    cls = get_method_class(method)
-    check_method_params(cls, _given_parameters(cfg, cls))
     if cfg.model.type and cfg.trainer.type.lower() in (*_REPLACED, *TRAINERS.values()):
         cfg.trainer.type = TRAINERS.get(infer_task(cfg.model.type), TRAINERS["ImageClassification"])
     if cfg.eval.freq < 1 <= cfg.federate.total_round_num:
@@ -227,6 +232,7 @@ def from_framework(cfg) -> Config:
         elif name in known or framework.within(name, framework.OPEN) or _extra(name):
             tree[name] = value
     given = _given_parameters(cfg, cls)
+    check_method_params(cls, given)
     needs = requirements(method, given)
     tree.update({f"lowrank.{key}": value for key, value in given.items()})
     tree["federate.method"] = method

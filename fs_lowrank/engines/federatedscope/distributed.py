@@ -1,9 +1,14 @@
-"""The part of the server that only distributed mode uses: clients join, and every wait has a limit."""
+"""The part of the server that only distributed mode uses: clients join and are asked, and every wait has a limit.
+
+The server's thread reads one message at a time (``_step``). A message is checked before a handler sees it, a handler
+only notes what came, and a handler's failure is its message's alone. The run itself goes on in ``advance``, which is
+called when nothing is awaited any more.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
+import secrets
 import time
 
 from federatedscope.core.message import Message
@@ -13,69 +18,90 @@ from ...config import load_config
 from ...errors import RunFailed, UserError
 from ...methods import revisions
 from ...rounds.admission import is_whole
+from ...rounds.round import Order
 from . import wire
+from .comm import Undelivered
+from .messages import Request
+from .roster import Roster
 from .session import differing
 
 logger = logging.getLogger("federatedscope.lowrank")
 
+#: seconds between two looks at the clients that are awaited, and for the answer to one
+_LOOK, _ANSWER = 1.0, 5.0
+
 
 class DistributedServer(Server):
-    """The base class of ``server.LowRankServer``, whose attributes it uses."""
+    """The base class of ``server.LowRankServer``, whose attributes it uses.
+
+    Attributes:
+        roster: the clients.
+        arriving: clients that asked to join and have not been reached yet, by number.
+        undelivered: by client, what is on its way to it.
+    """
+
+    def _open(self) -> None:
+        """Prepare what a distributed server needs."""
+        self.roster = Roster(self.session.outdir / "clients.json", self.timeout, self.session.resume)
+        self.arriving: dict[int, Request] = {}
+        self.undelivered: dict[int, Order] = {}
+        self._pair_tokens: dict[frozenset[int], str] = {}
+        self._pinged: set[int] = set()
+        self._next_look = 0.0
+        self.comm_manager.on_wrong = self._wrong
 
     # -- joining -----------------------------------------------------------------------------------
 
     def callback_funcs_for_join_in(self, message: Message):
-        if "info" in message.msg_type:
+        if not self.distributed or message.msg_type != "join_in":
             return super().callback_funcs_for_join_in(message)
-        sender, content, samples = int(message.sender), message.content, None
-        if self.distributed:
-            try:
-                request = json.loads(content)
-                samples = request["samples"]
-                address = {"host": str(request["address"]["host"]), "port": int(request["address"]["port"])}
-                proof, config = dict(request["proof"]), dict(request["config"])
-                reason = self._objection(sender, proof, config, samples, dict(request["revisions"]))
-            except (TypeError, ValueError, KeyError):
-                logger.warning("ignored a request to join that cannot be read: is it a client with this plug-in?")
-                return False
-            if reason:
-                logger.warning("refused %s:%s: %s", address["host"], address["port"], reason)
-                self._tell(address, "refused", reason)
-                return False
-            content = address
-        known = sender in self.comm_manager.neighbors
-        if known or self.started:
-            # Its copy of the model is that of the start, whatever the copy of an earlier process was.
-            self.comm_manager.add_neighbors(neighbor_id=sender, address=content)
-            self.ledger.forget([sender])
-            logger.info("client %d joined %s; it will be brought up to date", sender, "again" if known else "late")
-            if sender in self._awaited():
-                self._failed(sender, "failed", "its process ended and a new one has joined")
-                return self.check_and_move_on()
-            return False
-        if sender == -1:  # the framework assigns the next number; the client has data of its own
-            self.ledger.admission.samples[self.join_in_client_num + 1] = samples
-        message = wire.with_content(message, content)
-        message.sender = sender
-        return super().callback_funcs_for_join_in(message)
+        request: Request = message.content
+        known = self.roster.with_token(request.token)
+        number, has_own_data = int(message.sender), int(message.sender) == -1
+        if has_own_data:
+            taken = self.roster.members.keys() | self.arriving.keys()
+            arriving = (n for n, r in self.arriving.items() if r.token == request.token)
+            free = (n for n in range(1, self.client_num + 1) if n not in taken)
+            number = known.number if known else next(arriving, 0) or next(free, 0)
+        if number in self.arriving and self.arriving[number].token == request.token:
+            return False  # the request is handled already
+        reason = self._objection(number, request, has_own_data, known is not None)
+        before = self.roster.members.get(number)
+        if reason:
+            self._refuse(request, reason)
+        elif before and before.token != request.token and before.address != str(request.address):
+            # Another process claims the number: it may have it if the one that has it now is gone.
+            def decide(failed: Undelivered | None) -> None:
+                if failed is None or not failed.gone:
+                    reason = (
+                        f"client {number} has joined already, from {before.address}; choose another distribute.data_idx"
+                    )
+                    self._refuse(request, reason)
+                else:
+                    self._welcome(number, request)
 
-    def _objection(self, sender: int, proof: dict, config: dict, samples: object, versions: dict) -> str:
-        """The reason why a client cannot take part; empty if it can. ``versions``: the ``revisions`` of its methods."""
+            self.comm_manager.ping(number, decide, _ANSWER, before.address, before.token)
+        else:
+            self._welcome(number, request)
+        return False
+
+    def _objection(self, number: int, request: Request, has_own_data: bool, known: bool) -> str:
+        """The reason why a client cannot take part; empty if it can."""
         try:
-            theirs = load_config(config)
+            theirs = load_config(request.config)
         except UserError as error:
             return f"its configuration is wrong: {error}"
-        keys = differing(theirs, self.session.config, own_data=sender == -1)
+        keys = differing(theirs, self.session.config, own_data=has_own_data)
         if keys:
             return f"it was started with another configuration than the server; they differ in {', '.join(keys)}"
         own = revisions(self.session.config)
-        for name in sorted(own.keys() | versions.keys()):
-            if own.get(name, 1) != versions.get(name, 1):
+        for name in sorted(own.keys() | request.revisions.keys()):
+            if own.get(name, 1) != request.revisions.get(name, 1):
                 return (
-                    f"it has revision {versions.get(name, 1)} of {name}, the server has revision {own.get(name, 1)}, "
-                    "which computes another result; install the same version of fs-lowrank on both"
+                    f"it has revision {request.revisions.get(name, 1)} of {name}, the server has revision "
+                    f"{own.get(name, 1)}, which computes another result; install the same version of fs-lowrank on both"
                 )
-        mine = self.session.proof
+        proof, mine = request.proof, self.session.proof
         wrong = sorted(n for n in mine.keys() | proof.keys() if mine.get(n) != proof.get(n))
         if wrong:
             return (
@@ -83,31 +109,93 @@ class DistributedServer(Server):
                 + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
                 + "; the same seed, model files and versions of torch, transformers and peft give the same"
             )
-        if sender != -1 and not 1 <= sender <= self.client_num:
-            return f"there is no client {sender}; federate.client_num is {self.client_num}"
-        admission = self.ledger.admission
+        if has_own_data and self.started and not known:
+            return "the run has begun; a client that comes late says which one it is by distribute.data_idx"
+        if not 1 <= number <= self.client_num:
+            which = f"all {self.client_num} clients have joined" if has_own_data else f"there is no client {number}"
+            return f"{which}; federate.client_num is {self.client_num}"
+        admission, samples = self.ledger.admission, request.samples
         if not is_whole(samples) or not 1 <= samples <= admission.max_samples:
             return (
                 f"it declares {repr(samples)[:60]} training samples; expected a whole number from 1 to "
                 f"lowrank.max_samples, {admission.max_samples}"
             )
-        if sender != -1 and samples != admission.samples[sender]:
+        if not has_own_data and samples != admission.samples[number]:
             return (
-                f"it declares {samples} training samples, and the server's division of the data gives client {sender} "
-                f"{admission.samples[sender]}; their data files differ (distribute.data_idx -1 is for data of its own)"
+                f"it declares {samples} training samples, and the server's division of the data gives client {number} "
+                f"{admission.samples[number]}; their data files differ (distribute.data_idx -1 is for data of its own)"
             )
-        if sender == -1 and self.started:
-            return "the run has begun; a client that comes late says which one it is by distribute.data_idx"
-        address = self.comm_manager.neighbors.get(sender)
-        if address is not None and wire.listening(address):
-            return f"client {sender} has joined already, from {address}; choose another distribute.data_idx"
         return ""
 
-    def _tell(self, address: dict, kind: str, text: str) -> None:
-        message = Message(kind, self.ID, [-1], self.state, text, self.cur_timestamp)
-        self.comm_manager._send(f"{address['host']}:{address['port']}", message)
+    def _refuse(self, request: Request, reason: str) -> None:
+        logger.warning("refused %s: %s", request.address, reason)
+        message = Message("refused", self.ID, [-1], self.state, reason[:4000], self.cur_timestamp)
+        self.comm_manager.deliver(
+            -1, message, timeout=min(self.timeout, _ANSWER), address=str(request.address), token=request.token
+        )
 
-    # -- waiting -----------------------------------------------------------------------------------
+    def _welcome(self, number: int, request: Request) -> None:
+        """Tell a client its number. Only one that receives it at its address has joined."""
+        self.arriving[number] = request
+        message = Message("assign_client_id", self.ID, [number], self.state, str(number), self.cur_timestamp)
+        self.comm_manager.deliver(
+            number,
+            message,
+            lambda failed: self._arrived(number, request, failed),
+            timeout=min(self.timeout, _ANSWER),
+            address=str(request.address),
+            token=request.token,
+        )
+
+    def _arrived(self, number: int, request: Request, failed: Undelivered | None) -> None:
+        del self.arriving[number]
+        if failed is not None:
+            logger.warning(
+                "client %d asked to join, but cannot be reached at %s: %s; correct its distribute.client_host and "
+                "distribute.client_port",
+                *(number, request.address, failed),
+            )
+            return
+        before, comm = self.roster.members.get(number), self.comm_manager
+        if before is not None:
+            comm.senders.pop(before.token, None)
+        member = self.roster.add(number, request)
+        comm.neighbors[number], comm.tokens[number], comm.senders[member.token] = member.address, member.token, number
+        self.ledger.admission.samples[number] = request.samples
+        had_joined = before is not None and before.joined
+        if before is not None and had_joined and before.process == request.process:
+            member.missed, member.deadline = before.missed, before.deadline
+            return  # it only was not sure whether it had joined
+        if had_joined or self.started:
+            # Its copy of the model is that of the start, or of a round that the server does not know.
+            self.ledger.forget([number])
+            logger.info("client %d joined %s; it will be brought up to date", number, "again" if had_joined else "late")
+            self._lost(number, "its process ended and a new one has joined")
+        else:
+            logger.info("client %d joined from %s", number, member.address)
+        if self._cfg.federate.join_in_info:
+            wire.send(self, "ask_for_join_in_info", [number], list(self._cfg.federate.join_in_info))
+        if self.started and self._cfg.federate.use_ss:
+            self.broadcast_client_address()
+
+    def broadcast_client_address(self):
+        """Tell every client where the others are, and the token of each pair; for secret sharing."""
+        if not self.distributed:
+            return super().broadcast_client_address()
+        addresses = self.comm_manager.neighbors
+        for client in addresses:
+            others = {
+                other: {"address": address, "token": self._token_of_pair(client, other)}
+                for other, address in addresses.items()
+                if other != client
+            }
+            if others:
+                wire.send(self, "address", [client], others)
+
+    def _token_of_pair(self, a: int, b: int) -> str:
+        return self._pair_tokens.setdefault(frozenset((a, b)), secrets.token_hex(16))
+
+    # -- messages ----------------------------------------------------------------------------------
 
     def run(self):
         """Wait for the clients, then handle messages until the run is over.
@@ -116,34 +204,71 @@ class DistributedServer(Server):
             RunFailed: too few clients joined in time, or are left.
         """
         try:
+            self._call_known_clients()
             self._gather()
             while not self.is_finish:
-                self._handle(self.comm_manager.receive())
+                self._step()
                 self._give_up_on_the_lost()
+                self.advance()
         except BaseException as error:
-            self._stop_clients(f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error))
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            wire.send(self, "stopped", list(self.comm_manager.neighbors), reason[:4000])
             raise
         finally:
-            self.comm_manager.close()
+            self.comm_manager.close(min(self.timeout, _ANSWER))
 
-    def _handle(self, message: Message | None) -> None:
+    def _call_known_clients(self) -> None:
+        """Ask the clients of the run that is resumed to join again, as far as they still live."""
+        for member in self.roster.members.values():
+            message = Message("join_again", self.ID, [member.number], max(self.state, 0), "the server was resumed", 0)
+            self.comm_manager.deliver(member.number, message, address=member.address, token=member.token)
+
+    def _step(self) -> None:
+        """Handle the next message, if there is one."""
+        message = self.comm_manager.receive()
         if message is None:
             return
-        handler = self.msg_handlers.get(message.msg_type)
-        if handler is None:
-            logger.warning("ignored a message of unknown type %r", message.msg_type)
-        elif message.msg_type not in ("join_in", "join_in_info") and message.sender not in self.comm_manager.neighbors:
-            logger.warning("ignored a %s of client %s, which has not joined", message.msg_type, message.sender)
-        else:
-            handler(message)
+        number = int(message.sender)
+        if message.msg_type != "join_in" and number in self.roster.members:
+            self.roster.members[number].missed = 0  # it answers again
+        try:
+            self.note(message)
+        except Exception as error:  # whatever a message leads to, it must not end the run of the others
+            logger.exception("client %d: its message %r could not be handled", number, message.msg_type)
+            self._wrong(number, message.msg_type, f"{type(error).__name__}: {error}")
+
+    def note(self, message: Message) -> None:
+        """Take in a message that fits the schema; nothing but the message can make this fail."""
+        handlers = {
+            "join_in": self.callback_funcs_for_join_in,
+            "join_in_info": self._take_info,
+            "model_para": self.take_update,
+            "metrics": self.take_metrics,
+        }
+        handlers[message.msg_type](message)
+
+    def _take_info(self, message: Message) -> None:
+        self.join_in_info[message.sender] = message.content
+
+    def _wrong(self, number: int, kind: str, reason: str) -> None:
+        """A message of a client does not fit, so the server does not wait for another."""
+        if kind == "model_para" and number in self._awaited():
+            self._failed(number, "refused", f"client {number}: {reason}")
+        elif kind == "metrics":
+            self.asked_to_evaluate.discard(number)
+
+    # -- waiting -----------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        self.deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         while not self.started:
-            self._handle(self.comm_manager.receive())
-            if self.started or time.monotonic() < self.deadline:
+            self._step()
+            self.join_in_client_num = len(self.comm_manager.neighbors)
+            if self.join_in_client_num == self.client_num:
+                self.trigger_for_start()
+            if self.started or time.monotonic() < deadline:
                 continue
-            joined = len(self.comm_manager.neighbors)
+            joined = self.join_in_client_num
             if joined < self.min_clients:
                 raise RunFailed(
                     f"{joined} of {self.client_num} clients joined within {self.timeout:g} s, "
@@ -152,37 +277,66 @@ class DistributedServer(Server):
             logger.warning(
                 "%d of %d clients joined within %g s; starting with them", joined, self.client_num, self.timeout
             )
-            self.client_num_expected, self.join_in_client_num = self.client_num, self.client_num
+            self.join_in_client_num = self.client_num
             self.trigger_for_start()
+
+    def dispatch(self, order: Order, message: Message) -> None:
+        """Begin to send ``order``; its client is awaited from now on."""
+        client = order.client
+        self.undelivered[client] = order
+        self.roster.asked(client)
+        self.comm_manager.deliver(
+            client, message, lambda failed: self._dispatched(order, failed), timeout=self.roster.patience(client)
+        )
+
+    def _dispatched(self, order: Order, failed: Undelivered | None) -> None:
+        if failed is None:
+            self.confirm(order)
+            return
+        if self.undelivered.get(order.client) is order:
+            del self.undelivered[order.client]
+            self.ledger.forget([order.client])  # the message may have arrived nevertheless
+            reason = f"it cannot be reached: {failed}"
+            if not failed.gone:
+                reason = f"{self.roster.missed(order.client)} ({reason})"
+            if order.round == self.round.number:
+                self._lost(order.client, reason, order.purpose)
+
+    def confirm(self, order: Order | None) -> None:
+        """``order`` has arrived: its receiver says so, or has answered it."""
+        if order is None or self.undelivered.get(order.client) is not order:
+            return
+        del self.undelivered[order.client]
+        self._monitor.track_upload_bytes(order.sizes[0])
+        if order.round == self.round.number:
+            self.round.delivered(order)
+
+    def _lost(self, client: int, reason: str, purpose: str = "") -> None:
+        """Continue without ``client``, whether it is to train or to evaluate."""
+        self.ledger.forget([client])
+        if client in self.waiting() and purpose != "evaluate":
+            self._failed(client, "failed", reason)
+        if client in self.asked_to_evaluate and self.evaluating:
+            logger.warning("no evaluation of client %d: %s", client, reason)
+            self.asked_to_evaluate.discard(client)
 
     def _give_up_on_the_lost(self) -> None:
         """Continue without clients whose process is gone, and without those that have not answered in time."""
         now = time.monotonic()
-        if self.is_finish or now < getattr(self, "next_look", 0.0):
+        if self.is_finish or now < self._next_look:
             return
-        self.next_look = now + 1.0
-        if self.asked_to_evaluate and self.pending is not None:
-            missing = self.asked_to_evaluate - self.msg_buffer["eval"].get(max(self.msg_buffer["eval"]), {}).keys()
-            gone = {c for c in missing if now > self.deadline or not wire.listening(self.comm_manager.neighbors[c])}
-            if gone:
-                logger.warning("no evaluation from clients %s", sorted(gone))
-                self.asked_to_evaluate -= gone
-                self.check_and_move_on(check_eval_result=True)
-        missing = sorted(self._awaited())
-        for client in missing:
-            if not wire.listening(self.comm_manager.neighbors[client]):
-                self.ledger.forget([client])
-                self._failed(
-                    client,
-                    "failed",
-                    f"its process is gone (nothing listens on {self.comm_manager.neighbors[client]} any more)",
-                )
-            elif now > self.deadline:
-                self.ledger.forget([client])
-                self._failed(client, "failed", f"no answer within lowrank.timeout, {self.timeout:g} s")
-        if missing and not self.round.waiting:
-            self.check_and_move_on()
+        self._next_look = now + _LOOK
+        answered = self.msg_buffer["eval"].get(self.state - 1, {}).keys() if self.evaluating else set()
+        evaluating = self.asked_to_evaluate - answered if self.evaluating else set()
+        for client in sorted(self._awaited() | evaluating):
+            if self.roster.overdue(client):
+                self._lost(client, self.roster.missed(client))
+            elif client not in self._pinged and client not in self.undelivered:
+                self._pinged.add(client)
+                self.comm_manager.ping(client, lambda failed, c=client: self._looked(c, failed), _ANSWER)
 
-    def _stop_clients(self, reason: str) -> None:
-        self.comm_manager.timeout = min(self.timeout, 5.0)
-        wire.send(self, "stopped", list(self.comm_manager.neighbors), reason, timestamp=self.cur_timestamp)
+    def _looked(self, client: int, failed: Undelivered | None) -> None:
+        self._pinged.discard(client)
+        if failed is not None and failed.gone:
+            address = self.comm_manager.neighbors[client]
+            self._lost(client, f"its process is gone (it does not listen on {address} any more)")

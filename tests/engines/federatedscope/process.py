@@ -6,6 +6,7 @@
 - ``dies_after``: the round after which the server exits; ``sleeps``: seconds that the server sleeps after each round
 - ``late``: seconds before the process starts to run
 - ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
+- ``counts_in``: the file into which a client writes the bytes of tensors that it has received
 - ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
 """
 
@@ -41,6 +42,20 @@ try:
         from fs_lowrank.engines.federatedscope.client import LowRankClient
 
         LowRankClient.callback_funcs_for_evaluate = lambda *_: os._exit(9)
+    if "counts_in" in sabotage:
+        from fs_lowrank.engines.federatedscope import messages
+
+        received, read = [], messages.read
+
+        def counted(*args):
+            message = read(*args)
+            if message.msg_type in ("model_para", "evaluate"):
+                received.append(message.content.opened().nbytes)
+            with open(sabotage["counts_in"], "w") as file:
+                file.write(str(sum(received)))
+            return message
+
+        messages.read = counted
     time.sleep(sabotage.get("late", 0))
     result = fs_lowrank.run(
         fs_lowrank.load_config(settings, overrides),
