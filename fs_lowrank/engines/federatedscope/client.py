@@ -15,8 +15,8 @@ from ...rounds.copies import LostCopy, OwnCopy, SharedCopy, answer, apology
 from ...rounds.parcel import Parcel
 from . import wire
 from .config import for_frameworks_workers
+from .distributed_client import DistributedClient
 from .session import current
-from .stay import DistributedClient
 from .sums import add_shares, split_secret
 
 logger = logging.getLogger("federatedscope.lowrank")

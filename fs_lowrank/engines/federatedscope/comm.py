@@ -97,6 +97,7 @@ class Comm(gRPCCommManager):
         self._largest_sent = cfg.grpc_max_send_message_length
         self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._waiting: Counter[int] = Counter()
+        self._counting = threading.Lock()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._deliveries: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -146,7 +147,7 @@ class Comm(gRPCCommManager):
         if kind != "alive":
             if self._waiting[sender] >= limit:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "too many messages wait to be read; try again")
-            self._waiting[sender] += 1
+            self._count(sender, 1)
             self._inbox.put((sender, request))
         return protocol.MessageResponse(msg="ACK")
 
@@ -159,7 +160,7 @@ class Comm(gRPCCommManager):
         if callable(item):
             item()
             return None
-        self._waiting[sender] -= 1
+        self._count(sender, -1)
         kind = str(item.msg["msg_type"].single_msg.str_value)[:40] if "msg_type" in item.msg else ""
         try:
             message = messages.read(item, self.serves)
@@ -171,6 +172,10 @@ class Comm(gRPCCommManager):
             self.on_wrong(sender, kind, str(error))
             return None
         return message
+
+    def _count(self, sender: int, change: int) -> None:
+        with self._counting:  # of two threads
+            self._waiting[sender] += change
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -272,7 +277,10 @@ class Comm(gRPCCommManager):
 
     def close(self, wait: float = 5.0) -> None:
         """Wait up to ``wait`` seconds for messages on their way, then stop."""
-        self._wait_for(self._close(wait), wait + 5.0)
+        try:
+            self._wait_for(self._close(wait), wait + 5.0)
+        except TimeoutError:
+            logger.warning("gRPC did not stop within %g s", wait + 5.0)
         self._stop_loop()
 
     async def _close(self, wait: float) -> None:

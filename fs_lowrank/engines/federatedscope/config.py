@@ -54,6 +54,10 @@ _REFUSED = {
     "aggregator.robust_rule": (("fedavg",), "the method aggregates"),
     "attack.attack_method": (("",), "attackers need the framework's own workers"),
     "feat_engr.type": (("",), "our data are prepared already"),
+    "federate.client_idx_for_local_train": (
+        (0,),
+        "our clients train together; give one client alone its own data and federate.client_num 1",
+    ),
     "federate.use_diff": ((False,), "the method decides what is sent"),
     "federate.unseen_clients_rate": ((0.0,), "held-out data are evaluated instead"),
     "federate.data_weighted_aggr": (
@@ -137,7 +141,7 @@ def extend(cfg) -> None:
     from federatedscope.core.configs.yacs_config import Argument
 
     if "lowrank" not in cfg:
-        cfg.lowrank = _section(CN)
+        cfg.lowrank = CN(new_allowed=True)
     for key, (hint, text) in _parameters().items():
         if key not in cfg.lowrank:
             cfg.lowrank[key] = Argument(None, description=text, required_type=_framework_type(hint))
@@ -147,16 +151,6 @@ def extend(cfg) -> None:
             node[key] = "" if default is None else default
     if check not in cfg.__cfg_check_funcs__:
         cfg.register_cfg_check_fun(check)
-
-
-def _section(base):
-    """The section ``lowrank``, which any method may extend; the command line cannot set a key that it lacks."""
-
-    class LowrankSection(base):
-        def __missing__(self, key):
-            raise UserError(f"unknown key 'lowrank.{key}'{nearest(key, [k for k in self if k not in _BOOKKEEPING])}")
-
-    return LowrankSection(new_allowed=True)
 
 
 def _node(cfg, name: str, create=None):

@@ -21,7 +21,7 @@ from . import wire
 from .aggregator import MethodAggregator
 from .client import codec_of
 from .config import for_frameworks_workers
-from .distributed import DistributedServer
+from .distributed_server import DistributedServer
 from .session import current
 from .sums import Shares
 

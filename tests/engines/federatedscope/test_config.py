@@ -80,11 +80,6 @@ def test_a_file_is_checked_with_the_command_line_applied(tmp_path):
     assert from_framework(cfg).method_params["tau"] == 3
 
 
-def test_a_misspelt_key_on_the_command_line(cfg):
-    with pytest.raises(UserError, match="unknown key 'lowrank.mixx'; did you mean 'mix'"):
-        cfg.merge_from_list(["lowrank.mixx", "0.5"])
-
-
 def test_no_such_method_is_an_error_and_not_fedavg(cfg):
     from federatedscope.core.auxiliaries.data_builder import get_data
 

@@ -51,7 +51,8 @@ def test_a_silent_client_is_waited_for_no_longer_than_the_bound(settings, cluste
 
 
 def test_clients_stop_when_the_server_is_gone(settings, cluster, tmp_path):
-    workers = cluster.run(settings, 2, keys(tmp_path), sabotage={0: {"dies_after": 1}})
+    """They wait for it for ``lowrank.timeout``, because it may be resumed."""
+    workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), sabotage={0: {"dies_after": 1}})
     assert workers[0].code == 9
     for worker in (1, 2):
         assert workers[worker].code == 1 and "is gone" in workers[worker].said

@@ -128,7 +128,10 @@ def test_an_unknown_method_ends_the_launcher(tmp_path):
 @pytest.mark.parametrize(
     "overrides, said",
     [
-        ({"federate.method": "rolora", "lowrank.mixx": 0.5}, "unknown key 'lowrank.mixx'; did you mean 'mix'"),
+        (
+            {"federate.method": "rolora", "lowrank.timout": 9},
+            "unknown key 'lowrank.timout'; did you mean 'lowrank.timeout'",
+        ),
         ({"federate.metod": "rolora"}, "Non-existent key: federate.metod"),
         ({"federate.client_num": "many"}, "Type mismatch"),
     ],

@@ -243,3 +243,8 @@ def test_tensors_of_a_client_count_once_and_only_from_it(settings, cluster, tmp_
     workers = {w: cluster.wait(*process) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert all(2 in r["clients"] for r in workers[0].history)
+
+
+def test_information_that_the_framework_asks_for(settings, cluster, tmp_path):
+    workers = cluster.run(settings, 2, keys(tmp_path, **{"federate.join_in_info": ["num_sample"]}))
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]

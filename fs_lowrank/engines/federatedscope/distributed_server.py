@@ -294,13 +294,10 @@ class DistributedServer(Server):
             self.confirm(order)
             return
         if self.undelivered.get(order.client) is order:
-            del self.undelivered[order.client]
-            self.ledger.forget([order.client])  # the message may have arrived nevertheless
             reason = f"it cannot be reached: {failed}"
             if not failed.gone:
                 reason = f"{self.roster.missed(order.client)} ({reason})"
-            if order.round == self.round.number:
-                self._lost(order.client, reason, order.purpose)
+            self._lost(order.client, reason)
 
     def confirm(self, order: Order | None) -> None:
         """``order`` has arrived: its receiver says so, or has answered it."""
@@ -311,10 +308,11 @@ class DistributedServer(Server):
         if order.round == self.round.number:
             self.round.delivered(order)
 
-    def _lost(self, client: int, reason: str, purpose: str = "") -> None:
+    def _lost(self, client: int, reason: str) -> None:
         """Continue without ``client``, whether it is to train or to evaluate."""
-        self.ledger.forget([client])
-        if client in self.waiting() and purpose != "evaluate":
+        self.undelivered.pop(client, None)
+        self.ledger.forget([client])  # a message may have arrived nevertheless
+        if client in self.waiting():
             self._failed(client, "failed", reason)
         if client in self.asked_to_evaluate and self.evaluating:
             logger.warning("no evaluation of client %d: %s", client, reason)
