@@ -11,6 +11,7 @@ metadata; a message without a known token is answered with the status UNAUTHENTI
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import queue
 import threading
@@ -95,6 +96,7 @@ class Comm(gRPCCommManager):
         self.joins_waiting = 4 * client_num + 64
         self._compression = _COMPRESSION.get(cfg.grpc_compression.lower(), grpc.Compression.NoCompression)
         self._largest_sent = cfg.grpc_max_send_message_length
+        self._largest_request = 2**20 + 8 * len(json.dumps(session.proof))
         self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._waiting: Counter[int] = Counter()
         self._counting = threading.Lock()
@@ -139,7 +141,10 @@ class Comm(gRPCCommManager):
         """Take a message of another process; the name is the service's."""
         kind = request.msg["msg_type"].single_msg.str_value if "msg_type" in request.msg else ""
         sender, limit = -1, self.joins_waiting
-        if not (kind == "join_in" and self.lets_join):
+        if kind == "join_in" and self.lets_join:
+            if request.ByteSize() > self._largest_request:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {self._largest_request} bytes")
+        else:
             token = dict(context.invocation_metadata() or ()).get(_TOKEN, "")
             if token not in self.senders:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this process does not know the sender's token")

@@ -43,10 +43,16 @@ class DistributedClient(Client):
         self.silent_since: float | None = None
         self._ping_every = min(5.0, max(0.5, self.timeout / 10))
         self._next_ping, self._pinged = time.monotonic() + self._ping_every, False
+        self._next_request, self._asking = 0.0, False
 
     # -- joining -----------------------------------------------------------------------------------
 
     def _ask_to_join(self) -> None:
+        self.welcomed_by = time.monotonic() + 2 * self.timeout
+        self._request()
+
+    def _request(self) -> None:
+        """Ask to join; asked again until there is an answer, because a server that is resumed has lost the request."""
         session = self.session
         request = {
             "address": self.local_address,
@@ -59,12 +65,14 @@ class DistributedClient(Client):
         }
         number = session.index if session.index > 0 else -1
         message = Message("join_in", number, [self.server_id], 0, json.dumps(request), 0)
-        self.welcomed_by = time.monotonic() + 2 * self.timeout
+        self._asking = True
         self.comm_manager.deliver(self.server_id, message, self._asked, insist=(grpc.StatusCode.UNAVAILABLE,))
 
     def _asked(self, failed: Undelivered | None) -> None:
+        self._asking, self._next_request = False, time.monotonic() + 2 * self._ping_every
         if failed is None:
-            self.welcomed_by = time.monotonic() + self.timeout
+            if self.welcomed_by is not None:
+                self.welcomed_by = min(self.welcomed_by, time.monotonic() + self.timeout)
             return
         raise RunFailed(
             f"no server answers at {self.server_address} within {self.timeout:g} s ({failed}); start it, or correct "
@@ -116,6 +124,8 @@ class DistributedClient(Client):
                 f"be able to reach this client at {self.comm_manager.host}:{self.comm_manager.port} "
                 "(distribute.client_host, distribute.client_port)"
             )
+        if self.welcomed_by is not None and not self._asking and now > self._next_request:
+            self._request()
         if self.silent_since is not None and now - self.silent_since > self.timeout:
             raise RunFailed(
                 f"the server at {self.server_address} is gone: it has not answered for {self.timeout:g} s; this client "
@@ -168,7 +178,10 @@ class DistributedClient(Client):
                 except (UserError, OSError):
                     raise
                 except Exception as error:  # a message must not end the client
-                    logger.exception("client %d: a %s could not be handled", self.ID, message.msg_type)
+                    logger.warning(
+                        "client %d: ignored a %s: %s: %s", self.ID, message.msg_type, type(error).__name__, error
+                    )
+                    logger.debug("client %d", self.ID, exc_info=True)
                     self._could_not(message, error)
                 if message.msg_type == "finish":
                     return

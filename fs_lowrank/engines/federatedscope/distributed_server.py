@@ -36,7 +36,8 @@ class DistributedServer(Server):
 
     Attributes:
         roster: the clients.
-        arriving: clients that asked to join and have not been reached yet, by number.
+        arriving: by number, the clients that asked to join and of which it is not decided yet.
+        put_off: requests for a number in ``arriving``.
         undelivered: by client, what is on its way to it.
     """
 
@@ -44,6 +45,7 @@ class DistributedServer(Server):
         """Prepare what a distributed server needs."""
         self.roster = Roster(self.session.outdir / "clients.json", self.timeout, self.session.resume)
         self.arriving: dict[int, Request] = {}
+        self.put_off: list[Message] = []
         self.undelivered: dict[int, Order] = {}
         self._pair_tokens: dict[frozenset[int], str] = {}
         self._pinged: set[int] = set()
@@ -63,23 +65,28 @@ class DistributedServer(Server):
             arriving = (n for n, r in self.arriving.items() if r.token == request.token)
             free = (n for n in range(1, self.client_num + 1) if n not in taken)
             number = known.number if known else next(arriving, 0) or next(free, 0)
-        if number in self.arriving and self.arriving[number].token == request.token:
-            return False  # the request is handled already
+        if number in self.arriving:
+            # The same request once more, or another process that wants the number: it waits until the first is decided.
+            waiting = {self.arriving[number].token, *(other.content.token for other in self.put_off)}
+            if request.token not in waiting and len(self.put_off) < self.comm_manager.joins_waiting:
+                self.put_off.append(message)
+            return False
         reason = self._objection(number, request, has_own_data, known is not None)
         before = self.roster.members.get(number)
         if reason:
             self._refuse(request, reason)
         elif before and before.token != request.token and before.address != str(request.address):
-            # Another process claims the number: it may have it if the one that has it now is gone.
+            # Another process claims the number, and may have it if the one that has it is gone.
             def decide(failed: Undelivered | None) -> None:
-                if failed is None or not failed.gone:
-                    reason = (
-                        f"client {number} has joined already, from {before.address}; choose another distribute.data_idx"
-                    )
-                    self._refuse(request, reason)
-                else:
+                del self.arriving[number]
+                if failed is not None and failed.gone:
                     self._welcome(number, request)
+                else:
+                    where = f"client {number} has joined already, from {before.address}"
+                    self._refuse(request, f"{where}; choose another distribute.data_idx")
+                    self._decided()
 
+            self.arriving[number] = request
             self.comm_manager.ping(number, decide, _ANSWER, before.address, before.token)
         else:
             self._welcome(number, request)
@@ -149,13 +156,24 @@ class DistributedServer(Server):
 
     def _arrived(self, number: int, request: Request, failed: Undelivered | None) -> None:
         del self.arriving[number]
-        if failed is not None:
+        if failed is None:
+            self._joined(number, request)
+        else:
             logger.warning(
                 "client %d asked to join, but cannot be reached at %s: %s; correct its distribute.client_host and "
                 "distribute.client_port",
                 *(number, request.address, failed),
             )
-            return
+        self._decided()
+
+    def _decided(self) -> None:
+        """A request is decided, so those that waited for it are read."""
+        put_off, self.put_off = self.put_off, []
+        for message in put_off:
+            self.callback_funcs_for_join_in(message)
+
+    def _joined(self, number: int, request: Request) -> None:
+        """A client that has asked to join, and has been reached, takes part."""
         before, comm = self.roster.members.get(number), self.comm_manager
         if before is not None:
             comm.senders.pop(before.token, None)
@@ -234,8 +252,10 @@ class DistributedServer(Server):
         try:
             self.note(message)
         except Exception as error:  # whatever a message leads to, it must not end the run of the others
-            logger.exception("client %d: its message %r could not be handled", number, message.msg_type)
-            self._wrong(number, message.msg_type, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {str(error)[:300]}" if str(error) else type(error).__name__
+            logger.warning("ignored a message %r of client %d: %s", message.msg_type, number, reason)
+            logger.debug("client %d", number, exc_info=True)
+            self._wrong(number, message.msg_type, reason)
 
     def note(self, message: Message) -> None:
         """Take in a message that fits the schema; nothing but the message can make this fail."""
@@ -260,7 +280,11 @@ class DistributedServer(Server):
     # -- waiting -----------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        deadline = time.monotonic() + self.timeout
+        # A run of which only the end is missing needs no clients; those that are there are told.
+        deadline = time.monotonic() + (min(self.timeout, _ANSWER) if self.only_ends else self.timeout)
+        needed = 0 if self.only_ends else self.min_clients
+        if "client_resource" in self._cfg.federate.join_in_info:
+            needed = self.client_num  # the framework's sampler needs to know every client
         while not self.started:
             self._step()
             self.join_in_client_num = len(self.comm_manager.neighbors)
@@ -269,7 +293,7 @@ class DistributedServer(Server):
             if self.started or time.monotonic() < deadline:
                 continue
             joined = self.join_in_client_num
-            if joined < self.min_clients:
+            if joined < needed:
                 raise RunFailed(
                     f"{joined} of {self.client_num} clients joined within {self.timeout:g} s, "
                     f"lowrank.min_clients is {self.min_clients}; start them, or raise lowrank.timeout"

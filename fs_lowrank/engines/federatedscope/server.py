@@ -36,6 +36,7 @@ class LowRankServer(DistributedServer):
         round_open: whether updates are awaited. evaluating: whether evaluations of clients are.
         to_ask: clients that have not been sent the round's message yet, if they are asked one after another.
         asked_to_evaluate: clients whose evaluation is awaited.
+        only_ends: whether all rounds of the run that is resumed are done, but not its end.
         postponed: whether a round is to start when the clients' evaluation of the last round is complete.
         pending: of a round whose evaluation is not complete: its seconds, and those of each client.
     """
@@ -62,7 +63,8 @@ class LowRankServer(DistributedServer):
         if self.distributed:
             self._open()
         self.state = self._restored(config)
-        if self.state >= self.total_round_num:
+        self.only_ends = self.session.resume and self.state >= self.total_round_num
+        if self.state >= self.total_round_num and not self.only_ends:
             raise UserError(
                 f"all {self.total_round_num} rounds are done already; raise federate.total_round_num to go on"
             )
@@ -79,10 +81,15 @@ class LowRankServer(DistributedServer):
     def check_client_join_in(self):
         if self.started:
             return False
-        self.started = bool(super().check_client_join_in())
+        informed = not self._cfg.federate.join_in_info or self.join_in_info.keys() >= self.comm_manager.neighbors.keys()
+        self.started = self.join_in_client_num == self.client_num and informed
         return self.started
 
     def trigger_for_start(self):
+        if self.only_ends:
+            if self.check_client_join_in():
+                self.terminate()
+            return
         # The framework would pickle the model to learn its size.
         models, self.models = self.models, [None]
         try:

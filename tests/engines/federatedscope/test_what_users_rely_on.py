@@ -167,6 +167,25 @@ def test_resuming(quick, assert_same, method, keys, share):
     assert_same(whole, rest, atol=0)
 
 
+@SHARE
+def test_resuming_a_run_that_was_killed_before_its_end(quick, assert_same, monkeypatch, share):
+    """All rounds are done, and nothing of what a finished run leaves behind is there."""
+    from fs_lowrank.rounds.keeper import RecordKeeper
+
+    def killed(self):
+        raise KeyboardInterrupt
+
+    keys = {"federate.method": "rolora", "federate.share_local_model": share}
+    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RecordKeeper, "finish", killed)
+        fs_lowrank.run(quick("cut", keys), "federatedscope")
+    rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)
+    assert [r["metrics"] for r in rest.history] == [r["metrics"] for r in whole.history]
+    assert (rest.outdir / "summary.json").exists()
+    assert_same(whole, rest, atol=0)
+
+
 def test_resuming_between_processes(quick, settings, assert_same, cluster, tmp_path):
     keys = {
         "federate.method": "fedloru",
