@@ -25,6 +25,7 @@ def test_a_client_that_dies_in_mid_round_is_left_out(settings, cluster, tmp_path
     assert [r["clients"] for r in rounds] == [[1, 2, 3], [1, 3], [1, 3]]
     (failure,) = rounds[1]["failed"]
     assert failure["client"] == 2 and "process is gone" in failure["reason"]
+    assert "2" in rounds[1]["client_downlink_bytes"] and "2" not in rounds[2]["client_downlink_bytes"]
 
 
 def test_too_few_left_stops_everyone(settings, cluster, tmp_path):
