@@ -77,6 +77,7 @@ def test_a_file_is_checked_with_the_command_line_applied(tmp_path):
     cfg = global_cfg.clone()
     cfg.merge_from_file(str(tmp_path / "run.yaml"))
     cfg.merge_from_list(["federate.method", "fedloru", "model.type", "a@transformers", "data.type", "a.csv"])
+    cfg.federate.client_num = 3
     assert from_framework(cfg).method_params["tau"] == 3
 
 

@@ -214,14 +214,14 @@ def test_no_message_ends_the_server(quick, settings, assert_same, cluster, tmp_p
 
 
 def test_a_message_larger_than_expected_is_refused(settings, cluster, tmp_path):
-    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 8.0}), only=[0])
+    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 90.0}), only=[0])
     stranger = Stranger(cluster.ports[0])
     wait_for(lambda: stranger.send() == "UNAUTHENTICATED")
     before = memory_of(started[0][0].pid)
     for _ in range(3):
         assert stranger.send(content="x" * 50_000_000) == "RESOURCE_EXHAUSTED"
     assert memory_of(started[0][0].pid) - before < 50e6
-    assert "0 of 2 clients joined" in cluster.wait(*started[0]).said
+    assert stranger.send() == "UNAUTHENTICATED", "it still answers"
 
 
 def memory_of(process: int) -> int:
