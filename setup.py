@@ -60,7 +60,7 @@ setup(
     ],
     extras_require={
         # The framework itself is on no package index; README says how to put a checkout of it on the path.
-        "federatedscope": ["grpcio", "protobuf", "pympler", "scipy", "scikit-learn"],
+        "federatedscope": ["grpcio", "protobuf", "pydantic>=2.10", "pympler", "scipy", "scikit-learn"],
         "eval": ["lm-eval>=0.4.13"],
         "hpo": ["optuna>=5.0", "plotly>=6", "cmaes>=0.11", "scipy"],
         # K-FAC needs curvlinops and backpack on top, with --no-deps: theirs would bring torchvision and another torch.

@@ -341,14 +341,27 @@ def _under(root: Path, name: str) -> Path:
     return path if not below.exists() and path.is_file() else below  # a file relative to the working folder
 
 
+#: the files that FederatedScope downloads for its names ``NAME@llm``
+_FRAMEWORK_FILES = {
+    "alpaca": "alpaca_data.json",
+    "alpaca_cleaned": "alpaca_data_cleaned.json",
+    "dolly-15k": "databricks-dolly-15k.jsonl",
+    "rosetta_alpaca": "rosetta_alpaca.json",
+}
+
+
 def _language_file(stem: str, root: Path) -> Path:
     if stem.lower().endswith(SUFFIXES):
         return _under(root, stem)
     # FederatedScope's names, such as dolly-15k@llm: the file is expected where FederatedScope would download it.
-    for suffix in (".jsonl", ".json"):
-        if (path := _under(root, stem + suffix)).exists():
+    names = [f"{stem}.jsonl", f"{stem}.json"]
+    if stem.lower() in _FRAMEWORK_FILES:
+        names.append(_FRAMEWORK_FILES[stem.lower()])
+    for name in names:
+        if (path := _under(root, name)).exists():
             return path
-    raise UserError(f"no file {stem}.jsonl or {stem}.json under {root}; nothing is downloaded for {stem}@llm")
+    files = f"{', '.join(names[:-1])} or {names[-1]}"
+    raise UserError(f"no file {files} under {root}; nothing is downloaded for {stem}@llm")
 
 
 def own_files(data_cfg: Any) -> dict[str, str]:

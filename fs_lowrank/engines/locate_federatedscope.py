@@ -27,6 +27,7 @@ BRANCH_FILES = ("llm/trainer/trainer.py", "core/configs/cfg_llm.py")
 #: what the framework imports during a run of our methods: module -> package to install
 NEEDS = {
     "grpc": "grpcio",
+    "pydantic": "pydantic",
     "google.protobuf": "protobuf",
     "pympler": "pympler",
     "scipy": "scipy",

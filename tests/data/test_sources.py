@@ -197,6 +197,15 @@ def test_instructions(tmp_path):
         assert raw.skipped == {"empty instruction or output": 1}
 
 
+@pytest.mark.parametrize("name, file", [("alpaca", "alpaca_data.json"), ("Alpaca_cleaned", "alpaca_data_cleaned.json")])
+def test_the_frameworks_names_stand_for_its_files(tmp_path, name, file):
+    """``alpaca@llm`` is the file that FederatedScope would download under ``data.root``."""
+    with pytest.raises(UserError, match=f"no file {name}.jsonl, {name}.json or {file} under"):
+        load(f"{name}@llm", tmp_path)
+    write(tmp_path / file, json.dumps([{"instruction": "a", "input": "", "output": "o"}]))
+    assert load(f"{name}@llm", tmp_path).train["output"].tolist() == ["o"]
+
+
 def test_dolly_columns_and_own_columns(tmp_path):
     write(tmp_path / "d.jsonl", '{"instruction": "a", "context": "c", "response": "r", "category": "x"}\n')
     raw = load("d@llm", tmp_path)

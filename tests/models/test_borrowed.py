@@ -64,6 +64,7 @@ BORROWED = {
     "hpo/storage.py": {"_storage", "_trial_id"},
     # the framework is one pinned version, checked when it is imported (engines/locate_federatedscope.py)
     "fs_lowrank/engines/federatedscope/config.py": {"_immutable"},
+    "fs_lowrank/engines/federatedscope/client.py": {"_immutable"},
     "fs_lowrank/engines/federatedscope/parallel.py": {"_immutable", "_monitor"},
     # torch has no public way to ask whether a module has hooks; with one, PEFT's own two convolutions run
     "fs_lowrank/models/convolution.py": {"_forward_hooks"},

@@ -2,11 +2,22 @@
 
 import runpy
 import sys
+import traceback
 
 import fs_lowrank.engines.federatedscope  # noqa: F401  (registers)
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.settings import known_keys
 
 try:
     runpy.run_module("federatedscope.main", run_name="__main__", alter_sys=True)
 except UserError as error:
     sys.exit(f"error: {error}")
+except (AssertionError, KeyError, ValueError) as error:
+    # The framework's configuration raises these for a key or a value of the user that is wrong.
+    if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("yacs_config.py"):
+        raise
+    message = str(error.args[0] if error.args else error)
+    if isinstance(error, KeyError) and " " not in message:  # only the last part of the key
+        key = next((argument for argument in sys.argv if argument.endswith(f".{message}")), message)
+        message = f"unknown key {key!r}{nearest(key, known_keys())}"
+    sys.exit(f"error: {message.splitlines()[0]}")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import time
+from collections import deque
 
+import grpc
 from federatedscope.core.message import Message
-from federatedscope.core.workers import Client
 
 from ...algebra import nbytes
 from ...errors import RunFailed, UserError
-from ...methods import revisions
 from ...rounds.codec import Codec, Plain, Uniform
 from ...rounds.copies import LostCopy, OwnCopy, SharedCopy, answer, apology
 from ...rounds.parcel import Parcel
 from . import wire
 from .config import for_frameworks_workers
+from .distributed_client import DistributedClient
 from .session import current
 from .sums import add_shares, split_secret
 
@@ -28,7 +27,25 @@ def codec_of(cfg) -> Codec:
     return Uniform(cfg.quantization.nbits) if cfg.quantization.method == "uniform" else Plain()
 
 
-class LowRankClient(Client):
+def with_own_splits(config, data):
+    """``config`` of a client that evaluates the splits of which it has rows: the framework fails on any other.
+
+    Where the best result is of a split without rows, it is of the first split that has some.
+    """
+    own = [split for split in config.eval.split if data.get(split, {}).get("examples") is not None]
+    split, _, metric = config.eval.best_res_update_round_wise_key.partition("_")
+    if not own or own == list(config.eval.split):
+        return config
+    config = config.clone()
+    config.defrost()
+    config.eval.split = own
+    if split in ("val", "test") and split not in own:
+        config.eval.best_res_update_round_wise_key = f"{own[0]}_{metric}"
+    config._immutable(True)
+    return config
+
+
+class LowRankClient(DistributedClient):
     """A client; ``copy`` is its copy of the model, ``fragments`` and ``own`` belong to secret sharing."""
 
     def __init__(self, config=None, **kwargs):
@@ -38,18 +55,16 @@ class LowRankClient(Client):
             return
         self.session = current()
         self.distributed = config.federate.mode == "distributed"
-        if self.distributed:
-            wire.require_free(kwargs["host"], kwargs["port"])
+        config = with_own_splits(config, kwargs["data"])
         super().__init__(config=for_frameworks_workers(config), **kwargs)
         self._cfg, self.ready, self.codec = config, True, codec_of(config)
         if self.distributed and self.session.index > 0:
             self.ID = self.session.index
         self.timeout = self.session.config.lowrank.timeout
+        #: messages that were received and not handled yet
+        self.mail: deque[Message] = deque()
         if self.distributed:
-            self.comm_manager = wire.BoundedComm.take_over(
-                self.comm_manager, self.timeout, config.distribute.grpc_max_send_message_length
-            )
-            self.server_address = self.comm_manager.neighbors[self.server_id]
+            self._open()
         self.copy: SharedCopy
         if self.ID > 0:
             self._use_number()
@@ -84,34 +99,18 @@ class LowRankClient(Client):
 
         A distributed client sends its configuration and hashes of its model, by which the server checks that both start
         from the same.
-
-        Raises:
-            RunFailed: no server answers within ``lowrank.timeout``.
         """
-        content = self.local_address
-        if self.distributed:
-            deadline = time.monotonic() + self.timeout
-            while not wire.listening(self.server_address):
-                if time.monotonic() > deadline:
-                    raise RunFailed(
-                        f"no server answers at {self.server_address} within {self.timeout:g} s; start it, "
-                        "or correct distribute.server_host and distribute.server_port"
-                    )
-                time.sleep(0.2)
-            content = json.dumps(
-                {
-                    "address": self.local_address,
-                    "proof": self.session.proof,
-                    "config": self.session.config.to_dict(),
-                    "revisions": revisions(self.session.config),
-                    "samples": self.session.client(max(self.ID, 1)).num_samples,
-                }
-            )
-        wire.send(self, "join_in", [self.server_id], content, state=0)
+        if not self.distributed:
+            return wire.send(self, "join_in", [self.server_id], self.local_address, state=0)
+        self._ask_to_join()
 
     def callback_funcs_for_assign_id(self, message: Message):
-        super().callback_funcs_for_assign_id(message)
-        self._use_number()
+        if self.ID > 0 and self.ID != int(message.content):
+            raise RunFailed(f"the server takes client {self.ID} for client {message.content}; start this client again")
+        if self.ID < 1:
+            super().callback_funcs_for_assign_id(message)
+            self._use_number()
+        self.welcomed_by = None
 
     # -- a round -----------------------------------------------------------------------------------
 
@@ -122,6 +121,9 @@ class LowRankClient(Client):
         parcel = wire.parcel_of(message.content)
         self.state, round = message.state, parcel.facts["round"]
         trains = parcel.facts["purpose"] == "train"
+        if trains and any(m.msg_type == "model_para" and m.state >= message.state for m in self.mail):
+            logger.info("client %d does not train in round %d: the server has asked anew since", self.ID, round)
+            trains = False
         try:
             self.copy.catch_up(parcel)
             if not trains:
@@ -155,7 +157,8 @@ class LowRankClient(Client):
         self._monitor.track_upload_bytes(nbytes(parcel.tensors))
         timestamp = self._gen_timestamp(init_timestamp=message.timestamp, instance_number=samples)
         content = wire.content_of(parcel, self.distributed)
-        wire.send(self, "model_para", [self.server_id], content, timestamp=timestamp)
+        answer = wire.message(self, "model_para", [self.server_id], content, timestamp=timestamp)
+        self._send_to_server(answer)
 
     # -- secret sharing ----------------------------------------------------------------------------
 
@@ -169,7 +172,12 @@ class LowRankClient(Client):
         shares = split_secret(update.tensors, weight, parties)
         for other, share in zip(others, shares[1:]):
             self._monitor.track_upload_bytes(nbytes(share))
-            wire.send(self, "ss_model_para", [other], wire.content_of(Parcel(share), self.distributed))
+            message = wire.message(self, "ss_model_para", [other], wire.content_of(Parcel(share), self.distributed))
+            if self.distributed:
+                # The other client may not have been told of this one yet.
+                self.comm_manager.deliver(other, message, insist=(grpc.StatusCode.UNAUTHENTICATED,))
+            else:
+                self.comm_manager.send(message)
         self.own[self.state] = facts
         self._add_fragment(self.state, self.ID, shares[0])
         return None
@@ -199,42 +207,3 @@ class LowRankClient(Client):
     def callback_funcs_for_finish(self, message: Message):
         logger.info("client %s: the run is over", self.ID)
         self._monitor.finish_fl()
-
-    def run(self):
-        """Handle messages until the run is over; in distributed mode only.
-
-        Raises:
-            UserError: the server refused this client.
-            RunFailed: the server stopped, or is gone.
-        """
-        next_look, silent_since = time.monotonic() + 1.0, None
-        try:
-            while True:
-                message = self.comm_manager.receive()
-                now = time.monotonic()
-                if message is None:
-                    if now >= next_look:
-                        next_look = now + 1.0
-                        alive = wire.listening(self.server_address)
-                        silent_since = None if alive else (silent_since or now)
-                        if silent_since is not None and now - silent_since >= min(3.0, self.timeout):
-                            raise RunFailed(f"the server at {self.server_address} is gone; this client stops")
-                    continue
-                if message.msg_type == "refused":
-                    raise UserError(f"the server refused this client: {message.content}")
-                if message.msg_type == "stopped":
-                    raise RunFailed(f"the server stopped: {message.content}")
-                handler = self.msg_handlers.get(message.msg_type)
-                if handler is None:
-                    logger.warning("ignored a message of unknown type %r", message.msg_type)
-                    continue
-                try:
-                    handler(message)
-                except ValueError as error:
-                    if isinstance(error, UserError):
-                        raise
-                    logger.warning("ignored a %s that cannot be read: %s", message.msg_type, error)
-                if message.msg_type == "finish":
-                    return
-        finally:
-            self.comm_manager.close()

@@ -54,6 +54,10 @@ _REFUSED = {
     "aggregator.robust_rule": (("fedavg",), "the method aggregates"),
     "attack.attack_method": (("",), "attackers need the framework's own workers"),
     "feat_engr.type": (("",), "our data are prepared already"),
+    "federate.client_idx_for_local_train": (
+        (0,),
+        "our clients train together; give one client alone its own data and federate.client_num 1",
+    ),
     "federate.use_diff": ((False,), "the method decides what is sent"),
     "federate.unseen_clients_rate": ((0.0,), "held-out data are evaluated instead"),
     "federate.data_weighted_aggr": (
@@ -160,18 +164,13 @@ def _node(cfg, name: str, create=None):
 
 
 def check(cfg) -> None:
-    """Check what can be checked in a configuration that may be incomplete; the framework calls this on every merge.
+    """Adapt the framework's defaults to our methods; the framework calls this on every merge.
 
-    Raises:
-        UserError: no such method; a hyperparameter that the method does not have, or out of its range.
+    A file is merged before the command line, so the configuration may be incomplete here: nothing is refused before
+    ``check_method_name`` and ``from_framework``, when the framework asks for the data.
     """
-    name = cfg.federate.method
-    check_method_name(name)
-    method = our_method(name)
-    if method is None:
+    if our_method(cfg.federate.method) is None:
         return
-    cls = get_method_class(method)
-    check_method_params(cls, _given_parameters(cfg, cls))
     if cfg.model.type and cfg.trainer.type.lower() in (*_REPLACED, *TRAINERS.values()):
         cfg.trainer.type = TRAINERS.get(infer_task(cfg.model.type), TRAINERS["ImageClassification"])
     if cfg.eval.freq < 1 <= cfg.federate.total_round_num:
@@ -227,6 +226,7 @@ def from_framework(cfg) -> Config:
         elif name in known or framework.within(name, framework.OPEN) or _extra(name):
             tree[name] = value
     given = _given_parameters(cfg, cls)
+    check_method_params(cls, given)
     needs = requirements(method, given)
     tree.update({f"lowrank.{key}": value for key, value in given.items()})
     tree["federate.method"] = method

@@ -7,7 +7,7 @@ from federatedscope.core.data import ClientData
 from federatedscope.core.splitters import BaseSplitter
 
 from ...data import PARTITIONERS, Rows, partition
-from .config import our_method
+from .config import check_method_name, our_method
 from .session import Session, open_session
 
 
@@ -30,7 +30,12 @@ class WorkerData(ClientData):
 
 
 def load(config, client_cfgs=None):
-    """The data of a run with one of our methods, and its configuration; None leaves both to the framework."""
+    """The data of a run with one of our methods, and its configuration; None leaves both to the framework.
+
+    Raises:
+        UserError: there is no such method, or a value in the configuration is wrong.
+    """
+    check_method_name(config.federate.method)
     if our_method(config.federate.method) is None:
         return None
     return worker_data(open_session(config), config), config

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Literal
+from typing import Literal
 
 from federatedscope.core.message import Message
 
@@ -20,7 +20,7 @@ from . import wire
 from .aggregator import MethodAggregator
 from .client import codec_of
 from .config import for_frameworks_workers
-from .distributed import DistributedServer
+from .distributed_server import DistributedServer
 from .session import current
 from .sums import Shares
 
@@ -32,8 +32,10 @@ class LowRankServer(DistributedServer):
 
     Attributes:
         round: the current round, or the last one until its evaluation is complete.
+        round_open: whether updates are awaited. evaluating: whether evaluations of clients are.
         to_ask: clients that have not been sent the round's message yet, if they are asked one after another.
         asked_to_evaluate: clients whose evaluation is awaited.
+        only_ends: whether all rounds of the run that is resumed are done, but not its end.
         postponed: whether a round is to start when the clients' evaluation of the last round is complete.
         pending: of a round whose evaluation is not complete: its seconds, and those of each client.
     """
@@ -44,8 +46,6 @@ class LowRankServer(DistributedServer):
             return
         self.session = current()
         self.distributed = config.federate.mode == "distributed"
-        if self.distributed:
-            wire.require_free(kwargs["host"], kwargs["port"])
         super().__init__(config=for_frameworks_workers(config), **kwargs)
         self._cfg = config
         lowrank = self.session.config.lowrank
@@ -53,18 +53,17 @@ class LowRankServer(DistributedServer):
         self.timeout, self.min_clients = lowrank.timeout, lowrank.min_clients
         self.aggregator = MethodAggregator(self.session)
         self.aggregators = [self.aggregator]
-        if self.distributed:
-            self.comm_manager = wire.BoundedComm.take_over(
-                self.comm_manager, self.timeout, config.distribute.grpc_max_send_message_length
-            )
         self.round: Round
         self.cur_timestamp: float
         self.to_ask: list[int] = []
         self.asked_to_evaluate: set[int] = set()
-        self.postponed = self.started = self.stop_asked = False
+        self.round_open = self.evaluating = self.postponed = self.started = self.stop_asked = False
         self.pending: tuple[dict, dict] | None = None
+        if self.distributed:
+            self._open()
         self.state = self._restored(config)
-        if self.state >= self.total_round_num:
+        self.only_ends = self.session.resume and self.state >= self.total_round_num
+        if self.state >= self.total_round_num and not self.only_ends:
             raise UserError(
                 f"all {self.total_round_num} rounds are done already; raise federate.total_round_num to go on"
             )
@@ -81,10 +80,15 @@ class LowRankServer(DistributedServer):
     def check_client_join_in(self):
         if self.started:
             return False
-        self.started = super().check_client_join_in()
+        informed = not self._cfg.federate.join_in_info or self.join_in_info.keys() >= self.comm_manager.neighbors.keys()
+        self.started = self.join_in_client_num == self.client_num and informed
         return self.started
 
     def trigger_for_start(self):
+        if self.only_ends:
+            if self.check_client_join_in():
+                self.terminate()
+            return
         # The framework would pickle the model to learn its size.
         models, self.models = self.models, [None]
         try:
@@ -97,17 +101,12 @@ class LowRankServer(DistributedServer):
     def broadcast_model_para(self, msg_type="model_para", sample_client_num=-1, filter_unseen_clients=True):
         """Send every client of the round the messages that it lacks; for ``evaluate``, send them to all clients."""
         if msg_type == "evaluate":
-            self.asked_to_evaluate = set()
             self.msg_buffer["eval"][self.state - 1] = {}
-            self.deadline = time.monotonic() + self.timeout
-            for client in sorted(int(c) for c in self.comm_manager.neighbors):
-                if self._deliver(self.round.ask(client, purpose="evaluate"), msg_type, self.state - 1):
-                    self.asked_to_evaluate.add(client)
-            if not self.asked_to_evaluate:
-                self.check_and_move_on(check_eval_result=True)
+            self.asked_to_evaluate, self.evaluating = {int(c) for c in self.comm_manager.neighbors}, True
+            for client in sorted(self.asked_to_evaluate):
+                self._deliver(self.round.ask(client, purpose="evaluate"), msg_type, self.state - 1)
             return
         self.round_started = time.perf_counter()
-        self.deadline = time.monotonic() + self.timeout
         drawn = None if self._cfg.federate.sampler == "uniform" else self.sampler.sample(size=sample_client_num)
         self.round = Round(
             self.state + 1,
@@ -120,9 +119,10 @@ class LowRankServer(DistributedServer):
         self.msg_buffer["train"].setdefault(self.state, {})
         self.to_ask = list(self.round.selected)
         one_by_one = self._cfg.federate.online_aggr and not self.distributed
+        self.round_open = True
         self._ask(1 if one_by_one else len(self.to_ask))
-        if not self.round.waiting:
-            self.check_and_move_on()
+        if not self.distributed:
+            self.advance()
 
     def _intake(self):
         uniform = self.session.method.setting.uniform
@@ -138,32 +138,31 @@ class LowRankServer(DistributedServer):
                 self._failed(client, "absent", "it has not joined")
                 continue
             order = self.round.ask(client)
-            if not self._deliver(order, "model_para", self.state):
-                self._failed(client, "failed", f"it cannot be reached: {self._lost(client)}")
-            elif order.purpose == "train":
-                count -= 1
+            self._deliver(order, "model_para", self.state)
+            count -= order.purpose == "train"
+
+    def waiting(self) -> frozenset[int]:
+        """The clients of the round that have neither answered nor failed."""
+        return self.round.waiting if self.round_open else frozenset()
 
     def _awaited(self) -> frozenset[int]:
         """The clients whose updates are awaited."""
-        return self.round.waiting & self.round.trains if hasattr(self, "round") else frozenset()
+        return self.waiting() & self.round.trains if self.round_open else frozenset()
 
-    def _deliver(self, order: Order, kind: str, state: int) -> bool:
-        """Send ``order``; False if the client cannot be reached. It is then sent everything when it is there again."""
+    def _deliver(self, order: Order, kind: str, state: int) -> None:
+        """Send ``order``; in standalone mode it has arrived by then."""
         parcel, client = order.parcel, order.client
         if self.session.shares_model:
             # The shared model already contains the merges of the message, so the client loads the state.
             view = self.session.method.view(self.ledger.state, client)
             parcel = Parcel(view, **{**parcel.facts, "whole": True})
-        wire.send(self, kind, [client], wire.content_of(parcel, self.distributed), state, self.cur_timestamp)
+        content = wire.content_of(parcel, self.distributed)
+        message = wire.message(self, kind, [client], content, state, self.cur_timestamp)
+        if self.distributed:
+            return self.dispatch(order, message)
+        self.comm_manager.send(message)
         self._monitor.track_upload_bytes(order.sizes[0])
-        if self.distributed and self._lost(client):
-            self.ledger.forget([client])  # the message may have arrived nevertheless
-            return False
         self.round.delivered(order)
-        return True
-
-    def _lost(self, client: int) -> str:
-        return self.comm_manager.lost.get(self.comm_manager.neighbors[client], "")
 
     # -- uplink ------------------------------------------------------------------------------------
 
@@ -178,45 +177,50 @@ class LowRankServer(DistributedServer):
     def callback_funcs_model_para(self, message: Message):
         if self.is_finish:
             return "finish"
-        client, round = _number(message.sender), self.round
-        if client is None or message.state != self.state or client not in self._awaited():
+        self.take_update(message)
+        return self.advance()
+
+    def take_update(self, message: Message) -> None:
+        """Take the update of a client, if it is awaited."""
+        client, round = int(message.sender), self.round
+        if message.state != self.state or client not in self._awaited():
             logger.info(
-                "ignored what client %.60r sent for the framework's round %.60r: it is not awaited in round %d",
-                message.sender,
-                message.state,
-                self.state + 1,
+                "ignored what client %d sent for the framework's round %d: it is not awaited in round %d",
+                *(client, message.state, self.state + 1),
             )
-            return False
+            return
+        if self.distributed:
+            self.confirm(self.undelivered.get(client))
         self.sampler.change_state(client, "idle")
-        if isinstance(message.timestamp, (int, float)):
-            self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
-        try:
-            parcel = wire.parcel_of(message.content)
-        except ValueError as error:
-            self._failed(client, "refused", f"client {client}: {error}")
+        self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
+        parcel = wire.parcel_of(message.content)
+        self._monitor.track_download_bytes(parcel.nbytes if self.distributed else 0)
+        sizes = None
+        if self._cfg.federate.use_ss:
+            # A client sends a share of this size to every other client, and a sum of shares to the server.
+            sizes = tuple(size * self.client_num for size in self.codec.sizes(parcel.tensors))
+        if round.take(client, parcel, sizes):
+            self.msg_buffer["train"].setdefault(self.state, {})[client] = round.samples[client]
         else:
-            self._monitor.track_download_bytes(parcel.nbytes if self.distributed else 0)
-            sizes = None
-            if self._cfg.federate.use_ss:
-                # A client sends a share of this size to every other client, and a sum of shares to the server.
-                sizes = tuple(size * self.client_num for size in self.codec.sizes(parcel.tensors))
-            if round.take(client, parcel, sizes):
-                self.msg_buffer["train"].setdefault(self.state, {})[client] = round.samples[client]
-            else:
-                self._failed(client, "refused", f"client {client}: its answer is of another round")
+            self._failed(client, "refused", f"client {client}: its answer is of another round")
         if self.to_ask:
             self._ask(1)
-        return self.check_and_move_on()
 
     # -- a round's end -----------------------------------------------------------------------------
 
+    def advance(self) -> bool:
+        """End the round, or its evaluation, if nothing is awaited any more; whether anything was ended."""
+        if self.is_finish:
+            return False
+        return bool(self.check_and_move_on() or self.check_and_move_on(check_eval_result=True))
+
     def check_buffer(self, cur_round, min_received_num, check_eval_result=False):
         if check_eval_result:
-            buffers = self.msg_buffer["eval"]
-            return bool(buffers) and self.asked_to_evaluate <= buffers[max(buffers)].keys()
-        return hasattr(self, "round") and not self.round.waiting
+            return self.evaluating and self.asked_to_evaluate <= self.msg_buffer["eval"][self.state - 1].keys()
+        return self.round_open and not self.round.waiting
 
     def _perform_federated_aggregation(self):
+        self.round_open = False
         round, session, started = self.round, self.session, time.perf_counter()
         finished = self.aggregator.aggregate({"round": round})
         if finished.message is not None:
@@ -270,9 +274,14 @@ class LowRankServer(DistributedServer):
 
     def _merge_and_format_eval_results(self):
         # Sorted by client, so that the average does not depend on the order of arrival.
-        round = max(self.msg_buffer["eval"])
+        self.evaluating, round = False, self.state - 1
         answers = self.msg_buffer["eval"][round] = dict(sorted(self.msg_buffer["eval"][round].items()))
-        if answers:
+        key = self._cfg.eval.best_res_update_round_wise_key
+        measured = [metrics for metrics in answers.values() if metrics]
+        if measured and not any(key in metrics for metrics in measured):
+            logger.warning("round %d: no client that evaluated has %s; the evaluation is left out", self.state, key)
+            measured = []
+        if measured:
             super()._merge_and_format_eval_results()
         else:
             self._close_round({})
@@ -282,11 +291,19 @@ class LowRankServer(DistributedServer):
             self._start_new_training_round()
 
     def callback_funcs_for_metrics(self, message: Message):
-        if not isinstance(message.content, dict):
-            message.content = None  # a client without held-out data
-        if int(message.sender) not in self.asked_to_evaluate or self.is_finish:
-            return False
-        return super().callback_funcs_for_metrics(message)
+        self.take_metrics(message)
+        return self.advance()
+
+    def take_metrics(self, message: Message) -> None:
+        """Take the metrics of a client, if they are awaited; None of one without held-out data."""
+        client = int(message.sender)
+        if not self.evaluating or message.state != self.state - 1 or client not in self.asked_to_evaluate:
+            logger.info("ignored metrics of client %d for the framework's round %d", client, message.state)
+            return
+        if self.distributed:
+            self.confirm(self.undelivered.get(client))
+        metrics = message.content if isinstance(message.content, dict) else None
+        self.msg_buffer["eval"][message.state][client] = metrics
 
     def check_and_save(self):
         if self._cfg.federate.make_global_eval:
@@ -328,11 +345,3 @@ class LowRankServer(DistributedServer):
         self._monitor.finish_fl()
         self.session.conclude()
         wire.send(self, msg_type, list(self.comm_manager.neighbors), "finish", timestamp=self.cur_timestamp)
-
-
-def _number(sender: Any) -> int | None:
-    """The number of the client that sent a message; None if it is not a number."""
-    try:
-        return int(sender)
-    except (TypeError, ValueError, OverflowError):
-        return None

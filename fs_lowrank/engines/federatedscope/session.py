@@ -8,8 +8,9 @@ and the workers then use the current session.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -113,6 +114,27 @@ class Session:
         shares = {split: range(first, len(e), step) for split, e in self.site.held_out().items()}
         return {split: self.site.held_out()[split].select(share) for split, share in shares.items() if share}
 
+    def largest_message(self, allowed: int) -> int:
+        """Bytes of the largest message that a distributed process of this role is sent, with a margin; an upper bound.
+
+        It is what clients send for a server, and for a client a whole model and a message of all clients' tensors.
+        Every number counts eight bytes, which base64 makes a third longer.
+
+        Args:
+            allowed: the most that the user allows (``distribute.grpc_max_receive_message_length``).
+        """
+        method, state, rounds = self.method, self.ledger.state, self.config.federate.total_round_num
+        sizes = {c.id: _numbers(method.expected(state, 1, c.id)) for c in self.site.clients}
+        later = (_numbers(method.expected(state, t, 1)) for t in {*range(1, min(rounds, 32) + 1), rounds})
+        shared = _numbers(method.view(state))
+        numbers = max(*sizes.values(), *later, shared)
+        if self.role == "client":
+            changed = set(method.changed_base(self.site.model))
+            base = sum(p.numel() for n, p in self.site.model.named_parameters() if n in changed)
+            numbers += base + shared + max(sum(sizes.values()), numbers * self.config.federate.client_num)
+        margin = 2**20 + 4 * len(json.dumps(self.proof))
+        return int(min(allowed, numbers * 8 * 4 / 3 * 1.1 + margin))
+
     def use_config(self, config: Config) -> None:
         """Record ``config`` as the configuration of the run; it must not differ in a key that affects the result."""
         self.config = self.keeper.config = config
@@ -176,6 +198,11 @@ def current() -> Session:
     return _current
 
 
+def is_open() -> bool:
+    """Whether one of our methods runs in this process."""
+    return _current is not None
+
+
 def session_for_model(model_type: str) -> Session | None:
     """The current session, if it is for a model of this type."""
     return _current if _current is not None and _current.config.model.type == model_type else None
@@ -199,6 +226,10 @@ _DATA_KEYS = (
     "data.splits",
     "data.subsample",
 )
+
+
+def _numbers(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() for t in tensors.values())
 
 
 def differing(theirs: Config, mine: Config, own_data: bool = False) -> list[str]:

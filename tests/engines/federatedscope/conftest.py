@@ -78,6 +78,9 @@ class Cluster:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["fs_lowrank.engines.federatedscope.run", "runpy"])
         self.processes = []
+        #: of the last ``launch``: the ports, and the command of each worker
+        self.ports: list[int] = []
+        self.commands: dict[int, dict] = {}
 
     def start(self, settings, overrides, sabotage=None):
         answers = self.context.Queue()
@@ -98,7 +101,7 @@ class Cluster:
             sabotage: by worker, see ``process.py``.
             changed: further overrides, by worker.
         """
-        ports = free_ports(clients + 1)
+        ports = self.ports = free_ports(clients + 1)
         common = {
             "federate.mode": "distributed",
             "distribute.use": True,
@@ -120,10 +123,13 @@ class Cluster:
                     "distribute.client_port": ports[worker],
                 }
             )
-            started[worker] = self.start(
-                settings, {**common, **own, **(changed or {}).get(worker, {})}, (sabotage or {}).get(worker)
-            )
+            self.commands[worker] = {**common, **own, **(changed or {}).get(worker, {})}
+            started[worker] = self.start(settings, self.commands[worker], (sabotage or {}).get(worker))
         return started
+
+    def again(self, settings, worker, sabotage=None):
+        """Start a worker of the last ``launch`` by the same command."""
+        return self.start(settings, self.commands[worker], sabotage)
 
     def run(self, *args, timeout=90.0, **kwargs):
         """Start the workers as ``launch`` does, and return the result of each (see ``wait``)."""

@@ -6,9 +6,13 @@
 - ``dies_after``: the round after which the server exits; ``sleeps``: seconds that the server sleeps after each round
 - ``late``: seconds before the process starts to run
 - ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
+- ``dies_at``: (a method as ``module.Class.method`` below fs_lowrank, n): the process exits at its n-th call
+- ``counts_in``: the file into which a client writes the bytes of tensors that it has received
 - ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
 """
 
+import importlib
+import itertools
 import os
 import time
 import traceback
@@ -41,6 +45,32 @@ try:
         from fs_lowrank.engines.federatedscope.client import LowRankClient
 
         LowRankClient.callback_funcs_for_evaluate = lambda *_: os._exit(9)
+    if "dies_at" in sabotage:
+        place, call = sabotage["dies_at"]
+        module, cls, name = place.rsplit(".", 2)
+        owner = getattr(importlib.import_module(f"fs_lowrank.{module}"), cls)
+        whole, calls = getattr(owner, name), itertools.count(1)
+
+        def dies(*args, **kwargs):
+            if next(calls) == call:
+                os._exit(9)
+            return whole(*args, **kwargs)
+
+        setattr(owner, name, dies)
+    if "counts_in" in sabotage:
+        from fs_lowrank.engines.federatedscope import messages
+
+        received, read = [], messages.read
+
+        def counted(*args):
+            message = read(*args)
+            if message.msg_type in ("model_para", "evaluate"):
+                received.append(message.content.opened().nbytes)
+            with open(sabotage["counts_in"], "w") as file:
+                file.write(str(sum(received)))
+            return message
+
+        messages.read = counted
     time.sleep(sabotage.get("late", 0))
     result = fs_lowrank.run(
         fs_lowrank.load_config(settings, overrides),

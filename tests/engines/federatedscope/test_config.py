@@ -45,25 +45,48 @@ def test_there_and_back(quick, keys):
 
 
 def test_the_framework_types_and_checks_our_keys(cfg):
+    from fs_lowrank.engines.federatedscope.config import from_framework
+
     cfg.merge_from_list(["lowrank.mix", "0.5", "lowrank.min_clients", "3", "train.cache_frozen", "off"])
     assert (cfg.lowrank.mix, cfg.lowrank.min_clients) == (0.5, 3)
     with pytest.raises(ValueError, match="Type mismatch"):
         cfg.merge_from_list(["lowrank.min_clients", "'many'"])
+    cfg.merge_from_list(["lowrank.mix", "1.5"])
     with pytest.raises(UserError, match="lowrank.mix = 1.5: expected a number, at least 0 and at most 1"):
-        cfg.merge_from_list(["lowrank.mix", "1.5"])
+        from_framework(cfg)
 
 
 def test_a_key_of_another_method(cfg):
+    from fs_lowrank.engines.federatedscope.config import from_framework
+
+    cfg.merge_from_list(["lowrank.tau", "3"])
     with pytest.raises(UserError, match="unknown key 'lowrank.tau'.*the method rolora has the keys mix"):
-        cfg.merge_from_list(["lowrank.tau", "3"])
-    cfg.federate.method = "fedloru"
+        from_framework(cfg)
+    cfg.merge_from_list(["federate.method", "fedloru", "lowrank.tau", "2.5"])
     with pytest.raises(UserError, match="lowrank.tau = 2.5"):
-        cfg.merge_from_list(["lowrank.tau", "2.5"])
+        from_framework(cfg)
+
+
+def test_a_file_is_checked_with_the_command_line_applied(tmp_path):
+    """The file alone has keys of another method than the one that the command line names, and no method at all."""
+    from federatedscope.core.configs.config import global_cfg
+
+    from fs_lowrank.engines.federatedscope.config import from_framework
+
+    (tmp_path / "run.yaml").write_text("federate: {method: roloora}\nlowrank: {tau: 3}\n")
+    cfg = global_cfg.clone()
+    cfg.merge_from_file(str(tmp_path / "run.yaml"))
+    cfg.merge_from_list(["federate.method", "fedloru", "model.type", "a@transformers", "data.type", "a.csv"])
+    cfg.federate.client_num = 3
+    assert from_framework(cfg).method_params["tau"] == 3
 
 
 def test_no_such_method_is_an_error_and_not_fedavg(cfg):
+    from federatedscope.core.auxiliaries.data_builder import get_data
+
+    cfg.merge_from_list(["federate.method", "roloora"])
     with pytest.raises(UserError, match="no method 'roloora'; did you mean 'rolora'"):
-        cfg.merge_from_list(["federate.method", "roloora"])
+        get_data(config=cfg, client_cfgs=None)
 
 
 def test_the_frameworks_own_methods_stay_its_own():
@@ -85,9 +108,12 @@ def test_the_frameworks_own_methods_stay_its_own():
 def test_a_method_that_another_plug_in_registered_is_left_alone(cfg):
     from federatedscope import register
 
+    from fs_lowrank.engines.federatedscope.config import check_method_name
+
     register.register_worker("theirs", lambda method: {"client": 1, "server": 2} if method == "theirs" else None)
     try:
         cfg.merge_from_list(["federate.method", "theirs"])
+        check_method_name("theirs")
     finally:
         register.worker_dict.pop("theirs")
 
@@ -115,8 +141,10 @@ import fs_lowrank.engines.federatedscope
 from fs_lowrank.engines.federatedscope import compat
 cfg = global_cfg.clone()
 cfg.merge_from_list(["federate.method", "rolora", "lowrank.mix", 0.5, "lowrank.min_clients", 2])
+from federatedscope.core.auxiliaries.data_builder import get_data
+cfg.merge_from_list(["federate.method", "nonsense"])
 try:
-    cfg.merge_from_list(["federate.method", "nonsense"])
+    get_data(config=cfg, client_cfgs=None)
 except ValueError as error:
     print("refused", error)
 print(cfg.lowrank.mix, [m.name for m in compat.applied()])

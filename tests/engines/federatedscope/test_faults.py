@@ -25,6 +25,7 @@ def test_a_client_that_dies_in_mid_round_is_left_out(settings, cluster, tmp_path
     assert [r["clients"] for r in rounds] == [[1, 2, 3], [1, 3], [1, 3]]
     (failure,) = rounds[1]["failed"]
     assert failure["client"] == 2 and "process is gone" in failure["reason"]
+    assert "2" in rounds[1]["client_downlink_bytes"] and "2" not in rounds[2]["client_downlink_bytes"]
 
 
 def test_too_few_left_stops_everyone(settings, cluster, tmp_path):
@@ -51,7 +52,8 @@ def test_a_silent_client_is_waited_for_no_longer_than_the_bound(settings, cluste
 
 
 def test_clients_stop_when_the_server_is_gone(settings, cluster, tmp_path):
-    workers = cluster.run(settings, 2, keys(tmp_path), sabotage={0: {"dies_after": 1}})
+    """They wait for it for ``lowrank.timeout``, because it may be resumed."""
+    workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), sabotage={0: {"dies_after": 1}})
     assert workers[0].code == 9
     for worker in (1, 2):
         assert workers[worker].code == 1 and "is gone" in workers[worker].said

@@ -125,6 +125,24 @@ def test_an_unknown_method_ends_the_launcher(tmp_path):
 
 
 @framework
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        (
+            {"federate.method": "rolora", "lowrank.timout": 9},
+            "unknown key 'lowrank.timout'; did you mean 'lowrank.timeout'",
+        ),
+        ({"federate.metod": "rolora"}, "Non-existent key: federate.metod"),
+        ({"federate.client_num": "many"}, "Type mismatch"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line(tmp_path, overrides, said):
+    done = launch(overrides, tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert said in done.stderr.splitlines()[-1]
+
+
+@framework
 def test_a_users_own_launcher(config_file, tmp_path):
     config = yaml.safe_load(config_file.read_text())
     script = tmp_path / "mine.py"

@@ -167,6 +167,25 @@ def test_resuming(quick, assert_same, method, keys, share):
     assert_same(whole, rest, atol=0)
 
 
+@SHARE
+def test_resuming_a_run_that_was_killed_before_its_end(quick, assert_same, monkeypatch, share):
+    """All rounds are done, and nothing of what a finished run leaves behind is there."""
+    from fs_lowrank.rounds.keeper import RecordKeeper
+
+    def killed(self):
+        raise KeyboardInterrupt
+
+    keys = {"federate.method": "rolora", "federate.share_local_model": share}
+    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RecordKeeper, "finish", killed)
+        fs_lowrank.run(quick("cut", keys), "federatedscope")
+    rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)
+    assert [r["metrics"] for r in rest.history] == [r["metrics"] for r in whole.history]
+    assert (rest.outdir / "summary.json").exists()
+    assert_same(whole, rest, atol=0)
+
+
 def test_resuming_between_processes(quick, settings, assert_same, cluster, tmp_path):
     keys = {
         "federate.method": "fedloru",
@@ -223,3 +242,42 @@ def test_the_best_result_is_of_a_split_that_is_evaluated(quick, by_clients):
     keys = {"federate.method": "rolora", "eval.split": ["test"], "federate.total_round_num": 2}
     result = fs_lowrank.run(quick("run", {**keys, "federate.make_global_eval": not by_clients}), "federatedscope")
     assert [set(r["metrics"]) for r in result.history] == [{"test"}] * 2
+
+
+#: of 300 rows two for validation and three for the test: client 3 has no validation row, clients 4 and 5 have none
+FEW = {"data.splits": [0.983, 0.007, 0.01], "federate.make_global_eval": False, "eval.split": ["val", "test"]}
+
+
+@pytest.mark.parametrize("key", ["val_loss", "test_loss"])
+def test_clients_without_held_out_rows(quick, key):
+    """The framework's split of few rows leaves clients without validation rows; the others evaluate."""
+    keys = {"federate.method": "rolora", "eval.best_res_update_round_wise_key": key, **FEW}
+    result = fs_lowrank.run(quick("run", keys), "federatedscope")
+    assert [set(r["metrics"]) for r in result.history] == [{"val", "test"}] * len(result.history)
+    assert (result.outdir / "eval_results.log").read_text().count("Results_weighted_avg") == len(result.history)
+
+
+def test_clients_without_held_out_rows_between_processes(quick, settings, cluster, tmp_path):
+    keys = {"federate.method": "rolora", "federate.client_num": 4, "federate.total_round_num": 2, **FEW}
+    keys |= {"train.local_update_steps": 2, "data.splitter": "iid", "data.splitter_args": []}
+    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
+    workers = cluster.run(settings, 4, {**keys, "outdir": str(tmp_path / "run")})
+    assert [w.code for w in workers.values()] == [0] * 5, [w.said for w in workers.values()]
+    for a, b in zip(alone.history, workers[0].history, strict=True):
+        assert b["metrics"]["test"] == pytest.approx(a["metrics"]["test"], abs=1e-5)
+        for key in ("client_uplink_bytes", "client_downlink_bytes"):
+            assert b[key] == a[key]
+
+
+def test_the_downlink_counts_what_clients_receive(quick, settings, cluster, tmp_path):
+    """Also where clients evaluate: the tensors' bytes of every message that a client has read."""
+    keys = {"federate.method": "fedlora", "federate.make_global_eval": False, "federate.sample_client_num": 2}
+    keys |= {"federate.client_num": 3, "federate.total_round_num": 3, "train.local_update_steps": 2}
+    counts = {client: {"counts_in": str(tmp_path / f"received_{client}")} for client in (1, 2, 3)}
+    workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "run")}, sabotage=counts)
+    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
+    received = {client: int((tmp_path / f"received_{client}").read_text()) for client in (1, 2, 3)}
+    sent = {c: sum(r["client_downlink_bytes"].get(str(c), 0) for r in workers[0].history) for c in received}
+    assert sent == received and all(received.values())
+    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
+    assert [r["downlink_bytes"] for r in alone.history] == [r["downlink_bytes"] for r in workers[0].history]

@@ -1,0 +1,364 @@
+"""The part of the server that only distributed mode uses: clients join and are asked, and every wait has a limit.
+
+The server's thread reads one message at a time (``_step``). A message is checked before a handler sees it, a handler
+only notes what came, and a handler's failure is its message's alone. The run itself goes on in ``advance``, which is
+called when nothing is awaited any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from federatedscope.core.message import Message
+from federatedscope.core.workers import Server
+
+from ...config import load_config
+from ...errors import RunFailed, UserError
+from ...methods import revisions
+from ...rounds.admission import is_whole
+from ...rounds.round import Order
+from . import wire
+from .comm import Undelivered
+from .messages import Request
+from .roster import Roster
+from .session import differing
+
+logger = logging.getLogger("federatedscope.lowrank")
+
+#: seconds between two looks at the clients that are awaited, and for the answer to one
+_LOOK, _ANSWER = 1.0, 5.0
+
+
+class DistributedServer(Server):
+    """The base class of ``server.LowRankServer``, whose attributes it uses.
+
+    Attributes:
+        roster: the clients.
+        arriving: by number, the clients that asked to join and of which it is not decided yet.
+        put_off: requests for a number in ``arriving``.
+        undelivered: by client, what is on its way to it.
+    """
+
+    def _open(self) -> None:
+        """Prepare what a distributed server needs."""
+        self.roster = Roster(self.session.outdir / "clients.json", self.timeout, self.session.resume)
+        self.arriving: dict[int, Request] = {}
+        self.put_off: list[Message] = []
+        self.undelivered: dict[int, Order] = {}
+        self._pair_tokens: dict[frozenset[int], str] = {}
+        self._pinged: set[int] = set()
+        self._next_look = 0.0
+        self.comm_manager.on_wrong = self._wrong
+
+    # -- joining -----------------------------------------------------------------------------------
+
+    def callback_funcs_for_join_in(self, message: Message):
+        if not self.distributed or message.msg_type != "join_in":
+            return super().callback_funcs_for_join_in(message)
+        request: Request = message.content
+        known = self.roster.with_token(request.token)
+        number, has_own_data = int(message.sender), int(message.sender) == -1
+        if has_own_data:
+            taken = self.roster.members.keys() | self.arriving.keys()
+            arriving = (n for n, r in self.arriving.items() if r.token == request.token)
+            free = (n for n in range(1, self.client_num + 1) if n not in taken)
+            number = known.number if known else next(arriving, 0) or next(free, 0)
+        if number in self.arriving:
+            # The same request once more, or another process that wants the number: it waits until the first is decided.
+            waiting = {self.arriving[number].token, *(other.content.token for other in self.put_off)}
+            if request.token not in waiting and len(self.put_off) < self.comm_manager.joins_waiting:
+                self.put_off.append(message)
+            return False
+        reason = self._objection(number, request, has_own_data, known is not None)
+        before = self.roster.members.get(number)
+        if reason:
+            self._refuse(request, reason)
+        elif before and before.token != request.token and before.address != str(request.address):
+            # Another process claims the number, and may have it if the one that has it is gone.
+            def decide(failed: Undelivered | None) -> None:
+                del self.arriving[number]
+                if failed is not None and failed.gone:
+                    self._welcome(number, request)
+                else:
+                    where = f"client {number} has joined already, from {before.address}"
+                    self._refuse(request, f"{where}; choose another distribute.data_idx")
+                    self._decided()
+
+            self.arriving[number] = request
+            self.comm_manager.ping(number, decide, _ANSWER, before.address, before.token)
+        else:
+            self._welcome(number, request)
+        return False
+
+    def _objection(self, number: int, request: Request, has_own_data: bool, known: bool) -> str:
+        """The reason why a client cannot take part; empty if it can."""
+        try:
+            theirs = load_config(request.config)
+        except UserError as error:
+            return f"its configuration is wrong: {error}"
+        keys = differing(theirs, self.session.config, own_data=has_own_data)
+        if keys:
+            return f"it was started with another configuration than the server; they differ in {', '.join(keys)}"
+        own = revisions(self.session.config)
+        for name in sorted(own.keys() | request.revisions.keys()):
+            if own.get(name, 1) != request.revisions.get(name, 1):
+                return (
+                    f"it has revision {request.revisions.get(name, 1)} of {name}, the server has revision "
+                    f"{own.get(name, 1)}, which computes another result; install the same version of fs-lowrank on both"
+                )
+        proof, mine = request.proof, self.session.proof
+        wrong = sorted(n for n in mine.keys() | proof.keys() if mine.get(n) != proof.get(n))
+        if wrong:
+            return (
+                f"its model is not the server's at the start: {wrong[0]} differs"
+                + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+                + "; the same seed, model files and versions of torch, transformers and peft give the same"
+            )
+        if has_own_data and self.started and not known:
+            return "the run has begun; a client that comes late says which one it is by distribute.data_idx"
+        if not 1 <= number <= self.client_num:
+            which = f"all {self.client_num} clients have joined" if has_own_data else f"there is no client {number}"
+            return f"{which}; federate.client_num is {self.client_num}"
+        admission, samples = self.ledger.admission, request.samples
+        if not is_whole(samples) or not 1 <= samples <= admission.max_samples:
+            return (
+                f"it declares {repr(samples)[:60]} training samples; expected a whole number from 1 to "
+                f"lowrank.max_samples, {admission.max_samples}"
+            )
+        if not has_own_data and samples != admission.samples[number]:
+            return (
+                f"it declares {samples} training samples, and the server's division of the data gives client {number} "
+                f"{admission.samples[number]}; their data files differ (distribute.data_idx -1 is for data of its own)"
+            )
+        return ""
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        logger.warning("refused %s: %s", request.address, reason)
+        message = Message("refused", self.ID, [-1], self.state, reason[:4000], self.cur_timestamp)
+        self.comm_manager.deliver(
+            -1, message, timeout=min(self.timeout, _ANSWER), address=str(request.address), token=request.token
+        )
+
+    def _welcome(self, number: int, request: Request) -> None:
+        """Tell a client its number. Only one that receives it at its address has joined."""
+        self.arriving[number] = request
+        message = Message("assign_client_id", self.ID, [number], self.state, str(number), self.cur_timestamp)
+        self.comm_manager.deliver(
+            number,
+            message,
+            lambda failed: self._arrived(number, request, failed),
+            timeout=min(self.timeout, _ANSWER),
+            address=str(request.address),
+            token=request.token,
+        )
+
+    def _arrived(self, number: int, request: Request, failed: Undelivered | None) -> None:
+        del self.arriving[number]
+        if failed is None:
+            self._joined(number, request)
+        else:
+            logger.warning(
+                "client %d asked to join, but cannot be reached at %s: %s; correct its distribute.client_host and "
+                "distribute.client_port",
+                *(number, request.address, failed),
+            )
+        self._decided()
+
+    def _decided(self) -> None:
+        """A request is decided, so those that waited for it are read."""
+        put_off, self.put_off = self.put_off, []
+        for message in put_off:
+            self.callback_funcs_for_join_in(message)
+
+    def _joined(self, number: int, request: Request) -> None:
+        """A client that has asked to join, and has been reached, takes part."""
+        before, comm = self.roster.members.get(number), self.comm_manager
+        if before is not None:
+            comm.senders.pop(before.token, None)
+        member = self.roster.add(number, request)
+        comm.neighbors[number], comm.tokens[number], comm.senders[member.token] = member.address, member.token, number
+        self.ledger.admission.samples[number] = request.samples
+        had_joined = before is not None and before.joined
+        if before is not None and had_joined and before.process == request.process:
+            member.missed, member.deadline = before.missed, before.deadline
+            return  # it only was not sure whether it had joined
+        if had_joined or self.started:
+            # Its copy of the model is that of the start, or of a round that the server does not know.
+            self.ledger.forget([number])
+            logger.info("client %d joined %s; it will be brought up to date", number, "again" if had_joined else "late")
+            self._lost(number, "its process ended and a new one has joined")
+        else:
+            logger.info("client %d joined from %s", number, member.address)
+        if self._cfg.federate.join_in_info:
+            wire.send(self, "ask_for_join_in_info", [number], list(self._cfg.federate.join_in_info))
+        if self.started and self._cfg.federate.use_ss:
+            self.broadcast_client_address()
+
+    def broadcast_client_address(self):
+        """Tell every client where the others are, and the token of each pair; for secret sharing."""
+        if not self.distributed:
+            return super().broadcast_client_address()
+        addresses = self.comm_manager.neighbors
+        for client in addresses:
+            others = {
+                other: {"address": address, "token": self._token_of_pair(client, other)}
+                for other, address in addresses.items()
+                if other != client
+            }
+            if others:
+                wire.send(self, "address", [client], others)
+
+    def _token_of_pair(self, a: int, b: int) -> str:
+        return self._pair_tokens.setdefault(frozenset((a, b)), secrets.token_hex(16))
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def run(self):
+        """Wait for the clients, then handle messages until the run is over.
+
+        Raises:
+            RunFailed: too few clients joined in time, or are left.
+        """
+        try:
+            self._call_known_clients()
+            self._gather()
+            while not self.is_finish:
+                self._step()
+                self._give_up_on_the_lost()
+                self.advance()
+        except BaseException as error:
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            wire.send(self, "stopped", list(self.comm_manager.neighbors), reason[:4000])
+            raise
+        finally:
+            self.comm_manager.close(min(self.timeout, _ANSWER))
+
+    def _call_known_clients(self) -> None:
+        """Ask the clients of the run that is resumed to join again, as far as they still live."""
+        for member in self.roster.members.values():
+            message = Message("join_again", self.ID, [member.number], max(self.state, 0), "the server was resumed", 0)
+            self.comm_manager.deliver(member.number, message, address=member.address, token=member.token)
+
+    def _step(self) -> None:
+        """Handle the next message, if there is one."""
+        message = self.comm_manager.receive()
+        if message is None:
+            return
+        number = int(message.sender)
+        if message.msg_type != "join_in" and number in self.roster.members:
+            self.roster.members[number].missed = 0  # it answers again
+        try:
+            self.note(message)
+        except Exception as error:  # whatever a message leads to, it must not end the run of the others
+            reason = f"{type(error).__name__}: {str(error)[:300]}" if str(error) else type(error).__name__
+            logger.warning("ignored a message %r of client %d: %s", message.msg_type, number, reason)
+            logger.debug("client %d", number, exc_info=True)
+            self._wrong(number, message.msg_type, reason)
+
+    def note(self, message: Message) -> None:
+        """Take in a message that fits the schema; nothing but the message can make this fail."""
+        handlers = {
+            "join_in": self.callback_funcs_for_join_in,
+            "join_in_info": self._take_info,
+            "model_para": self.take_update,
+            "metrics": self.take_metrics,
+        }
+        handlers[message.msg_type](message)
+
+    def _take_info(self, message: Message) -> None:
+        self.join_in_info[message.sender] = message.content
+
+    def _wrong(self, number: int, kind: str, reason: str) -> None:
+        """A message of a client does not fit, so the server does not wait for another."""
+        if kind == "model_para" and number in self._awaited():
+            self._failed(number, "refused", f"client {number}: {reason}")
+        elif kind == "metrics":
+            self.asked_to_evaluate.discard(number)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        # A run of which only the end is missing needs no clients; those that are there are told.
+        deadline = time.monotonic() + (min(self.timeout, _ANSWER) if self.only_ends else self.timeout)
+        needed = 0 if self.only_ends else self.min_clients
+        if "client_resource" in self._cfg.federate.join_in_info:
+            needed = self.client_num  # the framework's sampler needs to know every client
+        while not self.started:
+            self._step()
+            self.join_in_client_num = len(self.comm_manager.neighbors)
+            if self.join_in_client_num == self.client_num:
+                self.trigger_for_start()
+            if self.started or time.monotonic() < deadline:
+                continue
+            joined = self.join_in_client_num
+            if joined < needed:
+                raise RunFailed(
+                    f"{joined} of {self.client_num} clients joined within {self.timeout:g} s, "
+                    f"lowrank.min_clients is {self.min_clients}; start them, or raise lowrank.timeout"
+                )
+            logger.warning(
+                "%d of %d clients joined within %g s; starting with them", joined, self.client_num, self.timeout
+            )
+            self.join_in_client_num = self.client_num
+            self.trigger_for_start()
+
+    def dispatch(self, order: Order, message: Message) -> None:
+        """Begin to send ``order``; its client is awaited from now on."""
+        client = order.client
+        self.undelivered[client] = order
+        self.roster.asked(client)
+        self.comm_manager.deliver(
+            client, message, lambda failed: self._dispatched(order, failed), timeout=self.roster.patience(client)
+        )
+
+    def _dispatched(self, order: Order, failed: Undelivered | None) -> None:
+        if failed is None:
+            self.confirm(order)
+            return
+        if self.undelivered.get(order.client) is order:
+            reason = f"it cannot be reached: {failed}"
+            if not failed.gone:
+                reason = f"{self.roster.missed(order.client)} ({reason})"
+            self._lost(order.client, reason)
+
+    def confirm(self, order: Order | None) -> None:
+        """``order`` has arrived: its receiver says so, or has answered it."""
+        if order is None or self.undelivered.get(order.client) is not order:
+            return
+        del self.undelivered[order.client]
+        self._monitor.track_upload_bytes(order.sizes[0])
+        if order.round == self.round.number:
+            self.round.delivered(order)
+
+    def _lost(self, client: int, reason: str) -> None:
+        """Continue without ``client``, whether it is to train or to evaluate."""
+        self.undelivered.pop(client, None)
+        self.ledger.forget([client])  # a message may have arrived nevertheless
+        if client in self.waiting():
+            self._failed(client, "failed", reason)
+        if client in self.asked_to_evaluate and self.evaluating:
+            logger.warning("no evaluation of client %d: %s", client, reason)
+            self.asked_to_evaluate.discard(client)
+
+    def _give_up_on_the_lost(self) -> None:
+        """Continue without clients whose process is gone, and without those that have not answered in time."""
+        now = time.monotonic()
+        if self.is_finish or now < self._next_look:
+            return
+        self._next_look = now + _LOOK
+        answered = self.msg_buffer["eval"].get(self.state - 1, {}).keys() if self.evaluating else set()
+        evaluating = self.asked_to_evaluate - answered if self.evaluating else set()
+        for client in sorted(self._awaited() | evaluating):
+            if self.roster.overdue(client):
+                self._lost(client, self.roster.missed(client))
+            elif client not in self._pinged and client not in self.undelivered:
+                self._pinged.add(client)
+                self.comm_manager.ping(client, lambda failed, c=client: self._looked(c, failed), _ANSWER)
+
+    def _looked(self, client: int, failed: Undelivered | None) -> None:
+        self._pinged.discard(client)
+        if failed is not None and failed.gone:
+            address = self.comm_manager.neighbors[client]
+            self._lost(client, f"its process is gone (it does not listen on {address} any more)")

@@ -1,0 +1,217 @@
+"""The schema of every message between processes: a message that does not fit reaches no handler.
+
+The models below are the protocol. A message has six fields, and the type of ``content`` depends on ``msg_type``.
+Tensors are a parcel in base64 (``wire``), whose facts have a schema of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from federatedscope.core.message import Message
+from pydantic import BaseModel, ConfigDict, Field, Json, StringConstraints, TypeAdapter, ValidationError
+
+from ...rounds.parcel import Parcel
+from . import wire
+
+#: characters of a text from outside that a message of ours shows
+_SHOWN = 300
+_FIELDS = {"msg_type", "sender", "receiver", "state", "timestamp", "content"}
+
+Number = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+Text = Annotated[str, StringConstraints(max_length=4000)]
+Name = Annotated[str, StringConstraints(max_length=500)]
+Token = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# -- contents ------------------------------------------------------------------------------------------
+
+
+class Address(_Strict):
+    """Where a process listens."""
+
+    host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:\[\]-]{1,255}$")]
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Neighbour(_Strict):
+    """Another client, and the token by which the two know each other."""
+
+    address: Name
+    token: Token
+
+
+class Request(_Strict):
+    """What a client sends to join.
+
+    Attributes:
+        token: proves from now on that a message is of this client, or for it; kept over a restart.
+        process: drawn by each process, so that a restart is noticed.
+        proof: hashes of the model at the start. config: the configuration. revisions: of the method.
+        samples: the size of its training set.
+    """
+
+    address: Address
+    token: Token
+    process: Token
+    proof: dict[Name, Name]
+    config: dict[str, Any]
+    revisions: dict[Name, int]
+    samples: int
+
+
+# -- facts of parcels ----------------------------------------------------------------------------------
+
+
+class Trained(_Strict):
+    """The facts of an update."""
+
+    round: int
+    samples: int
+    loss: float
+
+
+class Failed(_Strict):
+    """The facts of a client that could not train."""
+
+    round: int
+    error: str
+    lost: bool
+
+
+class Ordered(_Strict):
+    """The facts of what a client is sent; see ``rounds.round.Order``."""
+
+    round: int
+    purpose: Literal["train", "follow", "evaluate"]
+    since: int | None
+    stands: int
+    whole: Literal[True] | None = None
+    encoded: Literal[True] | None = None
+    undo: int | None = None
+    stamp: str | None = None
+
+
+class Nothing(_Strict):
+    """A share has no facts."""
+
+
+# -- messages ------------------------------------------------------------------------------------------
+
+
+class _Message(_Strict):
+    sender: Number
+    receiver: Number | Annotated[list[Number], Field(max_length=2**20)]
+    state: Number
+    timestamp: Annotated[float, Field(ge=0)]
+
+
+class JoinIn(_Message):
+    msg_type: Literal["join_in"]
+    content: Json[Request]
+
+
+class JoinInInfo(_Message):
+    msg_type: Literal["join_in_info"]
+    content: dict[Literal["num_sample", "client_resource"], float]
+
+
+class Update(_Message):
+    msg_type: Literal["model_para"]
+    content: str
+
+
+class Metrics(_Message):
+    """The metrics of an evaluation by the framework's names; ``none`` of a client that did not evaluate."""
+
+    msg_type: Literal["metrics"]
+    content: Literal["none"] | Annotated[dict[Name, float], Field(max_length=100)]
+
+
+class Share(_Message):
+    msg_type: Literal["ss_model_para"]
+    content: str
+
+
+class Order(_Message):
+    msg_type: Literal["model_para", "evaluate"]
+    content: str
+
+
+class AssignId(_Message):
+    msg_type: Literal["assign_client_id"]
+    content: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+
+
+class AskForInfo(_Message):
+    msg_type: Literal["ask_for_join_in_info"]
+    content: Annotated[list[Literal["num_sample", "client_resource"]], Field(max_length=2)]
+
+
+class Neighbours(_Message):
+    msg_type: Literal["address"]
+    content: dict[Number, Neighbour]
+
+
+class Word(_Message):
+    """The run is over, or the server does not want this client, or asks it to join again."""
+
+    msg_type: Literal["finish", "converged", "refused", "stopped", "join_again"]
+    content: Text
+
+
+#: by who reads: every message, and the facts of the parcels
+_TO_SERVER: TypeAdapter[Any] = TypeAdapter(
+    Annotated[JoinIn | JoinInInfo | Update | Metrics, Field(discriminator="msg_type")]
+)
+_TO_CLIENT: TypeAdapter[Any] = TypeAdapter(
+    Annotated[Order | Share | AssignId | AskForInfo | Neighbours | Word, Field(discriminator="msg_type")]
+)
+_FACTS: dict[tuple[bool, str], TypeAdapter[Any]] = {
+    (True, "model_para"): TypeAdapter(Trained | Failed),
+    (False, "model_para"): TypeAdapter(Ordered),
+    (False, "evaluate"): TypeAdapter(Ordered),
+    (False, "ss_model_para"): TypeAdapter(Nothing),
+}
+
+
+def read(request: Any, serves: bool) -> Message:
+    """The message in a protobuf ``request``, checked; a parcel in it is opened.
+
+    Args:
+        serves: the reader is the server.
+    Raises:
+        ValueError: it is not a message of the protocol; the text names the field.
+    """
+    message = Message()
+    try:
+        message.parse(request.msg)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is not a message: {error}") from None
+    if set(request.msg) != _FIELDS:
+        raise ValueError(f"its fields are {sorted(request.msg)!r:.{_SHOWN}}, expected {sorted(_FIELDS)}")
+    values = {name: getattr(message, name) for name in _FIELDS}
+    checked = _check(_TO_SERVER if serves else _TO_CLIENT, values)
+    message.content = checked.content
+    facts = _FACTS.get((serves, message.msg_type))
+    if facts is not None:
+        parcel = wire.parcel_of(message.content)
+        _check(facts, parcel.facts)
+        message.content = wire.Sealed(Parcel(parcel.tensors, **parcel.facts))
+    return message
+
+
+def _check(schema: TypeAdapter[Any], value: object) -> Any:
+    try:
+        return schema.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "it"
+        raise ValueError(f"{field:.{_SHOWN}}: {first['msg']:.{_SHOWN}}") from None

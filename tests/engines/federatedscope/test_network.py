@@ -1,0 +1,250 @@
+"""Processes that stop, come back, lie or are someone else, over gRPC on the loopback: no wait is without a limit."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fs_lowrank
+
+pytestmark = pytest.mark.federatedscope
+KEYS = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.total_round_num": 3}
+
+
+def keys(tmp_path, **more):
+    return {**KEYS, "outdir": str(tmp_path / "run"), **more}
+
+
+def records(tmp_path) -> list[dict]:
+    path = tmp_path / "run" / "rounds.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(condition, seconds=60.0):
+    """Wait until ``condition`` holds; fails after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.05)
+
+
+def fields(**changed) -> dict:
+    """A message that is right but for what ``changed`` says."""
+    return {
+        "msg_type": "model_para",
+        "sender": 2,
+        "receiver": [0],
+        "state": 0,
+        "timestamp": 0,
+        "content": "x",
+        **changed,
+    }
+
+
+class Stranger:
+    """Someone who can reach a port; with ``token``, someone who knows a client's."""
+
+    def __init__(self, port: int, token: str = ""):
+        import grpc
+        from federatedscope.core.proto import gRPC_comm_manager_pb2_grpc as service
+
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.max_send_message_length", -1)])
+        self.stub, self.token = service.gRPCComServeFuncStub(self.channel), token
+
+    def send_request(self, request) -> str:
+        """The status that the receiver answers with."""
+        import grpc
+
+        try:
+            self.stub.sendMessage(request, timeout=20, metadata=(("fs-lowrank-token", self.token),))
+        except grpc.RpcError as error:
+            return error.code().name
+        return "OK"
+
+    def send(self, **changed) -> str:
+        return self.send_request(self.request(**changed))
+
+    @staticmethod
+    def request(**changed):
+        from federatedscope.core.message import Message
+        from federatedscope.core.proto import gRPC_comm_manager_pb2 as protocol
+
+        request = protocol.MessageRequest()
+        for name, value in fields(**changed).items():
+            request.msg[name].MergeFrom(Message().build_msg_value(value))
+        return request
+
+
+def token_of(tmp_path, client: int, port: int) -> str:
+    return (tmp_path / "run" / f"client_{client}" / f"token_{port}").read_text()
+
+
+# -- slow and silent parties ---------------------------------------------------------------------------
+
+
+def test_a_stopped_client_costs_the_others_nothing_and_is_taken_back(settings, cluster, tmp_path):
+    """A client that is stopped for longer than ``lowrank.timeout`` is left out of its rounds, and takes part later."""
+    more = {"lowrank.timeout": 4.0, "federate.total_round_num": 14, "lowrank.min_clients": 2, "eval.freq": 0}
+    started = cluster.launch(settings, 3, keys(tmp_path, **more), sabotage={0: {"sleeps": 0.5}})
+    wait_for(lambda: len(records(tmp_path)) >= 2)
+    os.kill(started[2][0].pid, signal.SIGSTOP)
+    wait_for(lambda: any(f["client"] == 2 for r in records(tmp_path) for f in r["failed"]))
+    left_out = len(records(tmp_path))
+    wait_for(lambda: len(records(tmp_path)) >= left_out + 2)
+    os.kill(started[2][0].pid, signal.SIGCONT)
+    server = cluster.wait(*started[0])
+    assert server.code == 0, server.said
+    assert [r["round"] for r in server.history] == list(range(1, 15))
+    assert all({1, 3} <= set(r["clients"]) for r in server.history)
+    failures = [f for r in server.history for f in r["failed"]]
+    assert {f["client"] for f in failures} == {2} and all("no answer within" in f["reason"] for f in failures)
+    assert len(failures) < 12 and 2 in server.history[-1]["clients"]
+    assert [cluster.wait(*started[client]).code for client in (1, 2, 3)] == [0, 0, 0]
+
+
+def test_a_refused_request_from_an_address_that_never_answers(settings, cluster, tmp_path):
+    """The address accepts connections and says nothing; the run goes on as if nobody had asked."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(16)
+        started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 20.0}), only=[0, 1])
+        wait_for(lambda: (tmp_path / "run" / "clients.json").exists())
+        request = {
+            "address": {"host": "127.0.0.1", "port": silent.getsockname()[1]},
+            **{"token": "a" * 32, "process": "b" * 32, "proof": {}, "revisions": {}, "samples": 10},
+            "config": fs_lowrank.load_config(settings, {"seed": 99}).to_dict(),
+        }
+        stranger = Stranger(cluster.ports[0])
+        for _ in range(3):
+            assert stranger.send(msg_type="join_in", content=json.dumps(request)) == "OK"
+        started[2] = cluster.start(
+            settings, {**cluster.commands[1], "distribute.data_idx": 2, "distribute.client_port": cluster.ports[2]}
+        )
+        server = cluster.wait(*started[0])
+    assert server.code == 0, server.said
+    assert [r["clients"] for r in server.history] == [[1, 2]] * 3 and not any(r["failed"] for r in server.history)
+
+
+# -- return --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_client_returns_by_the_same_command(settings, cluster, tmp_path):
+    more = {"federate.total_round_num": 12, "lowrank.min_clients": 1}
+    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"sleeps": 0.7}})
+    wait_for(lambda: len(records(tmp_path)) >= 2)
+    started[2][0].kill()
+    started[2][0].join(10)
+    started[2] = cluster.again(settings, 2)
+    workers = {w: cluster.wait(*process) for w, process in started.items()}
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    assert 2 in workers[0].history[-1]["clients"]
+
+
+@pytest.mark.parametrize("method", ["rolora", "fedloru"])
+def test_a_server_that_is_resumed_calls_its_clients(quick, settings, assert_same, cluster, tmp_path, method):
+    """The clients live on; the result is that of a run that nobody interrupted."""
+    shape = {"federate.total_round_num": 5, "federate.client_num": 2, "federate.method": method}
+    shape |= {"lowrank.tau": 2} if method == "fedloru" else {}
+    whole = fs_lowrank.run(quick("whole", {**KEYS, **shape}))
+    started = cluster.launch(
+        settings, 2, keys(tmp_path, **shape, **{"lowrank.min_clients": 2}), sabotage={0: {"dies_after": 3}}
+    )
+    assert cluster.wait(*started[0]).code == 9
+    started[0] = cluster.again(settings, 0, {"resume": True})
+    workers = {w: cluster.wait(*process) for w, process in started.items()}
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    assert [r["round"] for r in workers[0].history] == [1, 2, 3, 4, 5]
+    assert_same(dict(whole.model.named_parameters()), workers[0].tensors, atol=0)
+
+
+# -- messages that do not fit --------------------------------------------------------------------------
+
+NESTED = "[" * 200_000 + "]" * 200_000
+WRONG = {
+    "type": {"msg_type": ["model_para"]},
+    "unknown type": {"msg_type": "boss"},
+    "sender": {"sender": "abc"},
+    "another sender": {"sender": 1},
+    "a state of text": {"state": "now"},
+    "content of numbers": {"content": [1, 2]},
+    "no parcel": {"content": base64.b64encode(b"junk").decode()},
+    "nested": {"msg_type": "join_in", "content": NESTED},
+    "a far round": {"msg_type": "metrics", "state": 2**31 - 1, "content": {"test_loss": 0.0}},
+    "nan": {"msg_type": "metrics", "content": {"test_loss": float("nan")}},
+    "text for a number": {"msg_type": "metrics", "content": {"test_loss": "low"}},
+    "a list for metrics": {"msg_type": "metrics", "content": [0.5]},
+    "time": {"timestamp": float("inf")},
+    "information": {"msg_type": "join_in_info", "content": {"age": 3}},
+    "the server's own": {"msg_type": "stopped", "content": "go home"},
+}
+
+
+def test_no_message_ends_the_server(quick, settings, assert_same, cluster, tmp_path):
+    """Strangers reach nobody; what a client sends that does not fit is ignored, and the result is as without it."""
+    more = {"federate.total_round_num": 6, "federate.client_num": 2, "federate.make_global_eval": False}
+    local = fs_lowrank.run(quick("local", {**KEYS, **more}))
+    # What client 2 is made to send while it is awaited would count as its answer, so it speaks between two rounds.
+    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"sleeps": 2.0}})
+    wait_for(lambda: len(records(tmp_path)) >= 1)
+    port = cluster.ports[0]
+    stranger, client = Stranger(port), Stranger(port, token_of(tmp_path, 2, cluster.ports[2]))
+    for what, changed in WRONG.items():
+        answer = stranger.send(**changed)
+        assert answer == ("OK" if changed.get("msg_type") == "join_in" else "UNAUTHENTICATED"), what
+        # One message a round, and before the server asks: each is a metrics of no evaluation, or unreadable.
+        assert client.send(**{"msg_type": "metrics", **changed}) == "OK", what
+    empty = Stranger.request()
+    empty.Clear()
+    assert client.send_request(empty) == "OK"
+    assert Stranger(cluster.ports[1]).send(msg_type="stopped", content="go home", sender=0) == "UNAUTHENTICATED"
+    workers = {w: cluster.wait(*process, timeout=120) for w, process in started.items()}
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    assert [r["round"] for r in workers[0].history] == [1, 2, 3, 4, 5, 6]
+    clean = [all(r["clients"] == [1, 2] for r in workers[0].history)]
+    if all(clean):
+        assert_same(dict(local.model.named_parameters()), workers[0].tensors)
+
+
+def test_a_message_larger_than_expected_is_refused(settings, cluster, tmp_path):
+    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 90.0}), only=[0])
+    stranger = Stranger(cluster.ports[0])
+    wait_for(lambda: stranger.send() == "UNAUTHENTICATED")
+    before = memory_of(started[0][0].pid)
+    for _ in range(3):
+        assert stranger.send(content="x" * 50_000_000) == "RESOURCE_EXHAUSTED"
+    assert memory_of(started[0][0].pid) - before < 50e6
+    assert stranger.send() == "UNAUTHENTICATED", "it still answers"
+
+
+def memory_of(process: int) -> int:
+    """Resident bytes of a process."""
+    (line,) = (x for x in Path(f"/proc/{process}/status").read_text().splitlines() if x.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+def test_tensors_of_a_client_count_once_and_only_from_it(settings, cluster, tmp_path):
+    """Another client's token does not make an update that client's."""
+    from fs_lowrank.rounds.parcel import Parcel
+
+    started = cluster.launch(settings, 2, keys(tmp_path), sabotage={0: {"sleeps": 1.0}})
+    wait_for(lambda: len(records(tmp_path)) >= 1)
+    forged = Parcel({"w": torch.zeros(2)}, round=2, samples=10**9, loss=0.0)
+    content = base64.b64encode(forged.to_bytes()).decode()
+    one = Stranger(cluster.ports[0], token_of(tmp_path, 1, cluster.ports[1]))
+    assert one.send(sender=2, state=1, content=content) == "OK"
+    workers = {w: cluster.wait(*process) for w, process in started.items()}
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    assert all(2 in r["clients"] for r in workers[0].history)
+
+
+def test_information_that_the_framework_asks_for(settings, cluster, tmp_path):
+    workers = cluster.run(settings, 2, keys(tmp_path, **{"federate.join_in_info": ["num_sample"]}))
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
