@@ -21,6 +21,7 @@ from fs_lowrank import Config, RunFailed, UserError
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.methods import revisions
 from fs_lowrank.runs.chance import Chance
+from fs_lowrank.runs.records import read_records
 
 from .search import BEAT
 from .settings import Settings
@@ -107,15 +108,7 @@ def trial_config(
 def history_of(folder: Path) -> list[dict[str, Any]]:
     """The records of a run up to its last checkpoint, from which it continues."""
     saved = [int(p.name.removeprefix("round_")) for p in (folder / "checkpoint").glob("round_*")]
-    records: list[dict[str, Any]] = []
-    for line in (folder / "rounds.jsonl").read_text().splitlines() if saved else ():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if record["round"] <= max(saved):
-            records.append(record)
-    return records
+    return read_records(folder / "rounds.jsonl", max(saved)) if saved else []
 
 
 class Runner:
