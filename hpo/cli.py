@@ -127,9 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _reported(command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int | None:
     """Run a command; an error of ours is one line, with the traceback in a file of --dir."""
-    from .storage import reported
+    from .errors import reported
+    from .storage import storage_errors
 
-    with reported(args.folder):
+    with reported(args.folder), storage_errors(args.storage or str(args.folder / "journal.log")):
         return command(args)
 
 

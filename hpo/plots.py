@@ -112,9 +112,9 @@ def slice_figure(storage: optuna.storages.BaseStorage, names: Sequence[str], key
                 )
     log = "log" if _over_decades(storage, names, key) else None
     axis = "learning rate" if key == RATE else key
-    shown = {x for trace in figure.data for x in trace.x}
-    if len(shown) <= 8 and all(isinstance(x, int) for x in shown):  # ranks or steps: no ticks between them
-        figure.update_layout(xaxis_tickvals=sorted(shown), xaxis_ticktext=[str(x) for x in sorted(shown)])
+    values = {x for trace in figure.data for x in trace.x}
+    if len(values) <= 8 and all(isinstance(x, int) for x in values):  # ranks or steps: no ticks between them
+        figure.update_layout(xaxis_tickvals=sorted(values), xaxis_ticktext=[str(x) for x in sorted(values)])
     return figure.update_layout(
         title=f"{objective} against {axis}", xaxis_title=axis, yaxis_title=objective, xaxis_type=log
     )

@@ -23,9 +23,9 @@ from fs_lowrank.methods import revisions
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.records import read_records
 
+from .errors import error_line, write_traceback
 from .search import BEAT
 from .settings import Settings
-from .storage import error_line, write_traceback
 
 
 class Stopped(Exception):

@@ -16,10 +16,11 @@ from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
 from fs_lowrank.methods import revisions
 
+from .errors import reported
 from .search import REVISIONS, Queue, budget, draw_of, fail, front, kind, reap, requeue, worker_identity
 from .settings import OBJECTIVES, make_pruner, settings_of, space_of
 from .space import decoded
-from .storage import CONFIRM, load_study, open_storage, quiet, reported, storage_errors, trial_of
+from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
 from .trial import Failed, Runner, Stopped
 
 #: the difference between the first fresh seed and the config's seed
