@@ -27,7 +27,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         command.add_argument("--study", metavar="NAME", help="the study, or the first part of the names of several")
         command.add_argument(
             "--dir",
-            dest="folder",
             default="runs/hpo",
             metavar="FOLDER",
             type=Path,
@@ -130,7 +129,7 @@ def _reported(command: Callable[[argparse.Namespace], int | None], args: argpars
     from .errors import reported
     from .storage import storage_errors
 
-    with reported(args.folder), storage_errors(args.storage or str(args.folder / "journal.log")):
+    with reported(args.dir), storage_errors(args.storage or str(args.dir / "journal.log")):
         return command(args)
 
 
@@ -171,6 +170,7 @@ def _tune(args: argparse.Namespace) -> int:
         "rungs": rungs,
         "workers": max(1, len(gpus)) if args.workers is None else args.workers,
         "gpus": gpus,
+        "folder": args.dir,
     }
     options = Search(**{**given, **made})
     ended = tune(config, space, options, say=_say)
@@ -194,7 +194,7 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _where(args: argparse.Namespace) -> str:
-    where = f"--dir {args.folder} " if str(args.folder) != "runs/hpo" else ""
+    where = f"--dir {args.dir} " if str(args.dir) != "runs/hpo" else ""
     return where + (f"--storage {args.storage} " if args.storage else "")
 
 
@@ -208,7 +208,7 @@ def _chosen(args: argparse.Namespace) -> tuple:
 
     from .storage import open_storage, study_names
 
-    where = args.storage or str(args.folder / "journal.log")
+    where = args.storage or str(args.dir / "journal.log")
     storage = open_storage(where)
     names = study_names(storage)
     if not names:
@@ -308,6 +308,6 @@ def _plot(args: argparse.Namespace) -> None:
     from .plots import draw, pictures
 
     storage, names = _chosen(args)
-    out = args.out or args.folder / "plots"
+    out = args.out or args.dir / "plots"
     for path in draw(pictures(storage, names), out, args.study or "studies"):
         _say(str(path))
