@@ -473,21 +473,8 @@ def test_best_refuses_what_was_not_confirmed(search, tmp_path, capsys):
 def test_command_line_in_worker_processes(config, tmp_path, capsys):
     (tmp_path / "space.yaml").write_text("train.optimizer.lr: {grid: [1e-3, 1e-2]}")
     config.dump(tmp_path / "run.yaml")
-    arguments = [
-        "tune",
-        "--cfg",
-        str(tmp_path / "run.yaml"),
-        "--space",
-        str(tmp_path / "space.yaml"),
-        "--dir",
-        str(tmp_path / "hpo"),
-        "--workers",
-        "2",
-        "--confirm",
-        "1",
-        "federate.method",
-        "rolora",
-    ]
+    files = ["--cfg", tmp_path / "run.yaml", "--space", tmp_path / "space.yaml", "--dir", tmp_path / "hpo"]
+    arguments = ["tune", *map(str, files), *"--workers 2 --confirm 1 federate.method rolora".split()]
     assert cli.main(arguments) == 0
     store = open_storage(str(tmp_path / "hpo" / "journal.log"))
     found = best.summary(store, "run-space")
