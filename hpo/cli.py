@@ -27,7 +27,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         command.add_argument("--study", metavar="NAME", help="the study, or the first part of the names of several")
         command.add_argument(
             "--dir",
-            dest="folder",
             default="runs/hpo",
             metavar="FOLDER",
             type=Path,
@@ -127,9 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _reported(command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int | None:
     """Run a command; an error of ours is one line, with the traceback in a file of --dir."""
-    from .storage import reported
+    from .errors import reported
+    from .storage import storage_errors
 
-    with reported(args.folder):
+    with reported(args.dir), storage_errors(args.storage or str(args.dir / "journal.log")):
         return command(args)
 
 
@@ -170,6 +170,7 @@ def _tune(args: argparse.Namespace) -> int:
         "rungs": rungs,
         "workers": max(1, len(gpus)) if args.workers is None else args.workers,
         "gpus": gpus,
+        "folder": args.dir,
     }
     options = Search(**{**given, **made})
     ended = tune(config, space, options, say=_say)
@@ -193,7 +194,7 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _where(args: argparse.Namespace) -> str:
-    where = f"--dir {args.folder} " if str(args.folder) != "runs/hpo" else ""
+    where = f"--dir {args.dir} " if str(args.dir) != "runs/hpo" else ""
     return where + (f"--storage {args.storage} " if args.storage else "")
 
 
@@ -207,7 +208,7 @@ def _chosen(args: argparse.Namespace) -> tuple:
 
     from .storage import open_storage, study_names
 
-    where = args.storage or str(args.folder / "journal.log")
+    where = args.storage or str(args.dir / "journal.log")
     storage = open_storage(where)
     names = study_names(storage)
     if not names:
@@ -307,6 +308,6 @@ def _plot(args: argparse.Namespace) -> None:
     from .plots import draw, pictures
 
     storage, names = _chosen(args)
-    out = args.out or args.folder / "plots"
+    out = args.out or args.dir / "plots"
     for path in draw(pictures(storage, names), out, args.study or "studies"):
         _say(str(path))

@@ -19,12 +19,13 @@ from typing import Any
 
 from optuna.storages import BaseStorage
 
-from fs_lowrank import Config, UserError, load_config
+from fs_lowrank import Config, RunFailed, UserError, load_config
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.settings import parse_overrides
 from fs_lowrank.versions import SCHEMA
 
 from .best import budget_text, points_of, spread_text, summary
+from .errors import reported
 from .plots import RATE, draw_png, slice_figure
 from .search import kind
 from .space import at_an_end, load_space
@@ -179,37 +180,43 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, help="seconds; what is finished by then is written")
     parser.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
     args = parser.parse_args(argv)
-    started = time.monotonic()
     try:
-        config = load_config(args.cfg, {**SMALLER, **parse_overrides(args.overrides)})
-        for confirm in (0, args.confirm):  # first all curves, then the fresh seeds
-            for name, (space, options) in searches(args.dir, args.workers).items():
-                left = args.timeout - (time.monotonic() - started) if args.timeout else None
-                if left is not None and left <= 0:
-                    break
-                wide = dataclasses.replace(load_space(space), studies={"federate.method": METHODS})
-                ended = tune(config, wide, dataclasses.replace(options, confirm=confirm, timeout=left))
-                print(f"{name}: {ended.how}", flush=True)
-                if ended.how == "interrupted":
-                    return 130
-        storage = open_storage(str(args.dir / "journal.log"))
-        found = collect(config, storage, args.overrides)
-        write_text(args.out / "learning_rates.json", json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
-        write_text(args.out / "learning_rates.md", table(found))
-        titles = {
-            "grid": "grid of eight",
-            "halving": f"TPE, halving at {', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)",
-        }
-        figures = []
-        for name, title in titles.items():
-            if names := [f"{name}.{m}" for m in METHODS if found["methods"][m].get(name, {}).get("curve")]:
-                figures.append(slice_figure(storage, names, RATE).update_layout(title=title))
-        if figures:
-            draw_png(figures, args.out / "learning_rates.png")
-        print(table(found))
+        with reported(args.dir):
+            return run(args)
     except UserError as error:
         print(f"error: {error}")
-        return 2
+        return 1 if isinstance(error, RunFailed) else 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the searches and write what is finished; returns the exit code."""
+    started = time.monotonic()
+    config = load_config(args.cfg, {**SMALLER, **parse_overrides(args.overrides)})
+    for confirm in (0, args.confirm):  # first all curves, then the fresh seeds
+        for name, (space, options) in searches(args.dir, args.workers).items():
+            left = args.timeout - (time.monotonic() - started) if args.timeout else None
+            if left is not None and left <= 0:
+                break
+            wide = dataclasses.replace(load_space(space), studies={"federate.method": METHODS})
+            ended = tune(config, wide, dataclasses.replace(options, confirm=confirm, timeout=left))
+            print(f"{name}: {ended.how}", flush=True)
+            if ended.how == "interrupted":
+                return 130
+    storage = open_storage(str(args.dir / "journal.log"))
+    found = collect(config, storage, args.overrides)
+    write_text(args.out / "learning_rates.json", json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
+    write_text(args.out / "learning_rates.md", table(found))
+    titles = {
+        "grid": "grid of eight",
+        "halving": f"TPE, halving at {', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)",
+    }
+    figures = []
+    for name, title in titles.items():
+        if names := [f"{name}.{m}" for m in METHODS if found["methods"][m].get(name, {}).get("curve")]:
+            figures.append(slice_figure(storage, names, RATE).update_layout(title=title))
+    if figures:
+        draw_png(figures, args.out / "learning_rates.png")
+    print(table(found))
     return 0
 
 

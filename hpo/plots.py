@@ -112,6 +112,9 @@ def slice_figure(storage: optuna.storages.BaseStorage, names: Sequence[str], key
                 )
     log = "log" if _over_decades(storage, names, key) else None
     axis = "learning rate" if key == RATE else key
+    values = {x for trace in figure.data for x in trace.x}
+    if len(values) <= 8 and all(isinstance(x, int) for x in values):  # ranks or steps: no ticks between them
+        figure.update_layout(xaxis_tickvals=sorted(values), xaxis_ticktext=[str(x) for x in sorted(values)])
     return figure.update_layout(
         title=f"{objective} against {axis}", xaxis_title=axis, yaxis_title=objective, xaxis_type=log
     )
@@ -177,6 +180,9 @@ def draw_png(figures: Sequence[go.Figure], path: Path) -> Path:
         layout = figure.layout
         if layout.xaxis.type == "log":
             axes.set_xscale("log")
+        if layout.xaxis.tickvals:
+            axes.set_xticks(layout.xaxis.tickvals, layout.xaxis.ticktext)
+            axes.minorticks_off()
         axes.set(title=layout.title.text, xlabel=layout.xaxis.title.text, ylabel=layout.yaxis.title.text)
         axes.grid(alpha=0.3)
         if layout.showlegend is not False and axes.get_legend_handles_labels()[1]:

@@ -24,6 +24,8 @@ from fs_lowrank import Config, UserError
 from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml
 
+from .errors import file_exists
+
 _VALUES = Key(list, {"filled": True, "words": "a list of values"})
 _WHEN = Key(dict | None, {"words": "keys and their values, such as {federate.method: [fedloru]}"})
 _RANGE, _STEP = Key(tuple[float, float], {"words": "[low, high]"}), {"above": 0}
@@ -240,10 +242,11 @@ def load_space(path: str | Path) -> Space:
         UserError: no such file, invalid YAML, an unknown kind, or an empty or inverted range; names file and line.
     """
     shipped = {p.stem: p for p in sorted((Path(__file__).parent / "spaces").glob("*.yaml"))}
-    name = str(path)
-    file = Path(path).expanduser() if Path(path).expanduser().exists() else shipped.get(name)
-    if file is None:
+    name, file = str(path), Path(path).expanduser()
+    exists = file_exists(file, "--space")
+    if not exists and name not in shipped:
         raise UserError(f"{name}: no such file{nearest(name, shipped)}; spaces that ship: {', '.join(shipped)}")
+    file = file if exists else shipped[name]
     origin, content = read_yaml(file)
     return space_from(content, replace(origin, file=name))
 

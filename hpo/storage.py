@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +12,8 @@ import optuna
 from optuna.storages import BaseStorage
 
 from fs_lowrank import RunFailed, UserError
-from fs_lowrank.jobs.files import write_text
 
+from .errors import file_exists
 from .journal import Journal
 
 #: seconds to wait for a SQLite file that another process is writing to
@@ -57,9 +54,10 @@ def open_storage(where: str, create: bool = False) -> BaseStorage:
 
 
 def _open_journal(path: Path, create: bool) -> BaseStorage:
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; name a file with --storage")
-    if not path.exists() and not create:
+    exists = file_exists(path, "--storage")
+    if exists and not path.is_file():
+        raise UserError(f"{path} is not a file; name one with --storage")
+    if not exists and not create:
         raise UserError(f"{path}: there is no study yet; start one with `python -m hpo tune`")
     backend = Journal(path)
     try:
@@ -142,33 +140,6 @@ def storage_errors(where: str) -> Iterator[None]:
         raise RunFailed(
             f"{error.filename or where}: {error.strerror or error}; when that is repaired, the same command continues"
         ) from error
-
-
-@contextmanager
-def reported(folder: Path) -> Iterator[None]:
-    """Turn an error of ours during the block into one line that names a file in ``folder`` with the traceback.
-
-    Raises:
-        RunFailed: in place of any error but a ``UserError``, and from that error.
-    """
-    try:
-        yield
-    except (UserError, BrokenPipeError):
-        raise
-    except Exception as error:
-        raise RunFailed(f"{error_line(error)}; please report it with {write_traceback(error, folder)}") from error
-
-
-def error_line(error: BaseException) -> str:
-    """The type and the text of an error, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def write_traceback(error: BaseException, folder: Path) -> Path:
-    """Write the traceback of an error into a file of ``folder``; returns its path."""
-    path = folder / f"error_{os.getpid()}_{time.time_ns()}.txt"
-    write_text(path, "".join(traceback.format_exception(error)))
-    return path
 
 
 def study_names(storage) -> list[str]:

@@ -23,9 +23,9 @@ from fs_lowrank.methods import revisions
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.records import read_records
 
-from .search import BEAT
+from .errors import error_line, write_traceback
+from .search import BEAT, REVISIONS
 from .settings import Settings
-from .storage import error_line, write_traceback
 
 
 class Stopped(Exception):
@@ -187,6 +187,8 @@ class Runner:
         config = trial_config(
             self.base, point, self.metric, self.folder / "trials", seed, bool(self.settings.rungs), test
         )
+        if changed := revisions(config):
+            trial.set_user_attr(REVISIONS, changed)
         folder = Path(config.outdir)
         target = min(target or config.federate.total_round_num, config.federate.total_round_num)
         with exclusive(folder.parent / f"{folder.name}.lock", self.stopping):

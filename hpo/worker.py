@@ -14,12 +14,12 @@ from fs_lowrank import RunFailed, UserError
 from fs_lowrank.jobs.crew import stop_signals
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
-from fs_lowrank.methods import revisions
 
-from .search import REVISIONS, Queue, budget, draw_of, fail, front, kind, reap, requeue, worker_identity
+from .errors import reported
+from .search import Queue, budget, draw_of, fail, front, kind, reap, requeue, worker_identity
 from .settings import OBJECTIVES, make_pruner, settings_of, space_of
 from .space import decoded
-from .storage import CONFIRM, load_study, open_storage, quiet, reported, storage_errors, trial_of
+from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
 from .trial import Failed, Runner, Stopped
 
 #: the difference between the first fresh seed and the config's seed
@@ -106,8 +106,6 @@ class _Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Optuna wants no text "json:…" as a choice
             point = self.space.suggest(trial, self.base)
-        if changed := revisions(self.base.replace(point)):
-            trial.set_user_attr(REVISIONS, changed)
         label = self._label(trial, point)
         self._guarded(
             self.study,
@@ -164,7 +162,7 @@ class _Search:
         if len(ended) >= 3 and len(reasons) == 1 and next(iter(reasons))[0] == "error":
             raise UserError(
                 f"{study.study_name}: all {len(ended)} trials failed in the same way: "
-                f"{next(iter(reasons))[1]}; mend that, and continue with --retry-failed"
+                f"{next(iter(reasons))[1]}; correct that, and continue with --retry-failed"
             )
 
     def _label(self, trial, point) -> str:

@@ -82,7 +82,8 @@ def test_record_with_an_official_test_set(reviews, tmp_path, config, encoder_tok
     (tmp_path / "held.csv").write_text("text,label\n,1\nb,0\nc,1\n")
     built = build_data(config(reviews, args=[{"test": "held.csv"}], splits=(1, 0, 0)), encoder_tokenizer)
     record = built.record()
-    assert record["test"] == {"from": "test", "rows": [1, 2]} and "validation" not in record
+    assert record["test"] == {"from": "test", "rows": [1, 2], "labels": {"0": 1, "1": 1}}
+    assert "validation" not in record
     assert sorted(row for client in record["clients"] for row in client["rows"]) == list(range(100))
 
 

@@ -239,6 +239,18 @@ def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_goes_on(searc
     assert sum(kind(t) == "complete" for t in trials(options)) == 3
 
 
+def test_a_point_that_is_no_valid_config_is_a_failed_trial(search, config):
+    """Each value alone is valid; two clients of three, sampled from one, are not."""
+    space = {"federate.client_num": {"choice": [1, 3]}, "train.optimizer.lr": {"uniform": [1e-3, 1e-2]}}
+    base = config.replace({"federate.sample_client_num": 1})
+    both = {**space, "federate.sample_client_num": {"choice": [1, 3]}}
+    options, ended, _ = search(both, base, sampler="random", trials=8, pruner="none")
+    kinds = {kind(t) for t in trials(options)}
+    failed = [t for t in trials(options) if kind(t) == "failed"]
+    assert ended.how == "done" and kinds == {"complete", "failed"}
+    assert all(t.params["federate.sample_client_num"] > t.params["federate.client_num"] for t in failed)
+
+
 def test_trials_that_all_fail_alike_end_the_search(search, config):
     base = config.replace({"model.type": "/no/such/model@transformers"})
     with pytest.raises(UserError, match="all 3 trials failed in the same way"):
@@ -461,21 +473,8 @@ def test_best_refuses_what_was_not_confirmed(search, tmp_path, capsys):
 def test_command_line_in_worker_processes(config, tmp_path, capsys):
     (tmp_path / "space.yaml").write_text("train.optimizer.lr: {grid: [1e-3, 1e-2]}")
     config.dump(tmp_path / "run.yaml")
-    arguments = [
-        "tune",
-        "--cfg",
-        str(tmp_path / "run.yaml"),
-        "--space",
-        str(tmp_path / "space.yaml"),
-        "--dir",
-        str(tmp_path / "hpo"),
-        "--workers",
-        "2",
-        "--confirm",
-        "1",
-        "federate.method",
-        "rolora",
-    ]
+    files = ["--cfg", tmp_path / "run.yaml", "--space", tmp_path / "space.yaml", "--dir", tmp_path / "hpo"]
+    arguments = ["tune", *map(str, files), *"--workers 2 --confirm 1 federate.method rolora".split()]
     assert cli.main(arguments) == 0
     store = open_storage(str(tmp_path / "hpo" / "journal.log"))
     found = best.summary(store, "run-space")

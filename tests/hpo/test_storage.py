@@ -47,7 +47,7 @@ def test_storages_of_another_kind(tmp_path):
         ("notes.log", "notes.log, line 1: this is not a line of a journal"),
         ("numbers.log", "numbers.log, line 1: this is not a line of a journal"),
         ("cut.log", "cut.log is not a journal"),
-        (".", "is a folder"),
+        (".", "is not a file"),
     ):
         with pytest.raises(UserError, match=message):
             open_storage(str(tmp_path / name), create=True)
