@@ -75,7 +75,7 @@ def test_what_an_instance_says_in_the_former_way_is_refused_too():
 
 def test_a_method_says_what_its_server_step_is():
     for cls in (type("Bare", (Method,), {}), type("Own", (Method,), {"aggregate": Median.aggregate}), Gathering):
-        with pytest.raises(UserError, match="does not say what its server step is; derive it from Averaging"):
+        with pytest.raises(UserError, match="does not define its server step; derive it from Averaging"):
             register_method("unclear")(cls)
 
 

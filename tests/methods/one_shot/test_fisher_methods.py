@@ -530,7 +530,7 @@ def test_clients_without_some_classes(bench):
 def test_wrong_hyperparameters():
     for params, said in (
         ({"fisher": "kfac", "solver": "closed"}, "no closed-form"),
-        ({"fisher": "full", "compress": True}, "tiny nets"),
+        ({"fisher": "full", "compress": True}, "tiny networks"),
         ({"fisher": "kfa"}, "diag, kfac, full"),
         ({"steps": 0}, "at least 1"),
     ):
