@@ -35,8 +35,8 @@ class RoLoRA(Averaging):
 
     def half(self, round: int) -> str:
         """The half that trains in ``round``: ``lora_A`` or ``lora_B``."""
-        # In floating point, 0.55 · 100 is slightly above 55.
-        alternates = self.params.mix >= 1 or round <= math.ceil(self.params.mix * self.setting.rounds - 1e-9)
+        # ``requires`` asks for the number of rounds unless all alternate. In floating point, 0.55 · 100 is above 55.
+        alternates = self.params.mix >= 1 or round <= math.ceil(self.params.mix * (self.setting.rounds or 0) - 1e-9)
         return "lora_A" if round % 2 == 0 and alternates else "lora_B"
 
     def phases(self, round, client=None):

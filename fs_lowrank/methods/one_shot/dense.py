@@ -40,16 +40,14 @@ class Generator(nn.Module):
         self.low, self.high, self.width = low, high, width
         self.first = nn.Linear(latent, 2 * width * self.start[0] * self.start[1])
         self.norms = nn.ModuleList([nn.BatchNorm2d(2 * width), nn.BatchNorm2d(2 * width), nn.BatchNorm2d(width)])
-        channels = (2 * width, 2 * width, width, shape[0])
-        self.convs = nn.ModuleList(
-            [nn.Conv2d(channels[i], channels[i + 1], 3, padding=1, bias=i == 2) for i in range(3)]
-        )
+        widths = ((2 * width, 2 * width), (2 * width, width), (width, shape[0]))
+        self.convs = nn.ModuleList([nn.Conv2d(*pair, 3, padding=1, bias=i == 2) for i, pair in enumerate(widths)])
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.norms[0](self.first(z).reshape(len(z), 2 * self.width, *self.start))
         x = x.contiguous(memory_format=torch.channels_last)
-        x = nn.functional.leaky_relu(self.norms[1](doubled(x, self.convs[0].weight)), 0.2)
-        x = nn.functional.leaky_relu(self.norms[2](doubled(x, self.convs[1].weight)), 0.2)
+        for norm, conv in zip(self.norms[1:], self.convs):
+            x = nn.functional.leaky_relu(norm(doubled(x, conv.get_parameter("weight"))), 0.2)
         x = self.low + (self.high - self.low) * torch.sigmoid(self.convs[2](x))
         return x[..., : self.shape[1], : self.shape[2]]
 

@@ -56,7 +56,7 @@ class FisherMerge(OneShot):
         return replace(super().requires(params), tasks=CLASSIFIERS, sums=params.rule != "target")
 
     def beside(self, model, own, round, client):
-        fisher = self.diagonal(model, round, client)
+        fisher: Tensors = self.diagonal(model, round, client)
         if self.params.rule != "target":
             fisher = self.scaled(fisher, raised=self.params.rule == "floor")
         return self.diagonal_entries(fisher, own)

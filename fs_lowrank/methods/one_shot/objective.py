@@ -154,6 +154,6 @@ def minimise(
             # The authors score the iterates after steps 1, 101, …, and never the last.
             iterates = islice(summed_moments(gradient, start, lr=lr, eps_inside=eps_inside), steps)
             last = steps - 1 if not every else -1
-        for i, x in enumerate(iterates):
+        for i, iterate in enumerate(iterates):
             if every and i % SCORED == 0 or i == last:
-                yield {**mean, **named(zip(parts, x))}
+                yield {**mean, **named(zip(parts, iterate))}

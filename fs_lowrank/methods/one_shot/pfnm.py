@@ -15,6 +15,7 @@ and clients then do not send how many samples of each class they have.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -79,11 +80,12 @@ class PFNM(OneShot):
         p = self.params
         rng = np.random.default_rng(derive(self.setting.seed, "pfnm", round))
         *hidden, last = self.chain
-        merged, assigned, width = {}, None, 0
+        merged, width = {}, 0
+        places: Sequence[np.ndarray | None] = [None] * len(parts)
         for name in hidden:
             like = parts[0][name]
-            nets = [self.enter(part[name], assigned and assigned[k], width) for k, part in enumerate(parts)]
-            weight, assigned = nonparametric_matching(
+            nets = [self.enter(part[name], own, width) for part, own in zip(parts, places)]
+            weight, places = nonparametric_matching(
                 [net.reshape(len(net), -1) for net in nets],
                 sigma=p.sigma,
                 sigma0=p.sigma0,
@@ -100,8 +102,8 @@ class PFNM(OneShot):
             known = counts.sum(0) > 0  # a class that no client has is averaged by the clients' sizes
             shares = np.where(known, counts / np.where(known, counts.sum(0), 1), shares)
         total = sum(
-            np.broadcast_to(share, len(parts[0][last]))[:, None] * self.enter(part[last], places, width)
-            for share, part, places in zip(shares, parts, assigned)
+            np.broadcast_to(share, len(parts[0][last]))[:, None] * self.enter(part[last], own, width)
+            for share, part, own in zip(shares, parts, places)
         )
         merged[last] = torch.from_numpy(total).to(parts[0][last])
         return merged
