@@ -12,22 +12,29 @@ two thin convolutions cost less than the product; each layer chooses by counting
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from peft.tuners.loha.layer import Conv2d as LoHaConv2d
 from peft.tuners.lokr.layer import Conv2d as LoKrConv2d
 from peft.tuners.lora.layer import Conv2d as LoRAConv2d
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.func import functional_call
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer as _Base
+else:
+    _Base = object  # with PEFT's own base class, the class of its layers could not be replaced
 
 #: cost of moving one number through memory, in multiplications
 _TRAFFIC = 40
 
 
-class _Composed(BaseTunerLayer):
-    """Base of the layers: one convolution with the sum of the kernels if that is possible and cheaper."""
+class _Composed(_Base):
+    """Base of the layers: one convolution with the sum of the kernels if that is possible and cheaper.
+
+    A layer defines ``_whole_weight(x)``, the sum of the kernels of base and active adapters; None: PEFT computes it.
+    """
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         adapts = not (args or kwargs or self.disable_adapters or self.merged)
@@ -45,10 +52,6 @@ class _Composed(BaseTunerLayer):
             and base.dilation == (1, 1)
             and base.weight.dtype in (torch.float32, torch.float64)
         )
-
-    @abstractmethod
-    def _whole_weight(self, x: Tensor) -> Tensor | None:
-        """The sum of the kernels of base and active adapters; None: PEFT computes the layer."""
 
 
 class ComposedLoRA(_Composed, LoRAConv2d):
