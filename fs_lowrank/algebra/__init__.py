@@ -1,31 +1,27 @@
 """Pure functions on tensors. They do not depend on models, files or methods."""
 
-from .factorise import factor_matrices, factor_shapes, factorise, multiply, product_norm_squared
+from .factorise import factor_matrices, factor_shapes, factorise, product_norm_squared
 from .flat import FlatTensors, digest, nbytes
 from .lowrank import low_rank_sum_svd, stack_pairs, top_components
 from .match import exact_transport, move_inputs, move_outputs, nonparametric_matching
 from .mean import weighted_mean
-from .quantise import bits_for, leading, pack, packed_bytes, unpack, vectors_within
-from .solve import adam, conjugate_gradients, conjugate_path, kron_multiply, least_change, summed_moments
+from .quantise import leading, pack, packed_bytes, unpack, vectors_within
+from .solve import adam, conjugate_path, least_change, summed_moments
 
 __all__ = [
     "FlatTensors",
     "adam",
-    "bits_for",
-    "conjugate_gradients",
     "conjugate_path",
     "digest",
     "exact_transport",
     "factor_matrices",
     "factor_shapes",
     "factorise",
-    "kron_multiply",
     "leading",
     "least_change",
     "low_rank_sum_svd",
     "move_inputs",
     "move_outputs",
-    "multiply",
     "nbytes",
     "nonparametric_matching",
     "pack",

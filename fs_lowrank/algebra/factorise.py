@@ -1,4 +1,4 @@
-"""Factorise a weight into two thin factors, and multiply them back.
+"""Factorise a weight into two thin factors.
 
 The matrix of a convolution's weight ``(d_out, d_in, k₁, k₂)`` is ``(d_out·k₁) × (d_in·k₂)`` (FedHM, Yao et al.,
 "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021), so that the
@@ -60,17 +60,6 @@ def factor_matrices(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return left, right
     out, rank, k1, _ = left.shape
     return left.squeeze(-1).permute(0, 2, 1).reshape(out * k1, rank), right.squeeze(2).reshape(rank, -1)
-
-
-def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """The product of two factors as a weight: the inverse of ``factorise`` at full rank."""
-    u, v = factor_matrices(left, right)
-    shape = (
-        (left.shape[0], right.shape[1])
-        if left.ndim == 2
-        else (left.shape[0], right.shape[1], left.shape[2], right.shape[3])
-    )
-    return from_matrix(u @ v, shape)
 
 
 def product_norm_squared(left: Tensor, right: Tensor) -> Tensor:

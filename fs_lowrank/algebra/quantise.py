@@ -9,11 +9,6 @@ import torch
 from torch import Tensor
 
 
-def bits_for(factor: int) -> int:
-    """Bits per value for ``factor``-fold compression, ``⌊32 / factor⌋`` (Jhunjhunwala et al. 2024, appendix C)."""
-    return 32 // factor
-
-
 def packed_bytes(count: int, bits: int) -> int:
     """Bytes needed for ``count`` values of ``bits`` bits."""
     return math.ceil(count * bits / 8)

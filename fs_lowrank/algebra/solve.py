@@ -8,32 +8,6 @@ import torch
 from torch import Tensor
 
 
-def kron_multiply(outputs: Tensor, inputs: Tensor, matrix: Tensor) -> Tensor:
-    """``(inputs ⊗ outputs) vec(matrix)`` as a matrix: ``outputs @ matrix @ inputs``, both factors symmetric.
-
-    Args:
-        outputs: ``(d_out, d_out)``. inputs: ``(d_in, d_in)``. matrix: ``(d_out, d_in)``; ``vec`` stacks its columns.
-    """
-    return outputs @ matrix @ inputs
-
-
-def conjugate_gradients(
-    product: Callable[[Tensor], Tensor], target: Tensor, start: Tensor, *, tolerance: float = 1e-6, steps: int = 1000
-) -> tuple[Tensor, int]:
-    """Solve ``F x = target`` for a symmetric positive semi-definite ``F`` that may be singular.
-
-    Every step adds a vector in the range of ``F`` to ``start``. Of many solutions, the result is therefore the nearest
-    to ``start``, which is also the limit of gradient descent from there (Jhunjhunwala et al. 2024, Lemma 1).
-
-    Args:
-        product: ``x`` ↦ ``F x``; same shape. target: in the range of ``F``. start: any tensor of that shape.
-        tolerance: stop when ``‖F x − target‖ ≤ tolerance · ‖F start − target‖``.
-    Returns:
-        ``x`` in float64, and the number of products after the first.
-    """
-    return conjugate_path(product, target, start, (tolerance,), steps=steps)[0]
-
-
 def conjugate_path(
     product: Callable[[Tensor], Tensor],
     target: Tensor,
@@ -42,7 +16,20 @@ def conjugate_path(
     *,
     steps: int = 1000,
 ) -> list[tuple[Tensor, int]]:
-    """The results of ``conjugate_gradients`` for decreasing ``tolerances``, computed in one pass."""
+    """Solve ``F x = target`` by conjugate gradients for a symmetric positive semi-definite ``F`` that may be singular.
+
+    Every step adds a vector in the range of ``F`` to ``start``. Of many solutions, the limit is therefore the nearest
+    to ``start``, which is also the limit of gradient descent from there (Jhunjhunwala et al. 2024, Lemma 1).
+
+    Args:
+        product: ``x`` ↦ ``F x``; same shape.
+        target: in the range of ``F``.
+        start: any tensor of that shape.
+        tolerances: decreasing; each gives the first ``x`` with ``‖F x − target‖ ≤ tolerance · ‖F start − target‖``.
+        steps: maximum number of products after the first.
+    Returns:
+        For each tolerance, ``x`` in float64 and the number of products after the first.
+    """
     x, target = start.double().clone(), target.double()
     residual = target - product(x)
     direction = residual.clone()

@@ -1,26 +1,25 @@
-"""FedHM: clients train a factorised net of the rank they can bear, the server keeps and averages full weights.
+"""FedHM: clients train a factorised network of the rank they can afford; the server averages full weights.
 
 Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021.
 
-    client k gets     U √Σ and √Σ Vᵀ of every W, cut to its rank, in the place of W
+    client k gets     U √Σ and √Σ Vᵀ of every W, cut to its rank, in place of W
     and trains them   with Frobenius decay, c (U V Vᵀ, UᵀU V) added to the two gradients
     the server takes  W_k = U_k V_k,  W ← Σ_k p_k W_k,  p_k = 1/K or n_k / Σ n_j
 
 A client of rank factor 1 holds, trains and sends ``W`` itself, without Frobenius decay, as in both authors' codes.
-Everything that is not factorised (first layer, downsampling, norms, head) is trained and averaged in full.
-``average_by: uniform`` is the original's, ``samples`` the rule of the FedLoRU authors' port, which has no
-Frobenius decay (``decay: 0``).
+Weights that are not factorised (first layer, downsampling, norms, head) are trained and averaged in full. The original
+averages uniformly; ``average_by: samples`` is the rule of the FedLoRU authors' port, which has no Frobenius decay.
 
-``master: True`` does what the original's code does and the paper does not say: in a round in which no client has the
-smallest rank factor of all, the server's own model is averaged as one more client, so that what no client's rank can
-hold is not lost at once. By samples it counts as an average client of the round.
+``master: True`` does what the original's code does and the paper does not mention: in a round in which no client has
+the smallest rank factor of all, the server's own model is averaged as one more client, so that the components beyond
+the ranks of these clients are not lost at once. By samples, it has the weight of an average client of the round.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..algebra import factor_matrices, factorise, stack_pairs
 from ..algebra.factorise import from_matrix
@@ -28,47 +27,44 @@ from ..models.adapters import load_tensors, target_modules
 from ..models.factorised import empty_factors, factorise_layers, frobenius, full_shape
 from ..models.layers import Layer, adapted_layers
 from ..models.names import entries, entries_of, select
-from .base import Averaging, Phase, State, Tensors, Update
+from ..settings import key
+from .base import Averaging, Phase, State, Tensors, Update, tensors_of
+from .ranks import of_client
 from .registry import register_method
 
 
 @register_method("fedhm")
 class FedHM(Averaging):
     source = "Yao et al., 2021"
-    sends = "the factors of every adapted layer at the client's rank, everything else whole"
+    sends = "the factors of every adapted layer at the client's rank, everything else in full"
     shared = ("base", "head", "factor")
     #: 2: rank factor 1 was a factorised layer too, cut to rank d_out
     revision = 2
 
     @dataclass(frozen=True)
     class Params:
-        rank_factors: tuple[float, ...] = field(
-            default=(4.0,),
-            metadata={
-                "min": 1.0,
-                "help": "a layer's rank is round(d_out / rank_factor), and 1 is the full layer; one for every client, "
-                "repeated in turn",
-            },
+        rank_factors: tuple[float, ...] = key(
+            (4.0,),
+            min=1.0,
+            help="a layer's rank is round(d_out / rank_factor), and 1 is the full layer; one for every client, "
+            "repeated in turn",
         )
-        decay: float = field(default=1e-4, metadata={"min": 0.0, "help": "c of the Frobenius decay"})
-        average_by: str = field(
-            default="uniform", metadata={"choices": ("uniform", "samples"), "help": "of the clients in the average"}
-        )
-        master: bool = field(
-            default=False,
-            metadata={"help": "the server's model is one more client where none has the smallest rank factor"},
-        )
+        decay: float = key(1e-4, min=0.0, help="c of the Frobenius decay")
+        average_by: str = key("uniform", choices=("uniform", "samples"), help="weights of the clients in the average")
+        master: bool = key(False, help="the server's model is one more client if none has the smallest rank factor")
+
+    params: Params
 
     @classmethod
-    def revision_of(cls, params) -> int:
+    def revision_of(cls, params: Params):
         return cls.revision if min(params.rank_factors, default=0) == 1 else 1
 
-    def adapt(self, model: nn.Module) -> nn.Module:
+    def adapt(self, model):
         return factorise_layers(model, target_modules(model, self.adapter))
 
     def factor(self, client: int) -> float:
         """The rank factor of ``client``; 1 is the full layer."""
-        return self.params.rank_factors[(client - 1) % len(self.params.rank_factors)]
+        return of_client(self.params.rank_factors, client)
 
     @staticmethod
     def rank(shape: Sequence[int], factor: float) -> int:
@@ -76,32 +72,28 @@ class FedHM(Averaging):
         out, into, k1, k2 = (*shape, 1, 1)[:4]
         return min(max(round(out / factor), 1), out * k1, into * k2)
 
+    # -- what a client gets, trains and sends --------------------------------------------------------
+
     def factors(self, tensors: Tensors) -> dict[str, Tensor]:
         """``svd:…`` entries: the factors of every full weight in ``tensors``, at the largest rank of any client."""
-        made, of_clients = {}, [f for f in self.params.rank_factors if f > 1]
+        made: dict[str, Tensor] = {}
+        of_clients = [f for f in self.params.rank_factors if f > 1]
         for layer in adapted_layers(tensors) if of_clients else ():
             left, right = factorise(layer.W.float(), self.rank(layer.W.shape, min(of_clients)))
             made |= Layer(layer.name, U=left.to(layer.W), V=right.to(layer.W)).named()
         return entries("svd", made)
 
-    def initial_state(self, model: nn.Module) -> State:
+    def initial_state(self, model):
         state = super().initial_state(model)
-        return {**state, **self.factors(state)}
+        return {**state, **self.factors(self.view(state))}
 
-    def phases(self, round: int, client: int | None = None) -> list[Phase]:
-        if client is not None and self.factor(client) == 1:
-            return [Phase(train=("base", "head"))]
-        c = self.params.decay
-        penalty = (lambda model: c * frobenius(model)) if c else None
-        return [Phase(train=("factor", "rest", "head"), penalty=penalty)]
-
-    def view(self, state: State, client: int | None = None) -> dict[str, Tensor]:
+    def view(self, state, client=None):
         if client is None:
             return super().view(state)
         return self.tailor({n: state[n] for n in select(state, (*self.shared, "svd"))}, client)
 
-    def tailor(self, tensors: Tensors, client: int) -> dict[str, Tensor]:
-        """The factors cut to the client's rank in the place of the full weights, or the full weights alone."""
+    def tailor(self, tensors, client):
+        """The factors cut to the client's rank in place of the full weights; or the full weights only."""
         if self.factor(client) == 1:
             return {n: t for n, t in tensors.items() if ":" not in n}
         kept = {n: tensors[n] for n in select(tensors, ("rest", "head"))}
@@ -110,28 +102,34 @@ class FedHM(Averaging):
             kept |= Layer(layer.name, U=layer.U[:, :rank], V=layer.V[:rank]).named()
         return kept
 
-    def weights(self, updates):
-        if self.params.average_by == "uniform":
-            return [1 / len(updates)] * len(updates)
-        return super().weights(updates)
+    def phases(self, round, client=None):
+        if client is not None and self.factor(client) == 1:
+            return [Phase(train=("base", "head"))]
+        c = self.params.decay
+        return [Phase(train=("factor", "rest", "head"), penalty=(lambda model: c * frobenius(model)) if c else None)]
 
-    def with_master(self, updates: list[Update], state: State) -> list[Update]:
-        """``updates``, and the server's model as that of a client 0 where ``master`` asks for it."""
+    # -- what the server takes -----------------------------------------------------------------------
+
+    def weights(self, updates):
+        return [1 / len(updates)] * len(updates) if self.params.average_by == "uniform" else super().weights(updates)
+
+    def with_master(self, updates: Sequence[Update], state: State) -> Sequence[Update]:
+        """``updates``, and the server's model as the update of a client 0 if ``master`` asks for it."""
         if not self.params.master or min(self.factor(u.client) for u in updates) == min(self.params.rank_factors):
             return updates
-        own = {n: state[n] for n in select(state, ("base", "head"))}
+        own = tensors_of({n: state[n] for n in select(state, ("base", "head"))})
         return [*updates, Update(0, max(sum(u.num_samples for u in updates) // len(updates), 1), own)]
 
     def mean(self, updates, state):
         updates = self.with_master(updates, state)
         mean, weights = self.mean_of(updates, ("rest", "head")), self.weights(updates)
-        for layer, *held in zip(adapted_layers(state), *(adapted_layers(u.tensors) for u in updates)):
+        for layer, *held in zip(adapted_layers(self.view(state)), *(adapted_layers(u.tensors) for u in updates)):
             mean |= Layer(layer.name, W=self.mean_weight(weights, held, layer.W)).named()
         return mean
 
     @staticmethod
     def mean_weight(weights: Sequence[float], held: Sequence[Layer], like: Tensor) -> Tensor:
-        """``Σ p_k W_k`` of one layer, with ``W_k = U_k V_k`` of the clients that hold factors."""
+        """``Σ p_k W_k`` of one layer, where ``W_k`` is ``U_k V_k`` of the clients that hold factors."""
         mean = torch.zeros_like(like)
         if factorised := [(p, *factor_matrices(k.U, k.V)) for p, k in zip(weights, held) if k.U is not None]:
             shares, lefts, rights = zip(*factorised)
@@ -146,7 +144,7 @@ class FedHM(Averaging):
         message = {**mean, **self.factors(mean)}
         return {**state, **message}, message
 
-    def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
+    def apply(self, model, message, round):
         own = {n: t for n, t in message.items() if ":" not in n}
         for layer in adapted_layers(own):
             if layer.W is not None:

@@ -6,23 +6,24 @@ Regularization", Algorithm 1.
     every round:       A ← Σ_k p_k A_k,  B ← Σ_k p_k B_k
     every tau rounds:  W ← W + s B A on every copy, then the pair starts anew
 
-``init: random`` draws A and sets B = 0, which leaves the model's function unchanged; ``init: momentum`` keeps
-the values, so that the function jumps by one ``s B A``: the papers' momentum effect, and the default of the
-authors' code. ``schedule`` gives the accumulation rounds as a list instead of ``tau``.
+``init: random`` draws A and sets B = 0, which leaves the model's function unchanged. ``init: momentum`` keeps the
+values, so the function jumps by one ``s B A``: the papers' momentum effect, and the default of the authors' code.
+``schedule`` lists the accumulation rounds instead of ``tau``.
 
-``merge: false`` is for fine-tuning: the base stays as it is, the accumulated pairs stand beside it, and all of
-them are saved as one LoRA adapter of their rank together.
+``merge: false`` is for fine-tuning: the base remains unchanged, the accumulated pairs are kept beside it, and all of
+them are saved as one LoRA adapter whose rank is the sum of theirs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ..errors import UserError
 from ..models.adapters import ACCUMULATED, accumulate_pair, add_beside, base_weight_name, load_tensors, merge_adapter
 from ..models.names import named_tensors, pairs, select, zero_at_start
-from .base import Averaging, Tensors, split_merges
+from ..settings import key
+from .base import Averaging, split_merges
 from .ranks import check_one_rank
 from .registry import register_method
 
@@ -34,44 +35,36 @@ class FedLoRU(Averaging):
 
     @dataclass(frozen=True)
     class Params:
-        tau: int = field(default=20, metadata={"min": 1, "help": "rounds between accumulations"})
-        schedule: tuple[int, ...] = field(
-            default=(), metadata={"min": 1, "help": "the accumulation rounds themselves; goes before tau"}
-        )
-        init: str = field(
-            default="random", metadata={"choices": ("random", "momentum"), "help": "how the pair starts again"}
-        )
-        merge: bool = field(
-            default=True,
-            metadata={"help": "False: keep the accumulated pairs beside the base and save them as one adapter"},
-        )
+        tau: int = key(20, min=1, help="rounds between accumulations")
+        schedule: tuple[int, ...] = key((), min=1, help="the accumulation rounds themselves; takes precedence over tau")
+        init: str = key("random", choices=("random", "momentum"), help="how the pair is initialised after accumulation")
+        merge: bool = key(True, help="False: keep the accumulated pairs beside the base, and save them as one adapter")
+
+    params: Params
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
-        if not params.merge and (self.adapter.method != "lora" or setting.from_scratch):
-            raise UserError(
-                "lowrank.merge = False keeps LoRA pairs beside a pre-trained base; "
-                + (
-                    "this model is trained from scratch"
-                    if setting.from_scratch
-                    else f"llm.adapter.args asks for {self.adapter.method}, whose products do not add up to one adapter"
-                )
+        if params.merge:
+            return
+        if setting.from_scratch or self.adapter.method != "lora":
+            reason = (
+                "this model is trained from scratch"
+                if setting.from_scratch
+                else f"llm.adapter.args asks for {self.adapter.method}, whose products do not add up to one adapter"
             )
-        if not params.merge:
-            check_one_rank(self.adapter, f"lowrank.merge = False of {self.name}")
+            raise UserError(f"lowrank.merge = False keeps LoRA pairs beside a pre-trained base; {reason}")
+        check_one_rank(self.adapter, f"lowrank.merge = False of {self.name}")
 
-    def adapt(self, model: nn.Module) -> nn.Module:
+    def adapt(self, model):
         model = super().adapt(model)
-        if not self.params.merge:
-            add_beside(model, ACCUMULATED, self.setting.seed, r=1)
-        return model
+        return model if self.params.merge else add_beside(model, ACCUMULATED, self.setting.seed, r=1)
 
     def accumulates(self, round: int) -> bool:
-        """Whether the pair is merged at the end of ``round``."""
+        """Whether the pair is accumulated at the end of ``round``."""
         return round in self.params.schedule if self.params.schedule else round % self.params.tau == 0
 
-    def restart(self, name: str, value: torch.Tensor, round: int) -> torch.Tensor:
-        """The adapter's tensor ``name`` after the accumulation of ``round``, where it was ``value``."""
+    def restart(self, name: str, value: Tensor, round: int) -> Tensor:
+        """The adapter's tensor ``name`` after the accumulation of ``round``; ``value`` is the one before."""
         if self.params.init == "momentum":
             return value
         drawn = torch.zeros(value.shape) if zero_at_start(name) else self.draw_down(name, value.shape, round)
@@ -80,12 +73,12 @@ class FedLoRU(Averaging):
     def settle(self, mean, state, round):
         state, message = dict(state), dict(mean)
         for name in select(mean, {"adapter"}) if self.accumulates(round) else ():
-            # The pair travels once, as what to merge; every copy starts its new pair by itself.
+            # The pair is sent once, to be merged; every copy computes its new pair itself.
             message[f"merge:{round}:{name}"] = message.pop(name)
             state[name] = self.restart(name, mean[name], round)
         return state, message
 
-    def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
+    def apply(self, model, message, round):
         merges, rest = split_merges(message)
         for merged_in, adapter in merges.items():
             if self.params.merge:
@@ -97,7 +90,7 @@ class FedLoRU(Averaging):
             load_tensors(model, {n: self.restart(n, t, merged_in) for n, t in adapter.items()})
         load_tensors(model, rest)
 
-    def changed_base(self, model: nn.Module) -> list[str]:
+    def changed_base(self, model):
         if not self.params.merge:
             return list(named_tensors(model, (ACCUMULATED,)))
         return sorted({base_weight_name(n) for n in named_tensors(model, ("adapter",))})

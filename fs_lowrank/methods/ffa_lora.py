@@ -1,4 +1,4 @@
-"""FFA-LoRA: A stays at the random start that all clients share, only B trains.
+"""FFA-LoRA: A remains at the random initial value that all clients share, and only B trains.
 
 Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024.
 
@@ -20,5 +20,5 @@ class FFALoRA(Averaging):
     def requires(cls, params):
         return replace(super().requires(params), adapter="lora")
 
-    def phases(self, round: int, client: int | None = None) -> list[Phase]:
+    def phases(self, round, client=None):
         return [Phase(train=("lora_B", *self.whole))]

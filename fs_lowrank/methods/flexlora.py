@@ -6,14 +6,15 @@ NeurIPS 2024.
     ΔW = Σ_k p_k s_k B_k A_k = U Σ Vᵀ          (s_k = alpha / r_k)
     client k gets A = V_rᵀ, B = U_r Σ_r / s_k, its r_k largest components
 
-``split: sqrt`` shares Σ between the halves instead of giving it all to B, which is what the authors' code
-does. Differs from the authors' code in cost only: ΔW is never formed (``algebra.low_rank_sum_svd``).
+``split: sqrt`` gives √Σ to each half; the default gives all of Σ to B, as in the authors' code. Differs from the
+authors' code in cost only: ΔW is never formed (``algebra.low_rank_sum_svd``).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..algebra import low_rank_sum_svd, top_components
 from ..models.names import pairs
+from ..settings import key
 from .ranks import RankedMethod, RankedParams
 from .registry import register_method
 
@@ -25,24 +26,22 @@ class FlexLoRA(RankedMethod):
 
     @dataclass(frozen=True)
     class Params(RankedParams):
-        split: str = field(
-            default="b", metadata={"choices": ("b", "sqrt"), "help": "b: all singular values in B; sqrt: shared with A"}
-        )
+        split: str = key("b", choices=("b", "sqrt"), help="b: all singular values in B; sqrt: shared with A")
+
+    params: Params
 
     def aggregate(self, updates, state, round):
-        message = self.mean_of(updates, self.averaged)
-        weights = self.weights(updates)
-        adapter, rank = self.adapter, self.rank()
-        scale = adapter.scale(rank)
+        message, weights = self.mean_of(updates, self.averaged), self.weights(updates)
+        rank, scale = self.rank(), self.adapter.scale
         for b, a in pairs(updates[0].tensors):
             u, s, vh = low_rank_sum_svd(
                 [u.tensors[b].flatten(1) for u in updates],
                 [u.tensors[a].flatten(1) for u in updates],
-                [p * adapter.scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)],
+                [p * scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)],
                 rank,
             )
-            u, s, vh = top_components(u, s / scale, vh, rank, fill=state[a].flatten(1))
-            root = s.sqrt() if self.params.split == "sqrt" else None
-            message[b] = (u * (s if root is None else root)).reshape(state[b].shape)
-            message[a] = (vh if root is None else root[:, None] * vh).reshape(state[a].shape)
+            u, s, vh = top_components(u, s / scale(rank), vh, rank, fill=state[a].flatten(1))
+            of_b, of_a = (s.sqrt(), s.sqrt()[:, None]) if self.params.split == "sqrt" else (s, 1)
+            message[b] = (u * of_b).reshape(state[b].shape)
+            message[a] = (of_a * vh).reshape(state[a].shape)
         return {**state, **message}, message

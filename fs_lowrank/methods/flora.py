@@ -1,12 +1,12 @@
-"""FLoRA: the server stacks the clients' pairs, everyone merges the product and starts a fresh pair.
+"""FLoRA: the server stacks the clients' pairs, every copy merges the product and draws a new pair.
 
 Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations",
 NeurIPS 2024.
 
     A = [A_1; …; A_K]    B = [p_1 s_1 B_1, …, p_K s_K B_K]
-    W ← W + B A, then A is drawn anew and B = 0
+    W ← W + B A, then a new A is drawn and B = 0
 
-Exact for any ranks and any subset of clients, but the downlink grows with ``Σ r_k``.
+Exact for any ranks and any subset of the clients, but the downlink grows with ``Σ r_k``.
 """
 
 import torch
@@ -16,15 +16,14 @@ from ..algebra import stack_pairs
 from ..models.adapters import base_weight_name, load_tensors, merge_pair
 from ..models.names import named_tensors, pairs
 from .base import Tensors, split_merges
-from .ranks import RankedMethod, RankedParams
+from .ranks import RankedMethod
 from .registry import register_method
 
 
 @register_method("flora")
 class FLoRA(RankedMethod):
     source = "Wang et al., NeurIPS 2024"
-    sends = "A and B, at the client's rank; receives everyone's"
-    Params = RankedParams
+    sends = "A and B, at the client's rank; receives those of all clients"
 
     def aggregate(self, updates, state, round):
         message = self.mean_of(updates, self.averaged)

@@ -1,27 +1,29 @@
-"""mFedLoRU: clients with little room train low-rank updates of the low-rank pair.
+"""mFedLoRU: clients with few resources train low-rank updates of the low-rank pair.
 
 Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
 Regularization", appendix "Model-heterogeneous FedLoRU", Algorithm 3.
 
     client k trains    W + s (B + s' B_d B_u)(A + s' A_d A_u),  with B_d = A_d = 0 at the start of every round
     and sends          A_d (r × r_A), A_u (r_A × d_in), B_d (d_out × r_B), B_u (r_B × r)
-    the server takes   A_k = A + s' A_d A_u,  B_k = B + s' B_d B_u,  and goes on as FedLoRU does
+    the server takes   A_k = A + s' A_d A_u,  B_k = B + s' B_d B_u,  then goes on as FedLoRU
 
 Up it sends ``r_B (d_out + r) + r_A (d_in + r)`` values a matrix instead of ``r (d_out + d_in)``. A client of
 rank 0 opts out and trains the pair itself. ``s' = α_A / r_A = 1/2`` as in the paper's experiments.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import UserError
 from ..models.adapters import load_tensors
 from ..models.layers import Layer, adapted_layers
 from ..models.names import named_tensors, tags
 from ..models.nested import add_nested, cut_nested, nested_product, nested_shapes
+from ..settings import key
 from .base import Phase, State, Tensors, Update
 from .fedloru import FedLoRU
+from .ranks import of_client
 from .registry import register_method
 
 
@@ -33,74 +35,70 @@ class MFedLoRU(FedLoRU):
 
     @dataclass(frozen=True)
     class Params(FedLoRU.Params):
-        nested_ranks: tuple[int, ...] = field(
-            default=(),
-            metadata={
-                "min": 0,
-                "help": "r_A of every client, repeated in turn if shorter; 0: it trains the whole pair; "
-                "empty: 0 for all",
-            },
+        nested_ranks: tuple[int, ...] = key(
+            (),
+            min=0,
+            help="r_A of every client, repeated in turn if shorter; 0: it trains the pair itself; empty: 0 for all",
         )
-        nested_ranks_b: tuple[int, ...] = field(
-            default=(), metadata={"min": 0, "help": "r_B of every client, if other than r_A"}
-        )
-        nested_scale: float = field(default=0.5, metadata={"above": 0.0, "help": "s' = alpha_A / r_A = alpha_B / r_B"})
+        nested_ranks_b: tuple[int, ...] = key((), min=0, help="r_B of every client, if other than r_A")
+        nested_scale: float = key(0.5, above=0.0, help="s' = alpha_A / r_A = alpha_B / r_B")
+
+        def __post_init__(self):
+            of_a, of_b = self.nested_ranks, self.nested_ranks_b
+            if of_b and (len(of_a) != len(of_b) or any((a == 0) != (b == 0) for a, b in zip(of_a, of_b))):
+                raise ValueError(
+                    f"nested_ranks {of_a} and nested_ranks_b {of_b}: expected one of each for every client; one that "
+                    "opts out has 0 in both lists"
+                )
+
+    params: Params
 
     @classmethod
-    def requires(cls, params):
+    def requires(cls, params: Params):
         return replace(super().requires(params), adapter="lora")
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
-        wide = [r for r in (*params.nested_ranks, *params.nested_ranks_b) if r >= self.adapter.r]
-        if wide:
+        if wide := [r for r in (*params.nested_ranks, *params.nested_ranks_b) if r >= self.adapter.r]:
             raise UserError(
-                f"lowrank.nested_ranks: {wide[0]} is not below the adapter's rank, {self.adapter.r}, so "
-                "nesting saves nothing; 0 lets the client train the whole pair"
-            )
-        of_a, of_b = params.nested_ranks, params.nested_ranks_b
-        if of_b and (len(of_a) != len(of_b) or any((a == 0) != (b == 0) for a, b in zip(of_a, of_b))):
-            raise UserError(
-                f"lowrank.nested_ranks {of_a} and nested_ranks_b {of_b}: give one of each for every "
-                "client; one that opts out has 0 in both lists"
+                f"lowrank.nested_ranks: {wide[0]} is not below the adapter's rank, {self.adapter.r}, so nesting saves "
+                "nothing; with 0 the client trains the pair itself"
             )
 
-    def nested_ranks(self, client: int | None) -> tuple[int, int]:
-        """``r_A`` and ``r_B`` of ``client``; (0, 0) trains the whole pair. None: the largest of all."""
+    def ranks(self, client: int | None = None) -> tuple[int, int]:
+        """``r_A`` and ``r_B`` of ``client``, (0, 0) if it opts out; None: the largest of all."""
         of_a = self.params.nested_ranks or (0,)
         of_b = self.params.nested_ranks_b or of_a
-        if client is None:
-            return max(of_a), max(of_b)
-        return of_a[(client - 1) % len(of_a)], of_b[(client - 1) % len(of_b)]
+        return (max(of_a), max(of_b)) if client is None else (of_client(of_a, client), of_client(of_b, client))
 
-    def adapt(self, model: nn.Module) -> nn.Module:
+    def adapt(self, model):
         return add_nested(super().adapt(model), self.params.nested_scale)
 
-    def initial_state(self, model: nn.Module) -> State:
-        state = super().initial_state(model)
-        return {**state, **self.fresh(state, 0)}
-
-    def fresh(self, tensors: Tensors, round: int) -> dict[str, Tensor]:
-        """Nested pairs of the largest rank for the round after ``round``: ``A_d = B_d = 0``, the others drawn."""
-        made = {}
-        for layer in adapted_layers(tensors):
-            shapes = nested_shapes(layer.A.shape, layer.B.shape, *self.nested_ranks(None))
-            drawn = {u: self.draw_down(layer.key(u), shapes[u], round).to(layer.A) for u in ("A_u", "B_u")}
-            zeros = {d: layer.A.new_zeros(shapes[d]) for d in ("A_d", "B_d")}
-            made |= Layer(layer.name, **zeros, **drawn).named()
+    def initial_nested(self, tensors: Tensors, round: int) -> dict[str, Tensor]:
+        """Nested pairs of the largest ranks for the round after ``round``: ``A_d = B_d = 0``, the others random."""
+        made: dict[str, Tensor] = {}
+        for pair in adapted_layers(tensors):
+            shapes = nested_shapes(pair.A.shape, pair.B.shape, *self.ranks())
+            drawn = {u: self.draw_down(pair.key(u), shapes[u], round).to(pair.A) for u in ("A_u", "B_u")}
+            zeros = {d: pair.A.new_zeros(shapes[d]) for d in ("A_d", "B_d")}
+            made |= Layer(pair.name, **zeros, **drawn).named()
         return made
 
-    def phases(self, round: int, client: int | None = None) -> list[Phase]:
-        nests = client is not None and self.nested_ranks(client)[0] > 0
-        return [Phase(train=(*(("nested",) if nests else ("adapter",)), *self.whole))]
+    def initial_state(self, model):
+        state = super().initial_state(model)
+        return {**state, **self.initial_nested(self.view(state), 0)}
 
-    def tailor(self, tensors: Tensors, client: int) -> Tensors:
+    def phases(self, round, client=None):
+        nests = client is not None and self.ranks(client)[0] > 0
+        return [Phase(train=("nested" if nests else "adapter", *self.whole))]
+
+    def tailor(self, tensors, client):
         nested = [layer for layer in adapted_layers(tensors) if layer.A_u is not None]
-        return {**tensors, **cut_nested(nested, *self.nested_ranks(client))}
+        return {**tensors, **cut_nested(nested, *self.ranks(client))}
 
     def recover(self, update: Update, state: State) -> Update:
         """The update as if the client had trained the pair itself: ``A + s' A_d A_u`` and ``B + s' B_d B_u``."""
-        pairs, scale = {layer.name: layer for layer in adapted_layers(state)}, self.params.nested_scale
+        pairs, scale = {pair.name: pair for pair in adapted_layers(self.view(state))}, self.params.nested_scale
         tensors = {n: t for n, t in update.tensors.items() if "nested" not in tags(n)}
         for own in adapted_layers(update.tensors):
             if own.A_d is not None:
@@ -115,11 +113,11 @@ class MFedLoRU(FedLoRU):
 
     def settle(self, mean, state, round):
         state, message = super().settle(mean, state, round)
-        return {**state, **self.fresh(state, round)}, message
+        return {**state, **self.initial_nested(self.view(state), round)}, message
 
-    def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
+    def apply(self, model, message, round):
         super().apply(model, message, round)
-        # The copy's own nested pairs start anew, at the rank that it has.
-        held = adapted_layers(named_tensors(model, ("nested",)))
-        fresh = adapted_layers(self.fresh(named_tensors(model, ("adapter",)), round))
-        load_tensors(model, cut_nested(fresh, len(held[0].A_u), len(held[0].B_u)))
+        # The nested pairs of this copy start again, at the ranks that they have.
+        held = adapted_layers(named_tensors(model, ("nested",)))[0]
+        initial = adapted_layers(self.initial_nested(named_tensors(model, ("adapter",)), round))
+        load_tensors(model, cut_nested(initial, len(held.A_u), len(held.B_u)))

@@ -9,8 +9,9 @@ Implicit Regularization", appendix "pFedLoRA", Algorithm 4. Client k's model is 
     sent:       W, averaged as FedAvg does
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ..settings import key
 from .base import Averaging, Phase
 from .registry import register_method
 
@@ -21,24 +22,25 @@ class PFedLoRA(Averaging):
     sends = "all weights; a pair of its own stays with the client"
     shared = ("base", "head")
     personal = ("adapter",)
-    #: 2: variant 2 was two phases, and its optimizer began anew between them
+    #: 2: variant 2 was two phases, each with a new optimizer
     revision = 2
 
     @dataclass(frozen=True)
     class Params:
-        variant: int = field(default=1, metadata={"min": 1, "max": 2, "help": "1: one after the other; 2: together"})
-        personal_steps: int = field(
-            default=0,
-            metadata={"min": 0, "help": "E_per, in units of train.batch_or_epoch; 0: as train.local_update_steps"},
+        variant: int = key(1, min=1, max=2, help="1: one after the other; 2: together")
+        personal_steps: int = key(
+            0, min=0, help="E_per, in units of train.batch_or_epoch; 0: as train.local_update_steps"
         )
-        global_steps: int = field(default=0, metadata={"min": 0, "help": "E_global; 0: as train.local_update_steps"})
+        global_steps: int = key(0, min=0, help="E_global; 0: as train.local_update_steps")
+
+    params: Params
 
     @classmethod
-    def revision_of(cls, params) -> int:
+    def revision_of(cls, params: Params):
         return cls.revision if params.variant == 2 else 1
 
-    def phases(self, round: int, client: int | None = None) -> list[Phase]:
+    def phases(self, round, client=None):
         own, everyone, default = self.params.personal_steps, self.params.global_steps, self.setting.local_steps
-        if self.params.variant == 1:
-            return [Phase(train=self.personal, steps=own or None), Phase(train=self.shared, steps=everyone or None)]
-        return [Phase(train=(*self.personal, *self.shared), steps=(own or default) + (everyone or default))]
+        if self.params.variant == 2:
+            return [Phase(train=(*self.personal, *self.shared), steps=(own or default) + (everyone or default))]
+        return [Phase(train=self.personal, steps=own or None), Phase(train=self.shared, steps=everyone or None)]

@@ -1,27 +1,32 @@
-"""What methods with a rank per client share: the list of ranks, and cutting a pair to its first rows."""
+"""For methods whose clients have different ranks: the list of ranks, and the first rows of a pair."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from ..errors import UserError
 from ..models.layers import Layer, adapted_layers
-from ..settings import AdapterSpec
-from .base import Gathering, Tensors
+from ..settings import AdapterSpec, key
+from .base import Gathering, Requires, Tensors
+
+T = TypeVar("T")
+
+
+def of_client(values: Sequence[T], client: int) -> T:
+    """The value for ``client`` (from 1) in a list that is repeated in turn if there are more clients than values."""
+    return values[(client - 1) % len(values)]
 
 
 @dataclass(frozen=True)
 class RankedParams:
-    ranks: tuple[int, ...] = field(
-        default=(),
-        metadata={
-            "min": 1,
-            "help": "rank of every client, repeated in turn if shorter; empty: the adapter's r for all",
-        },
+    ranks: tuple[int, ...] = key(
+        (), min=1, help="rank of every client, repeated in turn if shorter; empty: the adapter's r for all"
     )
 
 
 def check_one_rank(adapter: AdapterSpec, method: str) -> None:
-    """For methods that compute a pair's scale from its rank and the adapter's one alpha, and know of no bias.
+    """For methods that compute the scale of a pair from its rank and one alpha, and support no bias.
 
     Raises:
         UserError: the adapter has ranks or alphas by layer, or a bias.
@@ -30,15 +35,18 @@ def check_one_rank(adapter: AdapterSpec, method: str) -> None:
     if odd:
         raise UserError(
             f"llm.adapter.args: {odd[0]}: {method} needs one alpha for all layers, ranks that differ by "
-            "client only, and pairs without a bias; take it out, or take another method"
+            "client only, and pairs without a bias; remove it, or choose another method"
         )
 
 
 class RankedMethod(Gathering):
-    """A method whose clients may hold different ranks of one pair."""
+    """A method whose clients may hold a pair at different ranks."""
+
+    Params = RankedParams
+    params: RankedParams
 
     @classmethod
-    def requires(cls, params):
+    def requires(cls, params: RankedParams) -> Requires:
         return dataclasses.replace(super().requires(params), adapter="lora")
 
     def __init__(self, params, setting):
@@ -47,16 +55,16 @@ class RankedMethod(Gathering):
         self.averaged = self.whole
 
     def rank(self, client: int | None = None) -> int:
-        """The rank of ``client`` (from 1), or the server's: the largest of all."""
-        ranks = self.params.ranks or (self.setting.adapter.r,)
-        return max(*ranks, self.setting.adapter.r) if client is None else ranks[(client - 1) % len(ranks)]
+        """The rank of ``client``; None: of the server, which has the largest."""
+        r = self.setting.adapter.r
+        return max((r, *self.params.ranks)) if client is None else of_client(self.params.ranks or (r,), client)
 
     @property
     def adapter(self) -> AdapterSpec:
         return dataclasses.replace(self.setting.adapter, r=self.rank())
 
     def tailor(self, tensors: Tensors, client: int) -> Tensors:
-        """The client's first ``r_k`` rows of A and columns of B, rescaled so that ``s_k B_k A_k`` stays ``s B A``."""
+        """The first ``r_k`` rows of A and columns of B, scaled such that ``s_k B_k A_k`` remains ``s B A``."""
         rank = self.rank(client)
         rescale = self.adapter.scale(self.rank()) / self.adapter.scale(rank)
         cut = dict(tensors)

@@ -1,8 +1,9 @@
-"""The methods that have registered. What imports the built-in ones is ``catalogue``."""
+"""The registered methods. ``catalogue`` imports the modules that register them."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import UserError
@@ -10,9 +11,9 @@ from ..settings import Lowrank
 from .base import Averaging, Gathering, Method
 
 _METHODS: dict[str, type[Method]] = {}
-#: what methods of the first edition said, and how it is said now
+#: attributes that version 0.1.0 read, and what replaces them
 _FORMER = {
-    "averages": "take Averaging as the base for True, Gathering for False",
+    "averages": "derive from Averaging for True, from Gathering for False",
     "additive": "return Requires(sums=…) from requires(cls, params)",
     "needs_only_sums": "return Requires(sums=…) from requires(cls, params)",
     "selects": "return Requires(validation=…) from requires(cls, params)",
@@ -20,20 +21,20 @@ _FORMER = {
     "tasks": "return Requires(tasks=…) from requires(cls, params)",
     "lora_only": 'return Requires(adapter="lora") from requires(cls, params)',
     "either": 'return Requires(adapter="optional") from requires(cls, params)',
-    "chains_only": "let adapt(model) call models.chain.chain, which refuses other nets",
-    "averages_head": "name the tags whose mean a Gathering method takes in averaged",
+    "chains_only": "call models.chain.chain in adapt(model), which refuses other networks",
+    "averages_head": "name in averaged the tags whose mean a Gathering method takes",
     "average": "override mean(updates, state) of Averaging, or call mean_of(updates, tags)",
-    "combine": "derive from Averaging, whose aggregate takes the steps of its wrappers",
+    "combine": "derive from Averaging, whose aggregate calls its wrappers",
 }
 
 
 def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
-    """Class decorator: make the method known as ``name`` (lower case).
+    """Class decorator: register the method as ``name`` (lower case).
 
     Raises:
-        UserError: the name is taken by another class; a hyperparameter has the name of a key that ``lowrank`` has
-            for every method, so that one value in a config would mean both; the class is neither ``Averaging`` nor
-            ``Gathering``, or has an attribute of the former contract, which nothing would read.
+        UserError: the name belongs to another class; a hyperparameter has the name of a key that ``lowrank`` has for
+            every method; the class derives from neither ``Averaging`` nor ``Gathering``, or lacks an abstract method;
+            it has an attribute of the former contract, which nothing would read.
     """
 
     def register(cls: type[Method]) -> type[Method]:
@@ -48,10 +49,10 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
             raise UserError(f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}")
         refuse_former(name, dir(cls))
-        if not issubclass(cls, (Averaging, Gathering)) or cls.aggregate is Method.aggregate:
+        if not issubclass(cls, (Averaging, Gathering)) or inspect.isabstract(cls):
             raise UserError(
-                f"method {name!r}: {cls.__qualname__} does not say what its server step is; derive it from Averaging "
-                "(a weighted mean, to which server optimizers apply), or from Gathering with an aggregate of its own"
+                f"method {name!r}: {cls.__qualname__} does not define its server step; derive it from Averaging (a "
+                "weighted mean, to which server optimizers apply), or from Gathering and define aggregate"
             )
         cls.name = name
         _METHODS[name] = cls
@@ -67,5 +68,5 @@ def refuse_former(name: str, attributes: Iterable[str]) -> None:
 
 
 def registered() -> Mapping[str, type[Method]]:
-    """The classes by name, of the modules that have been imported so far."""
+    """The classes by name, from the modules imported so far."""
     return _METHODS

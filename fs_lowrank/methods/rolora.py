@@ -5,14 +5,15 @@ Chen et al., "Robust Federated Finetuning of LLMs via Alternating Optimization o
     odd round:   A frozen,  B ← Σ_k p_k B_k
     even round:  B frozen,  A ← Σ_k p_k A_k
 
-Either mean is exact, since ``B A`` is linear in the half that moves, and a round sends half of FedLoRA's
-bytes. The first round trains B: with ``B = 0`` the gradient of A is exactly zero. With ``mix: q`` the first
-``⌈q·T⌉`` rounds alternate and the rest keep A frozen, as FFA-LoRA does (section 5.3).
+Both means are exact, since ``B A`` is linear in each half, and a round sends half of the bytes of FedLoRA. The first
+round trains B: with ``B = 0`` the gradient of A is exactly zero. With ``mix: q``, the first ``⌈q·T⌉`` rounds alternate,
+and in the others A remains frozen as in FFA-LoRA (section 5.3).
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from ..settings import key
 from .base import Averaging, Phase
 from .registry import register_method
 
@@ -24,20 +25,19 @@ class RoLoRA(Averaging):
 
     @dataclass(frozen=True)
     class Params:
-        mix: float = field(
-            default=1.0,
-            metadata={"min": 0.0, "max": 1.0, "help": "share of the rounds that alternate; A stays frozen after them"},
-        )
+        mix: float = key(1.0, min=0.0, max=1.0, help="share of the rounds that alternate; A stays frozen after them")
+
+    params: Params
 
     @classmethod
-    def requires(cls, params):
+    def requires(cls, params: Params):
         return replace(super().requires(params), adapter="lora", rounds=params.mix < 1)
 
     def half(self, round: int) -> str:
         """The half that trains in ``round``: ``lora_A`` or ``lora_B``."""
-        # 0.55 · 100 is a little above 55 in floating point.
-        alternates = self.params.mix >= 1 or round <= math.ceil(self.params.mix * self.setting.rounds - 1e-9)
+        # ``requires`` asks for the number of rounds unless all alternate. In floating point, 0.55 · 100 is above 55.
+        alternates = self.params.mix >= 1 or round <= math.ceil(self.params.mix * (self.setting.rounds or 0) - 1e-9)
         return "lora_A" if round % 2 == 0 and alternates else "lora_B"
 
-    def phases(self, round: int, client: int | None = None) -> list[Phase]:
+    def phases(self, round, client=None):
         return [Phase(train=(self.half(round), *self.whole))]

@@ -1,4 +1,4 @@
-"""Server optimizers: the averaged change is a pseudo-gradient.
+"""Server optimizers, for which the averaged change is a pseudo-gradient.
 
 Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2; Hsu et al. 2019 for FedAvgM.
 
@@ -8,10 +8,9 @@ Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2; Hsu et 
     FedYogi     v ← v − (1 − β₂) Δ² sign(v − Δ²)
     x ← x + η m / (√v + τ)
 
-``SGD`` is FedAvg (lr 1, momentum 0) and FedAvgM: ``m ← β m + Δ``, ``x ← x + η m``. As in the paper there is
-no bias correction, and ``v`` starts at τ². β₁ is 0.9, and 0 for FedAdagrad, as in the paper's experiments, since
-Adagrad has no momentum; β₂ is 0.99. What is remembered lies in the method's state, so it is saved
-and resumed with it; a tensor that was not sent in a round keeps its memory untouched.
+``SGD`` is FedAvg (lr 1, momentum 0) and FedAvgM: ``m ← β m + Δ``, ``x ← x + η m``. As in the paper there is no bias
+correction, and ``v`` starts at τ². As in the paper's experiments, β₂ is 0.99 and β₁ is 0.9, or 0 for FedAdagrad, since
+Adagrad has no momentum. A tensor that was not sent in a round keeps its ``m`` and ``v``.
 """
 
 from __future__ import annotations
@@ -32,25 +31,20 @@ _V_RULES = {
     "adam": lambda v, d, beta: beta * v + (1 - beta) * d * d,
     "yogi": lambda v, d, beta: v - (1 - beta) * d * d * torch.sign(v - d * d),
 }
-#: β₁ and β₂ unless given
+#: default β₁ and β₂
 _BETAS = {"adagrad": (0.0, 0.99)}
 _OTHER_BETAS = (0.9, 0.99)
-
-
-#: the names of the algorithms, for ``type``
+#: names of the algorithms in the papers -> ``type``
 _ALGORITHMS = {"fedavg": "sgd", "avg": "sgd", "fedavgm": "sgd", "avgm": "sgd", "fedsgd": "sgd"}
 _ALGORITHMS.update({f"fed{kind}": kind for kind in _V_RULES})
 
 
 @dataclass(frozen=True)
 class ServerOptimizer(Wrapper):
-    """A server optimizer over named tensors.
-
-    ``betas`` None stands for those of the type.
-    """
+    """A server optimizer over named tensors. Without ``betas``, they are the defaults of the type."""
 
     prefix: ClassVar[str] = "server_optimizer:"
-    #: by type, as ``Method.revision``. 2: FedAdagrad's β₁ was 0.9 unless given
+    #: as ``Method.revision``, by type. 2: the default β₁ of FedAdagrad was 0.9
     revisions: ClassVar[Mapping[str, int]] = {"adagrad": 2}
 
     type: str = key("sgd", choices=("sgd", *_V_RULES), also=_ALGORITHMS, fold=True)
@@ -59,30 +53,20 @@ class ServerOptimizer(Wrapper):
     betas: tuple[float, float] | None = key(None, min=0.0, below=1.0)
     tau: float = key(1e-3, above=0.0)
 
-    def __post_init__(self):
-        if self.betas is None:
-            object.__setattr__(self, "betas", _BETAS.get(self.type, _OTHER_BETAS))
-
-    @staticmethod
-    def kind(values: Mapping[str, object]) -> str:
-        """``type`` of ``values`` as ``ServerOptimizer.type`` has it."""
-        kind = str(values.get("type", "sgd")).lower().removeprefix("fed")
-        return "sgd" if kind in ("avg", "avgm") else kind
-
     @classmethod
     def revision_of(cls, values: Mapping[str, object]) -> int:
-        """The revision of what ``fedopt.optimizer`` asks for; given ``betas`` mean what they always did."""
-        return 1 if "betas" in values else cls.revisions.get(cls.kind(values), 1)
+        """The revision of ``fedopt.optimizer``; explicit ``betas`` mean the same in every revision."""
+        return 1 if "betas" in values else cls.revisions.get(cls.from_config(values).type, 1)
 
     @classmethod
     def from_config(cls, values: Mapping[str, object], origin: Origin | None = None) -> ServerOptimizer:
         """From ``fedopt.optimizer``: ``type`` SGD | Adam | Adagrad | Yogi, ``lr``, ``momentum``, ``betas``, ``tau``.
 
-        Without ``lr``, or with None, it is ``server_lr`` of the type: 1 for SGD, 0.01 for the others. Without
-        ``betas`` they are (0.9, 0.99), and (0, 0.99) for Adagrad.
+        Without ``lr``, or with None, it is ``server_lr`` of the type: 1 for SGD, 0.01 for the others.
 
         Raises:
-            UserError: an unknown key or type (with the nearest), a value of the wrong type or out of range.
+            UserError: an unknown key or type (the message suggests the nearest), a value of the wrong type or out of
+                range.
         """
         given = {name: value for name, value in values.items() if name != "lr" or value is not None}
         checked = check_keys(given, keys_of(cls), origin or Origin(), "fedopt.optimizer")
@@ -91,24 +75,26 @@ class ServerOptimizer(Wrapper):
     def step(
         self, mean: Mapping[str, Tensor], state: Mapping[str, Value]
     ) -> tuple[dict[str, Tensor], dict[str, Value]]:
-        """The new tensors and the memory to keep, both by name; ``state`` is not changed."""
-        new, memory = {}, {}
+        """The new tensors and the values to remember, both by name; ``state`` is not changed."""
+        first, second = self.betas or _BETAS.get(self.type, _OTHER_BETAS)
+        new: dict[str, Tensor] = {}
+        memory: dict[str, Value] = {}
         for name, average in mean.items():
             if is_statistic(name):
-                new[name] = average  # no gradient has moved it, and a step could make a variance negative
+                new[name] = average  # no gradient has changed it, and a step could make a variance negative
                 continue
             delta = average - state[name]
             m_name, v_name = f"{self.prefix}m:{name}", f"{self.prefix}v:{name}"
             m = state.get(m_name, torch.zeros_like(delta))
             if self.type == "sgd":
                 if self.momentum == 0 and self.lr == 1:
-                    new[name] = average  # FedAvg itself, without the rounding of x + (mean − x)
+                    new[name] = average  # FedAvg, without the rounding error of x + (mean − x)
                     continue
                 m = self.momentum * m + delta
                 new[name] = state[name] + self.lr * m
             else:
-                m = self.betas[0] * m + (1 - self.betas[0]) * delta
-                v = _V_RULES[self.type](state.get(v_name, torch.full_like(delta, self.tau**2)), delta, self.betas[1])
+                m = first * m + (1 - first) * delta
+                v = _V_RULES[self.type](state.get(v_name, torch.full_like(delta, self.tau**2)), delta, second)
                 new[name] = state[name] + self.lr * m / (v.sqrt() + self.tau)
                 memory[v_name] = v
             memory[m_name] = m

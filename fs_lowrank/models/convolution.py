@@ -12,6 +12,8 @@ two thin convolutions cost less than the product; each layer chooses by counting
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from peft.tuners.loha.layer import Conv2d as LoHaConv2d
 from peft.tuners.lokr.layer import Conv2d as LoKrConv2d
@@ -19,17 +21,24 @@ from peft.tuners.lora.layer import Conv2d as LoRAConv2d
 from torch import Tensor, nn
 from torch.func import functional_call
 
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer as _Base
+else:
+    _Base = object  # with PEFT's own base class, the class of its layers could not be replaced
+
 #: cost of moving one number through memory, in multiplications
 _TRAFFIC = 40
 
 
-class _Composed:
-    """Base of the layers: one convolution with the sum of the kernels if that is possible and cheaper."""
+class _Composed(_Base):
+    """Base of the layers: one convolution with the sum of the kernels if that is possible and cheaper.
+
+    A layer defines ``_whole_weight(x)``, the sum of the kernels of base and active adapters; None: PEFT computes it.
+    """
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        weight = None
-        if not (args or kwargs or self.disable_adapters or self.merged):
-            weight = self._whole_weight(x)
+        adapts = not (args or kwargs or self.disable_adapters or self.merged)
+        weight = self._whole_weight(x) if adapts else None
         if weight is None:
             return super().forward(x, *args, **kwargs)
         return functional_call(self.get_base_layer(), {"weight": weight}, (x,))
@@ -43,10 +52,6 @@ class _Composed:
             and base.dilation == (1, 1)
             and base.weight.dtype in (torch.float32, torch.float64)
         )
-
-    def _whole_weight(self, x: Tensor) -> Tensor | None:
-        """The sum of the kernels of base and active adapters; None: PEFT computes the layer."""
-        raise NotImplementedError
 
 
 class ComposedLoRA(_Composed, LoRAConv2d):
@@ -111,7 +116,7 @@ class ComposedLoKr(_ComposedLycoris, LoKrConv2d):
     """PEFT's LoKr on a convolution."""
 
 
-_FORMS = {LoRAConv2d: ComposedLoRA, LoHaConv2d: ComposedLoHa, LoKrConv2d: ComposedLoKr}
+_FORMS: dict[type, type] = {LoRAConv2d: ComposedLoRA, LoHaConv2d: ComposedLoHa, LoKrConv2d: ComposedLoKr}
 
 
 def compose(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,13 @@ def matrix_layers(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
 
     Grouped convolutions are left out, because their Fisher has no single factor for all inputs.
     """
-    names, found = set(names), {}
-    for name, module in model.named_modules():
-        plain = isinstance(module, nn.Linear) or isinstance(module, nn.Conv2d) and module.groups == 1
-        if plain and f"{name}.weight" in names:
-            found[name] = f"{name}.bias" in names
-    return found
+    names = set(names)
+    return {
+        name: f"{name}.bias" in names
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or isinstance(module, nn.Conv2d) and module.groups == 1
+        if f"{name}.weight" in names
+    }
 
 
 @contextmanager
@@ -88,19 +90,24 @@ def count_classes(model: nn.Module, batches: Batches) -> int:
         return _logits(model, next(_on(model, batches))).shape[1]
 
 
-def _log_likelihoods(logits: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """For each draw (or class), the summed log-likelihood of the batch, a scalar.
+def _gradients(
+    logits: Tensor, tensors: Sequence[Tensor], draws: int, generator: torch.Generator
+) -> Iterator[tuple[Tensor | None, ...]]:
+    """For each draw (or class), the gradients of the batch's log-likelihood with respect to ``tensors``; None: unused.
 
     The term of each sample is scaled so that the outer products of its gradients add up to its Fisher.
     """
     logs = logits.log_softmax(-1)
     weights = logs.detach().exp()
+    scalars = []
     for _ in range(draws):
         # Drawn on the CPU, so that a seed gives the same labels on every device.
         drawn = torch.multinomial(weights.cpu(), 1, generator=generator).to(logs.device)
-        yield logs.gather(1, drawn).sum() * draws**-0.5
+        scalars.append(logs.gather(1, drawn).sum() * draws**-0.5)
     for label in range(logits.shape[1] if draws == 0 else 0):
-        yield (logs[:, label] * weights[:, label].sqrt()).sum()
+        scalars.append((logs[:, label] * weights[:, label].sqrt()).sum())
+    for scalar in scalars:
+        yield torch.autograd.grad(scalar, tensors, retain_graph=scalar is not scalars[-1], allow_unused=True)
 
 
 # -- the diagonal --------------------------------------------------------------------------------------
@@ -126,30 +133,29 @@ def _squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm2d)):
         return _norm_squares(module, x, g)
     if isinstance(module, nn.Conv2d):
-        x = nn.functional.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
+        padding = cast(tuple[int, ...], module.padding)  # ``_known`` excludes text
+        x = nn.functional.unfold(x, module.kernel_size, module.dilation, padding, module.stride)
         x, g = x.transpose(1, 2), g.flatten(2).transpose(1, 2)
     elif x.ndim == 2:
         # One outer product per sample: its square is the outer product of the squares.
         return {"weight": (g * g).T @ (x * x), "bias": (g * g).sum(0)}
     x, g = x.flatten(1, -2), g.flatten(1, -2)  # (samples, positions, width)
     total = x.new_zeros(g.shape[-1], x.shape[-1])
-    share = max(1, (1 << 24) // total.numel())  # samples at a time, so that memory stays bounded
+    share = max(1, (1 << 24) // total.numel())  # number of samples at a time, which bounds the memory
     for a, b in zip(x.split(share), g.split(share)):
         total += torch.bmm(b.transpose(1, 2), a).square_().sum(0)
     return {"weight": total, "bias": g.sum(1).square().sum(0)}
 
 
-def _norm_squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+def _norm_squares(module: nn.LayerNorm | nn.GroupNorm | nn.BatchNorm2d, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    over = tuple(range(2, x.ndim))
     if isinstance(module, nn.LayerNorm):
         plain = nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps)
         over = tuple(range(1, x.ndim - len(module.normalized_shape)))
+    elif isinstance(module, nn.GroupNorm):
+        plain = nn.functional.group_norm(x, module.num_groups, eps=module.eps)
     else:
-        plain = (
-            nn.functional.group_norm(x, module.num_groups, eps=module.eps)
-            if isinstance(module, nn.GroupNorm)
-            else nn.functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
-        )
-        over = tuple(range(2, x.ndim))
+        plain = nn.functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
     each = {"weight": g * plain, "bias": g}
     return {n: (t.sum(over) if over else t).square().sum(0) for n, t in each.items()}
 
@@ -175,10 +181,10 @@ def diagonal_fisher(
 
     Args:
         batches: the data once, as model inputs; ``labels`` are ignored.
-        draws: see the docstring of the module.
-        seed: see the docstring of the module.
+        draws: number of labels drawn for each sample; 0: the exact expectation.
+        seed: of the draws.
     Returns:
-        nonnegative float32 tensors by name, with the shapes of the parameters.
+        Nonnegative float32 tensors by name, with the shapes of the parameters.
     """
     owners = {n: model.get_submodule(n.rpartition(".")[0]) for n in names}
     by_sample = any(not _known(m) or n.rpartition(".")[2] not in ("weight", "bias") for n, m in owners.items())
@@ -197,11 +203,7 @@ def diagonal_fisher(
 
 
 def _add_by_sample(model, sample, parameters, layers, total, draws, generator) -> None:
-    scalars = list(_log_likelihoods(_logits(model, sample), draws, generator))
-    for scalar in scalars:
-        grads = torch.autograd.grad(
-            scalar, list(parameters.values()), retain_graph=scalar is not scalars[-1], allow_unused=True
-        )
+    for grads in _gradients(_logits(model, sample), list(parameters.values()), draws, generator):
         for name, grad in zip(parameters, grads):
             if grad is not None:
                 total[name] += grad.float().square()
@@ -232,16 +234,12 @@ def _add_by_layer(model, batch, parameters, layers, total, draws, generator) -> 
     finally:
         for hook in hooks:
             hook.remove()
-    scalars, used = list(_log_likelihoods(logits, draws, generator)), sorted(seen)
-    for scalar in scalars:
-        # Only gradients of outputs: gradients of weights would be sums over the batch.
-        grads = torch.autograd.grad(
-            scalar, [seen[n][1] for n in used], retain_graph=scalar is not scalars[-1], allow_unused=True
-        )
+    used = sorted(seen)
+    # With respect to outputs, since gradients of weights would be sums over the batch.
+    for grads in _gradients(logits, [seen[n][1] for n in used], draws, generator):
         for name, grad in zip(used, grads):
-            if grad is None:
-                continue
-            for part, square in _squares(model.get_submodule(name), seen[name][0], grad).items():
+            squares = {} if grad is None else _squares(model.get_submodule(name), seen[name][0], grad)
+            for part, square in squares.items():
                 if f"{name}.{part}" in total:
                     total[f"{name}.{part}"] += square.reshape(total[f"{name}.{part}"].shape)
 
@@ -296,11 +294,12 @@ def kronecker_fisher(
         )
         operator.compute_kronecker_factors()
         factors = operator.state_dict()
-    made = {}
-    for name in layers:
-        pair = (factors[kind][f"model.{name}"] for kind in ("input_covariances", "gradient_covariances"))
-        made[name] = tuple((0.5 * (m + m.T)).detach().float() for m in pair)
-    return made
+
+    def symmetric(kind: str, name: str) -> Tensor:
+        matrix = factors[kind][f"model.{name}"]
+        return (0.5 * (matrix + matrix.T)).detach().float()
+
+    return {n: (symmetric("input_covariances", n), symmetric("gradient_covariances", n)) for n in layers}
 
 
 # -- full ---------------------------------------------------------------------------------------------
@@ -319,22 +318,10 @@ def full_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, dra
         generator, count = torch.Generator().manual_seed(seed), 0
         for batch in _on(model, batches):
             for i in range(len(batch["labels"])):
-                sample = {k: v[i : i + 1] for k, v in batch.items()}
-                scalars = list(_log_likelihoods(_logits(model, sample), draws, generator))
-                for scalar in scalars:
-                    grads = torch.autograd.grad(
-                        scalar, list(parameters.values()), allow_unused=True, retain_graph=scalar is not scalars[-1]
-                    )
-                    flat = (
-                        torch.cat(
-                            [
-                                torch.zeros_like(p).flatten() if g is None else g.flatten()
-                                for p, g in zip(parameters.values(), grads)
-                            ]
-                        )
-                        .double()
-                        .cpu()
-                    )
+                logits = _logits(model, {k: v[i : i + 1] for k, v in batch.items()})
+                for grads in _gradients(logits, list(parameters.values()), draws, generator):
+                    known = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), grads)]
+                    flat = torch.cat([g.flatten() for g in known]).double().cpu()
                     total.addr_(flat, flat)
                 count += 1
     return total / count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
@@ -35,15 +36,15 @@ class Layer:
     """
 
     name: str
-    A: Tensor | None = None
-    B: Tensor | None = None
-    W: Tensor | None = None
-    U: Tensor | None = None
-    V: Tensor | None = None
-    A_d: Tensor | None = None
-    A_u: Tensor | None = None
-    B_d: Tensor | None = None
-    B_u: Tensor | None = None
+    A: Tensor | Any = None
+    B: Tensor | Any = None
+    W: Tensor | Any = None
+    U: Tensor | Any = None
+    V: Tensor | Any = None
+    A_d: Tensor | Any = None
+    A_u: Tensor | Any = None
+    B_d: Tensor | Any = None
+    B_u: Tensor | Any = None
 
     def key(self, letter: str) -> str:
         """The name of tensor ``letter`` in the model."""

@@ -85,7 +85,7 @@ def test_rank_at_least_the_sum_loses_nothing():
         np.testing.assert_allclose(((u * s) @ vh).double().numpy(), dense(ups, downs, weights), atol=2e-5)
 
 
-def test_a_sum_returned_transposed_would_be_seen():
+def test_a_transposed_sum_would_be_noticed():
     ups, downs, weights = draw(9, 21, (2, 3))
     u, s, vh = low_rank_sum_svd(ups, downs, weights, 5)
     assert u.shape[0] == 9 and vh.shape[1] == 21
@@ -116,7 +116,7 @@ def test_opposite_clients_cancel():
     assert float(s.max()) < 1e-5
 
 
-def test_float64_goes_through():
+def test_float64_is_kept():
     ups, downs, weights = draw(13, 29, (2, 3), dtype=torch.float64)
     u, s, vh = low_rank_sum_svd(ups, downs, weights, 5)
     assert u.dtype == torch.float64
@@ -155,7 +155,7 @@ def orthonormal(rows):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(2, 16), st.integers(2, 16), st.integers(1, 6), st.integers(1, 10), st.integers(0, 10**6))
-def test_too_few_components_are_continued(d_out, d_in, have, rank, seed):
+def test_missing_components_are_filled(d_out, d_in, have, rank, seed):
     assume(have <= min(d_out, d_in) and rank <= d_in)
     ups, downs, weights = draw(d_out, d_in, (have,), seed)
     u, s, vh = low_rank_sum_svd(ups, downs, weights, have)
@@ -177,7 +177,7 @@ def test_more_components_than_there_are_directions():
     assert torch.equal(vh2, torch.cat([vh, fill[2:]]))  # the rest goes on from what was there
 
 
-def test_directions_that_bring_nothing_new():
+def test_dependent_fill_directions():
     # The rows to continue with may lie in the span already: a client that hardly moved sends what it was given.
     u, vh = torch.eye(5)[:, :2], torch.eye(7)[:2]
     s = torch.tensor([2.0, 1.0])

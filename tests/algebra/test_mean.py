@@ -96,7 +96,7 @@ def test_blocks_need_not_meet_tensor_borders(monkeypatch):
     same(weighted_mean(parts, weights), oracle(parts, weights), 1e-6)
 
 
-def test_the_inputs_are_left_alone():
+def test_the_inputs_are_not_changed():
     parts = [FlatTensors.pack(p) for p in clients(3)]
     before = [p.flat.clone() for p in parts]
     result = weighted_mean(parts, [0.2, 0.5, 0.3])
@@ -112,7 +112,7 @@ def test_flat_and_dict_clients_give_the_same_bits():
     assert all(torch.equal(plain[n], mixed[n]) for n in plain)
 
 
-def test_what_cannot_be_averaged_is_refused():
+def test_unequal_inputs_are_refused():
     one, two = clients(2)
     for wrong in (([], []), ([one, two], [1.0])):
         with pytest.raises(ValueError, match="one weight per client"):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fs_lowrank.algebra import bits_for, leading, pack, packed_bytes, unpack, vectors_within
+from fs_lowrank.algebra import leading, pack, packed_bytes, unpack, vectors_within
 
 
 @settings(max_examples=60, deadline=None)
@@ -17,7 +17,7 @@ from fs_lowrank.algebra import bits_for, leading, pack, packed_bytes, unpack, ve
     scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e20]),
     seed=st.integers(0, 9),
 )
-def test_what_is_packed_comes_back_within_half_a_level(bits, shape, scale, seed):
+def test_unpacked_values_are_within_half_a_level(bits, shape, scale, seed):
     x = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     packed, top = pack(x, bits)
     assert packed.dtype == torch.uint8 and packed.numel() == math.ceil(x.numel() * bits / 8)
@@ -41,7 +41,7 @@ def test_the_packed_bits_by_hand():
     assert float(scale) == 1.5 and packed.tolist() == [0b11000010, 0b00110000]
 
 
-def test_what_cannot_be_packed():
+def test_values_that_cannot_be_packed_are_refused():
     for bad in (1, 17, 32):
         with pytest.raises(ValueError, match="expected 2 to 16"):
             pack(torch.ones(2), bad)
@@ -50,10 +50,6 @@ def test_what_cannot_be_packed():
             pack(torch.tensor([1.0, value]), 8)
     with pytest.raises(ValueError, match="fill 3 bytes, got 2"):
         unpack(torch.zeros(2, dtype=torch.uint8), torch.ones(1), (3,), 8)
-
-
-def test_bits_of_a_factor():
-    assert [bits_for(s) for s in (2, 3, 4, 5, 16)] == [16, 10, 8, 6, 2]
 
 
 def test_leading_vectors_are_the_best_of_their_number():

@@ -3,7 +3,7 @@
 import torch
 
 from benchmark.analysis import fedfisher_synthetic as synthetic
-from fs_lowrank.algebra import conjugate_gradients
+from fs_lowrank.algebra import conjugate_path
 
 
 def case(width=24, steps=60):
@@ -45,7 +45,7 @@ def test_the_server_s_iterate_is_gradient_descent_s_and_its_limit_the_nearest_mi
     torch.testing.assert_close(synthetic.fuse(local, second, x, 500).flatten(), w)
     found = synthetic.fuse(local, second, x, 10**9).flatten()
     target = sum(f @ k for f, k in zip(fishers, flat))
-    nearest, _ = conjugate_gradients(lambda v: sum(fishers) @ v, target, flat.mean(0), tolerance=1e-6, steps=5000)
+    ((nearest, _),) = conjugate_path(lambda v: sum(fishers) @ v, target, flat.mean(0), (1e-6,), steps=5000)
     residual = sum(f @ (found - k) for f, k in zip(fishers, flat)).norm()
     assert residual < 1e-4 * sum(f @ (flat.mean(0) - k) for f, k in zip(fishers, flat)).norm()
     assert sum((found - k) @ f @ (found - k) - (nearest - k) @ f @ (nearest - k) for f, k in zip(fishers, flat)) < 1e-4

@@ -62,7 +62,7 @@ def test_an_attribute_of_the_former_contract_is_refused_with_the_new_spelling(ba
     assert "old" not in list_methods()
 
 
-def test_what_an_instance_says_in_the_former_way_is_refused_too():
+def test_an_attribute_of_the_former_contract_on_an_instance_is_refused():
     @register_method("sets_it_later")
     class SetsItLater(Averaging):
         def __init__(self, params, setting):
@@ -73,13 +73,13 @@ def test_what_an_instance_says_in_the_former_way_is_refused_too():
         create_method("sets_it_later")
 
 
-def test_a_method_says_what_its_server_step_is():
+def test_a_class_without_a_server_step_is_refused():
     for cls in (type("Bare", (Method,), {}), type("Own", (Method,), {"aggregate": Median.aggregate}), Gathering):
-        with pytest.raises(UserError, match="does not say what its server step is; derive it from Averaging"):
+        with pytest.raises(UserError, match="does not define its server step; derive it from Averaging"):
             register_method("unclear")(cls)
 
 
-def test_a_server_optimizer_is_never_left_out_unsaid():
+def test_a_server_optimizer_that_would_not_be_applied_is_refused():
     class Own(Averaging):
         def aggregate(self, updates, state, round):
             return Median.aggregate(self, updates, state, round)
@@ -110,7 +110,7 @@ def test_needs_follow_the_hyperparameters():
         requirements("rolora", {"mixx": 0.5})
 
 
-def test_what_is_shared_says_whether_there_is_an_adapter():
+def test_shared_tags_determine_whether_there_is_an_adapter():
     found = {n: requirements(n).adapter for n in list_methods()}
     # Other tests register methods of their own, so only those that this package has are looked at.
     halves = ("ffa_lora", "flexlora", "flora", "mfedloru", "pmfedloru", "rolora")
@@ -154,7 +154,7 @@ class Counts(Wrapper):
         return stepped, {f"counts:of:{n}": state.get(f"counts:of:{n}", 0) + 1 for n in mean}
 
 
-def test_what_a_wrapper_remembers_of_a_tensor_that_is_replaced_is_dropped():
+def test_wrappers_forget_replaced_tensors():
     @register_method("restarts")
     class Restarts(Averaging):
         def settle(self, mean, state, round):

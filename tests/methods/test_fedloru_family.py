@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from fs_lowrank.algebra import factorise, multiply, product_norm_squared
+from fs_lowrank.algebra import factorise, product_norm_squared
 from fs_lowrank.algebra.factorise import to_matrix
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
@@ -30,6 +30,11 @@ def close(a, b, tolerance=2e-6):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
 
 
+def multiply(left, right):
+    """The weight that two factors stand for, by the definition of the two thin convolutions."""
+    return left @ right if left.ndim == 2 else torch.einsum("orax,riyb->oiab", left, right)
+
+
 def other_adapter(toy, name, kind, **options):
     adapter = AdapterSpec(method=kind, r=2, lora_alpha=toy.alpha, target_modules=toy.layers)
     return create_method(name, adapter=adapter, rounds=8, seed=4, **options)
@@ -40,7 +45,7 @@ def other_adapter(toy, name, kind, **options):
 
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("init", ["random", "momentum"])
-def test_what_accumulates_is_the_sum_of_the_pairs(toy, federation, init, merge):
+def test_accumulation_is_the_sum_of_the_pairs(toy, federation, init, merge):
     fed = federation(toy.method("fedloru", r=3, tau=2, init=init, merge=merge), SIZES)
     p, total = toy.weights(SIZES), {layer: 0.0 for layer in toy.layers}
     for round in range(1, 6):
@@ -60,7 +65,7 @@ def test_what_accumulates_is_the_sum_of_the_pairs(toy, federation, init, merge):
 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
-def test_a_random_restart_leaves_the_function_as_it_was(toy, federation, kind):
+def test_a_random_restart_does_not_change_the_function(toy, federation, kind):
     method = other_adapter(toy, "fedloru", kind, tau=1)
     fed = federation(method, SIZES)
     for round in (1, 2):
@@ -89,7 +94,7 @@ def test_a_momentum_restart_jumps_by_one_product(toy, federation):
 
 
 @pytest.mark.parametrize("schedule, rounds", [((), (3, 6)), ((1, 4, 5), (1, 4, 5))])
-def test_when_it_accumulates(toy, federation, schedule, rounds):
+def test_accumulation_rounds(toy, federation, schedule, rounds):
     fed = federation(toy.method("fedloru", tau=3, schedule=schedule), SIZES)
     merged = [r for r in range(1, 7) if any(n.startswith("merge:") for n in fed.round(r))]
     assert tuple(merged) == rounds
@@ -118,7 +123,7 @@ def test_the_accumulated_pairs_are_one_adapter_for_plain_peft(toy, federation, t
         ({"merge": False, "kind": "loha"}, "loha"),
     ],
 )
-def test_what_cannot_be_kept_beside_the_base(toy, keys, said):
+def test_unmerged_pairs_need_lora_and_a_pretrained_base(toy, keys, said):
     with pytest.raises(UserError, match=said):
         other_adapter(toy, "fedloru", keys.pop("kind", "lora"), **keys)
 
@@ -181,7 +186,7 @@ def test_other_adapters_average_and_accumulate(toy, federation, name, kind):
         ("pfedlora", {"variant": 2}),
     ],
 )
-def test_personal_parts_stay_at_home(toy, federation, name, options):
+def test_personal_parts_are_never_sent(toy, federation, name, options):
     fed = federation(toy.method(name, **options), SIZES)
     own = {n for n in fed.everything() if tags(n) & set(fed.method.personal)}
     assert own and not own & set(fed.method.view(fed.ledger.state))
@@ -395,7 +400,7 @@ def test_the_matrix_of_a_convolution_is_by_rows_and_columns_of_the_kernel():
 
 
 @pytest.mark.parametrize("stride, padding, kernel", [(1, 1, (3, 3)), (2, 1, (3, 3)), ((1, 2), (0, 1), (2, 3))])
-def test_two_thin_convolutions_are_the_one(stride, padding, kernel):
+def test_two_thin_convolutions_equal_the_full_one(stride, padding, kernel):
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(3, 5, kernel, stride, padding)
     x, layer = torch.randn(2, 3, 9, 8), Factorised(conv, "conv")
@@ -486,7 +491,7 @@ def test_fedhm_of_rank_factor_one_is_the_full_layer(toy, federation, factors, av
             assert torch.equal(fed.everything(k)[layer + FULL[0]], fed.ledger.state[layer + FULL[0]])
 
 
-def test_fedhm_s_master_is_one_more_client_where_nobody_has_the_smallest_factor(toy, federation):
+def test_fedhm_averages_its_master_if_no_client_has_the_smallest_factor(toy, federation):
     for master, clients, joins in ((True, (2, 3), True), (True, (1, 2), False), (False, (2, 3), False)):
         fed = federation(toy.method("fedhm", rank_factors=(1, 3, 2), master=master), SIZES)
         fed.round(1)
@@ -507,7 +512,7 @@ def round_half_even(x):
     return int(np.rint(x))
 
 
-def test_fedhm_refuses_what_has_no_factors(toy):
+def test_fedhm_refuses_layers_without_factors(toy):
     with pytest.raises(UserError, match="grouped|no factorised form"):
         Factorised(torch.nn.Conv2d(4, 4, 3, groups=2), "conv")
     adapter = AdapterSpec(target_modules=None)

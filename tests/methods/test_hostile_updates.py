@@ -262,7 +262,7 @@ NAMES = st.one_of(
 @EACH
 @few(12)
 @given(kind=st.sampled_from(sorted(JUNK)), which=st.integers(0, 99), client=st.sampled_from([1, 2, 3]))
-def test_what_is_no_plain_tensor_is_refused_by_name(name, kind, which, client):
+def test_values_other_than_plain_tensors_are_refused_by_name(name, kind, which, client):
     made = prepared(name)
     one, update = round_of(made), made.updates[client]
     floats = sorted(n for n, t in update.tensors.items() if t.is_floating_point())
@@ -276,7 +276,7 @@ def test_what_is_no_plain_tensor_is_refused_by_name(name, kind, which, client):
 
 @few(60)
 @given(name=NAMES, content=st.sampled_from(["more", "instead"]))
-def test_names_that_are_none_are_refused(name, content):
+def test_unknown_names_are_refused(name, content):
     made = prepared("fedlora")
     update = made.updates[1]
     tensors = {**(update.tensors if content == "more" else {}), name: torch.ones(2)}
@@ -286,7 +286,7 @@ def test_names_that_are_none_are_refused(name, content):
 
 
 @pytest.mark.parametrize("tensors", [None, [], [1, 2], "text", 3, torch.ones(2), {1, 2}], ids=str)
-def test_what_is_no_mapping_is_refused(tensors):
+def test_updates_other_than_mappings_are_refused(tensors):
     with pytest.raises(RefusedUpdate, match="client 1: sent .*, expected named tensors"):
         check_update(Update(1, 7, tensors), prepared("fedlora").state)
 
@@ -294,7 +294,7 @@ def test_what_is_no_mapping_is_refused(tensors):
 @EACH
 @few(4)
 @given(how=st.sampled_from(["gradient", "parameter", "strided", "transposed", "expanded", "view"]))
-def test_how_a_dense_tensor_lies_in_memory_does_not_matter(name, how):
+def test_the_memory_layout_of_a_dense_tensor_does_not_matter(name, how):
     made = prepared(name)
     plain = {
         n: t * 0 + t.flatten()[0] if how == "expanded" and t.numel() else t for n, t in made.updates[1].tensors.items()
@@ -340,7 +340,7 @@ COUNTS = st.one_of(
 @EACH
 @few(10)
 @given(count=COUNTS)
-def test_a_count_is_whole_and_the_one_that_was_declared(name, count):
+def test_a_count_must_be_whole_and_as_declared(name, count):
     made = prepared(name)
     with pytest.raises(RefusedUpdate, match="^client 2: says it has .* samples") as refusal:
         take(round_of(made), dataclasses.replace(made.updates[2], num_samples=count))
@@ -348,7 +348,7 @@ def test_a_count_is_whole_and_the_one_that_was_declared(name, count):
 
 
 @pytest.mark.parametrize("count, good", [(50, True), (51, False), (1, True), (0, False), (True, False)])
-def test_without_a_declaration_the_bound_counts(count, good):
+def test_without_a_declaration_the_bound_applies(count, good):
     made = prepared("fedlora")
     one = round_of(made)
     one.admission = Admission(max_samples=50)
@@ -362,7 +362,7 @@ def test_without_a_declaration_the_bound_counts(count, good):
 
 
 @EACH
-def test_a_client_is_a_number_that_was_asked(name):
+def test_a_client_must_be_a_number_that_was_asked(name):
     made = prepared(name)
     one = round_of(made)
     for client in (True, False, 1.0, "1", None, [1], {}, float("nan"), 0, 4, -1, 10**400, b"1"):
@@ -370,7 +370,7 @@ def test_a_client_is_a_number_that_was_asked(name):
     assert not one.samples and not one.failed and one.waiting == {1, 2, 3}
 
 
-def test_only_who_was_asked_in_this_round():
+def test_only_clients_asked_in_this_round_count():
     made = prepared("fedlora")
     one = round_of(made, clients=(1, 3))
     assert not one.take(2, parcel_of(made.updates[2])), "not asked"
@@ -448,7 +448,7 @@ def test_a_factor_over_the_rounds_median(name, exponent):
         assert [u.client for u in one.intake.close(without=refused).updates] == [1, 3]
 
 
-def test_of_two_the_smaller_is_the_median_and_zero_is_none():
+def test_the_median_is_the_lower_of_two_and_zero_disables_the_factor():
     admission = Admission(norm_factor=10.0)
     assert list(admission.outliers({1: 1.0, 2: 10.5})) == [2]
     assert not admission.outliers({1: 1.0, 2: 10.0})

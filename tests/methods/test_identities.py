@@ -83,7 +83,7 @@ def test_the_exact_methods_average_the_products(toy, federation, name, rsLoRA):
             close(toy.change(fed.ledger.state, layer, rsLoRA=rsLoRA), expected, 1e-5)
 
 
-def test_fedlora_is_inexact_and_says_so(toy, federation):
+def test_fedlora_is_inexact(toy, federation):
     fed = federation(toy.method("fedlora"), SIZES)
     p = toy.weights(SIZES)
     fed.round(1)
@@ -177,7 +177,7 @@ def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, p
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_late_clients_messages_hold_all_it_lacks_and_no_more(toy, federation, name):
+def test_a_late_client_receives_exactly_what_it_lacks(toy, federation, name):
     fed = federation(toy.method(name), (1, 1, 1))
     assert not fed.catch_up(3, 1), "round 1 starts from the seed: nothing is sent"
     first = fed.round(1, (1, 2))
@@ -191,7 +191,7 @@ def test_a_late_clients_messages_hold_all_it_lacks_and_no_more(toy, federation, 
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_the_order_of_arrival_changes_no_bit(toy, federation, name):
+def test_results_do_not_depend_on_the_order_of_arrival(toy, federation, name):
     ranks = {"ranks": (1, 3, 2)} if name in RANKED else {}
     results = []
     for order in itertools.permutations(range(3)):
@@ -204,7 +204,7 @@ def test_the_order_of_arrival_changes_no_bit(toy, federation, name):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_equal_clients_in_any_numbering_agree_but_for_rounding(toy, federation, name):
+def test_results_do_not_depend_on_client_ids_up_to_rounding(toy, federation, name):
     # The same three updates under other ids: only the order of the sum differs.
     fed = federation(toy.method(name), SIZES)
     fed.round(1)
@@ -259,7 +259,7 @@ def test_nothing_but_the_shared_tensors_moves(toy, federation, name):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_aggregate_leaves_its_arguments_alone(toy, federation, name):
+def test_aggregate_does_not_change_its_arguments(toy, federation, name):
     fed = federation(toy.method(name), SIZES)
     fed.round(1)
     state, updates = fed.ledger.state, fed.received
@@ -337,7 +337,7 @@ def test_flexloras_two_splits_hold_the_same_product(toy, federation):
         assert not np.allclose(toy.pair(states[0], layer)[1], toy.pair(states[1], layer)[1])
 
 
-def test_flexlora_keeps_every_direction_alive(toy, federation):
+def test_flexlora_fills_missing_components_with_trainable_directions(toy, federation):
     # One client of rank 1 in a federation of rank 3: the rows beyond have to be able to train.
     fed = federation(toy.method("flexlora", ranks=(1, 3, 2)), SIZES)
     fed.round(1, (1,))
@@ -408,7 +408,7 @@ def test_floras_weights_are_the_dense_average(toy, federation, ranks, rsLoRA):
             close(base_change(toy, fed.model, layer), total[layer], 2e-5)
 
 
-def test_floras_fresh_pair_leaves_the_function_alone(toy, federation):
+def test_floras_new_pair_does_not_change_the_function(toy, federation):
     # "Merged, but A and B left in place" makes the output jump by one more update.
     fed = federation(toy.method("flora", ranks=(1, 3, 2)), SIZES)
     previous = None
@@ -453,7 +453,7 @@ def test_floras_downlink_grows_with_the_ranks_of_those_present(toy, federation):
 
 
 @pytest.mark.parametrize("name", ["rolora", "ffa_lora", "flexlora", "flora", "mfedloru"])
-def test_methods_of_two_halves_take_lora_only(name):
+def test_methods_on_the_halves_of_a_pair_need_lora(name):
     with pytest.raises(UserError, match=f"adapter_method = loha has no halves A and B, which {name} works on"):
         create_method(name, adapter=AdapterSpec(method="loha"), rounds=3)
 

@@ -113,7 +113,7 @@ def test_a_half_that_was_not_sent_keeps_its_memory(toy, federation, label):
         assert all(not torch.equal(before[n], fed.ledger.state[n]) for n in before if moved in n)
 
 
-def test_what_it_remembers_is_no_part_of_the_model(toy, federation):
+def test_server_optimizer_memory_is_not_part_of_the_model(toy, federation):
     fed = federation(toy.method("fedlora", server_optimizer=OPTIMIZERS["FedAdam"]), SIZES)
     fed.round(1)
     assert any(n.startswith("server_optimizer:") for n in fed.ledger.state)
@@ -122,7 +122,7 @@ def test_what_it_remembers_is_no_part_of_the_model(toy, federation):
 
 
 @pytest.mark.parametrize("name", ["flexlora", "flora"])
-def test_refused_where_the_server_step_is_no_mean(name):
+def test_server_optimizers_need_a_mean(name):
     with pytest.raises(UserError, match=f"{name}.*not a weighted mean.*fedlora.*rolora"):
         create_method(name, server_optimizer={"type": "Adam", "lr": 0.1})
 

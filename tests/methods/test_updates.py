@@ -77,7 +77,7 @@ FAULTS = {
         *((n, how) for n in METHODS for how in ("nan", "transposed") if n not in ("fedlora", "flora")),
     ],
 )
-def test_refused_and_as_if_it_had_not_come(toy, federation, name, how):
+def test_a_refused_update_has_no_effect(toy, federation, name, how):
     present, absent = (federation(toy.method(name), SIZES) for _ in range(2))
     for fed in (present, absent):
         fed.round(1)
@@ -101,7 +101,7 @@ def test_refused_and_as_if_it_had_not_come(toy, federation, name, how):
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
-def test_an_unknown_name_gets_its_neighbour(toy, federation):
+def test_an_unknown_name_gets_a_suggestion(toy, federation):
     fed = federation(toy.method("fedlora"), SIZES)
     update, _ = spoil(fed.update(1, 1), "unknown name")
     with pytest.raises(RefusedUpdate, match="did you mean 'base_model"):
@@ -122,7 +122,7 @@ def test_rolora_refuses_the_other_half(toy, federation):
         fed.receive(late, 1)
 
 
-def test_no_client_twice_and_none_from_elsewhere(toy, federation):
+def test_repeated_and_uninvited_clients_are_refused(toy, federation):
     fed = federation(toy.method("fedlora"), SIZES)
     update = fed.update(1, 1)
     fed.receive(update, 1)
@@ -134,7 +134,7 @@ def test_no_client_twice_and_none_from_elsewhere(toy, federation):
             fed.receive(dataclasses.replace(update, client=client, num_samples=samples), 1)
 
 
-def test_too_few_leave_the_state_as_it_was(toy, federation):
+def test_too_few_updates_do_not_change_the_state(toy, federation):
     fed = federation(toy.method("fedlora"), SIZES, min_clients=2)
     fed.round(1)
     before = dict(fed.ledger.state)

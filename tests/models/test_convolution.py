@@ -99,7 +99,7 @@ def test_switched_off_and_merged():
 
 
 @pytest.mark.parametrize("case", ["dropout", "hook", "half"])
-def test_left_to_peft(monkeypatch, case):
+def test_cases_left_to_peft(monkeypatch, case):
     # What acts inside the pair, or would be rounded away in the sum, must not be bypassed.
     ours, _ = pair(**({"lora_dropout": 0.5} if case == "dropout" else {}))
     x, seen = torch.randn(2, 3, 13, 11), []

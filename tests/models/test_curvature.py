@@ -119,7 +119,7 @@ def test_the_exact_diagonal(kind, options):
 
 
 @pytest.mark.parametrize("kind, options", CASES)
-def test_drawn_labels_come_near_it_and_follow_the_seed(kind, options):
+def test_drawn_labels_approximate_it_and_follow_the_seed(kind, options):
     model, batches = make(kind, **options)
     names = sorted(dict(model.named_parameters()))
     exact, near = (diagonal_fisher(model, batches, names, draws=d, seed=3) for d in (0, 100))
@@ -129,7 +129,7 @@ def test_drawn_labels_come_near_it_and_follow_the_seed(kind, options):
     assert all(torch.equal(one[n], same[n]) for n in names) and any(not torch.equal(one[n], other[n]) for n in names)
 
 
-def test_the_labels_of_the_data_have_no_say():
+def test_the_labels_of_the_data_are_not_used():
     model, batches = make()
     flipped = [{**b, "labels": (b["labels"] + 1) % 3} for b in batches]
     names = sorted(dict(model.named_parameters()))
@@ -215,7 +215,7 @@ def test_grams_of_inputs():
     torch.testing.assert_close(input_grams(model, batches, ["over"])["over"], x.T @ x / len(x), atol=1e-5, rtol=1e-5)
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_not_changed():
     model, batches = make()
     model.train()
     model.conv.weight.requires_grad_(False)

@@ -1,9 +1,9 @@
-"""What the one-shot methods share: all weights or an adapter, the model's own Fisher, and choosing by validation."""
+"""For the one-shot methods: all weights or an adapter, what is sent besides them, and selection by validation."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,30 +14,37 @@ from ...errors import UserError
 from ...models.curvature import LARGEST_EXACT, count_classes, diagonal_fisher
 from ...models.names import entries, select
 from ...seeds import derive
-from ..base import Client, Gathering, Tensors, Workbench
+from ..base import Client, Gathering, State, Tensors, Update, Workbench
+from .compress import Budget
 
 logger = logging.getLogger("fs_lowrank")
+
 
 #: metadata of the hyperparameter ``draws``
 DRAWS = {
     "min": 0,
-    "help": "labels drawn from the model for each sample, for the expectation in the Fisher; 0 takes it exactly, and "
-    f"so does None up to {LARGEST_EXACT} classes (one drawn label beyond)",
+    "help": "labels drawn from the model for each sample, for the expectation in the Fisher; 0 computes it exactly, "
+    f"and so does None up to {LARGEST_EXACT} classes (one drawn label beyond)",
 }
-#: the tasks of models whose Fisher information there is
+#: the tasks of models that have a Fisher (``models.curvature``)
 CLASSIFIERS = ("SequenceClassification", "ImageClassification")
-#: what the Fisher is multiplied by where only sums arrive: they may be fixed-point numbers, and it is small
+#: factor on the Fisher, which is small, if only sums arrive, since they may be fixed-point numbers
 SUM_SCALE = 2.0**8
-#: a Fisher that such numbers could not tell from their rounding; it then counts as none
+#: a smaller Fisher could not be distinguished from the rounding of such numbers, and counts as zero
 SMALLEST_SUM = 1e-8
 
 
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without values, for shapes and dtypes."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class OneShot(Gathering):
-    """Trains and sends all weights; or the adapter and the head, where ``llm.adapter.use`` asks for it."""
+    """Trains and sends all weights, or the adapter and the head if ``llm.adapter.use`` asks for it."""
 
     shared = ("base", "head")
-    #: whether it has been said that labels are drawn because there are many classes
-    _said_draws = False
+    #: whether the warning about drawn labels has been logged
+    _warned = False
 
     @classmethod
     def requires(cls, params):
@@ -49,62 +56,98 @@ class OneShot(Gathering):
         super().__init__(params, setting)
 
     def adapt(self, model: nn.Module) -> nn.Module:
-        return super().adapt(model) if "adapter" in self.shared else model
+        model = super().adapt(model) if "adapter" in self.shared else model
+        #: names of the parameters that are sent; running statistics are sent too, but have no gradient
+        self.parameters = select(dict(model.named_parameters()), self.shared)
+        return model
 
-    def trained(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that are sent: without running statistics, which have no gradient."""
-        return select(dict(model.named_parameters()), self.shared)
+    # -- what is sent besides the weights ------------------------------------------------------------
 
-    def draw_seed(self, round: int, client: Client) -> int:
-        """For labels drawn from the model of ``client``."""
-        return derive(self.setting.seed, "fisher", round, client.id)
+    def beside(self, model: nn.Module, own: Tensors, round: int, client: Client) -> dict[str, Tensor]:
+        """What ``client`` sends besides its weights ``own``, as ``KIND:NAME``."""
+        return {}
+
+    def beside_shapes(self, own: Tensors) -> dict[str, Tensor]:
+        """Names, shapes and dtypes of ``beside``, as meta tensors."""
+        return {}
+
+    def upload(self, model, round, client):
+        own = super().upload(model, round, client)
+        beside = self.beside(model, own, round, client)
+        return Budget(own, self.parameters, beside).compress() if self.compresses else {**own, **beside}
+
+    def expected(self, state, round, client):
+        own = super().expected(state, round, client)
+        beside = self.beside_shapes(own)
+        return Budget(own, self.parameters, beside).shapes() if self.compresses else {**own, **beside}
+
+    def received(self, updates: Sequence[Update], state: State) -> list[dict[str, Tensor]]:
+        """What each client sent, decompressed."""
+        if not self.compresses:
+            return [dict(u.tensors) for u in updates]
+        own = self.view(state)
+        budget = Budget(own, self.parameters, self.beside_shapes(own))
+        return [budget.expand(u.tensors) for u in updates]
+
+    @property
+    def compresses(self) -> bool:
+        """Whether updates are brought to the bytes of plain averaging, for methods with the option ``compress``."""
+        return getattr(self.params, "compress", False)
+
+    # -- the Fisher ----------------------------------------------------------------------------------
 
     def draws(self, model: nn.Module, client: Client) -> int:
-        """``params.draws``; where it is None, 0 for a model of up to ``LARGEST_EXACT`` classes and 1 beyond."""
+        """``params.draws``; if it is None, 0 for a model of up to ``LARGEST_EXACT`` classes and 1 beyond."""
         if self.params.draws is not None:
             return self.params.draws
         classes = count_classes(model, client.batches())
-        if classes > LARGEST_EXACT and not self._said_draws:
+        if classes > LARGEST_EXACT and not self._warned:
             logger.warning(
-                "%s: with %d classes the Fisher's expectation over labels is estimated by one drawn label a sample, "
-                "since the exact one takes a backward pass a class; set lowrank.draws 0 to take it all the same "
+                "%s: with %d classes, the Fisher's expectation over labels is estimated by one drawn label per sample, "
+                "since the exact expectation takes one backward pass per class; lowrank.draws 0 computes it anyway "
                 "(without the key it is exact up to %d classes)",
                 self.name,
                 classes,
                 LARGEST_EXACT,
             )
-            self._said_draws = True
+            self._warned = True
         return int(classes > LARGEST_EXACT)
 
+    def label_draws(self, model: nn.Module, round: int, client: Client) -> dict[str, int]:
+        """The arguments ``draws`` and ``seed`` of the functions in ``models.curvature``."""
+        return {"draws": self.draws(model, client), "seed": derive(self.setting.seed, "fisher", round, client.id)}
+
     def diagonal(self, model: nn.Module, round: int, client: Client) -> dict[str, Tensor]:
-        """The Fisher's diagonal at ``model`` over the client's data, in float32, by parameter."""
-        draws, seed = self.draws(model, client), self.draw_seed(round, client)
-        return diagonal_fisher(model, client.batches(), self.trained(model), draws=draws, seed=seed)
+        """The diagonal of the Fisher at ``model`` over the client's data, float32, by parameter."""
+        return diagonal_fisher(model, client.batches(), self.parameters, **self.label_draws(model, round, client))
 
+    def diagonal_entries(self, fisher: Tensors, own: Tensors) -> dict[str, Tensor]:
+        """The entries ``fisher:…`` of a diagonal Fisher and, if only sums arrive, ``product:…`` of ``F_k W_k``."""
+        if not self.setting.only_sums:
+            return entries("fisher", fisher)
+        scaled = {n: f * SUM_SCALE for n, f in fisher.items()}
+        return {**entries("fisher", scaled), **entries("product", {n: f * own[n].float() for n, f in scaled.items()})}
 
-def diagonal_sums(parts: list[Tensors], weights: list[float], name: str, only_sums: bool) -> tuple[Tensor, Tensor]:
-    """``Σ p_k F_k`` and ``Σ p_k F_k W_k`` of the parameter ``name``, in float64.
+    def diagonal_shapes(self, own: Tensors) -> dict[str, Tensor]:
+        """Names and shapes of ``diagonal_entries``."""
+        kinds = ("fisher", "product") if self.setting.only_sums else ("fisher",)
+        return {f"{kind}:{n}": meta(*own[n].shape) for n in self.parameters for kind in kinds}
 
-    Args:
-        only_sums: clients have sent the products, as ``with_products`` gives them.
-    """
-    total = sum(p * t[f"fisher:{name}"].double() for p, t in zip(weights, parts))
-    if only_sums:
-        products = sum(p * t[f"product:{name}"].double() for p, t in zip(weights, parts))
-        total, products = total / SUM_SCALE, products / SUM_SCALE
+    def diagonal_sums(self, parts: Sequence[Tensors], weights: Sequence[float], name: str) -> tuple[Tensor, Tensor]:
+        """``Σ p_k F_k`` and ``Σ p_k F_k W_k`` of the parameter ``name``, in float64."""
+        zero = torch.zeros((), dtype=torch.float64)
+        total = sum((p * part[f"fisher:{name}"].double() for p, part in zip(weights, parts)), zero)
+        if not self.setting.only_sums:
+            products = (p * t[f"fisher:{name}"].double() * t[name].double() for p, t in zip(weights, parts))
+            return total, sum(products, zero)
+        product = sum((p * part[f"product:{name}"].double() for p, part in zip(weights, parts)), zero)
+        total, product = total / SUM_SCALE, product / SUM_SCALE
         known = total >= SMALLEST_SUM
-        return total * known, products * known
-    return total, sum(p * t[f"fisher:{name}"].double() * t[name].double() for p, t in zip(weights, parts))
-
-
-def with_products(fisher: Tensors, own: Tensors) -> dict[str, Tensor]:
-    """``fisher:…`` and ``product:…`` of what a client sends where only sums arrive."""
-    scaled = {n: f * SUM_SCALE for n, f in fisher.items()}
-    return {**entries("fisher", scaled), **entries("product", {n: f * own[n].float() for n, f in scaled.items()})}
+        return total * known, product * known
 
 
 def logits_of(model: nn.Module, tensors: Tensors, batch: Tensors) -> Tensor:
-    """``model``'s logits on ``batch`` with ``tensors`` in the place of its own, which stay as they are."""
+    """The logits of ``model`` for ``batch`` with ``tensors`` instead of its own, which do not change."""
     device = next(model.parameters()).device
     inputs = {k: v.to(device) for k, v in batch.items() if k != "labels"}
     return functional_call(model, dict(tensors), kwargs=inputs).logits
@@ -112,32 +155,34 @@ def logits_of(model: nn.Module, tensors: Tensors, batch: Tensors) -> Tensor:
 
 @torch.no_grad()
 def accuracy(workbench: Workbench, tensors: Tensors) -> float:
-    """Share of the validation samples (or predicted tokens) that the model with ``tensors`` gets right."""
+    """Share of the validation samples (or predicted tokens) that the model with ``tensors`` classifies correctly."""
     workbench.model.eval()
     right = count = 0
     for batch in workbench.validation():
         logits, labels = logits_of(workbench.model, tensors, batch), batch["labels"]
         if labels.ndim == 2:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        kept = labels.to(logits.device) != -100
-        right += int((logits.argmax(-1) == labels.to(logits.device))[kept].sum())
+        labels = labels.to(logits.device)
+        kept = labels != -100
+        right += int((logits.argmax(-1) == labels)[kept].sum())
         count += int(kept.sum())
     return right / max(count, 1)
 
 
 def best(workbench: Workbench, candidates: Iterable[Tensors]) -> dict[str, Tensor]:
-    """The candidate of the highest validation accuracy, the first of several; candidates are finite or passed over.
+    """The candidate with the highest validation accuracy, the first of equals; those that are not finite are skipped.
 
     Raises:
-        UserError: none is finite.
+        UserError: no candidate is finite.
     """
-    found, score = None, -1.0
+    chosen: dict[str, Tensor] = {}
+    highest = -1.0
     for candidate in candidates:
         if not all(bool(torch.isfinite(t).all()) for t in candidate.values() if t.is_floating_point()):
             continue
-        now = accuracy(workbench, candidate)
-        if now > score:
-            found, score = {n: t.detach().clone() for n, t in candidate.items()}, now
-    if found is None:
-        raise UserError("the server's step came to nothing finite; choose a smaller step, or another solver")
-    return found
+        score = accuracy(workbench, candidate)
+        if score > highest:
+            chosen, highest = {n: t.detach().clone() for n, t in candidate.items()}, score
+    if not chosen:
+        raise UserError("no candidate of the server's step is finite; choose a smaller step, or another solver")
+    return chosen

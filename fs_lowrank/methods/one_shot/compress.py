@@ -1,8 +1,8 @@
-"""Updates within the bytes of plain averaging: 16 bits a weight, and as many for all that comes beside the weights.
+"""Updates in the bytes of plain averaging: 16 bits per weight, and as many for all that is sent besides the weights.
 
-Jhunjhunwala et al., "FedFisher", AISTATS 2024, appendix C. A tensor ``n`` travels as ``codes:n`` (packed uint8) and
-``scale:n``; a symmetric matrix as its leading eigenvectors, 8 bits a value, and ``values:n``. The paper sends left and
-right singular vectors; of a symmetric matrix they are the same, so here they travel once and twice as many fit.
+Jhunjhunwala et al., "FedFisher", AISTATS 2024, appendix C. A tensor ``n`` is sent as ``codes:n`` (packed uint8) and
+``scale:n``; a symmetric matrix as its leading eigenvectors, 8 bits per value, and ``values:n``. The paper sends left
+and right singular vectors; those of a symmetric matrix are equal, so they are sent once here and twice as many fit.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ...algebra import bits_for, leading, pack, packed_bytes, unpack, vectors_within
+from ...algebra import leading, pack, packed_bytes, unpack, vectors_within
 from ..base import Tensors
 
-#: half of what a weight takes in plain averaging
-BITS = bits_for(2)
-#: of an eigenvector's values
-VECTOR_BITS = bits_for(4)
+#: bits per weight, half of the 32 bits in plain averaging
+BITS = 32 // 2
+#: bits per value of an eigenvector: compression by 4 (appendix C)
+VECTOR_BITS = 32 // 4
 
 
 class Budget:
-    """How one update travels compressed.
+    """How one update is compressed.
 
     Args:
-        own: what the client would send plainly, by name; values do not count for ``shapes`` and ``expand``.
-        parameters: those of ``own`` that are quantised; the rest travels as it is.
-        beside: what a method sends beside them, ``KIND:NAME``. With a parameter's name it is quantised as the parameter
-            is; otherwise it is a symmetric matrix, of which eigenvectors travel: as many of each as fit into 16 bits
-            for every value of the parameters.
+        own: what the client would send uncompressed, by name; ``shapes`` and ``expand`` do not use the values.
+        parameters: the names in ``own`` that are quantised; the other tensors are sent as they are.
+        beside: what a method sends besides them, as ``KIND:NAME``. If NAME is a parameter, it is quantised like the
+            parameter; otherwise it is a symmetric matrix, of which eigenvectors are sent: the same number for all, as
+            many as fit into 16 bits per value of the parameters.
     """
 
     def __init__(self, own: Tensors, parameters: Collection[str], beside: Tensors):
@@ -38,43 +38,37 @@ class Budget:
         self.matrices = {n: t for n, t in beside.items() if n.partition(":")[2] not in weights}
         self.plain = {**weights, **{n: t for n, t in beside.items() if n not in self.matrices}}
         bits = BITS * sum(t.numel() for t in weights.values())
-        self.vectors = vectors_within([len(m) for m in self.matrices.values()], bits, VECTOR_BITS)
+        vectors = vectors_within([len(m) for m in self.matrices.values()], bits, VECTOR_BITS)
+        #: number of eigenvectors of each matrix
+        self.kept = {n: min(vectors, len(m)) for n, m in self.matrices.items()}
 
     def compress(self) -> dict[str, Tensor]:
-        """What travels."""
-        made = dict(self.rest)
+        """What is sent."""
+        sent = dict(self.rest)
         for name, tensor in self.plain.items():
-            made[f"codes:{name}"], made[f"scale:{name}"] = pack(tensor, BITS)
+            sent[f"codes:{name}"], sent[f"scale:{name}"] = pack(tensor, BITS)
         for name, matrix in self.matrices.items():
-            kept, values = leading(matrix, min(self.vectors, len(matrix)))
-            made[f"codes:{name}"], made[f"scale:{name}"] = pack(kept, VECTOR_BITS)
-            made[f"values:{name}"] = values.float()
-        return made
+            vectors, values = leading(matrix, self.kept[name])
+            sent[f"codes:{name}"], sent[f"scale:{name}"] = pack(vectors, VECTOR_BITS)
+            sent[f"values:{name}"] = values.float()
+        return sent
 
     def shapes(self) -> dict[str, Tensor]:
-        """What ``compress`` gives, as meta tensors where it is not sent as it is."""
-
-        def meta(size: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(size, dtype=dtype, device="meta")
-
-        made = dict(self.rest)
-        for name, tensor in self.plain.items():
-            made[f"codes:{name}"] = meta(packed_bytes(tensor.numel(), BITS), torch.uint8)
-            made[f"scale:{name}"] = meta(1, torch.float32)
-        for name, matrix in self.matrices.items():
-            kept = min(self.vectors, len(matrix))
-            made[f"codes:{name}"] = meta(packed_bytes(len(matrix) * kept, VECTOR_BITS), torch.uint8)
-            made[f"scale:{name}"] = meta(1, torch.float32)
-            made[f"values:{name}"] = meta(kept, torch.float32)
-        return made
+        """Names, shapes and dtypes of ``compress``; compressed tensors are meta tensors."""
+        codes = {n: packed_bytes(t.numel(), BITS) for n, t in self.plain.items()}
+        codes |= {n: packed_bytes(len(m) * self.kept[n], VECTOR_BITS) for n, m in self.matrices.items()}
+        with torch.device("meta"):
+            sent = {f"codes:{n}": torch.empty(size, dtype=torch.uint8) for n, size in codes.items()}
+            sent |= {f"scale:{n}": torch.empty(1) for n in codes}
+            return {**self.rest, **sent, **{f"values:{n}": torch.empty(count) for n, count in self.kept.items()}}
 
     def expand(self, sent: Tensors) -> dict[str, Tensor]:
-        """What ``compress`` was given, from what it gave."""
-        made = {n: sent[n] for n in self.rest}
+        """The arguments of ``compress`` from its result, up to rounding."""
+        tensors = {n: sent[n] for n in self.rest}
         for name, like in self.plain.items():
-            made[name] = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], like.shape, BITS).to(like.dtype)
+            tensors[name] = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], like.shape, BITS).to(like.dtype)
         for name, like in self.matrices.items():
-            values = sent[f"values:{name}"]
-            kept = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], (len(like), len(values)), VECTOR_BITS)
-            made[name] = (kept * values) @ kept.T
-        return made
+            shape = len(like), self.kept[name]
+            vectors = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], shape, VECTOR_BITS)
+            tensors[name] = (vectors * sent[f"values:{name}"]) @ vectors.T
+        return tensors

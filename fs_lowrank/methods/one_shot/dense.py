@@ -1,34 +1,38 @@
-"""DENSE: a generator learns images that the ensemble of the clients' models is sure of, and one model learns from them.
+"""DENSE: a generator learns images for which the ensemble of clients is certain, and one model learns from them.
 
 Zhang et al., "DENSE: Data-Free One-Shot Federated Learning", NeurIPS 2022, Algorithm 1.
 
-    every epoch       a new generator and its inputs z are trained, to the ensemble's answer  f(x) = Σ_k p_k f_k(x):
+    every epoch       a new generator and its inputs z are trained on the ensemble's logits  f(x) = Σ_k p_k f_k(x):
                       L = CE(f(x), y) + λ₁ L_BN − λ₂ KL(f(x) ‖ student(x)) where the two disagree,   y at random
-                      its best images join those of the epochs before
+                      its best images are added to those of the earlier epochs
                       the student learns them:  L_S = KL(f(x) ‖ student(x)) at temperature 20
 
-The student starts at the mean; the epoch that is best on validation data is kept. ``L_BN`` is the distance of each
-batch-norm's input to its running statistics, and zero in nets without one. As in the code of Jhunjhunwala et al. 2024:
-``f`` weighs by ``p_k``, and images are cropped and flipped at random. Their range is that of the validation images.
+The student starts at the mean, and the epoch that is best on validation data is kept. ``L_BN`` is the distance of the
+inputs of each batch norm to its running statistics, and zero in networks without batch norm. As in the code of
+Jhunjhunwala et al. 2024, ``f`` weights by ``p_k``, and images are cropped and flipped at random. Their range is that of
+the validation images.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ...algebra import weighted_mean
 from ...seeds import derive
+from ...settings import key
+from ..base import Tensors
 from ..registry import register_method
-from .base import OneShot, accuracy, logits_of
+from .base import OneShot, best, logits_of
 
 TEMPERATURE, PADDING = 20.0, 4
 
 
 class Generator(nn.Module):
-    """Noise ``(n, latent)`` to images of ``shape`` between ``low`` and ``high``; the authors' net."""
+    """Noise ``(n, latent)`` to images of ``shape`` between ``low`` and ``high``; the authors' network."""
 
     def __init__(self, latent: int, width: int, shape: tuple[int, int, int], low: float, high: float):
         super().__init__()
@@ -36,24 +40,19 @@ class Generator(nn.Module):
         self.low, self.high, self.width = low, high, width
         self.first = nn.Linear(latent, 2 * width * self.start[0] * self.start[1])
         self.norms = nn.ModuleList([nn.BatchNorm2d(2 * width), nn.BatchNorm2d(2 * width), nn.BatchNorm2d(width)])
-        self.convs = nn.ModuleList(
-            [
-                nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False),
-                nn.Conv2d(2 * width, width, 3, padding=1, bias=False),
-                nn.Conv2d(width, shape[0], 3, padding=1),
-            ]
-        )
+        widths = ((2 * width, 2 * width), (2 * width, width), (width, shape[0]))
+        self.convs = nn.ModuleList([nn.Conv2d(*pair, 3, padding=1, bias=i == 2) for i, pair in enumerate(widths)])
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.norms[0](self.first(z).reshape(len(z), 2 * self.width, *self.start))
         x = x.contiguous(memory_format=torch.channels_last)
-        x = nn.functional.leaky_relu(self.norms[1](doubled(x, self.convs[0].weight)), 0.2)
-        x = nn.functional.leaky_relu(self.norms[2](doubled(x, self.convs[1].weight)), 0.2)
+        for norm, conv in zip(self.norms[1:], self.convs):
+            x = nn.functional.leaky_relu(norm(doubled(x, conv.get_parameter("weight"))), 0.2)
         x = self.low + (self.high - self.low) * torch.sigmoid(self.convs[2](x))
         return x[..., : self.shape[1], : self.shape[2]]
 
     def draw(self, generator: torch.Generator) -> None:
-        """All weights anew, as the authors draw them: normal around 0, or 1 in norms, by 0.02."""
+        """Draw all weights as the authors do: normal with standard deviation 0.02 around 0, or around 1 in norms."""
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 parameter.data.zero_()
@@ -63,9 +62,12 @@ class Generator(nn.Module):
 
 
 def doubled(x: Tensor, weight: Tensor) -> Tensor:
-    """``weight (out, in, 3, 3)`` over ``x (n, in, h, w)`` with each pixel doubled both ways: ``(n, out, 2h, 2w)``.
+    """Convolve ``x (n, in, h, w)``, each pixel doubled in both directions, with ``weight (out, in, 3, 3)``.
 
-    One transposed convolution with the kernel's overlapping sums: 2.25 times fewer products than the two steps.
+    One transposed convolution with sums of the kernel's entries, which takes 2.25 times fewer products than two steps.
+
+    Returns:
+        ``(n, out, 2h, 2w)``.
     """
     kernel = weight.flip(2, 3)
     pairs = nn.functional.pad(kernel, (1, 0)) + nn.functional.pad(kernel, (0, 1))
@@ -74,13 +76,13 @@ def doubled(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """``KL(teacher ‖ student)`` of each sample, times the temperature's square."""
+    """``KL(teacher ‖ student)`` of each sample, times the square of the temperature."""
     logs = (student / temperature).log_softmax(-1)
     return nn.functional.kl_div(logs, (teacher / temperature).softmax(-1), reduction="none").sum(-1) * temperature**2
 
 
 def vary(images: Tensor, generator: torch.Generator) -> Tensor:
-    """The batch shifted by up to ``PADDING`` pixels, and half of it mirrored."""
+    """The batch shifted by up to ``PADDING`` pixels, and each image mirrored with probability ½."""
     height, width = images.shape[2:]
     top, left = torch.randint(0, 2 * PADDING + 1, (2,), generator=generator).tolist()
     moved = nn.functional.pad(images, [PADDING] * 4)[:, :, top : top + height, left : left + width]
@@ -95,29 +97,34 @@ class Dense(OneShot):
 
     @dataclass(frozen=True)
     class Params:
-        epochs: int = field(default=20, metadata={"min": 1, "help": "generators trained, each with its images"})
-        generator_steps: int = field(default=30, metadata={"min": 1, "help": "T_G, steps of each generator"})
-        images: int = field(default=256, metadata={"min": 2, "help": "made by each generator"})
-        latent: int = field(default=256, metadata={"min": 1, "help": "width of the generator's input"})
-        channels: int = field(default=64, metadata={"min": 1, "help": "of the generator"})
-        generator_lr: float = field(default=1e-3, metadata={"above": 0.0, "help": "of Adam"})
-        student_lr: float = field(default=0.01, metadata={"above": 0.0, "help": "of SGD with momentum 0.9"})
-        lambda1: float = field(default=1.0, metadata={"min": 0.0, "help": "of the batch-norm loss"})
-        lambda2: float = field(default=0.5, metadata={"min": 0.0, "help": "of the boundary loss"})
+        epochs: int = key(20, min=1, help="number of generators, each with its own images")
+        generator_steps: int = key(30, min=1, help="T_G, steps of each generator")
+        images: int = key(256, min=2, help="made by each generator")
+        latent: int = key(256, min=1, help="width of the generator's input")
+        channels: int = key(64, min=1, help="of the generator")
+        generator_lr: float = key(1e-3, above=0.0, help="of Adam")
+        student_lr: float = key(0.01, above=0.0, help="of SGD with momentum 0.9")
+        lambda1: float = key(1.0, min=0.0, help="of the batch-norm loss")
+        lambda2: float = key(0.5, min=0.0, help="of the boundary loss")
+
+    params: Params
 
     @classmethod
-    def requires(cls, params):
+    def requires(cls, params: Params):
         return replace(super().requires(params), adapter="none", tasks=("ImageClassification",), validation=True)
 
     def aggregate(self, updates, state, round):
         weights, parts = self.weights(updates), [u.tensors for u in updates]
-        message = weighted_mean(parts, weights)
+        mean = weighted_mean(parts, weights)
         with torch.enable_grad():
-            message = {**message, **self.distil(parts, weights, message, derive(self.workbench.seed, "dense", round))}
+            students = self.students(parts, weights, mean, derive(self.workbench.seed, "dense", round))
+            message = {**mean, **best(self.workbench, students)}
         return {**state, **message}, message
 
-    def distil(self, parts, weights, start, seed: int) -> dict[str, Tensor]:
-        """The student's best tensors; ``losses`` keeps what generators and student came to, epoch by epoch."""
+    def students(
+        self, parts: Sequence[Tensors], weights: Sequence[float], start: Tensors, seed: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """The student before the first epoch and after each; ``losses`` holds the losses by epoch."""
         p, model = self.params, self.workbench.model
         draw = torch.Generator().manual_seed(seed)
         own = dict(model.named_parameters())
@@ -127,9 +134,9 @@ class Dense(OneShot):
         generator.to(first.device)
         optimizer = torch.optim.SGD([t for n, t in student.items() if n in own], lr=p.student_lr, momentum=0.9)
         pool: list[Tensor] = []
-        kept, score = {n: t.detach().clone() for n, t in student.items()}, accuracy(self.workbench, student)
         self.losses: dict[str, list[float]] = {"generator_first": [], "generator_last": [], "student": []}
         model.eval()
+        yield student
         for _ in range(p.epochs):
             pool.append(self.images(model, generator, parts, weights, student, draw))
             total = 0.0
@@ -143,55 +150,62 @@ class Dense(OneShot):
                 optimizer.step()
                 total += float(loss.detach())
             self.losses["student"].append(total / len(pool))
-            now = accuracy(self.workbench, student)
-            if now > score and all(bool(torch.isfinite(t).all()) for t in student.values()):
-                kept, score = {n: t.detach().clone() for n, t in student.items()}, now
-        return kept
+            yield student
 
-    def images(self, model, generator, parts, weights, student, draw) -> Tensor:
-        """The best images of a generator trained anew."""
+    def images(
+        self,
+        model: nn.Module,
+        generator: Generator,
+        parts: Sequence[Tensors],
+        weights: Sequence[float],
+        student: Tensors,
+        draw: torch.Generator,
+    ) -> Tensor:
+        """The batch of images with the lowest loss while a generator with new weights trains."""
         p, device = self.params, next(generator.parameters()).device
         generator.draw(draw)
         generator.train()
         classes = logits_of(model, parts[0], {"pixel_values": torch.zeros(1, *generator.shape, device=device)}).shape[1]
         z = torch.randn(p.images, p.latent, generator=draw).to(device).requires_grad_()
-        wanted = torch.randint(0, classes, (p.images,), generator=draw).sort()[0].to(device)
+        labels = torch.randint(0, classes, (p.images,), generator=draw).sort()[0].to(device)
         optimizer = torch.optim.Adam([*generator.parameters(), z], lr=p.generator_lr, betas=(0.5, 0.999))
-        found, lowest, course = None, float("inf"), []
+        losses: list[float] = []
+        chosen, lowest = z, float("inf")
         for _ in range(p.generator_steps):
             images = generator(z)
-            seen = vary(images, draw)
+            varied = vary(images, draw)
             with Statistics(model) as statistics:
-                teacher = self.ensemble(model, parts, weights, seen)
-            learnt = logits_of(model, {n: t.detach() for n, t in student.items()}, {"pixel_values": seen})
-            apart = (learnt.argmax(-1) != teacher.argmax(-1)).float()
+                teacher = self.ensemble(model, parts, weights, varied)
+            answers = logits_of(model, {n: t.detach() for n, t in student.items()}, {"pixel_values": varied})
+            disagree = (answers.argmax(-1) != teacher.argmax(-1)).float()
             loss = (
-                nn.functional.cross_entropy(teacher, wanted)
+                nn.functional.cross_entropy(teacher, labels)
                 + p.lambda1 * statistics.distance()
-                - p.lambda2 * (divergence(learnt, teacher) * apart).mean()
+                - p.lambda2 * (divergence(answers, teacher) * disagree).mean()
             )
-            course.append(float(loss.detach()))
-            if found is None or course[-1] < lowest:
-                found, lowest = images.detach(), course[-1]
+            losses.append(float(loss.detach()))
+            if len(losses) == 1 or losses[-1] < lowest:
+                chosen, lowest = images.detach(), losses[-1]
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        self.losses["generator_first"].append(course[0])
-        self.losses["generator_last"].append(course[-1])
-        return found
+        self.losses["generator_first"].append(losses[0])
+        self.losses["generator_last"].append(losses[-1])
+        return chosen
 
     @staticmethod
-    def ensemble(model, parts, weights, images: Tensor) -> Tensor:
+    def ensemble(model: nn.Module, parts: Sequence[Tensors], weights: Sequence[float], images: Tensor) -> Tensor:
         """``Σ_k p_k f_k(images)``."""
-        return sum(w * logits_of(model, part, {"pixel_values": images}) for w, part in zip(weights, parts))
+        first, *others = (w * logits_of(model, part, {"pixel_values": images}) for w, part in zip(weights, parts))
+        return sum(others, first)
 
 
 class Statistics:
-    """How far what enters each batch-norm lies from its running statistics, over the forward passes inside."""
+    """The distances of the inputs of each batch norm to its running statistics, in the forward passes inside."""
 
     def __init__(self, model: nn.Module):
         self.norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d) and m.track_running_stats]
-        self.apart: list[Tensor] = []
+        self.distances: list[Tensor] = []
 
     def __enter__(self):
         self.hooks = [m.register_forward_pre_hook(self.note) for m in self.norms]
@@ -203,7 +217,7 @@ class Statistics:
 
     def note(self, module, args) -> None:
         var, mean = torch.var_mean(args[0].float(), (0, 2, 3), correction=0)
-        self.apart.append((module.running_mean - mean).norm() + (module.running_var - var).norm())
+        self.distances.append((module.running_mean - mean).norm() + (module.running_var - var).norm())
 
     def distance(self) -> Tensor | float:
-        return sum(self.apart) if self.apart else 0.0
+        return sum(self.distances) if self.distances else 0.0

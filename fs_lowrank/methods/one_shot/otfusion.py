@@ -1,4 +1,4 @@
-"""OTFusion: the clients' neurons are put in the order of the first client's by optimal transport, then averaged.
+"""OTFusion: the clients' neurons are reordered to match the first client's by optimal transport, then averaged.
 
 Singh and Jaggi, "Model Fusion via Optimal Transport", NeurIPS 2020, Algorithm 1.
 
@@ -6,15 +6,15 @@ Singh and Jaggi, "Model Fusion via Optimal Transport", NeurIPS 2020, Algorithm 1
                       T_k = the exact transport between the neurons of Ŵ_k and those of client 1
                       W = Σ_k p_k T_kᵀ Ŵ_k
 
-Neurons are compared by their weights, or by what they answer to the validation samples (``by: activations``). The last
-layer's outputs are classes and stay where they are. ``correction`` divides a plan by its marginal, so that it moves
-neurons instead of shrinking them; ``past_correction`` averages ``T_kᵀ Ŵ_k`` and not ``T_kᵀ W_k``. With ``tune``
-validation data choose, as Jhunjhunwala et al. 2024 do.
+Neurons are compared by their weights, or by their outputs for the validation samples (``by: activations``). The outputs
+of the last layer are classes and are not reordered. ``correction`` divides a plan by its marginal, so that it moves
+neurons instead of shrinking them; ``past_correction`` averages ``T_kᵀ Ŵ_k`` instead of ``T_kᵀ W_k``. ``tune`` selects
+by validation data, as Jhunjhunwala et al. 2024 do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 from ...algebra import exact_transport, move_inputs, move_outputs
 from ...algebra.match import require
 from ...models.chain import chain
+from ...settings import key
+from ..base import Tensors
 from ..registry import register_method
 from .base import OneShot, best, logits_of
 
@@ -36,18 +38,14 @@ class OTFusion(OneShot):
 
     @dataclass(frozen=True)
     class Params:
-        by: str = field(
-            default="weights", metadata={"choices": ("weights", "activations"), "help": "what neurons are compared by"}
-        )
-        correction: str = field(
-            default="tune", metadata={"choices": tuple(_SWITCH), "help": "divide plans by their marginals"}
-        )
-        past_correction: str = field(
-            default="tune", metadata={"choices": tuple(_SWITCH), "help": "average weights whose inputs have been moved"}
-        )
+        by: str = key("weights", choices=("weights", "activations"), help="what neurons are compared by")
+        correction: str = key("tune", choices=tuple(_SWITCH), help="divide plans by their marginals")
+        past_correction: str = key("tune", choices=tuple(_SWITCH), help="average weights whose inputs have been moved")
+
+    params: Params
 
     @classmethod
-    def requires(cls, params):
+    def requires(cls, params: Params):
         return replace(super().requires(params), adapter="none", tasks=("ImageClassification",), validation=True)
 
     def __init__(self, params, setting):
@@ -56,44 +54,40 @@ class OTFusion(OneShot):
 
     def adapt(self, model):
         self.chain = chain(model, "otfusion")
-        return model
+        return super().adapt(model)
 
     def aggregate(self, updates, state, round):
-        weights, parts = self.weights(updates), [u.tensors for u in updates]
-        answers = [self.activations(part) for part in parts] if self.params.by == "activations" else [None] * len(parts)
-        first, *rest = parts
+        weights, (first, *others) = self.weights(updates), [u.tensors for u in updates]
+        outputs = [self.activations(u.tensors) if self.params.by == "activations" else None for u in updates]
 
-        def fused(correction: bool, past_correction: bool) -> dict[str, Tensor]:
-            aligned = [first] + [
-                self.align(part, first, answer, answers[0], correction, past_correction)
-                for part, answer in zip(rest, answers[1:])
-            ]
-            return {n: sum(p * a[n] for p, a in zip(weights, aligned)) for n in self.chain}
+        def fused(*correct: bool) -> dict[str, Tensor]:
+            aligned = [self.align(t, first, own, outputs[0], *correct) for t, own in zip(others, outputs[1:])]
+            return {n: sum(p * t[n] for p, t in zip(weights, (first, *aligned))) for n in self.chain}
 
         choices = product(_SWITCH[self.params.correction], _SWITCH[self.params.past_correction])
-        message = dict(first) if not rest else best(self.workbench, (fused(*choice) for choice in choices))
+        message = best(self.workbench, (fused(*choice) for choice in choices)) if others else dict(first)
         return {**state, **message}, message
 
-    def align(self, mine, theirs, my_answers, their_answers, correction: bool, past_correction: bool):
-        """``mine`` with its neurons where those of ``theirs`` are."""
+    def align(self, mine, theirs, my_outputs, their_outputs, correction: bool, past_correction: bool):
+        """``mine`` with its neurons in the order of those of ``theirs``; without outputs, weights are compared."""
         plan, moved = None, {}
         for name in self.chain:
-            weight = mine[name]
-            entering = weight if plan is None else move_inputs(weight, plan)
+            entering = mine[name] if plan is None else move_inputs(mine[name], plan)
             if name == self.chain[-1]:
                 moved[name] = entering
                 break
-            compared = (entering, theirs[name]) if my_answers is None else (my_answers[name], their_answers[name])
-            plan = exact_transport(compared[0].flatten(1), compared[1].flatten(1))
+            own, other = (entering, theirs[name]) if my_outputs is None else (my_outputs[name], their_outputs[name])
+            plan = exact_transport(own.flatten(1), other.flatten(1))
             if correction:
                 plan = plan * len(plan)
-            moved[name] = move_outputs(entering if past_correction else weight, plan)
+            moved[name] = move_outputs(entering if past_correction else mine[name], plan)
         return moved
 
     @torch.no_grad()
-    def activations(self, tensors) -> dict[str, Tensor]:
-        """What every neuron of ``tensors`` answers to the validation samples, ``(neurons, samples · positions)``."""
-        model, seen = self.workbench.model, {n: [] for n in self.chain}
+    def activations(self, tensors: Tensors) -> dict[str, Tensor]:
+        """The outputs of every neuron for the validation samples, ``(neurons, samples · positions)`` by weight."""
+        model = self.workbench.model
+        seen: dict[str, list[Tensor]] = {n: [] for n in self.chain}
         model.eval()
         hooks = [
             model.get_submodule(n.removesuffix(".weight")).register_forward_hook(

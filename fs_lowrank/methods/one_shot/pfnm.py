@@ -1,21 +1,22 @@
-"""PFNM: which neurons of the clients are one neuron is inferred, and the global net has as many as that takes.
+"""PFNM: the clients' neurons are matched by Bayesian inference, which also determines the number of global neurons.
 
 Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019; for convolutions as in Wang
 et al., "Federated Learning with Matched Averaging", ICLR 2020, without their training in between.
 
     layer by layer    the inputs of W_k go where the layer below was assigned, zeros elsewhere
                       assignment and global neurons are the maximum a posteriori estimate (``algebra.match``)
-    the last layer    every class by the clients that have it, in proportion to its samples
+    the last layer    each class is averaged over the clients that have it, in proportion to its samples
 
-The estimate lies between the clients' neurons and a prior around zero, so a neuron that one client alone has is halved
-(``sigma = sigma0 = 1``). The global net may be wider than a client's: ``apply`` gives its layers their new widths, and
-what the clients train in a further round is the wider net. ``last_layer: samples`` takes ``Σ p_k W_k`` instead, and
-clients then do not tell how many samples of each class they have.
+The estimate lies between the clients' neurons and a prior around zero, so a neuron that only one client has is halved
+(``sigma = sigma0 = 1``). The global network may be wider than that of a client: ``apply`` gives its layers their new
+widths, and in a further round the clients train the wider network. ``last_layer: samples`` takes ``Σ p_k W_k`` instead,
+and clients then do not send how many samples of each class they have.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,29 +25,31 @@ from ...algebra import nonparametric_matching
 from ...algebra.match import require
 from ...models.chain import allow_growth, chain
 from ...seeds import derive
+from ...settings import key
 from ..registry import register_method
-from .base import OneShot
+from .base import OneShot, meta
 
 
 @register_method("pfnm")
 class PFNM(OneShot):
     source = "Yurochkin et al., ICML 2019"
-    sends = "all weights, and its number of samples of each class; receives a net that may be wider"
+    sends = "all weights, and its number of samples of each class; receives a network that may be wider"
 
     @dataclass(frozen=True)
     class Params:
-        sigma: float = field(default=1.0, metadata={"above": 0.0, "help": "variance of clients' neurons"})
-        sigma0: float = field(default=1.0, metadata={"above": 0.0, "help": "variance of the global neurons around 0"})
-        gamma: float = field(default=7.0, metadata={"above": 0.0, "help": "larger: more global neurons"})
-        sweeps: int = field(default=5, metadata={"min": 0, "help": "times that each client is matched anew"})
-        widest: int = field(default=700, metadata={"min": 1, "help": "neurons beyond which a layer grows by need only"})
-        last_layer: str = field(
-            default="classes",
-            metadata={"choices": ("classes", "samples"), "help": "weights of the clients in the last layer"},
+        sigma: float = key(1.0, above=0.0, help="variance of clients' neurons")
+        sigma0: float = key(1.0, above=0.0, help="variance of the global neurons around 0")
+        gamma: float = key(7.0, above=0.0, help="larger: more global neurons")
+        sweeps: int = key(5, min=0, help="times that each client is matched again")
+        widest: int = key(700, min=1, help="number of neurons beyond which a layer grows only if it must")
+        last_layer: str = key(
+            "classes", choices=("classes", "samples"), help="weights of the clients in the last layer"
         )
 
+    params: Params
+
     @classmethod
-    def requires(cls, params):
+    def requires(cls, params: Params):
         return replace(super().requires(params), adapter="none", tasks=("ImageClassification",))
 
     def __init__(self, params, setting):
@@ -56,21 +59,16 @@ class PFNM(OneShot):
     def adapt(self, model):
         self.chain = chain(model, "pfnm")
         allow_growth(model)
-        return model
+        return super().adapt(model)
 
-    def upload(self, model, round, client):
-        own = super().upload(model, round, client)
-        if self.params.last_layer == "classes":
-            labels = torch.cat([batch["labels"] for batch in client.batches()])
-            counts = torch.bincount(labels, minlength=len(own[self.chain[-1]]))
-            own["counts:classes"] = counts.float().to(own[self.chain[-1]].device)
-        return own
+    def beside(self, model, own, round, client):
+        if self.params.last_layer != "classes":
+            return {}
+        last, labels = own[self.chain[-1]], torch.cat([batch["labels"] for batch in client.batches()])
+        return {"counts:classes": torch.bincount(labels, minlength=len(last)).float().to(last.device)}
 
-    def expected(self, state, round, client):
-        own = super().expected(state, round, client)
-        if self.params.last_layer == "classes":
-            own["counts:classes"] = torch.empty(len(own[self.chain[-1]]), dtype=torch.float32, device="meta")
-        return own
+    def beside_shapes(self, own):
+        return {"counts:classes": meta(len(own[self.chain[-1]]))} if self.params.last_layer == "classes" else {}
 
     def aggregate(self, updates, state, round):
         parts = [u.tensors for u in updates]
@@ -78,14 +76,16 @@ class PFNM(OneShot):
         return {**state, **message}, message
 
     def match(self, parts, updates, round):
+        """The global weights by name, layer by layer."""
         p = self.params
         rng = np.random.default_rng(derive(self.setting.seed, "pfnm", round))
         *hidden, last = self.chain
-        found, assigned, width = {}, None, 0
+        merged, width = {}, 0
+        places: Sequence[np.ndarray | None] = [None] * len(parts)
         for name in hidden:
             like = parts[0][name]
-            nets = [self.enter(part[name], assigned and assigned[k], width) for k, part in enumerate(parts)]
-            weight, assigned = nonparametric_matching(
+            nets = [self.enter(part[name], own, width) for part, own in zip(parts, places)]
+            weight, places = nonparametric_matching(
                 [net.reshape(len(net), -1) for net in nets],
                 sigma=p.sigma,
                 sigma0=p.sigma0,
@@ -95,26 +95,26 @@ class PFNM(OneShot):
                 rng=rng,
             )
             width = len(weight)
-            found[name] = torch.from_numpy(weight.reshape(width, *nets[0].shape[1:])).to(like)
+            merged[name] = torch.from_numpy(weight.reshape(width, *nets[0].shape[1:])).to(like)
         shares = np.array(self.weights(updates))[:, None]
         if p.last_layer == "classes":
             counts = np.stack([part["counts:classes"].double().cpu().numpy() for part in parts])
-            known = counts.sum(0) > 0  # of a class that nobody has, nothing is known but the clients' sizes
+            known = counts.sum(0) > 0  # a class that no client has is averaged by the clients' sizes
             shares = np.where(known, counts / np.where(known, counts.sum(0), 1), shares)
-        merged = sum(
-            np.broadcast_to(share, len(parts[0][last]))[:, None] * self.enter(part[last], places, width)
-            for share, part, places in zip(shares, parts, assigned)
+        total = sum(
+            np.broadcast_to(share, len(parts[0][last]))[:, None] * self.enter(part[last], own, width)
+            for share, part, own in zip(shares, parts, places)
         )
-        found[last] = torch.from_numpy(merged).to(parts[0][last])
-        return found
+        merged[last] = torch.from_numpy(total).to(parts[0][last])
+        return merged
 
     @staticmethod
     def enter(weight: torch.Tensor, places: np.ndarray | None, width: int) -> np.ndarray:
         """``weight`` ``(d_out, n, …)`` with its inputs at ``places`` among ``width``; a flattened image by channel."""
-        weight = weight.double().cpu().numpy()
+        own = weight.double().cpu().numpy()
         if places is None:
-            return weight
-        grouped = weight.reshape(len(weight), len(places), -1)
-        moved = np.zeros((len(weight), width, grouped.shape[2]))
+            return own
+        grouped = own.reshape(len(own), len(places), -1)
+        moved = np.zeros((len(own), width, grouped.shape[2]))
         moved[:, places] = grouped
-        return moved.reshape(len(weight), *((width, *weight.shape[2:]) if weight.ndim > 2 else (-1,)))
+        return moved.reshape(len(own), *((width, *own.shape[2:]) if own.ndim > 2 else (-1,)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fs_lowrank.algebra import conjugate_gradients, kron_multiply, nbytes
+from fs_lowrank.algebra import conjugate_path, nbytes
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 from fs_lowrank.methods.one_shot.base import accuracy
@@ -51,7 +51,7 @@ def test_the_diagonal_closed_form(bench):
         np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6, rtol=1e-5)
 
 
-def test_what_no_client_knows_of_is_the_mean(bench):
+def test_parameters_without_information_take_the_mean(bench):
     models = clients(bench)
     for model in models:
         model.two.weight.data[3] = -5  # a neuron that is never active: nothing behind it or in it has a gradient
@@ -136,7 +136,7 @@ def test_the_other_forms_are_exact_too(bench, fisher):
         assert all(torch.equal(one.tensors[n], t) for n, t in two.tensors.items())
 
 
-def test_beyond_a_hundred_classes_one_label_is_drawn_and_that_is_said_once(bench, caplog):
+def test_beyond_a_hundred_classes_one_label_is_drawn_with_one_warning(bench, caplog):
     class Many(bench.small):
         def __init__(self):
             super().__init__()
@@ -208,7 +208,7 @@ def test_kfac_lands_at_the_minimiser_nearest_the_mean(bench, bias):
         assert (null.T @ moved).norm() < 1e-3 * (1 + moved.norm()), "nothing moves where nothing is known"
 
 
-def test_kfac_s_factors_are_the_estimate_s(bench):
+def test_kfac_sends_the_estimated_factors(bench):
     model = bench.net()
     ran = bench.one_round("fedfisher", [model], fisher="kfac", draws=0)
     wanted = kronecker_fisher(model, ran.data[0], dict.fromkeys(("one", "two", "classifier"), False), draws=0)
@@ -297,7 +297,7 @@ def test_of_the_iterates_the_best_on_validation_data_is_taken(bench, solver):
     assert scores[0] == max(scores)
 
 
-def test_the_way_of_cg_ends_at_the_tolerance(bench, monkeypatch):
+def test_the_path_of_cg_ends_at_the_tolerance(bench, monkeypatch):
     from fs_lowrank.methods.one_shot import fedfisher
 
     seen = []
@@ -333,14 +333,8 @@ def test_cg_beats_adam_on_the_objective(bench):
         for layer in ran.method.layers:
             for p, u in zip(ran.weights, ran.updates):
                 d = (ran.message[f"{layer}.weight"] - u.tensors[f"{layer}.weight"]).double()
-                total += p * float(
-                    (
-                        d
-                        * kron_multiply(
-                            u.tensors[f"outputs:{layer}"].double(), u.tensors[f"inputs:{layer}"].double(), d
-                        )
-                    ).sum()
-                )
+                g, a = (u.tensors[f"{kind}:{layer}"].double() for kind in ("outputs", "inputs"))
+                total += p * float((d * (g @ d @ a)).sum())
         return total
 
     one = bench.one_round("fedfisher", models, fisher="kfac")
@@ -366,7 +360,7 @@ def test_the_sum_of_the_updates_is_enough(bench, name):
     assert ran.method.needs.sums
 
 
-def test_what_does_not_add_up_is_refused():
+def test_forms_without_sums_are_refused():
     for params in ({"fisher": "kfac"}, {"fisher": "full"}, {"compress": True}):
         with pytest.raises(UserError, match="sees only the sum"):
             create_method("fedfisher", only_sums=True, **params)
@@ -457,7 +451,7 @@ def test_regmean_with_equal_grams_is_the_mean(bench):
     close(ran.message, {n: sum(u.tensors[n] for u in ran.updates) / 3 for n in ran.message}, atol=1e-5)
 
 
-def test_a_singular_gram_moves_nothing_where_nothing_is_known(bench):
+def test_a_singular_gram_leaves_unknown_directions_at_the_mean(bench):
     models = clients(bench)
     for model in models:
         model.one.weight.data[:4] = 0  # four neurons that are always silent
@@ -530,7 +524,7 @@ def test_clients_without_some_classes(bench):
 def test_wrong_hyperparameters():
     for params, said in (
         ({"fisher": "kfac", "solver": "closed"}, "no closed-form"),
-        ({"fisher": "full", "compress": True}, "tiny nets"),
+        ({"fisher": "full", "compress": True}, "tiny networks"),
         ({"fisher": "kfa"}, "diag, kfac, full"),
         ({"steps": 0}, "at least 1"),
     ):
@@ -557,5 +551,5 @@ def test_lemma_one_on_a_case_known_by_hand():
     w = torch.tensor([[2.0, 5.0], [4.0, -1.0]], dtype=torch.float64)
     for p, wanted in (((0.5, 0.5), (3.0, 2.0)), ((0.75, 0.25), (2.5, 3.5))):
         p = torch.tensor(p, dtype=torch.float64)
-        found, _ = conjugate_gradients(lambda x: f @ x, f @ (p @ w), p @ w)
+        ((found, _),) = conjugate_path(lambda x: f @ x, f @ (p @ w), p @ w, (1e-6,))
         assert found.tolist() == pytest.approx(wanted) and not math.isnan(float(found.sum()))

@@ -45,7 +45,7 @@ def test_otfusion_tunes_on_validation_data(bench):
     assert accuracy(ran.method.workbench, ran.message) == max(scores)
 
 
-def test_the_last_layer_s_classes_stay(bench):
+def test_the_classes_of_the_last_layer_are_not_reordered(bench):
     models = [bench.net(seed=k) for k in range(2)]
     ran = bench.one_round("otfusion", models, correction="on", past_correction="on")
     aligned = ran.method.align(bench.tensors(models[1]), bench.tensors(models[0]), None, None, True, True)
@@ -71,7 +71,7 @@ def test_two_permuted_copies_are_one_net(bench):
     )
 
 
-def test_a_wider_net_is_held_trained_and_sent(bench):
+def test_a_wider_network_is_loaded_trained_and_sent(bench):
     models = [bench.net(bench.pictures, seed=k, scale=8.0) for k in range(3)]
     ran = bench.one_round("pfnm", models, kind=bench.pictures)
     assert ran.message["conv1.weight"].shape[0] > 3
@@ -197,7 +197,7 @@ def test_generated_images_have_the_shape_and_range_of_the_data(shape):
     assert images.min() >= -1.5 and images.max() <= 2.0 and images.std() > 0
 
 
-def test_dense_is_decided_by_the_seed_and_leaves_the_model_alone(bench):
+def test_dense_depends_on_the_seed_only_and_does_not_change_the_model(bench):
     models = [bench.net(bench.pictures, seed=k) for k in range(2)]
     one, two = (bench.one_round("dense", models, kind=bench.pictures, student_lr=0.1, **SMALL_DENSE) for _ in range(2))
     assert all(torch.equal(one.message[n], two.message[n]) for n in one.message)
