@@ -85,16 +85,15 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
 
     def reference(self, run: str) -> Reference:
-        """The run ``run`` (a name in ``tiny.RUNS``), done once; its second time is measured, when all is warm."""
+        """The run ``run`` (a name in ``tiny.RUNS``), done once."""
         folder = self.folder / "references" / run.replace(" ", "_")
         facts = folder / "facts.yaml"
         if not facts.exists():
-            for _ in range(2):
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-                ended = self.start(run, folder / "run", counting=folder / "calls")
-                if ended.code:
-                    raise RuntimeError(f"the run {run!r} fails by itself: {ended.err or ended.out}")
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            ended = self.start(run, folder / "run", counting=folder / "calls")
+            if ended.code:
+                raise RuntimeError(f"the run {run!r} fails by itself: {ended.err or ended.out}")
             calls = int((folder / "calls").read_text()) if (folder / "calls").exists() else 0
             facts.write_text(yaml.safe_dump({"seconds": ended.seconds, "calls": calls}))
         return Reference(folder / "run", **yaml.safe_load(facts.read_text()))

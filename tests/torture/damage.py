@@ -54,14 +54,17 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
             if target.is_file() and target.read_bytes() == before:
                 return [Outcome("valid", what, "nothing changed", seen)]
             ended = bench.start(run, outdir, resume=True, command_line=seed % COMMAND_LINE == 0)
-            outcome = bench.judge(run, outdir, ended, what, resumed=True, seen=seen, former=source)
+            stopped = ended.code == 1 and not ended.fault  # it says what to mend, and that the run can be resumed
+            if not stopped:
+                outcome = bench.judge(run, outdir, ended, what, resumed=True, seen=seen, former=source)
         finally:
             _put_back(target, before)
-        if outcome.ending == "refused" and seed % 5 == 0:  # once the file is whole again, the run goes on
+        if stopped or (outcome.ending == "refused" and seed % 5 == 0):  # the file is whole again, and the run goes on
             again = bench.start(run, outdir, resume=True)
             mended = bench.judge(run, outdir, again, what, resumed=True, seen=seen, former=source)
             if mended.ending != "resumed":
-                return [Outcome("failed", what, f"refused rightly, but not to be mended: {mended.reason}", seen)]
+                return [Outcome("failed", what, f"not to be mended: {mended.reason}; before: {ended.err}", seen)]
+            outcome = mended if stopped else outcome
         return [outcome]
 
 
