@@ -20,7 +20,7 @@ console = shell.make_console(140)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-    parser = argparse.ArgumentParser(prog="python -m benchmark", description="Suites in, results and a report out.")
+    parser = argparse.ArgumentParser(prog="fs-lowrank benchmark", description="Suites in, results and a report out.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def common(command: argparse.ArgumentParser, size: str = "small") -> None:

@@ -51,8 +51,7 @@ def run(
     except UserError as error:
         if args and args.debug:
             Console(stderr=True).print_exception()
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        return FAILED if isinstance(error, RunFailed) else WRONG_USE
+        return explain(error)
     except KeyboardInterrupt:
         console.print(f"\ninterrupted{again(args) if args else ''}", soft_wrap=True, markup=False)
         return INTERRUPTED
@@ -60,6 +59,12 @@ def run(
         # The reader of our output has gone (`| head`); what is left to print has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+
+
+def explain(error: UserError) -> int:
+    """Print the error in one line; returns the exit code that it means."""
+    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+    return FAILED if isinstance(error, RunFailed) else WRONG_USE
 
 
 def _log(args: argparse.Namespace, console: Console) -> None:
