@@ -4,10 +4,24 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 # Read from the file, not imported: at this point nothing is installed yet.
 versions = Path("fs_lowrank/versions.py").read_text(encoding="utf-8")
 version = re.search(r'^__version__ = "(.+)"$', versions, re.MULTILINE)[1]
+
+
+class WithExamples(build_py):
+    """Puts the examples, which stand at the root of the repository, into the package."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for path in sorted(Path("examples").iterdir()):
+                goal = Path(self.build_lib, "fs_lowrank", "examples", path.name)
+                self.mkpath(str(goal.parent))
+                self.copy_file(str(path), str(goal))
+
 
 setup(
     name="fs-lowrank",
@@ -91,5 +105,9 @@ setup(
             "tqdm",
         ],
     },
-    entry_points={"console_scripts": ["fs-lowrank = fs_lowrank.cli:main"]},
+    entry_points={
+        "console_scripts": ["fs-lowrank = fs_lowrank.cli:main"],
+        "fs_lowrank.commands": ["benchmark = benchmark.cli:main", "hpo = hpo.cli:main"],
+    },
+    cmdclass={"build_py": WithExamples},
 )

@@ -335,7 +335,9 @@ def _script(job: Job) -> dict:
     out.mkdir(parents=True)
     environment = dict(os.environ)
     root = str(Path(__file__).resolve().parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    # The user's own folder comes last: a file of theirs that is called as a package of ours is not run in its place.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH"), os.getcwd()]))
+    environment["PYTHONSAFEPATH"] = "1"
     process = subprocess.Popen(
         [sys.executable, "-m", job.experiment.script, *job.experiment.args, "--out", str(out)],
         env=environment,

@@ -12,6 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
+from .commands import add_commands
+from .commands.extensions import extensions, run_extension
+from .errors import UserError
 from .jobs import shell
 
 console = shell.make_console(120)
@@ -58,7 +61,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     add(_doctor, "show what is installed and usable, and how to get the rest")
     fetch = add(_fetch, "download the small models and data sets of the quick start")
     fetch.add_argument("names", nargs="*", metavar="NAME", help="items to download; without any, list them")
-    return parser, commands.choices.values()
+    add_commands(commands)
+    own = list(commands.choices.values())
+    for name, point in extensions(commands.choices).items():
+        commands.add_parser(name, help=f"added by {point.dist.name if point.dist else point.value}; has its own --help")
+    return parser, own
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         resumes = hasattr(args, "cfg")
         return f"; continue with: fs-lowrank {args.command} --cfg {args.cfg} … --resume" if resumes else ""
 
-    return shell.run(_parser, argv, console, again)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        added = extensions().get(argv[0]) if argv else None
+    except UserError as error:
+        return shell.explain(error)
+    return run_extension(added, argv[1:]) if added else shell.run(_parser, argv, console, again)
 
 
 class _Live:

@@ -34,6 +34,7 @@ ROWS = (
     ("fs_lowrank.api",),
     ("fs_lowrank",),
     ("fs_lowrank.doctor",),
+    ("fs_lowrank.commands",),
     ("fs_lowrank.cli",),
     ("fs_lowrank.__main__",),
     ("hpo",),

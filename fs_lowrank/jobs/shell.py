@@ -72,9 +72,7 @@ def run(
     except Exception as error:
         if args and args.debug:
             Console(stderr=True).print_exception()
-        text = message_of(error, folder(args) if args else None)
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
-        return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
+        return explain(error, folder(args) if args else None)
     finally:
         logging.raiseExceptions = raise_in_logs
 
@@ -103,6 +101,13 @@ def message_of(error: Exception, folder: Path | None = None) -> str:
                 (place / file).write_text(text, encoding="utf-8", errors="backslashreplace")
                 return f"{reason} (an error in fs-lowrank; please report it, with the traceback in {place / file})"
     return f"{reason} (an error in fs-lowrank; please report it, with the traceback that --debug shows)"
+
+
+def explain(error: Exception, folder: Path | None = None) -> int:
+    """Print ``message_of`` the error; returns the exit code that it means."""
+    text = message_of(error, folder)
+    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+    return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
 
 
 def _log(args: argparse.Namespace, console: Console) -> None:

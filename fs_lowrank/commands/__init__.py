@@ -1,0 +1,21 @@
+"""The commands of ``fs-lowrank`` that have a file of their own, and those that packages add.
+
+A command's file has ``add(commands)``, which gives it a parser, and imports what it needs only when it runs.
+``extensions`` finds the commands of packages through the entry-point group ``fs_lowrank.commands``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_commands(commands: Commands) -> None:
+    """Give every command of this package a parser below ``commands``."""
+    from . import examples
+
+    for module in (examples,):
+        module.add(commands)

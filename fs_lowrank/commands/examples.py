@@ -1,0 +1,64 @@
+"""``fs-lowrank examples``: the configurations that ship with the package."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.table import Table
+
+from ..errors import UserError, nearest
+from ..jobs import shell
+
+console = shell.make_console(120)
+
+
+def folder() -> Path:
+    """The folder of the examples: in the installed package, or at the root of a source tree.
+
+    Raises:
+        UserError: there is neither.
+    """
+    package = Path(__file__).parents[1]
+    for place in (package / "examples", package.parent / "examples"):
+        if (place / "demo.yaml").is_file():
+            return place
+    raise UserError(f"this installation in {package} has no examples; install fs-lowrank again")
+
+
+def add(commands) -> None:
+    parser = commands.add_parser("examples", help="list the configurations that ship, or copy some of them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="those to copy; without any, list them")
+    parser.add_argument("--to", default=".", metavar="FOLDER", type=Path, help="where to copy them (default: here)")
+    parser.set_defaults(do=_examples)
+
+
+def _examples(args: argparse.Namespace) -> None:
+    there = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
+    if not args.names:
+        table = Table()
+        for column in ("example", "what"):
+            table.add_column(column, overflow="fold")
+        for name, path in there.items():
+            first = path.read_text(encoding="utf-8").splitlines()[0]
+            table.add_row(name, first.removeprefix("#").strip() if first.startswith("#") else "")
+        console.print(table)
+        console.print("copy one with: fs-lowrank examples NAME")
+        return
+    chosen = []
+    for name in args.names:
+        stem = Path(name).name.removesuffix(".yaml")
+        if stem not in there:
+            raise UserError(f"no example {name!r}{nearest(name, there)}; there are: {', '.join(there)}")
+        path = there[stem]
+        copy = args.to / path.name
+        if copy.exists():
+            raise UserError(f"{copy} exists; remove it, or choose another folder with --to")
+        chosen.append((path, copy))
+    for path, copy in chosen:
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+        except OSError as error:
+            raise UserError(f"--to {args.to}: {copy} cannot be written: {error.strerror or error}") from error
+        console.print(str(copy), soft_wrap=True, markup=False)

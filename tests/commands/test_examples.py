@@ -1,0 +1,52 @@
+"""``fs-lowrank examples``: lists what ships, copies it, and never over a file."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fs_lowrank import cli, load_config
+from fs_lowrank.commands.examples import folder
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_example_is_copied_and_loads(tmp_path, capsys):
+    assert cli.main(["examples", "demo", "own_data.yaml", "--to", str(tmp_path / "new")]) == 0
+    assert str(tmp_path / "new" / "demo.yaml") in capsys.readouterr().out
+    assert load_config(tmp_path / "new" / "demo.yaml") and (tmp_path / "new" / "own_data.yaml").exists()
+    assert (tmp_path / "new" / "demo.yaml").read_bytes() == (folder() / "demo.yaml").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["demoo"], "no example 'demoo'; did you mean 'demo'?"),
+        (["demo", "own_data"], "own_data.yaml exists; remove it"),
+        (["demo", "--to", "own_data.yaml"], "cannot be written"),
+    ],
+)
+def test_wrong_use(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_data.yaml").write_text("mine")
+    assert cli.main(["examples", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["own_data.yaml"] and (tmp_path / "own_data.yaml").read_text()
+
+
+def test_they_are_listed(capsys):
+    assert cli.main(["examples"]) == 0
+    out = capsys.readouterr().out
+    assert all(path.stem in out for path in (ROOT / "examples").glob("*.yaml"))
+
+
+def test_the_wheel_has_them(tmp_path):
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    command += ["build", "--build-base", str(tmp_path / "build"), "bdist_wheel", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"fs_lowrank/examples/{path.name}" for path in (ROOT / "examples").iterdir()} <= inside
+    assert {"fs_lowrank/py.typed", "benchmark/cli.py", "hpo/cli.py"} <= inside

@@ -1,0 +1,128 @@
+"""Commands that packages add: found by their entry points, and never replaced by a file of the user's."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fs_lowrank import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory):
+    """A folder with what an installation of this tree says of itself."""
+    folder = tmp_path_factory.mktemp("metadata")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def package(site, name, entry_points, **files):
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[fs_lowrank.commands]\n{entry_points}\n")
+    for path, content in files.items():
+        place = site / name / f"{path}.py"
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(content)
+
+
+def command(*arguments, path=(), cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "fs_lowrank", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "COLUMNS": "200"},
+    )
+
+
+@pytest.fixture
+def at_home(tmp_path):
+    """A user's folder with an ``hpo.py`` and a package ``benchmark`` of their own."""
+    (tmp_path / "hpo.py").write_text("raise SystemExit('the user\\'s hpo ran')\n")
+    (tmp_path / "benchmark").mkdir()
+    (tmp_path / "benchmark" / "__init__.py").write_text("raise SystemExit('the user\\'s benchmark ran')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments, said", [(["hpo", "tune", "--help"], "--pruner"), (["benchmark", "run", "--help"], "SUITE")]
+)
+def test_a_file_of_the_user_does_not_take_the_place_of_a_command(metadata, at_home, arguments, said):
+    # `python -m` puts the user's folder before all others.
+    done = command(*arguments, path=(metadata, ROOT), cwd=at_home)
+    assert done.returncode == 0 and said in done.stdout and f"usage: fs-lowrank {arguments[0]}" in done.stdout
+    assert "the user's" not in done.stdout + done.stderr
+
+
+def test_wrong_use_of_an_added_command_is_one_line(metadata, at_home):
+    done = command("benchmark", "list", "no_such_suite", path=(metadata, ROOT), cwd=at_home)
+    assert done.returncode == 2 and done.stderr.startswith("error:") and len(done.stderr.splitlines()) == 1
+
+
+def test_the_processes_of_a_command_find_its_package_too(tmp_path):
+    package(
+        tmp_path / "site",
+        "own_tool",
+        "own-tool = own_tool.cli:main",
+        __init__="",
+        cli=(
+            "from fs_lowrank.jobs.process import Process\n"
+            "def main(argv):\n"
+            "    child = Process('own_tool.work:job')\n"
+            "    print('the process says', child.connection.recv(), argv)\n"
+        ),
+        work="def job(connection):\n    connection.send('hello')\n",
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "own_tool.py").write_text("raise SystemExit('the user\\'s own_tool ran')\n")
+    done = command("own-tool", "a", "--b", path=(tmp_path / "site", ROOT), cwd=home)
+    assert done.returncode == 0 and "the process says hello ['a', '--b']" in done.stdout, done.stderr
+    listed = command("--help", path=(tmp_path / "site", ROOT), cwd=home).stdout
+    assert "own-tool" in listed and "added by own_tool" in listed
+
+
+@pytest.mark.parametrize(
+    "entry_points, content, said",
+    [
+        ("own = own_tool.cli:main", "import no_such_module_at_all", "failed to import: ModuleNotFoundError"),
+        ("own = own_tool.cli:main", "main = 3", "own_tool.cli:main is no function"),
+        ("own = own_tool.cli:absent", "main = 3", "failed to import: AttributeError"),
+        ("run = own_tool.cli:main", "main = print", "adds a command 'run' .* has one of this name"),
+    ],
+)
+def test_a_package_that_is_broken_is_named_in_one_line(tmp_path, monkeypatch, capsys, entry_points, content, said):
+    package(tmp_path, "own_tool", entry_points, __init__="", cli=content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("own_tool", "own_tool.cli"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert cli.main(["own"]) == 2
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1 and re.search(said, told), told
+    for name in ("own_tool", "own_tool.cli"):
+        sys.modules.pop(name, None)
+
+
+def test_two_packages_with_one_name_are_named(tmp_path, monkeypatch, capsys):
+    package(tmp_path, "one", "own = one.cli:main", cli="main = print")
+    package(tmp_path, "two", "own = two.cli:main", cli="main = print")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cli.main(["own"]) == 2
+    assert "two packages add a command 'own'" in capsys.readouterr().err
+
+
+def test_what_was_imported_from_elsewhere_is_not_run(tmp_path, monkeypatch, capsys):
+    package(tmp_path, "own_tool", "own = own_tool.cli:main", __init__="", cli="main = print")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "own_tool", sys)
+    assert cli.main(["own"]) == 2
+    assert "own_tool was imported from elsewhere, it is needed from" in capsys.readouterr().err
