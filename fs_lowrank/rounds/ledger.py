@@ -181,9 +181,10 @@ class Ledger:
         Args:
             base_bytes: bytes of the base weights that the method has changed. None: unknown, and no message is dropped.
         """
-        if not all(tensor.is_contiguous() for tensor in state.values()):
-            # As a checkpoint would restore it: with another layout in memory, sums round in another way.
-            state = {name: tensor.contiguous() for name, tensor in state.items()}
+        scattered = {n: t.contiguous() for n, t in state.items() if isinstance(t, Tensor) and not t.is_contiguous()}
+        if scattered:
+            # As a checkpoint would restore them: with another layout in memory, sums round in another way.
+            state = {**state, **scattered}
         before, self.state, self.stood = self.state, state, round
         for name, tensor in message.items():
             self.outbox[name] = (round, tensor if self.keep_messages else tensor.to("meta"))
