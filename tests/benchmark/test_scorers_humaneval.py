@@ -191,7 +191,7 @@ def without_namespaces(monkeypatch):
     sandbox.sandbox.cache_clear()
 
 
-@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("hidden", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_hostile_programs_are_not_solved(hidden, request):
     """In the function, and outside it before any test: none is solved, and none stops the judge."""
     if not hidden:
