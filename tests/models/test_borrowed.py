@@ -66,6 +66,8 @@ BORROWED = {
     "fs_lowrank/engines/federatedscope/config.py": {"_immutable"},
     "fs_lowrank/engines/federatedscope/client.py": {"_immutable"},
     "fs_lowrank/engines/federatedscope/parallel.py": {"_immutable", "_monitor"},
+    # what argparse's add_subparsers returns has no public name; it is used in a type only
+    "fs_lowrank/commands/__init__.py": {"_SubParsersAction"},
     # torch has no public way to ask whether a module has hooks; with one, PEFT's own two convolutions run
     "fs_lowrank/models/convolution.py": {"_forward_hooks"},
 }

@@ -132,7 +132,6 @@ def test_every_key_of_ours_is_used_or_declared_idle():
     "keys, message",
     [
         ({"device": 0}, "device = 0 has no effect: use_gpu is False"),
-        ({"federate.process_num": 4}, "federate.process_num = 4 has no effect: all clients are trained in this"),
         ({"federate.online_aggr": True}, "federate.online_aggr = True has no effect"),
         ({"federate.share_local_model": True}, "federate.share_local_model = True has no effect"),
         ({"federate.save_freq": 3}, "federate.save_freq = 3 has no effect: checkpoints are written by"),
