@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fs_lowrank import UserError
+from fs_lowrank.jobs.files import write_text
 from fs_lowrank.versions import SCHEMA, check_schema
 
 from . import machine
@@ -61,7 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("part", nargs="?", default="all", choices=(*PARTS, "all"))
     parser.add_argument("--out", type=Path, default=Path("results/speed"), help="folder for the results")
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     try:
         for part in PARTS if args.part == "all" else (args.part,):
             started = time.perf_counter()
@@ -73,16 +73,16 @@ def main(argv: list[str] | None = None) -> int:
                 "machine": machine(),
                 **found,
             }
-            (args.out / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+            write_text(args.out / f"{part}.json", json.dumps(result, indent=1) + "\n")
             for line in found["rows"]:
                 print(
                     f"{part}: {line['case']}: {line['figure']}: {line['value']:.3g} ({line['target']}) {line['note']}",
                     flush=True,
                 )
+        write_text(args.out / "README.md", table(args.out))
     except UserError as error:
         print(f"error: {error}")
         return 1
-    (args.out / "README.md").write_text(table(args.out))
     return 0
 
 

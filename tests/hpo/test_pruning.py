@@ -71,14 +71,14 @@ def simulate(settings, curves, tmp_path, labels=True):
 def test_a_slow_starter_is_never_pruned_by_trials_at_the_majority_class(config, tmp_path, pruner, objective):
     settings = settings_of(config, pruner, objective, **{"federate.method": "rolora"})
     with_chance = without = 0
-    for seed in range(20):
+    for seed in range(10):
         draw = random.Random(seed)
         curves = [*(constant(draw) for _ in range(4)), slow_starter(draw)]
         with_chance += simulate(settings, curves, tmp_path)[-1] is not None
-        if seed < 10:
+        if seed < 5:
             without += simulate(settings, curves, tmp_path, labels=False)[-1] is not None
     assert with_chance == 0
-    assert without >= 8, "the simulation must be one in which the same curves, unadjusted, do prune it"
+    assert without == 5, "the simulation must be one in which the same curves, unadjusted, do prune it"
 
 
 @pytest.mark.parametrize("objective", ["val_acc", "val_loss"])
