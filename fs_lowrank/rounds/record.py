@@ -37,11 +37,13 @@ def round_record(
     seconds: Mapping[str, float],
     spent: Mapping[int, Spent],
     skipped: str = "",
+    notes: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """The line of ``rounds.jsonl``; bytes come by client, with and without the head.
 
     ``skipped``: why the round was left out (``lowrank.on_bad_round``); no client is among its ``clients`` then, and
-    its loss is of those that had trained.
+    its loss is of those that had trained. ``notes``: by client, why the server's step left its update out or scaled it
+    down (``lowrank.robust``); the client is among ``clients`` all the same.
 
     ``client_seconds`` says of each client that this process trained how long training and upload took, and
     whether it was reused; the seconds are then those of the time it was trained.
@@ -56,6 +58,7 @@ def round_record(
         "selected": selected,
         "clients": [] if skipped else sorted(losses),
         "failed": sorted(failed, key=lambda f: f["client"]),
+        **({"robust": [{"client": c, "reason": notes[c]} for c in sorted(notes)]} if notes else {}),
         "loss": sum(losses[c] * samples[c] for c in losses) / sum(samples[c] for c in losses),
         "metrics": metrics,
         "uplink_bytes": sum(b for b, _ in uplink.values()),

@@ -111,6 +111,8 @@ class Round:
         self.norms: dict[int, float] = {}
         #: why the round was left out; empty if it was not
         self.skipped = ""
+        #: what the server's step did to the updates of single clients
+        self.notes: Mapping[int, str] = {}
         self._waiting = set(self.selected)
         #: who was asked to train
         self.trains: set[int] = set()
@@ -294,6 +296,7 @@ class Round:
         try:
             with torch.no_grad():
                 state, message = self.method.aggregate(updates, before, self.number)
+                self.notes = dict(self.method.notes)
                 if not self.codec.exact:
                     # The server's own copy follows what clients will read, so that all stay one.
                     message = self.codec.decode(self.codec.encode(message), message)
@@ -355,4 +358,5 @@ class Round:
             spent=spent,
             seconds=seconds,
             skipped=self.skipped,
+            notes={} if self.skipped else self.notes,
         )
