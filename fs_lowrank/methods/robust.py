@@ -95,7 +95,7 @@ class RobustMean:
         chosen = sorted(ranked[:kept])
         total = sum(weights[k] for k in chosen)
         left_out = {
-            client: f"left out by {self.rule}: its score, {scores[k]:.6g}, is above {scores[ranked[kept - 1]]:.6g}"
+            client: f"left out by {self.rule}: its score, {scores[k]:.6g}, is not among the {kept} smallest"
             for k, client in enumerate(tensors)
             if k not in chosen
         }
