@@ -6,30 +6,37 @@ from .lowrank import low_rank_sum_svd, stack_pairs, top_components
 from .match import exact_transport, move_inputs, move_outputs, nonparametric_matching
 from .mean import weighted_mean
 from .quantise import leading, pack, packed_bytes, unpack, vectors_within
+from .robust import bounded_mean, krum_scores, median, norm_of_change, squared_distances, trimmed_mean
 from .solve import adam, conjugate_path, least_change, summed_moments
 
 __all__ = [
     "FlatTensors",
     "adam",
+    "bounded_mean",
     "conjugate_path",
     "digest",
     "exact_transport",
     "factor_matrices",
     "factor_shapes",
     "factorise",
+    "krum_scores",
     "leading",
     "least_change",
     "low_rank_sum_svd",
+    "median",
     "move_inputs",
     "move_outputs",
     "nbytes",
     "nonparametric_matching",
+    "norm_of_change",
     "pack",
     "packed_bytes",
     "product_norm_squared",
+    "squared_distances",
     "stack_pairs",
     "summed_moments",
     "top_components",
+    "trimmed_mean",
     "unpack",
     "vectors_within",
     "weighted_mean",

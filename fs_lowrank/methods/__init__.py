@@ -16,6 +16,7 @@ from .base import (
 )
 from .catalogue import create_method, get_method_class, list_methods, requirements, revisions
 from .registry import register_method
+from .robust import RobustMean
 from .wrapper import Wrapper
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Phase",
     "RefusedUpdate",
     "Requires",
+    "RobustMean",
     "Setting",
     "State",
     "Tensors",

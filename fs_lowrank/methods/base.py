@@ -44,6 +44,7 @@ from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
 from ..settings import AdapterSpec
+from .robust import RobustMean
 from .wrapper import Value, Wrapper
 
 Tensors = Mapping[str, Tensor]
@@ -200,6 +201,8 @@ class Method(ABC):
         self._drawn: tuple[int, dict[tuple[str, tuple[int, ...]], Tensor]] = (0, {})
         #: set by the engine if ``requires`` asks for validation data, otherwise None
         self.workbench: Workbench | Any = None
+        #: what the last ``aggregate`` did to the updates of single clients, for the record of the round
+        self.notes: dict[int, str] = {}
 
     def _check_needs(self) -> None:
         if not dataclasses.is_dataclass(self.params):
@@ -333,23 +336,35 @@ class Averaging(Method):
     """A method whose server step is a weighted mean: ``mean``, the steps of the wrappers, ``settle``.
 
     Without overrides it is federated averaging of everything that trains. If clients send something else than what is
-    averaged (factors, for example), ``mean`` recovers it. A class that overrides ``mean`` or ``aggregate`` is assumed
-    to need each update, unless its ``requires`` says that sums are enough.
+    averaged (factors, for example), ``recovered`` computes it. A class that overrides ``recovered``, ``mean`` or
+    ``aggregate`` is assumed to need each update, unless its ``requires`` says that sums are enough.
     """
 
     @classmethod
     def requires(cls, params: Any) -> Requires:
-        sums = cls.mean is Averaging.mean and cls.aggregate is Averaging.aggregate
+        sums = all(getattr(cls, name) is getattr(Averaging, name) for name in ("recovered", "mean", "aggregate"))
         return dataclasses.replace(super().requires(params), sums=sums)
 
     def __init__(self, params: Any, setting: Setting):
         super().__init__(params, setting)
         #: in the order in which they change the mean; set by ``create_method``
         self.wrappers: tuple[Wrapper, ...] = ()
+        #: replaces ``mean``; set by ``create_method``
+        self.robust: RobustMean | None = None
+
+    def recovered(self, updates: Sequence[Update], state: State) -> Sequence[Update]:
+        """What is averaged: updates with the names and shapes of the state's tensors; by default what was sent."""
+        return updates
 
     def mean(self, updates: Sequence[Update], state: State) -> dict[str, Tensor]:
         """The mean over the clients, by names of the state; arguments as for ``aggregate``."""
-        return self.mean_of(updates)
+        return self.mean_of(self.recovered(updates, state))
+
+    def _robust_mean(self, robust: RobustMean, updates: Sequence[Update], state: State) -> dict[str, Tensor]:
+        own = self.recovered(updates, state)
+        start = tensors_of({n: state[n] for n in own[0].tensors})
+        mean, self.notes = robust.mean({u.client: u.tensors for u in own}, self.weights(own), start)
+        return mean
 
     def settle(self, mean: dict[str, Tensor], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
         """The new state and the message; neither argument is changed.
@@ -361,7 +376,8 @@ class Averaging(Method):
         return state, mean
 
     def aggregate(self, updates: Sequence[Update], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
-        mean = self.mean(updates, state)
+        self.notes = {}
+        mean = self._robust_mean(self.robust, updates, state) if self.robust else self.mean(updates, state)
         memory: State = {}
         for wrapper in self.wrappers:
             mean, remembered = wrapper.step(mean, state)

@@ -12,6 +12,7 @@ from ..errors import UserError, nearest
 from ..settings import AdapterSpec, Settings, check_method_params
 from .base import Averaging, Method, Requires, Setting
 from .registry import refuse_former, registered
+from .robust import RobustMean
 from .server_optimizer import ServerOptimizer
 
 ENTRY_POINTS = "fs_lowrank.methods"
@@ -87,6 +88,7 @@ def create_method(
     only_sums: bool = False,
     local_steps: int = 1,
     server_optimizer: Mapping[str, object] | None = None,
+    robust: RobustMean | None = None,
     **params: object,
 ) -> Method:
     """A method ready to be asked.
@@ -101,10 +103,11 @@ def create_method(
         only_sums: the server will see no more than the weighted sum of what clients send.
         local_steps: ``train.local_update_steps``, for methods that compute with the length of a phase.
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
+        robust: a mean that a few malicious clients cannot move far; None is the weighted mean.
         params: the method's hyperparameters.
     Raises:
         UserError: unknown method or hyperparameter, a value out of range, something that the method requires and the
-            run does not have, or a server optimizer on a method whose server step is not a mean.
+            run does not have, or a server optimizer or a robust mean on a method whose server step is not a mean.
     """
     cls = get_method_class(name)
     setting = Setting(
@@ -114,10 +117,9 @@ def create_method(
     refuse_former(cls.name, vars(method))
     if server_optimizer is not None:
         if not isinstance(method, Averaging):
-            averaging = ", ".join(n for n in list_methods() if issubclass(registered()[n], Averaging))
             raise UserError(
                 f"fedopt.use: {cls.name}'s server step is not a weighted mean, so a server optimizer "
-                f"has no pseudo-gradient to work on; it applies to: {averaging}"
+                f"has no pseudo-gradient to work on; it applies to: {_averaging()}"
             )
         if cls.aggregate is not Averaging.aggregate:
             raise UserError(
@@ -125,7 +127,35 @@ def create_method(
                 "override mean or settle instead"
             )
         method.wrappers = (ServerOptimizer.from_config(server_optimizer),)
+    if robust is not None:
+        _add_robust(method, robust)
     return method
+
+
+def _add_robust(method: Method, robust: RobustMean) -> None:
+    rule = f"lowrank.robust = {robust.rule}"
+    if not isinstance(method, Averaging):
+        raise UserError(
+            f"{rule}: {method.name}'s server step is not a weighted mean, which a robust mean could replace; it "
+            f"applies to: {_averaging()}"
+        )
+    if method.setting.only_sums:
+        raise UserError(
+            f"{rule} needs the update of each client; a server that sees only their sum (federate.use_ss, "
+            "federate.online_aggr) has none"
+        )
+    cls = type(method)
+    own_mean = cls.mean is not Averaging.mean and cls.recovered is Averaging.recovered
+    if cls.aggregate is not Averaging.aggregate or own_mean:
+        raise UserError(
+            f"{rule}: {cls.name} has {'a mean' if own_mean else 'an aggregate'} of its own, which would ignore the "
+            "robust mean; override recovered or settle instead"
+        )
+    method.robust = robust
+
+
+def _averaging() -> str:
+    return ", ".join(n for n in list_methods() if issubclass(registered()[n], Averaging))
 
 
 def requirements(name: str, params: Mapping[str, object] | None = None) -> Requires:

@@ -16,7 +16,7 @@ the ranks of these clients are not lost at once. By samples, it has the weight o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -120,7 +120,22 @@ class FedHM(Averaging):
         own = tensors_of({n: state[n] for n in select(state, ("base", "head"))})
         return [*updates, Update(0, max(sum(u.num_samples for u in updates) // len(updates), 1), own)]
 
+    def recovered(self, updates, state):
+        """Full weights for the factors, with the master: ``W_k = U_k V_k``."""
+        shapes = {layer.name: layer.W for layer in adapted_layers(self.view(state))}
+        return [self.recover(u, shapes) for u in self.with_master(updates, state)]
+
+    def recover(self, update: Update, weights: Tensors) -> Update:
+        """The update with the products in place of the factors; ``weights`` gives their shapes by layer."""
+        tensors = {n: update.tensors[n] for n in select(update.tensors, ("base", "head"))}
+        for layer in adapted_layers(update.tensors):
+            if layer.U is not None:
+                left, right = factor_matrices(layer.U, layer.V)
+                tensors |= Layer(layer.name, W=from_matrix(left @ right, weights[layer.name].shape)).named()
+        return replace(update, tensors=tensors)
+
     def mean(self, updates, state):
+        # The same as the mean of ``recovered``, in one product per layer.
         updates = self.with_master(updates, state)
         mean, weights = self.mean_of(updates, ("rest", "head")), self.weights(updates)
         for layer, *held in zip(adapted_layers(self.view(state)), *(adapted_layers(u.tensors) for u in updates)):

@@ -108,8 +108,8 @@ class MFedLoRU(FedLoRU):
                 tensors |= Layer(own.name, A=a, B=b).named()
         return replace(update, tensors=tensors)
 
-    def mean(self, updates, state):
-        return super().mean([self.recover(u, state) for u in updates], state)
+    def recovered(self, updates, state):
+        return [self.recover(u, state) for u in updates]
 
     def settle(self, mean, state, round):
         state, message = super().settle(mean, state, round)

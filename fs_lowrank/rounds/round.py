@@ -123,6 +123,8 @@ class Round:
         self.norms: dict[int, float] = {}
         self.trains: set[int] = set()
         self.skipped = ""
+        #: what the server's step did to the updates of single clients
+        self.notes: Mapping[int, str] = {}
         self._waiting = set(self.selected)
         #: client -> where its copy stood, and which round it had to undo, before this round
         self._before: dict[int, tuple[int | None, int | None]] = {}
@@ -306,6 +308,7 @@ class Round:
         try:
             with torch.no_grad():
                 state, message = self.method.aggregate(updates, before, self.number)
+                self.notes = dict(self.method.notes)
                 if not self.codec.exact:
                     # The server uses the message as clients will decode it, so that all copies stay equal.
                     message = self.codec.decode(self.codec.encode(message), message)
@@ -363,6 +366,8 @@ class Round:
             seconds: the durations of ``training``, ``aggregation`` and ``evaluation``.
             spent: by client, what this process spent on it (``Site.take_spent``).
         """
+        notes = {} if self.skipped else self.notes
+        robust = [{"client": client, "reason": notes[client]} for client in sorted(notes)]
         reused = sum(s["training"] for s in spent.values() if s["reused"])
         losses = sorted(self.losses.items())  # in a fixed order, as updates come in any
         samples = sum(self.samples.values())
@@ -378,6 +383,7 @@ class Round:
             "selected": self.selected,
             "clients": [] if self.skipped else sorted(self.losses),
             "failed": sorted(self.failed, key=lambda failure: failure["client"]),
+            **({"robust": robust} if robust else {}),
             "loss": sum(loss * self.samples[client] for client, loss in losses) / samples,
             "metrics": {
                 split: {name: value if math.isfinite(value) else math.nan for name, value in values.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..config import Config
 from ..data import Examples, ImageExamples, RawData, build_data, load_raw
 from ..errors import UserError
-from ..methods import Client, Method, State, Update, Workbench, create_method
+from ..methods import Client, Method, RobustMean, State, Update, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.frozen import FrozenPrefix
@@ -67,6 +67,7 @@ def method_of(config: Config) -> Method:
         with_adapter=bool(config.llm.adapter.use),
         only_sums=config.federate.use_ss or config.federate.online_aggr,
         local_steps=config.train.local_update_steps,
+        robust=RobustMean.of(config.lowrank),
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,
     )

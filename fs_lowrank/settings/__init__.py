@@ -12,7 +12,7 @@ from .origin import Origin, show
 from .parameters import check_method_params
 from .reading import as_overrides, parse_overrides, read_yaml
 from .schema import Settings, flat_keys, infer_task, known_keys
-from .sections import OPTIMIZERS, VISION_MODELS, Eval, Lowrank, Optimizer, Scheduler, server_lr
+from .sections import OPTIMIZERS, VISION_MODELS, Eval, Lowrank, Optimizer, Scheduler, robust_needs, server_lr
 from .tree import assign, flatten, lookup, merge
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "parse_overrides",
     "read_section",
     "read_yaml",
+    "robust_needs",
     "server_lr",
     "show",
     "unknown_key",

@@ -13,7 +13,7 @@ from . import framework
 from .check import check_value, hints_of, misspelt
 from .origin import Origin
 from .schema import Settings, known_keys
-from .sections import VISION_MODELS
+from .sections import ROBUST, VISION_MODELS, robust_needs
 
 
 def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[str, Any]) -> Any:
@@ -80,6 +80,22 @@ def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]
     return True
 
 
+def _check_robust(config: Settings, origin: Origin) -> None:
+    """Keys of ``lowrank.robust`` that its rule does not use, and rounds with too few clients for it."""
+    rule, malicious, norm = config.lowrank.robust, config.lowrank.robust_malicious, config.lowrank.robust_norm
+    if malicious != 1 and robust_needs(rule, malicious) == 1:
+        users = ", ".join(r for r in ROBUST if robust_needs(r, 1) > 1)
+        origin.fail("lowrank.robust_malicious", f"= {malicious} is for {users}; lowrank.robust is {rule}")
+    if norm and rule != "norm_bound":
+        origin.fail("lowrank.robust_norm", f"= {norm:g} is for norm_bound; lowrank.robust is {rule}")
+    if config.sampled_per_round < (needed := robust_needs(rule, malicious)):
+        origin.fail(
+            "lowrank.robust",
+            f"= {rule} with robust_malicious = {malicious} needs {needed} clients per round; there are "
+            f"{config.sampled_per_round}",
+        )
+
+
 def check_together(config: Settings, origin: Origin) -> None:
     """Check values that depend on each other."""
     federate = config.federate
@@ -103,6 +119,7 @@ def check_together(config: Settings, origin: Origin) -> None:
             config.lowrank.min_clients,
             f"at most the clients of a round, {config.sampled_per_round}",
         )
+    _check_robust(config, origin)
     if config.is_vision and config.model.task != "ImageClassification":
         origin.wrong("model.task", config.model.task, f"ImageClassification, or nothing, with {config.model.type}")
     for key, value, default in (

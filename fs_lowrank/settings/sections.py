@@ -217,6 +217,17 @@ class FedOpt:
     annealing_gamma: float = key(0.5, above=0.0)
 
 
+ROBUST = ("none", "median", "trimmed_mean", "norm_bound", "krum", "multi_krum")
+
+
+def robust_needs(rule: str, malicious: int) -> int:
+    """The number of updates that ``lowrank.robust = rule`` needs to withstand ``malicious`` clients.
+
+    ``n > 2 f`` for a trimmed mean (Yin et al. 2018), ``n ≥ 2 f + 3`` for Krum (Blanchard et al. 2017).
+    """
+    return {"trimmed_mean": 2 * malicious + 1, "krum": 2 * malicious + 3, "multi_krum": 2 * malicious + 3}.get(rule, 1)
+
+
 @dataclass(frozen=True)
 class Lowrank:
     """Settings that FederatedScope has no key for. All other keys of this section belong to the method."""
@@ -229,6 +240,12 @@ class Lowrank:
     max_update_norm: float = key(0.0, min=0.0)
     #: the same, as a factor of the median over the updates of the round; 0: off
     max_update_norm_factor: float = key(0.0, min=0.0)
+    #: a mean that a few malicious clients cannot move far, in place of the weighted mean (``methods.robust``)
+    robust: str = key("none", choices=ROBUST)
+    #: number of malicious clients in a round that trimmed_mean, krum and multi_krum are to withstand
+    robust_malicious: int = key(1, min=1)
+    #: maximum norm of a client's change under norm_bound; 0: the median of the round
+    robust_norm: float = key(0.0, min=0.0)
     #: if the server step fails or its result is not finite: stop the run, or skip the round
     on_bad_round: str = key("stop", choices=("stop", "skip"))
     #: probability that a selected client drops out of a round, drawn with the seed; tests the robustness of a method

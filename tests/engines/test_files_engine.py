@@ -30,6 +30,8 @@ VARIANTS = [
     ("mfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("pmfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("pfedlora", {"lowrank.variant": 2}),
+    ("rolora", {"lowrank.robust": "norm_bound"}),
+    ("mfedloru", {"lowrank.robust": "median", "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("fedhm", {"lowrank.rank_factors": [2, 8, 4]}),
     ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40}),
     ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": True}),

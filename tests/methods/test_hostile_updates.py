@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 from fs_lowrank.methods import (
     Client,
     RefusedUpdate,
+    RobustMean,
     Update,
     Workbench,
     create_method,
@@ -36,9 +38,52 @@ LARGEST = float(torch.finfo(torch.float32).max)
 #: what makes a method's server step short
 SHORT = {"steps": 3, "epochs": 1, "generator_steps": 1, "images": 4, "channels": 2, "tau": 1}
 EACH = pytest.mark.parametrize("name", METHODS)
+#: of a method: hyperparameters, and other arguments of ``create_method``, that lead to another server step
+VARIANTS = [
+    *(
+        ("fedfisher", {"fisher": f, "solver": s}, {})
+        for f in ("diag", "kfac", "full")
+        for s in ("cg", "adam", "reference")
+    ),
+    ("fedfisher", {"fisher": "full", "solver": "closed"}, {}),
+    ("fedfisher", {"fisher": "kfac", "select": False}, {}),
+    ("fedfisher", {"fisher": "kfac", "compress": True}, {}),
+    ("fedfisher", {"compress": True}, {}),
+    *((name, {}, {"only_sums": True}) for name in ("fedfisher", "fisher_merge", "fedavg", "rolora")),
+    *(("fisher_merge", {"rule": rule, "normalize": True}, {}) for rule in ("floor", "target", "mean")),
+    ("regmean", {"compress": True}, {}),
+    ("regmean", {"scales": (1.0,), "average_by": "samples"}, {}),
+    ("otfusion", {"by": "activations"}, {}),
+    ("pfnm", {"last_layer": "samples"}, {}),
+    *((name, {"ranks": (1, 3, 2)}, {}) for name in ("flexlora", "flora")),
+    ("flexlora", {"split": "sqrt"}, {}),
+    *((name, {"nested_ranks": (1, 0)}, {}) for name in ("mfedloru", "pmfedloru")),
+    *(("fedloru", {"init": "momentum", "merge": merge}, {}) for merge in (True, False)),
+    ("fedloru", {"merge": False}, {}),
+    ("fedhm", {"rank_factors": (1, 3, 2), "master": True}, {}),
+    ("fedhm", {"average_by": "samples"}, {}),
+    ("pfedlora", {"variant": 2}, {}),
+    *(
+        (name, {}, {"server_optimizer": (("type", kind), *more)})
+        for name in ("fedavg", "fedloru", "fedhm")
+        for kind, more in (("SGD", (("momentum", 0.9),)), ("Adam", ()), ("Adagrad", ()), ("Yogi", ()))
+    ),
+    *(
+        (name, params, {"robust": RobustMean(rule, malicious=1 if rule == "trimmed_mean" else 0)})
+        for name, params in (("fedavg", {}), ("fedloru", {}), ("mfedloru", {"nested_ranks": (1, 0)}), ("fedhm", {}))
+        for rule in ("median", "trimmed_mean", "norm_bound", "krum", "multi_krum")
+    ),
+    *(
+        (name, {}, {"dtype": dtype})
+        for name in ("fedavg", "fedlora", "flora", "flexlora", "fedhm")
+        for dtype in (torch.float64, torch.bfloat16, torch.float16)
+    ),
+]
 
 
 def few(examples):
+    """Settings of Hypothesis; ``HOSTILE_EXAMPLES`` in the environment gives another number of examples."""
+    examples = int(os.environ.get("HOSTILE_EXAMPLES", examples))
     return settings(
         max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )
@@ -70,9 +115,17 @@ def data(count, seed):
     return [{"pixel_values": x[i : i + 5], "labels": y[i : i + 5]} for i in range(0, count, 5)]
 
 
-@functools.cache
-def prepared(name):
+def prepared(name, params=None, options=None):
     """A method, its model and state at the start, and what three honest clients send; none of it is changed."""
+    return _prepared(name, tuple((params or {}).items()), tuple((options or {}).items()))
+
+
+@functools.cache
+def _prepared(name, params, options):
+    options = dict(options)
+    dtype = options.pop("dtype", torch.float32)
+    if "server_optimizer" in options:
+        options["server_optimizer"] = dict(options["server_optimizer"])
     fields = get_method_class(name).Params.__dataclass_fields__
     torch.manual_seed(3)
     method = create_method(
@@ -80,9 +133,10 @@ def prepared(name):
         adapter=AdapterSpec(r=2, lora_alpha=6, target_modules=("conv2", "fc1")),
         rounds=4,
         seed=5,
-        **{k: v for k, v in SHORT.items() if k in fields},
+        **{**{k: v for k, v in SHORT.items() if k in fields}, **dict(params)},
+        **options,
     )
-    plain = Pictures()
+    plain = Pictures().to(dtype)
     model = method.adapt(copy.deepcopy(plain))
     state = method.initial_state(model)
     method.workbench = Workbench(copy.deepcopy(model), lambda: iter(data(10, 99)), 7)
@@ -154,14 +208,32 @@ def enlarged(tensor, scale, how, seed):
     seed=st.integers(0, 99),
 )
 def test_finite_values_of_any_size(name, exponent, clients, how, only_one, seed):
-    made = prepared(name)
+    finite_or_bad(prepared(name), exponent, clients, how, only_one, seed)
+
+
+@pytest.mark.parametrize("name, params, options", VARIANTS, ids=[f"{i}-{v[0]}" for i, v in enumerate(VARIANTS)])
+@few(2)
+@given(
+    share=st.floats(0, 1) | st.sampled_from([0.5, 1.0]),
+    clients=st.sets(st.sampled_from([1, 2, 3]), min_size=1),
+    how=st.sampled_from(["one value", "constant", "signs", "normal", "scaled"]),
+    only_one=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_finite_values_of_any_size_in_variants(name, params, options, share, clients, how, only_one, seed):
+    largest = math.log10(torch.finfo(options.get("dtype", torch.float32)).max)
+    finite_or_bad(prepared(name, params, options), share * largest, clients, how, only_one, seed)
+
+
+def finite_or_bad(made, exponent, clients, how, only_one, seed):
+    """A round in which ``clients`` send values of about ``10 ** exponent`` is a BadRound or gives a finite model."""
     one, model = round_of(made), copy.deepcopy(made.model)
     for client, update in made.updates.items():
         tensors = dict(update.tensors)
         if client in clients:
             names = sorted(tensors)
             for n in [names[seed % len(names)]] if only_one else names:
-                tensors[n] = enlarged(tensors[n], min(10.0**exponent, LARGEST), how, seed)
+                tensors[n] = enlarged(tensors[n], 10.0 ** min(exponent, 308.25), how, seed)
         take(one, dataclasses.replace(update, tensors=tensors))
     ledger = one.ledger
     before, outbox, synced = dict(ledger.state), dict(ledger.outbox), dict(ledger.synced)
@@ -194,6 +266,26 @@ def test_honest_updates_give_a_finite_model(name):
     with torch.no_grad():
         made.method.apply(model, one.finish(model).message, 1)
     assert finite(one.ledger.state) and finite(model.state_dict())
+
+
+def test_a_merge_beyond_float16_is_found_before_the_model_is_touched():
+    """The values are far below the largest of float32, which bounds the message."""
+    made = prepared("flora", options={"dtype": torch.float16})
+    one, model = round_of(made, clients=(1,)), copy.deepcopy(made.model)
+    tensors = {n: torch.full_like(t, 300.0) if "lora_" in n else t for n, t in made.updates[1].tensors.items()}
+    take(one, dataclasses.replace(made.updates[1], tensors=tensors))
+    with pytest.raises(BadRound, match="round 1: with the message, .*weight of the model would not be finite"):
+        one.finish(model)
+
+
+def test_a_server_step_without_a_finite_candidate_is_a_bad_round():
+    """Not an error of the user's, which would end the run."""
+    made = prepared("fedfisher", {"fisher": "kfac", "solver": "reference"})
+    one = round_of(made, clients=(1,))
+    huge = {n: torch.full_like(t, LARGEST) for n, t in made.updates[1].tensors.items()}
+    take(one, dataclasses.replace(made.updates[1], tensors=huge))
+    with pytest.raises(BadRound, match="ArithmeticError: no candidate is finite"):
+        one.finish(copy.deepcopy(made.model))
 
 
 def test_a_merge_beyond_float32_is_found_before_the_model_is_touched():

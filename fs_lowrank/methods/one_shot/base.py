@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...errors import UserError
 from ...models.curvature import LARGEST_EXACT, count_classes, diagonal_fisher
 from ...models.names import entries, select
 from ...seeds import derive
@@ -173,7 +172,7 @@ def best(workbench: Workbench, candidates: Iterable[Tensors]) -> dict[str, Tenso
     """The candidate with the highest validation accuracy, the first of equals; those that are not finite are skipped.
 
     Raises:
-        UserError: no candidate is finite.
+        ArithmeticError: no candidate is finite.
     """
     chosen: dict[str, Tensor] = {}
     highest = -1.0
@@ -184,5 +183,5 @@ def best(workbench: Workbench, candidates: Iterable[Tensors]) -> dict[str, Tenso
         if score > highest:
             chosen, highest = {n: t.detach().clone() for n, t in candidate.items()}, score
     if not chosen:
-        raise UserError("no candidate of the server's step is finite; choose a smaller step, or another solver")
+        raise ArithmeticError("no candidate is finite; choose a smaller step, or another solver")
     return chosen

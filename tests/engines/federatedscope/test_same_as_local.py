@@ -71,6 +71,8 @@ def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, no_cur
         {"grad.grad_accum_count": 2, "grad.grad_clip": 1.0},
         {"eval.freq": 0},
         {"eval.split": []},
+        {"lowrank.robust": "norm_bound"},
+        {"lowrank.robust": "trimmed_mean"},
     ],
     ids=lambda k: next(iter(k)),
 )
@@ -79,7 +81,9 @@ def test_other_keys_that_affect_the_result(quick, assert_same, keys):
     local = fs_lowrank.run(quick("local", keys))
     other = fs_lowrank.run(quick("other", keys), "federatedscope")
     assert_same(local, other)
-    assert [bool(r["metrics"]) for r in other.history] == [bool(r["metrics"]) for r in local.history]
+    for a, b in zip(local.history, other.history, strict=True):
+        assert bool(b["metrics"]) == bool(a["metrics"])
+        assert [n["client"] for n in b.get("robust", [])] == [n["client"] for n in a.get("robust", [])]
 
 
 def test_a_causal_model(causal_settings, assert_same, tmp_path):
