@@ -39,10 +39,10 @@ def require_finite(
             raise NotFinite(f"the server's step gave a {name} that is not finite")
         largest = max(largest, size)
     if model is not None and largest > _HARMLESS:
-        trial, own = copy.deepcopy(model), model.state_dict()
+        trial, before = copy.deepcopy(model), model.state_dict()
         method.apply(trial, message, round)
         for name, tensor in trial.state_dict().items():
-            was_finite = name not in own or math.isfinite(_magnitude(own[name]))  # a mask's buffer may hold -Inf
+            was_finite = name not in before or math.isfinite(_magnitude(before[name]))  # a mask's buffer may hold -Inf
             if was_finite and not math.isfinite(_magnitude(tensor)):
                 raise NotFinite(f"with the message, {name} of the model would not be finite")
 
