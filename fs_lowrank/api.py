@@ -92,20 +92,20 @@ def compare(
 
     _check_config(config)
     get_engine(engine)  # before anything is announced or written
-    config, own = load_for(config, methods, overrides)
+    config, keys_of = load_for(config, methods, overrides)
     outdir = outdir_of(config)
     configs = {
         name: config.replace({**keys, "federate.method": name, "outdir": str(outdir / name), "expname": ""})
-        for name, keys in own.items()
+        for name, keys in keys_of.items()
     }
     if config.federate.total_round_num == 1 and not config.lowrank.reuse_clients:
         # All methods start from the same model, so clients that train alike are trained once.
         configs = {n: c.replace(**{"lowrank.reuse_clients": str(outdir / "clients")}) for n, c in configs.items()}
     results = {}
-    for name, one in configs.items():
+    for name, config_of_method in configs.items():
         if on_method:
             on_method(name)
-        results[name] = run(one, engine, resume=resume, overwrite=overwrite, **callbacks)
+        results[name] = run(config_of_method, engine, resume=resume, overwrite=overwrite, **callbacks)
     majority = next(iter(results.values())).facts["majority"]
     try:
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)

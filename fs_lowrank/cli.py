@@ -171,8 +171,8 @@ def _print_results(results: dict) -> None:
     from .runs.summary import human_bytes, per_client_and_round, seconds
 
     names = sorted({k for result in results.values() for k in result.final if k != "best_round"})
-    own = [n for n in names if n.startswith("client_test_")]
-    metrics = [n for n in names if n not in own]
+    of_clients = [n for n in names if n.startswith("client_test_")]
+    metrics = [n for n in names if n not in of_clients]
     lines = [
         [
             "method",
@@ -200,13 +200,13 @@ def _print_results(results: dict) -> None:
             ]
         )
     _print_figures("bytes are per client and round; the head is the new classifier", lines)
-    if own:
+    if of_clients:
         _print_figures(
             "every client's own model on its share of the test set",
             [
-                ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in own)],
+                ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in of_clients)],
                 *(
-                    [name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in own)]
+                    [name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in of_clients)]
                     for name, result in results.items()
                 ),
             ],

@@ -118,8 +118,8 @@ class Evaluator:
         """Raise ``UserError`` if the metric in ``eval.best_res_update_round_wise_key`` is not measured."""
         key, (split, metric) = "eval.best_res_update_round_wise_key", watched(self.config)
         value, patience = self.config.get(key), self.config.early_stop.patience
-        own = ("acc_mean", "acc_std", "acc_worst_decile") if split == CLIENTS else ()
-        if metric not in (known := ("loss", "acc", *own)):
+        known = ("loss", "acc", *(("acc_mean", "acc_std", "acc_worst_decile") if split == CLIENTS else ()))
+        if metric not in known:
             raise UserError(
                 f"{key} = {value!r}: no metric {metric!r} is measured"
                 f"{nearest(metric, known)}; {split}_ may be followed by: {', '.join(known)}"

@@ -44,10 +44,10 @@ def require_finite(
         return
     half = any(t.dtype == torch.float16 for t in model.state_dict().values())
     if largest > (_HARMLESS_IN_FLOAT16 if half else _HARMLESS):
-        trial, own = copy.deepcopy(model), model.state_dict()
+        trial, before = copy.deepcopy(model), model.state_dict()
         method.apply(trial, message, round)
         for name, tensor in trial.state_dict().items():
-            was_finite = name not in own or math.isfinite(_magnitude(own[name]))  # a mask's buffer may hold -Inf
+            was_finite = name not in before or math.isfinite(_magnitude(before[name]))  # a mask's buffer may hold -Inf
             if was_finite and not math.isfinite(_magnitude(tensor)):
                 raise NotFinite(f"with the message, {name} of the model would not be finite")
 

@@ -27,8 +27,8 @@ PACKAGES = ("torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 @cache
 def versions() -> dict[str, str]:
     """Versions of Python, of this package, and of the packages that affect a result."""
-    own = {"python": platform.python_version(), "fs-lowrank": __version__}
-    return {**own, **{package: version(package) for package in PACKAGES}}
+    packages = {package: version(package) for package in PACKAGES}
+    return {"python": platform.python_version(), "fs-lowrank": __version__, **packages}
 
 
 def environment() -> dict[str, Any]:
