@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ def make_optimizer(
     Raises:
         UserError: an unknown optimizer or argument (the message suggests the nearest), or a value that it refuses.
     """
-    known: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    known: dict[str, Any] = {
         n.lower(): c
         for n, c in vars(torch.optim).items()
         if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)

@@ -34,19 +34,18 @@ def hub() -> Iterator[None]:
     this, the libraries repeat their requests for every file, which takes minutes.
     """
     import datasets
-    import huggingface_hub
+    from huggingface_hub import constants
 
-    failure = "" if huggingface_hub.constants.HF_HUB_OFFLINE else _failure(huggingface_hub.constants.ENDPOINT)
+    failure = "" if constants.HF_HUB_OFFLINE else _failure(constants.ENDPOINT)
     if not failure:
         yield
         return
     say_once(
-        f"{huggingface_hub.constants.ENDPOINT} does not answer ({failure}); only what is in the cache of the hub "
-        "(HF_HOME) is used"
+        f"{constants.ENDPOINT} does not answer ({failure}); only what is in the cache of the hub (HF_HOME) is used"
     )
-    before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
