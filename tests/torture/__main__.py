@@ -54,7 +54,7 @@ def main() -> int:
                 print(f"{kind}: left out, {why}")
                 continue
             if args.show:
-                for seed, outcomes, seconds in worked_off(kind, range(args.seed, args.seed + args.number), folder):
+                for seed, outcomes, seconds, _ in worked_off(kind, range(args.seed, args.seed + args.number), folder):
                     for o in outcomes:
                         print(f"{kind} {seed} {seconds:.2f} s {o.ending}: {o.what} | {o.reason}", flush=True)
                         failed |= o.ending == "failed"

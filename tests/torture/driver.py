@@ -10,6 +10,8 @@ import hashlib
 import importlib
 import json
 import os
+import re
+import resource
 import select
 import signal
 import tempfile
@@ -40,6 +42,10 @@ ENDINGS = ("refused", "same", "resumed", "valid", "failed")
 LIMIT = 900.0
 
 
+#: a seed, its outcomes, seconds by the clock, seconds of the processor
+Done = tuple[int, list[Outcome], float, float]
+
+
 def module_of(kind: str) -> ModuleType:
     return importlib.import_module(f".{kind}", __package__)
 
@@ -53,8 +59,8 @@ def code_fingerprint(kind: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def worked_off(kind: str, seeds: range, folder: Path) -> Iterator[tuple[int, list[Outcome], float]]:
-    """The outcomes of every seed, and the seconds that it took.
+def worked_off(kind: str, seeds: range, folder: Path) -> Iterator[Done]:
+    """The outcomes of every seed, and the seconds that it took, by the clock and of the processor.
 
     Args:
         folder: for the bench; kept from shard to shard.
@@ -69,9 +75,9 @@ def worked_off(kind: str, seeds: range, folder: Path) -> Iterator[tuple[int, lis
         os.close(writer)
         limit = getattr(module_of(kind), "LIMIT", LIMIT)
         with os.fdopen(reader, "rb", buffering=0) as pipe:
-            for seed, outcomes, seconds in _heard(pipe, left, limit, child):
-                left.remove(seed)
-                yield seed, outcomes, seconds
+            for done in _heard(pipe, left, limit, child):
+                left.remove(done[0])
+                yield done
 
 
 def _work(kind: str, seeds: list[int], folder: Path, writer: int) -> None:
@@ -82,7 +88,7 @@ def _work(kind: str, seeds: list[int], folder: Path, writer: int) -> None:
         os.setpgid(0, 0)
         module, bench = module_of(kind), Bench(folder)
         for seed in seeds:
-            started = time.monotonic()
+            started, used = time.monotonic(), _processor()
             try:
                 outcomes = module.case(seed, bench)
             except Exception as error:
@@ -91,19 +97,22 @@ def _work(kind: str, seeds: list[int], folder: Path, writer: int) -> None:
                 at = traceback.extract_tb(error.__traceback__)[-1]
                 reason = f"the case itself: {type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
                 outcomes = [Outcome("failed", f"seed {seed}", reason[:500])]
-            line = json.dumps([seed, [asdict(o) for o in outcomes], time.monotonic() - started])
-            os.write(writer, line.encode() + b"\n") if len(line) < 65536 else _write_all(writer, line.encode() + b"\n")
+            seconds = time.monotonic() - started, _processor() - used
+            content = json.dumps([seed, [asdict(o) for o in outcomes], *seconds]).encode() + b"\n"
+            while content:
+                content = content[os.write(writer, content) :]
         code = 0
     finally:
         os._exit(code)
 
 
-def _write_all(writer: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(writer, content) :]
+def _processor() -> float:
+    """Seconds of the processor that this process and the children it has waited for have used."""
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def _heard(pipe: Any, seeds: list[int], limit: float, child: int) -> Iterator[tuple[int, list[Outcome], float]]:
+def _heard(pipe: Any, seeds: list[int], limit: float, child: int) -> Iterator[Done]:
     """What the child says, and of the case at which it hung or died, that."""
     waiting, buffer, started = list(seeds), b"", time.monotonic()
     while waiting:
@@ -113,13 +122,13 @@ def _heard(pipe: Any, seeds: list[int], limit: float, child: int) -> Iterator[tu
             os.killpg(child, signal.SIGKILL) if not ready else None
             status = os.waitpid(child, 0)[1]
             how = f"took longer than {limit:.0f} s" if not ready else f"ended its process, status {status}"
-            yield waiting[0], [Outcome("failed", f"seed {waiting[0]}", how)], time.monotonic() - started
+            yield waiting[0], [Outcome("failed", f"seed {waiting[0]}", how)], time.monotonic() - started, 0.0
             return
         *lines, buffer = (buffer + content).split(b"\n")
         for line in lines:
-            seed, outcomes, seconds = json.loads(line)
+            seed, outcomes, seconds, used = json.loads(line)
             waiting.remove(seed)
-            yield seed, [Outcome(**o) for o in outcomes], seconds
+            yield seed, [Outcome(**o) for o in outcomes], seconds, used
             started = time.monotonic()
     os.waitpid(child, 0)
 
@@ -163,9 +172,9 @@ def run_kind(
 def _shard(kind: str, seeds: range, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     endings: Counter[str] = Counter()
     seen: dict[str, Counter[str]] = {}
-    failures, total, longest = [], 0.0, 0.0
-    for seed, outcomes, seconds in worked_off(kind, seeds, folder):
-        total, longest = total + seconds, max(longest, seconds)
+    failures, total, processor, longest = [], 0.0, 0.0, 0.0
+    for seed, outcomes, seconds, used in worked_off(kind, seeds, folder):
+        total, processor, longest = total + seconds, processor + used, max(longest, seconds)
         for outcome in outcomes:
             endings[outcome.ending] += 1
             seen.setdefault(outcome.seen, Counter())[outcome.ending] += 1
@@ -180,6 +189,7 @@ def _shard(kind: str, seeds: range, folder: Path, say: Callable[[str], None]) ->
         "endings": dict(sorted(endings.items())),
         "seen": {name: dict(sorted(counts.items())) for name, counts in sorted(seen.items())},
         "seconds": round(total, 1),
+        "processor": round(processor, 1),
         "longest": round(longest, 1),
         "failures": failures,
     }
@@ -198,18 +208,19 @@ def table(results: Path) -> str:
         endings: Counter[str] = Counter()
         for shard in shards:
             endings.update(shard["endings"])
-        cases, seconds = sum(s["cases"] for s in shards), sum(s["seconds"] for s in shards)
+        cases, seconds, processor = (sum(s[what] for s in shards) for what in ("cases", "seconds", "processor"))
         codes = {s["code"] for s in shards}
-        cells = [words, str(cases), *(str(endings[e]) for e in ENDINGS), f"{seconds / max(cases, 1):.2f}"]
-        cells += [f"{max(s['longest'] for s in shards):.0f}", f"{min(codes)} and {len(codes) - 1} more"]
-        rows.append(cells[:-1] + [codes.pop() if len(codes) == 1 else cells[-1]])
+        cells = [words, str(cases), *(str(endings[e]) for e in ENDINGS)]
+        cells += [f"{each / max(cases, 1):.2f}" for each in (seconds, processor)]
+        cells += [f"{max(s['longest'] for s in shards):.0f}", ", ".join(sorted(codes))]
+        rows.append(cells)
         by_reason: dict[str, list[int]] = {}
         for failure in (f for s in shards for f in s["failures"]):
             by_reason.setdefault(alike(failure["reason"]), []).append(failure["seed"])
         for reason, seeds in sorted(by_reason.items(), key=lambda item: -len(item[1])):
             shown = ", ".join(map(str, sorted(set(seeds))[:8])) + (", …" if len(set(seeds)) > 8 else "")
             notes.append(f"- **{kind}**, {len(seeds)} times, seeds {shown}: {reason}")
-    head = ["what", "cases", *ENDINGS, "seconds a case", "longest", "code"]
+    head = ["what", "cases", *ENDINGS, "seconds a case", "of the processor", "longest", "code"]
     lines = [head, ["---", *["---:"] * (len(head) - 2), "---"], *rows]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return text + ("\n\nFailed:\n" + "\n".join(notes) if notes else "\n\nNothing failed.") + "\n"
@@ -217,8 +228,6 @@ def table(results: Path) -> str:
 
 def alike(reason: str) -> str:
     """A failure's reason without what differs from case to case."""
-    import re
-
     text = re.sub(r"/\S+/", "…/", reason.replace("|", "\\|").replace("\n", " "))
     return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)[:240]
 

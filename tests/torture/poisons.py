@@ -153,7 +153,7 @@ def _kind(answer: Answer, name: str, value: str) -> None:
 
 def _value(answer: Answer, name: str, value: float) -> None:
     """One value of one tensor."""
-    tensor = answer.tensors[name].clone()
+    tensor = answer.tensors[name].clone(memory_format=torch.contiguous_format)
     if tensor.is_floating_point() and tensor.numel():
         flat = tensor.view(-1)
         flat[flat.numel() // 2] = max(min(value, torch.finfo(tensor.dtype).max), torch.finfo(tensor.dtype).min)
@@ -228,6 +228,13 @@ poisons = st.sampled_from(sorted(KINDS)).flatmap(
 )
 
 
+def _plain(tensor: Any) -> bool:
+    """Whether it can still be worked on: no other class or layout, and with its values."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return False
+    return not tensor.is_quantized and (not tensor.numel() or tensor.untyped_storage().nbytes() > 0)
+
+
 def poison(answer: Answer, changes: list[Poison]) -> None:
     """Apply ``changes`` to an honest answer, in place. A change that finds nothing to work on is left out.
 
@@ -235,6 +242,6 @@ def poison(answer: Answer, changes: list[Poison]) -> None:
     """
     for change in sorted(changes, key=lambda change: list(KINDS).index(change.kind)):
         tensors = answer.tensors if isinstance(answer.tensors, dict) else {}
-        named = sorted(n for n, t in tensors.items() if isinstance(n, str) and type(t) is Tensor)
+        named = sorted(n for n, t in tensors.items() if isinstance(n, str) and _plain(t))
         if named or change.kind == "fact":
             KINDS[change.kind][0](answer, named[change.at % len(named)] if named else "", change.value)
