@@ -199,7 +199,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     read = sum(len(part) for part in (raw.train, raw.validation, raw.test) if part is not None) + sum(skipped.values())
     truncated: dict[str, int] = {}
     max_len = args.get("max_len", None) or cfg.llm.tok_len
-    options = {key: args[key] for key in ("template", "loss_on") if key in args}
+    options: dict[str, Any] = {key: args[key] for key in ("template", "loss_on") if key in args}
     if max_len == "auto" and raw.images is None:
         max_len = _fitting_length(train, tokenizer, raw.task, options)
 

@@ -42,7 +42,7 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
         else:
             # The section accepts further keys, which are checked when it is used.
             close = misspelt(key, fields) if rest == "extra" else None
-            if close == key.lower():
+            if close and close == key.lower():
                 raise UserError(f"{origin.where(name)}unknown key {name!r}; did you mean {prefix + close!r}?")
             extra[key] = value
     return cls(**values, **({rest: extra} if rest else {}))
