@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,7 @@ def main() -> int:
     until, results = time.monotonic() + 60 * args.minutes, Path(args.results)
     folder = bench_folder(args.bench)
     failed = False
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the bench is removed
     try:
         _warm(folder)
         for kind in kinds:

@@ -85,6 +85,7 @@ def _work(kind: str, seeds: list[int], folder: Path, writer: int) -> None:
     code = 99
     try:
         die_with_parent()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
         module, bench = module_of(kind), Bench(folder)
         for seed in seeds:
