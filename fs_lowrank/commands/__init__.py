@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Give every command of this package a parser below ``commands``."""
-    from . import examples
+    from . import examples, keys
 
-    for module in (examples,):
+    for module in (examples, keys):
         module.add(commands)
