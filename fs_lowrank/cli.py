@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
-from .commands import add_commands
+from .commands import add_commands, init
 from .commands.extensions import extensions, run_extension
 from .errors import UserError
 from .jobs import shell
@@ -29,7 +29,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def run_options(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--cfg", required=True, metavar="FILE", help="configuration (YAML, FederatedScope's keys)")
+        command.add_argument(
+            "--cfg",
+            required=command.prog.endswith("compare"),
+            metavar="FILE",
+            help="configuration (YAML, FederatedScope's keys)",
+        )
         command.add_argument("--engine", default="local", metavar="NAME", help="engine of the run (default: local)")
         command.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
         command.add_argument(
@@ -46,7 +51,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         epilog=_CODES,
     )
     run_options(run)
-    run.set_defaults(do=_run)
+    run.add_argument(
+        "--data", metavar="FILE", type=Path, help="in place of --cfg: write a configuration for FILE, run it"
+    )
+    init.options(run)
+    run.set_defaults(do=_run, cfg=None)
     compare = commands.add_parser(
         "compare", help="run a configuration with several methods; a table and a plot", epilog=_CODES
     )
@@ -234,6 +243,13 @@ def _run(args: argparse.Namespace) -> None:
     from .api import run
     from .config import load_config
 
+    if (args.cfg is None) == (args.data is None):
+        raise UserError("run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
+    if args.data is not None:
+        args.cfg = init.write(args, None)
+        console.print(f"{args.cfg}: written for {args.data}; what it guesses stands in it", soft_wrap=True)
+    elif said := init.given_options(args):
+        raise UserError(f"{', '.join(said)}: options of --data FILE; with --cfg, the file or `key value` says it")
     config = load_config(args.cfg, args.overrides)
     _announce(config, config.federate.method)
     if args.resume and not (folder := Path(config.outdir) / config.expname / "checkpoint").exists():
