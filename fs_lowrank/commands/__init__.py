@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Give every command of this package a parser below ``commands``."""
-    from . import examples, init, keys
+    from . import examples, finished, init, keys
 
-    for module in (examples, init, keys):
+    for module in (examples, finished, init, keys):
         module.add(commands)

@@ -20,6 +20,7 @@ from ..jobs.locks import take
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
 from ..models.names import tags
+from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from ..runs.environment import environment
 from ..runs.plots import plot_curves
@@ -282,6 +283,7 @@ class RecordKeeper:
         for folder in (result.saved[what] for what in ("adapter", "model") if what in result.saved):
             if self.site.tokenizer is not None:
                 self.site.tokenizer.save_pretrained(str(folder))
+            write_text(folder / "README.md", model_card(self.config, result.facts, final, folder.name))
         result.saved["curves"] = plot_curves(
             {self.method.name: history}, self.outdir / "curves.png", self.site.data.majority
         )
