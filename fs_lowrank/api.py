@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .baselines import row_config, run_row, split_names
 from .config import Config, load_config, load_for
 from .engines import get_engine
 from .errors import RunFailed, UserError
@@ -68,6 +69,7 @@ def compare(
     Args:
         config: from ``load_config``, or the path of a YAML file. The hyperparameters of its own method also apply to
             the other methods that have them.
+        methods: names; ``local`` and ``pooled`` are rows to compare them with (``baselines``), in the embedded engine.
         overrides: values that take precedence, as for ``load_config``. A key in ``lowrank``, such as
             ``lowrank.ranks``, may belong to any of the methods, and applies to those that have it.
 
@@ -80,6 +82,7 @@ def compare(
 
     _check_config(config)
     get_engine(engine)  # before anything is announced or written
+    methods, rows = split_names(methods)
     config, own = load_for(config, methods, overrides)
     outdir = Path(config.outdir) / config.expname
     configs = {
@@ -94,6 +97,12 @@ def compare(
         if on_method:
             on_method(name)
         results[name] = run(one, engine, resume=resume, **callbacks)
+    for name in rows:
+        configs[name] = row_config(name, config, outdir / name)
+        if on_method:
+            on_method(name)
+        with generators_kept():
+            results[name] = run_row(name, configs[name], resume, **callbacks)
     majority = next(iter(results.values())).facts["majority"]
     try:
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
-from .commands import add_commands, init
+from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
 from .errors import UserError
 from .jobs import shell
@@ -60,7 +60,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         "compare", help="run a configuration with several methods; a table and a plot", epilog=_CODES
     )
     run_options(compare)
-    compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods, separated by commas")
+    compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods; also local, pooled")
+    compare.add_argument("--seeds", metavar="0,1,2", help="one comparison for each seed; means and spreads")
     compare.set_defaults(do=_compare)
     methods = commands.add_parser("methods", help="list the methods, or show one in full")
     methods.add_argument("name", nargs="?", metavar="NAME")
@@ -268,11 +269,27 @@ def _run(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     from .api import compare
+    from .baselines import split_names
     from .config import load_for
 
     methods = list(shell.names(args.methods))
-    config, _ = load_for(args.cfg, methods, args.overrides)
+    config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
     live = _Live(config.federate.total_round_num)
+    if args.seeds is not None:
+        try:
+            lines, path = seeds.compare_seeds(
+                args,
+                methods,
+                lambda text: console.print(f"[bold]{text}[/]"),
+                on_method=lambda name: console.print(f"[bold]{name}[/]"),
+                on_round=live.on_round,
+                on_client=live.on_client,
+            )
+        finally:
+            live.stop()
+        _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines)
+        console.print(f"every value: {path}", soft_wrap=True)
+        return
     try:
         results = compare(
             config,
