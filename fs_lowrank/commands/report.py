@@ -31,13 +31,12 @@ def _report(args: argparse.Namespace) -> None:
     out = args.out or args.runs[0] / "report.html"
     if out.is_dir() or out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out {out}: expected a file that ends with .html")
+    if args.out and not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}")
     said = False
     while True:
         runs = read_runs(args.runs)
-        try:
-            write_page(runs, out, args.every if args.live else 0.0)
-        except OSError as error:
-            raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from error
+        write_page(runs, out, args.every if args.live else 0.0)
         if not said:
             console.print(str(out), soft_wrap=True, markup=False)
             said = True
