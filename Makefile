@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-slow check lint types docs format clean help
+.PHONY: demo test test-slow walks check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long; make test-slow runs that"
+	@echo "make walks  the first hour of a new user, six times, from an installed wheel in empty folders"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
 	@echo "make lint, make types, make docs   one of these alone; make format writes the format"
 	@echo "make clean  remove the environment and the demo's results"
@@ -43,6 +44,10 @@ test: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	@echo "== running the tests that take long"
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+
+walks: $(VENV)/.installed
+	@echo "== walking as a new user would, from an installed wheel in empty folders"
+	$(BIN)/python tests/walks/run.py
 
 check: lint types docs
 
