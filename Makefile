@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-slow torture check lint types docs format clean help
+.PHONY: demo test test-slow walks torture check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long; make test-slow runs that"
+	@echo "make walks  the first hour of a new user, six times, from an installed wheel in empty folders"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
 	@echo "make lint, make types, make docs   one of these alone; make format writes the format"
@@ -50,6 +51,10 @@ NUMBER ?= 100
 SEED ?= 0
 torture: $(VENV)/.installed
 	$(BIN)/python -m tests.torture --number $(NUMBER) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
+
+walks: $(VENV)/.installed
+	@echo "== walking as a new user would, from an installed wheel in empty folders"
+	$(BIN)/python tests/walks/run.py
 
 check: lint types docs
 

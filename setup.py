@@ -79,6 +79,7 @@ setup(
         "hpo": ["optuna>=5.0", "plotly>=6", "cmaes>=0.11", "scipy"],
         # K-FAC needs curvlinops and backpack on top, with --no-deps: theirs would bring torchvision and another torch.
         "oneshot": ["scipy", "POT", "einops", "einconv", "linear_operator", "opt-einsum", "unfoldNd", "tqdm"],
+        "report": ["plotly>=6"],
         "gguf": ["gguf"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"],
         "dev": [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .baselines import row_config, run_row, split_names
 from .config import Config, load_config, load_for
 from .engines import get_engine
 from .errors import RunFailed, UserError
@@ -79,6 +80,7 @@ def compare(
     Args:
         config: from ``load_config``, or the path of a YAML file. The hyperparameters of its own method also apply to
             the other methods that have them.
+        methods: names; ``local`` and ``pooled`` are rows to compare them with (``baselines``), in the embedded engine.
         overrides: values that take precedence, as for ``load_config``. A key in ``lowrank``, such as
             ``lowrank.ranks``, may belong to any of the methods, and applies to those that have it.
         resume, overwrite: as for ``run``, for the run of every method.
@@ -92,6 +94,7 @@ def compare(
 
     _check_config(config)
     get_engine(engine)  # before anything is announced or written
+    methods, rows = split_names(methods)
     config, keys_of = load_for(config, methods, overrides)
     outdir = outdir_of(config)
     configs = {
@@ -106,6 +109,14 @@ def compare(
         if on_method:
             on_method(name)
         results[name] = run(config_of_method, engine, resume=resume, overwrite=overwrite, **callbacks)
+    for name in rows:
+        configs[name] = row_config(name, config, outdir / name)
+        if overwrite:
+            remove_run(outdir / name)
+        if on_method:
+            on_method(name)
+        with generators_kept():
+            results[name] = run_row(name, configs[name], resume, **callbacks)
     majority = next(iter(results.values())).facts["majority"]
     try:
         curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)

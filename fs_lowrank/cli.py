@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
-from .commands import add_commands
+from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
 from .errors import UserError
 from .jobs import shell
@@ -29,7 +29,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def run_options(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--cfg", required=True, metavar="FILE", help="configuration (YAML, FederatedScope's keys)")
+        command.add_argument(
+            "--cfg",
+            required=command.prog.endswith("compare"),
+            metavar="FILE",
+            help="configuration (YAML, FederatedScope's keys)",
+        )
         command.add_argument("--engine", default="local", metavar="NAME", help="engine of the run (default: local)")
         command.add_argument(
             "--workers",
@@ -51,10 +56,17 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         command.set_defaults(do=do)
         return command
 
-    run_options(add(_run, "run a configuration", "Run a configuration: prints a line per round, then the files."))
+    run = add(_run, "run a configuration", "Run a configuration: prints a line per round, then the files.")
+    run_options(run)
+    run.add_argument(
+        "--data", metavar="FILE", type=Path, help="in place of --cfg: write a configuration for FILE, run it"
+    )
+    init.options(run)
+    run.set_defaults(cfg=None)
     compare = add(_compare, "run a configuration with several methods; a table and a plot")
     run_options(compare)
-    compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods, separated by commas")
+    compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods; also local, pooled")
+    compare.add_argument("--seeds", metavar="0,1,2", help="one comparison for each seed; means and spreads")
     cache = add(_cache, "show how much is kept of frozen layers for other runs, or remove it")
     cache.add_argument("--clear", action="store_true", help="remove all of it")
     add(_methods, "list the methods, or show one in full").add_argument("name", nargs="?", metavar="NAME")
@@ -255,6 +267,13 @@ def _run(args: argparse.Namespace) -> None:
     from .config import load_config
     from .runs.folder import outdir_of
 
+    if (args.cfg is None) == (args.data is None):
+        raise UserError("run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
+    if args.data is not None:
+        args.cfg = init.write(args, None)
+        console.print(f"{args.cfg}: written for {args.data}; what it guesses stands in it", soft_wrap=True)
+    elif said := init.given_options(args):
+        raise UserError(f"{', '.join(said)}: options of --data FILE; with --cfg, the file or `key value` says it")
     config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
     if args.resume and not (folder := outdir_of(config) / "checkpoint").exists():
@@ -281,17 +300,34 @@ def _run(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     from .api import compare
+    from .baselines import split_names
     from .config import load_for
 
     methods = list(shell.names(args.methods))
-    config, _ = load_for(args.cfg, methods, _overrides(args))
+    args.overrides = _overrides(args)
+    config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
     live = _Live(config.federate.total_round_num)
+    if args.seeds is not None:
+        try:
+            lines, path = seeds.compare_seeds(
+                args,
+                methods,
+                lambda text: console.print(f"[bold]{text}[/]"),
+                on_method=lambda name: console.print(f"[bold]{name}[/]"),
+                on_round=live.on_round,
+                on_client=live.on_client,
+            )
+        finally:
+            live.stop()
+        _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines)
+        console.print(f"every value: {path}", soft_wrap=True)
+        return
     try:
         results = compare(
             config,
             methods,
             args.engine,
-            overrides=_overrides(args),
+            overrides=args.overrides,
             resume=args.resume,
             overwrite=args.overwrite,
             on_method=lambda name: _announce(config, name),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Give every command of this package a parser below ``commands``."""
-    from . import examples
+    from . import examples, finished, init, keys, report
 
-    for module in (examples,):
+    for module in (init, examples, keys, finished, report):
         module.add(commands)

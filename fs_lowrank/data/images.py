@@ -23,14 +23,20 @@ _CHUNK = 4096
 # steps are skipped. Arguments and defaults are torchvision's, so that a configuration has the same meaning.
 
 
-Size = Annotated[int | tuple[int, int], {"min": 1, "words": "a size in pixels, or [height, width]"}]
-Chance = Annotated[float, {"min": 0.0, "max": 1.0}]
-Padding = Annotated[int, {"min": 0, "words": "a number of pixels for all four sides"}]
-PaddingMode = Annotated[str, {"choices": ("constant", "reflect")}]
-Channels = Annotated[int, {"choices": (1, 3)}]
+Size = Annotated[
+    int | tuple[int, int], {"min": 1, "words": "a size in pixels, or [height, width]", "help": "height and width"}
+]
+Chance = Annotated[float, {"min": 0.0, "max": 1.0, "help": "probability that an image is flipped"}]
+Padding = Annotated[
+    int, {"min": 0, "words": "a number of pixels for all four sides", "help": "pixels added on each side"}
+]
+PaddingMode = Annotated[
+    str, {"choices": ("constant", "reflect"), "help": "what is added: zeros, or the image's mirror"}
+]
+Channels = Annotated[int, {"choices": (1, 3), "help": "channels of the result"}]
 _BY_CHANNEL = {"words": "a number for each channel"}
-Numbers = Annotated[float | list[float], _BY_CHANNEL]
-Deviations = Annotated[float | list[float], {**_BY_CHANNEL, "above": 0.0}]
+Numbers = Annotated[float | list[float], {**_BY_CHANNEL, "help": "subtracted from a channel"}]
+Deviations = Annotated[float | list[float], {**_BY_CHANNEL, "above": 0.0, "help": "what a channel is then divided by"}]
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:

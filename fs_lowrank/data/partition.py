@@ -21,9 +21,15 @@ __all__ = ["PARTITIONERS", "Partition", "Rows", "matching_shares", "partition", 
 
 DRAWS = 50  # from the Dirichlet distribution, before rows are moved to reach min_size
 
-Positive = Annotated[float, {"above": 0.0}]
-Count = Annotated[int, {"min": 1}]
-Column = Annotated[str | None, {"words": "the name of a column"}]
+_MIXTURE_SEED = "seed of the clients' mixtures, for the same mixtures with another split; None: the run's"
+_FIELD = "column that says whose a row is; None: the only column, or `category`"
+_SIZE_ALPHA = "concentration of the sizes of clients that share a value; None: equal sizes"
+# ``help`` is what the reference of keys says.
+Alpha = Annotated[float, {"above": 0.0, "help": "concentration of the Dirichlet distribution; small is skewed"}]
+MinSize = Annotated[int, {"min": 1, "help": "rows that a client has at least"}]
+Column = Annotated[
+    str | None, {"words": "the name of a column", "help": "column that takes the place of the class; None: the class"}
+]
 
 
 @dataclass
@@ -190,8 +196,8 @@ def lda(
     rows: Rows,
     num_clients: int,
     rng: np.random.Generator,
-    alpha: Positive = 0.5,
-    min_size: Count = 1,
+    alpha: Alpha = 0.5,
+    min_size: MinSize = 1,
     field: Column = None,
 ) -> list[np.ndarray]:
     """Divide each class by proportions drawn from Dirichlet(alpha) (Yurochkin et al., 2019); small alpha is skewed.
@@ -216,10 +222,10 @@ def mixture(
     rows: Rows,
     num_clients: int,
     rng: np.random.Generator,
-    alpha: Positive = 0.5,
-    min_size: Count = 1,
+    alpha: Alpha = 0.5,
+    min_size: MinSize = 1,
     field: Column = None,
-    mixture_seed: Annotated[int | None, {"min": 0, "max": 2**32 - 1}] = None,
+    mixture_seed: Annotated[int | None, {"min": 0, "max": 2**32 - 1, "help": _MIXTURE_SEED}] = None,
 ) -> list[np.ndarray]:
     """Draw the class mixture of each client from Dirichlet(alpha) (Hsu et al., 2019).
 
@@ -243,7 +249,7 @@ def shards(
     rows: Rows,
     num_clients: int,
     rng: np.random.Generator,
-    shards_per_client: Count = 2,
+    shards_per_client: Annotated[int, {"min": 1, "help": "shards that a client is given"}] = 2,
     field: Column = None,
 ) -> list[np.ndarray]:
     """Sort rows by class, cut them into equal shards, and give each client some shards (McMahan et al., 2017)."""
@@ -263,9 +269,9 @@ def by_field(
     rows: Rows,
     num_clients: int,
     rng: np.random.Generator,
-    field: Column = None,
-    size_alpha: Annotated[float | None, {"above": 0.0}] = None,
-    min_size: Count = 1,
+    field: Annotated[str | None, {"words": "the name of a column", "help": _FIELD}] = None,
+    size_alpha: Annotated[float | None, {"above": 0.0, "help": _SIZE_ALPHA}] = None,
+    min_size: MinSize = 1,
 ) -> list[np.ndarray]:
     """Each client holds rows of one value of column ``field``; a value gets clients in proportion to its rows.
 
@@ -309,7 +315,7 @@ def by_field(
 
 @register_partitioner("quantity")
 def quantity(
-    rows: Rows, num_clients: int, rng: np.random.Generator, alpha: Positive = 0.5, min_size: Count = 1
+    rows: Rows, num_clients: int, rng: np.random.Generator, alpha: Alpha = 0.5, min_size: MinSize = 1
 ) -> list[np.ndarray]:
     """Random rows; sizes are drawn from Dirichlet(alpha), at least ``min_size``."""
     sizes = _sizes(rows.size, num_clients, alpha, _floor(min_size, num_clients, rows.size), rng)

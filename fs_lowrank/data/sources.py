@@ -57,23 +57,35 @@ class DataArgs:
 
     #: in tokens; None: ``llm.tok_len``
     max_len: int | None = key(None, min=1)
+    #: form of an instruction: the tokenizer's chat template, Alpaca's, or the first of them that there is
     template: str = key("auto", choices=TEMPLATES)
+    #: tokens with a loss: those of the answer, or all
     loss_on: str = key("answer", choices=LOSSES)
+    #: column of the text
     text: str = key("text", words=_COLUMN)
+    #: column of the second sentence
     text_pair: str | None = key(None, words=_COLUMN)
+    #: column of the class
     label: str = key("label", words=_COLUMN)
+    #: column of the instruction; None: `instruction`
     instruction: str | None = key(None, words=_COLUMN)
+    #: column of the instruction's input; None: `input` or `context`, if there is one
     input: str | None = key(None, words=_COLUMN)
+    #: column of the answer; None: `output` or `response`
     output: str | None = key(None, words=_COLUMN)
+    #: column that a splitter may use
     category: str | None = key(None, words=_COLUMN)
     #: whether double quotes enclose the fields of a table
     quoting: bool | None = key(None)
+    #: file with validation data
     validation: str | None = key(None, words=_FILE)
+    #: file with test data
     test: str | None = key(None, words=_FILE)
     #: name of a configuration on the Hugging Face hub
     config: str | None = key(None)
     #: size of images in pixels, for both sides or as ``[height, width]``
     size: int | tuple[int, int] | None = key(None, min=1, words="pixels, or [height, width]")
+    #: channels of images: 1 converts to gray, 3 repeats a gray channel; None: as they are
     channels: int | None = key(None, choices=(1, 3))
 
 

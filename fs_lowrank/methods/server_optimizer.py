@@ -47,10 +47,15 @@ class ServerOptimizer(Wrapper):
     #: as ``Method.revision``, by type. 2: the default β₁ of FedAdagrad was 0.9
     revisions: ClassVar[Mapping[str, int]] = {"adagrad": 2}
 
+    #: the server optimizer; `SGD` with `momentum` 0 is federated averaging
     type: str = key("sgd", choices=("sgd", *_V_RULES), also=_ALGORITHMS, fold=True)
+    #: learning rate of the server
     lr: float = key(1.0, above=0.0)
+    #: of `SGD`: FedAvgM
     momentum: float = key(0.0, min=0.0, below=1.0)
+    #: of the adaptive optimizers: decay of the mean and of the second moment
     betas: tuple[float, float] | None = key(None, min=0.0, below=1.0)
+    #: of the adaptive optimizers: what is added to the root of the second moment
     tau: float = key(1e-3, above=0.0)
 
     @classmethod

@@ -317,7 +317,8 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 raise ValueError(
                     f"{name}: the model's shape is {tuple(parameter.shape)}, the tensor's {tuple(tensor.shape)}"
                 )
-            parameter.data = tensor.detach().clone().to(parameter)
+            # In one layout, whatever the tensor's: a product's rounding depends on it, and files keep none.
+            parameter.data = tensor.detach().to(parameter).clone(memory_format=torch.contiguous_format)
             if match is not None:
                 _set_rank(model.get_submodule(match["module"]), match["adapter"])
 

@@ -20,6 +20,7 @@ from ..jobs.locks import take
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
 from ..models.names import tags
+from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint
 from ..runs.environment import environment, write_environment
 from ..runs.folder import check_outdir
@@ -299,6 +300,7 @@ class RecordKeeper:
                 save(folder)
                 if self.site.tokenizer is not None:
                     self.site.tokenizer.save_pretrained(str(folder))
+                write_text(folder / "README.md", model_card(self.config, result.facts, final, name))
             result.saved[name] = self.outdir / name
         if self.site.personal:
             with self._replaced("personal") as folder:

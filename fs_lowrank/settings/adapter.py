@@ -36,6 +36,9 @@ class AdapterSpec:
     """The adapter that ``llm.adapter.args`` asks for.
 
     Attributes:
+        r: the rank.
+        lora_alpha: the pair counts `alpha / r` times.
+        use_rslora: the pair counts `alpha / √r` times instead.
         method: ``lora``, ``lokr``, ``loha`` (the framework also has ``prefix``, ``prompt``, ``p-tuning``).
         lora_dropout: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``.
         target_modules: names of modules, or None for PEFT's choice.

@@ -41,13 +41,17 @@ from .tree import assign, plain
 class Settings:
     """A checked configuration. ``config.Config``, which ``load_config`` returns, adds ``replace``."""
 
+    #: seed of everything that is drawn: split, start, clients of a round, order of samples
     seed: int = key(0, min=0)
     #: index of the GPU, -1 for any; or ``cpu``. Has an effect only with ``use_gpu: True``
     device: int | str = key(-1, result=False)
+    #: compute on a GPU
     use_gpu: bool = key(False, result=False)
+    #: folder of the run's files
     outdir: str = key("exp", filled=True, words="the path of a folder", result=False)
-    #: the run's folder below ``outdir``; empty: ``outdir`` itself
+    #: subfolder of ``outdir`` for the run's files; empty: ``outdir`` itself
     expname: str = key("", result=False)
+    #: how much FederatedScope logs
     verbose: int = key(1, also={False: 0, True: 1}, result=False)
     federate: Federate = field(default_factory=Federate)
     data: Data = field(default_factory=Data)

@@ -16,11 +16,15 @@ VISION_MODELS = ("lenet", "fedma_cnn", "resnet10", "resnet18")
 
 @dataclass(frozen=True)
 class Federate:
+    #: number of clients; 0 is FederatedScope's "not given" and is refused
     client_num: int = key(0)
     #: number of clients in a round; -1 is all. ``sample_client_rate`` takes precedence if both are given
     sample_client_num: int = key(-1, min=-1)
+    #: fraction of the clients that take part in a round; negative: not given
     sample_client_rate: float = key(-1.0, max=1.0)
+    #: number of rounds
     total_round_num: int = key(50, min=1)
+    #: whether all clients are simulated by one command, or each runs as a process of its own
     mode: str = key("standalone", choices=("standalone", "distributed"), local="standalone")
     #: with adapters, ``fedavg`` becomes ``fedlora``: see the docstring of ``config``
     method: str = key("fedavg")
@@ -28,29 +32,41 @@ class Federate:
     ignore_weight: bool = key(False)
     #: FederatedScope's default is False
     make_global_eval: bool = key(True)
+    #: how the clients of a round are drawn
     sampler: str = key("uniform", local="uniform")
+    #: secret sharing: the server sees the sum of the updates, not each of them
     use_ss: bool = key(False, local=False)
+    #: FederatedScope evaluates the clients' test sets as one
     merge_test_data: bool = key(False, local=False)
+    #: FederatedScope's checkpoint to start from; `--resume` is ours
     restore_from: str = key("", local="")
+    #: FederatedScope's simulated clients share one copy of the model
     share_local_model: bool = key(False, result=False, idle="all clients use one model")
+    #: FederatedScope adds up updates as they arrive, instead of keeping them
     online_aggr: bool = key(False, result=False, idle="the updates of a round are kept until its end")
     #: processes that train the clients of a round; 0, written ``auto``, is one for each GPU or core
     process_num: int = key(1, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
+    #: FederatedScope's path of the final model
     save_to: str = key("", result=False, idle="a run leaves its adapter or model in outdir")
+    #: rounds between FederatedScope's own saves; -1: at the end
     save_freq: int = key(-1, result=False, idle="checkpoints are written by lowrank.checkpoint_freq")
 
 
 @dataclass(frozen=True)
 class Data:
+    #: folder below which named data sets and relative file names are looked for
     root: str = key("data")
     #: the name of a data set, or ``FILE@…``; FederatedScope's default is its toy data set
     type: str = key("")
+    #: a list of one mapping with what the data set needs, such as the names of columns (`data.args.0.…`)
     args: list = key([])
     #: FederatedScope's default is empty: data that are already split into clients
     splitter: str = key("iid")
+    #: a list of one mapping with the arguments of the splitter (`data.splitter_args.0.…`)
     splitter_args: list = key([])
     #: fractions for train, validation, test
     splits: list[float] = key([0.8, 0.1, 0.1], min=0.0)
+    #: fraction of the training rows that is used
     subsample: float = key(1.0, above=0.0, max=1.0)
     #: largest fraction of the rows of a split that may be left out because the prompt fills ``llm.tok_len``
     max_dropped: float = key(0.01, min=0.0, max=1.0, result=False)
@@ -59,14 +75,19 @@ class Data:
     transform: list = key([])
     #: for held-out images; empty: ``transform`` without its random steps
     val_transform: list = key([])
+    #: for test images; empty: as `val_transform` is read
     test_transform: list = key([])
 
 
 @dataclass(frozen=True)
 class Dataloader:
+    #: samples of a client in one step
     batch_size: int = key(64, min=1)
+    #: draw a client's samples in random order
     shuffle: bool = key(True)
+    #: processes that load data
     num_workers: int = key(0, min=0, result=False, idle="data are in memory")
+    #: leave out a last batch that is smaller than the others
     drop_last: bool = key(False)
 
 
@@ -86,12 +107,15 @@ class Adapter:
     use: bool | None = key(None)
     #: a list of one mapping, as in FederatedScope, with PEFT's names; ``config.adapter`` is the parsed form
     args: list[dict] = key([{}])
+    #: FederatedScope moves adapters to the CPU between rounds
     mv_to_cpu: bool = key(False, result=False, idle="there is one model, which stays on its device")
 
 
 @dataclass(frozen=True)
 class Chat:
+    #: turns that FederatedScope's chat demo remembers
     max_history_len: int = key(10, result=False, idle="it is for FederatedScope's chat")
+    #: tokens that FederatedScope's chat demo generates
     max_len: int = key(100, result=False, idle="it is for FederatedScope's chat")
 
 
@@ -105,6 +129,7 @@ class Cache:
 class LLM:
     #: in tokens; ``auto``: 99 % of the training rows fit, up to the limit of the model
     tok_len: int | Literal["auto"] = key(128, min=1)
+    #: FederatedScope repeats a step whose loss is NaN
     retry_on_nan_loss: bool = key(False, local=False)
     adapter: Adapter = field(default_factory=Adapter)
     chat: Chat = field(default_factory=Chat)
@@ -129,7 +154,9 @@ OPTIMIZERS = (
 
 @dataclass(frozen=True)
 class Optimizer:
+    #: the client optimizer, a class of `torch.optim`; its further arguments stand beside this key
     type: str = key("SGD", choices=OPTIMIZERS, fold=True)
+    #: learning rate of the clients
     lr: float = key(0.1, above=0.0)
     #: further arguments: ``momentum``, ``weight_decay``, ``betas``, …
     extra: dict = key({}, open=True)
@@ -137,14 +164,18 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Scheduler:
+    #: how the learning rate falls over the rounds: empty or `constant`, `linear`, `cosine`
     type: str = key("")
+    #: fraction of the rounds with a linearly increasing rate
     warmup_ratio: float = key(0.0, min=0.0, max=1.0)
     extra: dict = key({}, open=True)
 
 
 @dataclass(frozen=True)
 class Train:
+    #: length of a client's training in a round, in `batch_or_epoch`
     local_update_steps: int = key(1, min=1)
+    #: whether the length counts steps of one batch or passes over the client's data
     batch_or_epoch: str = key("batch", choices=("batch", "epoch"))
     #: 16-bit weights: float16 in FederatedScope, bfloat16 in the local engine
     is_enable_half: bool = key(False)
@@ -166,6 +197,7 @@ class Train:
 class Grad:
     #: maximum norm; negative: off
     grad_clip: float = key(-1.0)
+    #: batches whose gradients are added before a step of the optimizer
     grad_accum_count: int = key(1, min=1)
 
 
@@ -173,7 +205,9 @@ class Grad:
 class EarlyStop:
     #: number of evaluations without improvement; 0: off, our default (5 in FederatedScope)
     patience: int = key(0, min=0)
+    #: how much better an evaluation must be to count as an improvement
     delta: float = key(0.0, min=0.0)
+    #: what an evaluation is compared with: the best one before it, or a mean
     improve_indicator_mode: str = key("best", choices=("best", "mean"), local="best")
 
 
@@ -183,14 +217,17 @@ class Eval:
     freq: int = key(1, min=-1)
     #: FederatedScope's default is an empty list
     metrics: list[str] = key(["acc"], items=("acc", "loss"))
+    #: what is evaluated; a split without data is left out
     split: list[str] = key(["test", "val"], items=("train", "val", "test"))
     #: the metric that selects the best round, ``SPLIT_METRIC``
     best_res_update_round_wise_key: str = key("val_loss")
     #: ours; 0: as ``dataloader.batch_size``
     batch_size: int = key(0, min=0)
+    #: FederatedScope's forms of a result; ours are fixed
     report: list[str] = key(
         ["weighted_avg", "avg", "fairness", "raw"], result=False, idle="the same metrics are recorded in every run"
     )
+    #: FederatedScope counts floating-point operations
     count_flops: bool = key(True, result=False, idle="operations are not counted")
 
 
@@ -201,6 +238,7 @@ def server_lr(kind: str) -> float:
 
 @dataclass(frozen=True)
 class ServerOptimizer:
+    #: the server optimizer
     type: str = key("SGD", choices=("SGD", "Adam", "Adagrad", "Yogi"), fold=True)
     #: None: ``server_lr`` of the type; FederatedScope's default is 0.01 for all
     lr: float | None = key(None, above=0.0)
@@ -210,10 +248,14 @@ class ServerOptimizer:
 
 @dataclass(frozen=True)
 class FedOpt:
+    #: take a step of a server optimizer instead of the mean
     use: bool = key(False)
     optimizer: ServerOptimizer = field(default_factory=ServerOptimizer)
+    #: FederatedScope lowers the server's learning rate in steps
     annealing: bool = key(False, local=False)
+    #: rounds between two steps of `annealing`
     annealing_step_size: int = key(2000, min=1)
+    #: factor of a step of `annealing`
     annealing_gamma: float = key(0.5, above=0.0)
 
 
@@ -275,6 +317,7 @@ class Lowrank:
     save_merged: bool = key(False, result=False)
     #: rounds between checkpoints; 0: none
     checkpoint_freq: int = key(1, min=0, result=False)
+    #: number of checkpoints that are kept
     keep_checkpoints: int = key(2, min=1, result=False)
     #: all hyperparameters of the method
     params: dict = key({}, open=True)

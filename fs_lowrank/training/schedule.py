@@ -12,6 +12,7 @@ from ..settings import Origin, Scheduler, Settings, check_keys, key, keys_of
 class Schedule:
     """The keys of ``train.scheduler``. FederatedScope's own trainers have other types."""
 
+    #: empty or `constant`, `linear`, `cosine`
     type: str = key("", choices=("", "constant", "linear", "cosine"), fold=True)
     #: fraction of the rounds with a linearly increasing rate
     warmup_ratio: float = key(0.0, min=0.0, max=1.0)

@@ -1,0 +1,100 @@
+"""``fs-lowrank evaluate RUN --data FILE`` and ``fs-lowrank predict RUN --data FILE``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import UserError
+from ..jobs import shell
+
+console = shell.make_console(120)
+_ROLES = ("text", "text-pair", "label", "instruction", "input", "output")
+
+
+def add(commands) -> None:
+    evaluate = commands.add_parser("evaluate", help="score the model of a finished run on a file")
+    _common(evaluate, _ROLES)
+    evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
+    evaluate.set_defaults(do=_evaluate)
+    predict = commands.add_parser("predict", help="add a column with the predictions of a finished run to a file")
+    _common(predict, tuple(role for role in _ROLES if role not in ("label", "output")))
+    predict.add_argument("--out", metavar="FILE", type=Path, help="default: NAME.predicted beside --data, as --data is")
+    predict.add_argument("--column", default="prediction", metavar="NAME", help="default: prediction")
+    predict.add_argument("--tokens", type=int, default=64, metavar="N", help="most tokens of an answer (default: 64)")
+    predict.set_defaults(do=_predict)
+
+
+def _common(parser: argparse.ArgumentParser, roles: tuple[str, ...]) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a finished run")
+    parser.add_argument("--data", required=True, metavar="FILE", type=Path, help="CSV, TSV, JSON or JSON Lines")
+    for role in roles:
+        parser.add_argument(
+            f"--{role}", default="", metavar="COLUMN", help="where it is not called as in the run's data"
+        )
+
+
+def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
+    from ..finished import load_run, read_rows
+
+    run = load_run(args.run)
+    columns = {r.replace("-", "_"): getattr(args, r.replace("-", "_"), "") for r in _ROLES}
+    foreign = ("instruction", "input", "output") if run.labels else ("text", "text_pair", "label")
+    for role in foreign:
+        if columns[role]:
+            raise UserError(
+                f"--{role.replace('_', '-')}: {args.run} is a run over {'classes' if run.labels else 'instructions'}"
+            )
+    rows = read_rows(run, args.data, columns, labelled)
+    left = "".join(f", {count} left out ({reason})" for reason, count in rows.left_out.items())
+    cut = f", {rows.cut} at the full length of {run.tok_len} tokens, so perhaps cut" if rows.cut else ""
+    console.print(f"{args.data}: {len(rows.table)} rows{left}{cut}", soft_wrap=True, markup=False)
+    return run, rows
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from ..finished import evaluate_rows
+
+    run, rows = _read(args, labelled=True)
+    scores = evaluate_rows(run, rows)
+    if args.json:
+        try:
+            args.json.write_text(json.dumps({"run": str(args.run), "data": str(args.data), **scores}, indent=1))
+        except OSError as error:
+            raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
+    table = Table()
+    for column in ("score", "value"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    name = "acc" if run.labels else "token acc"
+    table.add_row(name, f"{scores['acc']:.4f} ± {scores['acc_error']:.4f}")
+    table.add_row("loss", f"{scores['loss']:.4f}")
+    if run.labels:
+        table.add_row("majority class", f"{scores['majority']:.4f}")
+        for label, of in scores["classes"].items():
+            recall = "-" if of["recall"] is None else f"{of['recall']:.4f} of {of['rows']}"
+            table.add_row(f"found of {escape(label)}", recall)
+    else:
+        table.add_row("perplexity", f"{scores['perplexity']:.3f}")
+    console.print(table)
+    console.print("± is one standard error", soft_wrap=True)
+    if run.labels and scores["acc"] <= scores["majority"] + scores["acc_error"]:
+        console.print("the model is no better here than always naming the most frequent class", soft_wrap=True)
+
+
+def _predict(args: argparse.Namespace) -> None:
+    from ..finished import predict_rows, write_table
+
+    if args.tokens < 1:
+        raise UserError(f"--tokens {args.tokens}: expected 1 or more")
+    out = args.out or args.data.with_name(f"{args.data.stem}.predicted{args.data.suffix}")
+    if out.exists():
+        raise UserError(f"--out {out} exists; remove it, or choose another name")
+    run, rows = _read(args, labelled=False)
+    table = predict_rows(run, rows, args.column, args.tokens)
+    write_table(table, out)
+    console.print(f"{out}: {len(rows.kept)} predictions in the column {args.column}", soft_wrap=True, markup=False)

@@ -1,0 +1,76 @@
+"""``fs-lowrank init FILE``: a complete, commented configuration from a file; ``run --data FILE`` writes and runs it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..errors import UserError
+from ..jobs import shell
+
+console = shell.make_console(120)
+_COLUMNS = {
+    "text": "column of the text",
+    "text-pair": "column of a second sentence",
+    "label": "column of the class",
+    "instruction": "column of the instruction",
+    "input": "column of the instruction's input",
+    "output": "column of the answer",
+}
+
+
+def add(commands) -> None:
+    parser = commands.add_parser("init", help="write a complete, commented configuration for a file of your own")
+    parser.add_argument(
+        "data", metavar="FILE", type=Path, help="labelled texts or instructions: CSV, TSV, JSON, JSON Lines"
+    )
+    options(parser)
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the configuration (default: FILE's name, .yaml)")
+    parser.set_defaults(do=_init)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The options of what a configuration is made from, for ``init`` and ``run``."""
+    group = parser.add_argument_group("a file of your own (what is not said is guessed)")
+    for name, about in _COLUMNS.items():
+        group.add_argument(f"--{name}", default="", metavar="COLUMN", help=about)
+    group.add_argument("--model", default="", metavar="MODEL", help="folder or name (default: minilm, or smollm2)")
+    group.add_argument("--clients", type=int, default=0, metavar="N", help="number of clients (default: by the rows)")
+    group.add_argument("--method", default="", metavar="NAME", help="default: rolora")
+
+
+def given_options(args: argparse.Namespace) -> list[str]:
+    """Those of ``options`` that the command line has."""
+    names = [*(name.replace("-", "_") for name in _COLUMNS), "model", "clients", "method"]
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+
+
+def write(args: argparse.Namespace, out: Path | None) -> Path:
+    """Write the configuration for ``args.data``.
+
+    Raises:
+        UserError: see ``start.draft``; the file exists with another content, or cannot be written.
+    """
+    from ..methods import get_method_class
+    from ..start import Given, draft
+
+    if args.clients < 0:
+        raise UserError(f"--clients {args.clients}: expected a whole number above 0")
+    said = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
+    method = get_method_class(args.method or "rolora").name
+    text = draft(Given(args.data, **said, model=args.model, method=method, clients=args.clients))
+    out = out or Path(args.data.stem + ".yaml")
+    if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:
+        raise UserError(f"{out} exists and says something else; run it with --cfg {out}, or remove it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+    return out
+
+
+def _init(args: argparse.Namespace) -> None:
+    out = write(args, args.out)
+    console.print(out.read_text(encoding="utf-8"), markup=False, soft_wrap=True, end="")
+    console.print(f"\nwritten to {out}; run it with: fs-lowrank run --cfg {out}", markup=False, soft_wrap=True)

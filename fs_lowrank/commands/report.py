@@ -1,0 +1,45 @@
+"""``fs-lowrank report RUN…``: one HTML file about one run, or several side by side."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from ..errors import UserError
+from ..jobs import shell
+
+console = shell.make_console(120)
+
+
+def add(commands) -> None:
+    parser = commands.add_parser("report", help="one HTML file about one run, or several side by side")
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run, or of a comparison")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="default: report.html in the first folder")
+    parser.add_argument("--live", action="store_true", help="renew it until every run has ended (Ctrl-C ends it)")
+    parser.add_argument(
+        "--every", type=float, default=10.0, metavar="S", help="seconds between two renewals (default: 10)"
+    )
+    parser.set_defaults(do=_report)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from ..page import read_runs, write_page
+
+    if not args.every > 0:
+        raise UserError(f"--every {args.every:g}: expected a number of seconds above 0")
+    out = args.out or args.runs[0] / "report.html"
+    if out.is_dir() or out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out {out}: expected a file that ends with .html")
+    if args.out and not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    said = False
+    while True:
+        runs = read_runs(args.runs)
+        write_page(runs, out, args.every if args.live else 0.0)
+        if not said:
+            console.print(str(out), soft_wrap=True, markup=False)
+            said = True
+        if not args.live or all(run.ended for run in runs):
+            return
+        time.sleep(args.every)

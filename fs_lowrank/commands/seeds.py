@@ -1,0 +1,73 @@
+"""``fs-lowrank compare --seeds 0,1,2``: the comparison with several seeds, as means and spreads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..jobs.files import write_text
+from ..jobs.shell import names
+
+
+def parse(text: str) -> list[int]:
+    """The seeds of ``0,1,2``.
+
+    Raises:
+        UserError: not whole numbers from 0, one of them twice, or one alone, which has no spread.
+    """
+    parts = names(text)
+    if not parts or not all(part.isdigit() for part in parts):
+        raise UserError(f"--seeds {text}: expected whole numbers of 0 or more, such as 0,1,2")
+    seeds = [int(part) for part in parts]
+    if len(set(seeds)) < max(len(seeds), 2):
+        raise UserError(f"--seeds {text}: expected two or more different seeds")
+    return seeds
+
+
+def compare_seeds(
+    args: argparse.Namespace, methods: Sequence[str], announce: Callable[[str], object], **callbacks: Any
+) -> tuple[list[list[str]], Path]:
+    """Run the comparison once for each seed, in ``outdir/seed_N``.
+
+    Returns:
+        The table: a header, and a line for each method with ``mean ± standard deviation`` over the seeds; and the
+        file ``seeds.json`` in the outdir, with the value of every seed.
+    """
+    from ..api import compare
+    from ..baselines import split_names
+    from ..config import load_for
+
+    seeds = parse(args.seeds)
+    config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
+    outdir = Path(config.outdir) / config.expname
+    values: dict[str, dict[str, list[float]]] = {}
+    for seed in seeds:
+        announce(f"seed {seed}")
+        own = [*args.overrides, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
+        results = compare(
+            args.cfg, methods, args.engine, overrides=own, resume=args.resume, overwrite=args.overwrite, **callbacks
+        )
+        for name, result in results.items():
+            for metric, value in result.final.items():
+                values.setdefault(name, {}).setdefault(metric, []).append(value)
+    path = outdir / "seeds.json"
+    write_text(path, json.dumps({"seeds": seeds, "values": values}, indent=1))
+    return _table(values, len(seeds)), path
+
+
+def _table(values: Mapping[str, Mapping[str, Sequence[float]]], count: int) -> list[list[str]]:
+    metrics = sorted({m for of in values.values() for m in of if m != "best_round"})
+    lines = [["method", *(m.replace("_", "\n") for m in metrics)]]
+    for name, of in values.items():
+        cells = []
+        for metric in metrics:
+            found = of.get(metric, [])
+            whole = len(found) == count
+            cells.append(f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}" if whole else "-")
+        lines.append([name, *cells])
+    return lines

@@ -1,0 +1,117 @@
+"""The model card of a saved adapter or model: ``README.md`` with a header that the Hugging Face hub reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from ..settings import Settings
+from ..versions import __version__
+
+_PIPELINES = {"SequenceClassification": "text-classification", "CausalLM": "text-generation"}
+_LOADERS = {"SequenceClassification": "AutoModelForSequenceClassification", "CausalLM": "AutoModelForCausalLM"}
+
+
+def model_card(config: Settings, facts: Mapping[str, Any], final: Mapping[str, float], what: str) -> str:
+    """The card as Markdown.
+
+    Args:
+        config: the run's configuration. facts, final: of its ``RunResult``.
+        what: ``adapter``, for PEFT over the base model, or ``model``, a whole model.
+    """
+    base = config.model.type.rpartition("@")[0] or config.model.type
+    header: dict[str, Any] = {"library_name": "peft" if what == "adapter" else "transformers"}
+    if not config.is_vision:
+        header |= {"base_model": base, "pipeline_tag": _PIPELINES.get(config.model.task, "")}
+    header["tags"] = ["federated-learning", "fs-lowrank", facts["method"], *(["lora"] if what == "adapter" else [])]
+    sizes, labels = sorted(facts["clients"]), facts.get("labels") or []
+    rows = [
+        ("base model", f"`{base}`"),
+        ("method", f"`{facts['method']}`" + _params(config)),
+        ("data", facts["source"]),
+        ("classes", ", ".join(map(str, labels)) if labels else "none: a language model"),
+        ("clients", f"{len(sizes)}, of {sizes[0]} to {sizes[-1]} samples; {config.sampled_per_round} in a round"),
+        ("rounds", str(config.federate.total_round_num)),
+        ("client's training", _training(config)),
+        ("seed", str(config.seed)),
+        ("written by", f"fs-lowrank {__version__}"),
+    ]
+    figures = [(name, f"{value:.4g}") for name, value in sorted(final.items())]
+    if facts.get("majority") is not None:
+        figures.append(("majority class of the test set", f"{facts['majority']:.4g}"))
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip(),
+            "---",
+            "",
+            f"# {base}, trained by {facts['method']} over {len(sizes)} clients",
+            "",
+            *_table(("", ""), rows),
+            "",
+            "## Figures of the last round",
+            "",
+            *_table(("metric", "value"), figures),
+            "",
+            "## Use",
+            "",
+            "```python",
+            *_use(config, base, labels, what),
+            "```",
+            "",
+            "## Again",
+            "",
+            "With the run's `config.yaml`, which lies beside this folder:",
+            "",
+            "```",
+            "fs-lowrank run --cfg config.yaml outdir again",
+            "```",
+            "",
+        ]
+    )
+
+
+def _params(config: Settings) -> str:
+    given = ", ".join(f"{name} = {value}" for name, value in config.method_params.items())
+    return f" ({given})" if given else ""
+
+
+def _training(config: Settings) -> str:
+    train = config.train
+    unit = "steps" if train.batch_or_epoch == "batch" else "epochs"
+    return (
+        f"{train.local_update_steps} {unit} of {config.dataloader.batch_size} samples a round, "
+        f"{train.optimizer.type} at {train.optimizer.lr:g}"
+    )
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
+    cells = [(a, b.replace("|", "\\|").replace("\n", " ")) for a, b in rows]
+    return [f"| {head[0]} | {head[1]} |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in cells)]
+
+
+def _use(config: Settings, base: str, labels: list[str], what: str) -> list[str]:
+    if config.is_vision:
+        loads = "from fs_lowrank.models.vision import load_vision"
+        if what == "model":
+            return [loads, "", 'model = load_vision("model")']
+        return [
+            "from peft import PeftModel",
+            loads,
+            "",
+            'model = PeftModel.from_pretrained(load_vision("adapter/base"), "adapter")',
+        ]
+    loader = _LOADERS[config.model.task]
+    if what == "model":
+        return [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("model")']
+    count = f", num_labels={len(labels)}" if labels else ""
+    return [
+        "from peft import PeftModel",
+        f"from transformers import AutoTokenizer, {loader}",
+        "",
+        f'base = {loader}.from_pretrained("{base}"{count})',
+        'model = PeftModel.from_pretrained(base, "adapter")',
+        'tokenizer = AutoTokenizer.from_pretrained("adapter")',
+    ]

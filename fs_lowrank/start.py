@@ -1,0 +1,314 @@
+"""A complete, commented configuration from a file of the user's: looks at the columns, the texts and the model.
+
+Nothing is decided silently: every line of the file that was guessed says so, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from .config import load_config
+from .data import CAUSAL_LM, RawData, load_raw
+from .data.files import SUFFIXES, read_table
+from .data.tables import SYNONYMS
+from .data.tokenize import tokenize_causal, tokenize_classification
+from .errors import UserError, nearest
+from .models.build import build_skeleton, build_tokenizer, positions
+
+_TEXTS = ("text", "sentence", "review", "content", "comment", "body", "message", "tweet", "document", "question")
+_LABELS = ("label", "class", "stars", "rating", "sentiment", "category", "target", "intent", "topic", "y")
+_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence"), ("question1", "question2"))
+#: the layers that LoRA's paper adapts, queries and values, by the names that transformers has for them
+_ATTENTION = (
+    ("query", "value"),
+    ("q_proj", "v_proj"),
+    ("q_lin", "v_lin"),
+    ("query_proj", "value_proj"),
+    ("q", "v"),
+    ("query_key_value",),
+    ("qkv_proj",),
+    ("Wqkv",),
+    ("c_attn",),
+)
+#: more values than this are not taken for classes
+MOST_CLASSES = 100
+#: rows whose length is looked at
+LOOKED_AT = 2000
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user says; empty or None: looked for, or the usual.
+
+    Attributes:
+        data: a CSV, TSV, JSON or JSON Lines file.
+        text, text_pair, label, instruction, input, output: columns.
+        model: a folder, a name to fetch, or a name on a hub; ``@huggingface_llm`` or ``@transformers`` may follow.
+    """
+
+    data: Path
+    text: str = ""
+    text_pair: str = ""
+    label: str = ""
+    instruction: str = ""
+    input: str = ""
+    output: str = ""
+    model: str = ""
+    method: str = "rolora"
+    clients: int = 0
+    outdir: str = ""
+
+
+def draft(given: Given) -> str:
+    """The text of a configuration file for ``given``; it has been loaded once, so it is known to be valid.
+
+    Raises:
+        UserError: the file cannot be read; columns that do not exist or cannot be guessed; classes that are numbers
+            with fractions, or too many; a model that is not here; a value that no configuration may have.
+    """
+    table = _table(given)
+    columns, why, causal = _columns(given, table)
+    model = given.model or ("smollm2" if causal else "minilm")
+    if "@" not in model:
+        model += "@huggingface_llm" if causal else "@transformers"
+    probe = {
+        "data": {"type": str(given.data), "args": [columns] if columns else []},
+        "model": {"type": model},
+        "federate": {"client_num": 1, "method": "fedlora"},
+        "llm": {"tok_len": 1},
+    }
+    config = load_config(probe)
+    if (config.model.task == "CausalLM") != causal:
+        asked = "instructions and answers" if causal else "classes"
+        raise UserError(
+            f"--model {model} is for {config.model.task}, and {given.data} has {asked}; "
+            f"write it {model.partition('@')[0]}@{'huggingface_llm' if causal else 'transformers'}, or name the columns"
+        )
+    raw = load_raw(config.data, origin=config.source)
+    tokenizer, skeleton = build_tokenizer(config), build_skeleton(config)
+    length, about_length = _length(raw, tokenizer, positions(skeleton))
+    modules, layers, about_layers = _layers(skeleton)
+    rows = len(raw.train)
+    clients = given.clients or max(2, min(10, rows // 40))
+    if clients > rows * 0.8:
+        raise UserError(f"--clients {clients}: {given.data} has {rows} rows, of which four fifths are for training")
+    each = rows * 0.8 / clients
+    batch = max(1, min(4 if causal else 16, int(each)))
+    skewed = not causal and each >= 40
+    fields = [f for f in raw.fields if 2 <= raw.train[f].nunique() <= clients]
+    splitter = (
+        ["  splitter: dirichlet            # each client has its own mixture of classes; or iid, shards, quantity"]
+        + ["  splitter_args: [{alpha: 1.0, min_size: 8}]   # smaller alpha: more skewed"]
+        if skewed
+        else ["  splitter: iid                  # equal, random parts; or quantity (unequal sizes), dirichlet, shards"]
+    )
+    if fields:
+        splitter.append(f"  # or by the values of a column: splitter: field, splitter_args: [{{field: {fields[0]}}}]")
+    where = given.outdir or f"runs/{given.data.stem}"
+    task = "instructions and answers" if causal else f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
+    rank = "r: 8, alpha: 16" if causal else "r: 4, alpha: 8"
+    lines = [
+        f"# {given.data.name}: {rows} rows, {task}. Run it with: fs-lowrank run --cfg THIS_FILE",
+        "# `fs-lowrank keys NAME` explains a key; what is not here is at its default.",
+        "seed: 0",
+        f"outdir: {_yaml(where)}",
+        "federate:",
+        f"  method: {given.method}                 # fs-lowrank methods lists them",
+        f"  client_num: {clients}                 # about {each:.0f} training rows each",
+        f"  sample_client_num: {clients}          # how many of them take part in a round",
+        "  total_round_num: 20",
+        "data:",
+        f"  type: {_yaml(str(given.data))}",
+        *([f"  args: [{_flow(columns)}]"] if columns else []),
+        *[f"  # {reason}" for reason in why],
+        *splitter,
+        "  splits: [0.8, 0.1, 0.1]        # train, validation, test",
+        f"model: {{type: {_yaml(model)}}}",
+        "llm:",
+        f"  tok_len: {length}                   # {about_length}",
+        f"  adapter: {{args: [{{{rank}, modules: [{', '.join(modules)}], layers: [{', '.join(map(str, layers))}]}}]}}",
+        f"  # {about_layers}",
+        f"dataloader: {{batch_size: {batch}}}",
+        "train:",
+        "  local_update_steps: 10         # batches of a client in a round",
+        f"  optimizer: {{type: AdamW, lr: {'1.0e-3' if causal else '5.0e-3'}}}   # `fs-lowrank hpo tune` searches it",
+        "eval:",
+        "  freq: 2                        # rounds between evaluations",
+        "  split: [test, val]",
+    ]
+    text = "\n".join(lines) + "\n"
+    _check(text)
+    return text
+
+
+def _check(text: str) -> None:
+    import yaml
+
+    load_config(yaml.safe_load(text))
+
+
+def _table(given: Given) -> pd.DataFrame:
+    if given.data.is_dir():
+        raise UserError(f"{given.data} is a folder; `init` reads a file; for images set data.type to the folder")
+    if given.data.suffix.lower() not in SUFFIXES:
+        raise UserError(f"{given.data}: expected a file that ends with {', '.join(SUFFIXES)}")
+    return read_table(given.data, named_by="the name of the file")
+
+
+def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[str], bool]:
+    """``data.args``, why, and whether the rows are instructions with answers."""
+    named = {
+        role: getattr(given, role)
+        for role in ("text", "text_pair", "label", "instruction", "input", "output")
+        if getattr(given, role)
+    }
+    for role, column in named.items():
+        if column not in table:
+            there = [str(c) for c in table]
+            raise UserError(
+                f"--{role.replace('_', '-')} {column}: {given.data} has no such column{nearest(column, there)}; "
+                f"there are: {', '.join(there)}"
+            )
+    language, classes = named.keys() & {"instruction", "input", "output"}, named.keys() & {"text", "text_pair", "label"}
+    if language and classes:
+        raise UserError(
+            f"--{min(classes)} is of a classification, --{min(language)} of instructions with answers; give one of them"
+        )
+    if "messages" in table and not named:
+        return {}, ["guessed: conversations in the column messages"], True
+    found = {r: next((n for n in names if n in table), "") for r, names in SYNONYMS.items()}
+    if language or (not classes and found["instruction"] and found["output"]):
+        roles = {
+            role: column for role in ("instruction", "input", "output") if (column := named.get(role) or found[role])
+        }
+        for role in ("instruction", "output"):
+            if role not in roles:
+                raise UserError(f"{given.data}: which column is the {role}? say --{role} COLUMN, of {', '.join(table)}")
+        return roles, [] if language else ["guessed: instructions and answers, by the names of the columns"], True
+    why: list[str] = []
+    text = named.get("text", "")
+    pair = named.get("text_pair", "")
+    if not text:
+        two = next((p for p in _PAIRS if set(p) <= set(table)), None)
+        if two and not pair:
+            text, pair = two
+            why.append(f"guessed: two sentences, {text} and {pair}, by their names")
+        else:
+            text = _guess_text(given, table, {pair, named.get("label", "")})
+            why.append(f"guessed: the text is {text}")
+    label = named.get("label", "")
+    if not label:
+        label = _guess_label(given, table, {text, pair})
+        why.append(f"guessed: the class is {label}")
+    _check_classes(given, table[label], label)
+    return {"text": text, **({"text_pair": pair} if pair else {}), "label": label}, why, False
+
+
+def _guess_text(given: Given, table: pd.DataFrame, taken: set[str]) -> str:
+    by_name = [name for name in _TEXTS for column in table if str(column).lower() == name and column not in taken]
+    if by_name:
+        return next(str(c) for c in table if str(c).lower() == by_name[0])
+    mean = {
+        str(c): table[c].map(lambda v: len(str(v)) if isinstance(v, str) else 0).mean() for c in table if c not in taken
+    }
+    longest = max(mean, key=mean.__getitem__, default="")
+    if not longest or mean[longest] < 12:
+        raise UserError(
+            f"{given.data}: no column looks like text; say which one: --text COLUMN, of {', '.join(map(str, table))}"
+        )
+    return longest
+
+
+def _guess_label(given: Given, table: pd.DataFrame, taken: set[str]) -> str:
+    free = [str(c) for c in table if c not in taken]
+    for name in _LABELS:
+        for column in free:
+            if column.lower() == name:
+                return column
+    few = {c: table[c].map(str).nunique() for c in free}
+    likely = [c for c, n in few.items() if 2 <= n <= min(MOST_CLASSES, max(2, len(table) // 5))]
+    if len(likely) != 1:
+        listed = ", ".join(f"{c} ({n} values)" for c, n in few.items()) or "none but the text"
+        raise UserError(f"{given.data}: which column is the class? say --label COLUMN; there are: {listed}")
+    return likely[0]
+
+
+def _check_classes(given: Given, column: pd.Series, name: str) -> None:
+    values = column.map(lambda value: str(value).strip())
+    count = values.nunique()
+    fractions = values[values.map(lambda v: bool(re.fullmatch(r"-?\d*\.\d*[1-9]\d*", v)))]
+    if len(fractions):
+        raise UserError(
+            f"{given.data}: the label column {name!r} has numbers with fractions, such as {fractions.iloc[0]}; "
+            "classes are expected: write them as classes, or name another column with --label"
+        )
+    if count > MOST_CLASSES:
+        raise UserError(
+            f"{given.data}: the label column {name!r} has {count} different values, more than {MOST_CLASSES}; "
+            "is it another column? name it with --label"
+        )
+
+
+def _length(raw: RawData, tokenizer: Any, room: int | None) -> tuple[int, str]:
+    """``llm.tok_len``: the 99th percentile of the rows, in steps of 8, up to what the model has room for."""
+    most = room or 100_000
+    part = raw.train.iloc[np.linspace(0, len(raw.train) - 1, min(LOOKED_AT, len(raw.train))).astype(int)]
+    if raw.task == CAUSAL_LM:
+        lengths = tokenize_causal(part, tokenizer, most)[0].lengths
+    else:
+        lengths = tokenize_classification(part, tokenizer, most).lengths
+    wanted = int(np.ceil(np.percentile(lengths, 99) / 8) * 8)
+    length = min(wanted, most)
+    cut = int((lengths > length).sum())
+    about = (
+        f"99 of 100 rows have at most {int(np.percentile(lengths, 99))} tokens; {cut} of {len(part)} looked at are cut"
+    )
+    return length, about + (f"; the model has {room} positions" if room and wanted >= room else "")
+
+
+def _layers(skeleton: nn.Module) -> tuple[list[str], list[int], str]:
+    """Names of modules and indices of layers for an adapter: queries and values of the last third."""
+    inside = re.compile(r"\.(\d+)\..*?([^.]+)$")
+    found: dict[str, set[int]] = {}
+    for name, module in skeleton.named_modules():
+        match = inside.search(name)
+        if match and type(module).__name__ in ("Linear", "Conv1D"):
+            found.setdefault(match[2], set()).add(int(match[1]))
+    if not found:
+        raise UserError("the model has no numbered layers with linear modules; write llm.adapter.args by hand")
+    modules = next((list(names) for names in _ATTENTION if set(names) <= found.keys()), None)
+    depth = 1 + max(max(layers) for layers in found.values())
+    layers = list(range(depth - max(1, round(depth / 3)), depth))
+    others = ", ".join(sorted(found))
+    if modules is None:
+        modules = sorted(found)
+        return modules, layers, f"proposed: all linear modules of the last {len(layers)} of {depth} layers"
+    about = f"proposed: queries and values of the last {len(layers)} of {depth} layers; the model has: {others}"
+    return modules, layers, about
+
+
+def _yaml(text: str) -> str:
+    return (
+        text
+        if re.fullmatch(r"[\w./@+-]+", text) and not re.fullmatch(r"[\d.+-]+", text)
+        else json.dumps(text, ensure_ascii=False)
+    )
+
+
+def _flow(mapping: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{key}: {_yaml(value)}" for key, value in mapping.items()) + "}"
+
+
+def fields() -> Sequence[str]:
+    """The names of what a user can say, as options of a command."""
+    return [f.name for f in dataclasses.fields(Given)]

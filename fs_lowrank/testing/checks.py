@@ -1,0 +1,416 @@
+"""The checks of the generic suite: what must hold for every method, whatever it computes.
+
+Each is a function of a ``Bench``, the name of a method, and a task (``bench.TASKS``); an ``AssertionError`` says what
+does not hold. ``CHECKS`` says of which kind of method each is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from .. import load_config
+from ..engines.local import LocalEngine
+from ..errors import UserError
+from ..methods import Averaging, Method, create_method, get_method_class
+from ..models.adapters import load_tensors
+from ..models.names import all_tensors, tags
+from ..seeds import derive
+from ..training import train_client
+from ..versions import SCHEMA
+from .bench import Bench, equal, logits, plain_model, state_of, without_seconds
+
+#: keys of a run whose model has moved far enough to be told from the untrained one
+SAVED = {"lowrank.save_merged": True, "federate.total_round_num": 2, "train.optimizer": {"type": "AdamW", "lr": 0.02}}
+FILES = ("config.yaml", "environment.json", "data.json", "summary.json", "rounds.jsonl")
+WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.int64: 8, torch.uint8: 1}
+
+
+def _double(value: Tensor | float | int) -> Tensor:
+    return torch.as_tensor(value).double()
+
+
+def averages_head(method: Method | type[Method]) -> bool:
+    """Whether the server takes the weighted mean of the classifiers' heads."""
+    kind = method if isinstance(method, type) else type(method)
+    return issubclass(kind, Averaging) or "head" in getattr(method, "averaged", ())
+
+
+def loads_with_the_plain_libraries(bench: Bench, engine: LocalEngine, task: str) -> Any:
+    """Run the engine; what it has saved gives its logits without this package. Returns the run's result."""
+    untrained, names = logits(engine.model, engine.site.data.test), [n for n, _ in engine.model.named_parameters()]
+    result, folder = engine.run(), engine.keeper.outdir
+    wanted = logits(result.model, engine.site.data.test)
+    assert not torch.allclose(untrained, wanted, atol=1e-3), "the trained model answers as the untrained one did"
+    saved = logits(plain_model(task, folder / "model"), engine.site.data.test)
+    torch.testing.assert_close(saved, wanted, atol=1e-5, rtol=1e-5, msg=lambda m: f"model/ loaded alone: {m}")
+    assert (folder / "model" / "tokenizer.json").exists() == (task != "vision"), "model/ lacks its tokenizer"
+    assert [n for n, _ in result.model.named_parameters()] == names, "saving has changed the model's parameters"
+    if result.base_changed:
+        assert not (folder / "adapter").exists(), "base weights have changed, which adapter/ does not hold"
+        try:
+            result.save_adapter(folder / "adapter")
+        except UserError as error:
+            assert "save_model" in str(error)
+        else:
+            raise AssertionError("save_adapter saved an adapter that does not hold the changed base weights")
+    else:
+        base = bench.bases.get(task, folder / "adapter" / "base")
+        loaded = PeftModel.from_pretrained(plain_model(task, base), str(folder / "adapter"))
+        saved = logits(loaded, engine.site.data.test)
+        torch.testing.assert_close(saved, wanted, atol=1e-6, rtol=1e-6, msg=lambda m: f"adapter/ over its base: {m}")
+    return result
+
+
+def check_run(bench: Bench, method: str, task: str) -> None:
+    """A run ends; its files are whole and load with plain PEFT or transformers; frozen weights keep every bit; the
+    same seed gives the same result to the bit."""
+    seen: list[int] = []
+    keys = {
+        **SAVED,
+        "federate.sample_client_num": 2,
+        "eval.freq": 1,
+        "lowrank.checkpoint_freq": 1,
+        "train.local_update_steps": 2,
+    }
+
+    def on_round(record: Mapping[str, Any]) -> None:
+        view, own = engine.method.view(engine.ledger.state), all_tensors(engine.model)
+        wrong = [n for n in view if not torch.equal(own[n], view[n])]
+        assert not wrong, f"after round {record['round']} the global model differs from the state in {wrong[:3]}"
+        seen.append(record["round"])
+
+    engine = bench.make(task, method, keys, on_round=on_round)
+    start = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
+    result = loads_with_the_plain_libraries(bench, engine, task)
+    assert seen == [1, 2] and len(result.history) == 2, f"2 rounds were asked for, {seen} were run"
+    for record in result.history:
+        assert not record["failed"], f"round {record['round']}: {record['failed']}"
+        assert math.isfinite(record["loss"]), f"round {record['round']}: the training loss is {record['loss']}"
+        assert record["selected"] == record["clients"] and len(record["clients"]) == 2, f"clients: {record['clients']}"
+        own = {"client_test"} if engine.site.personal.untrained else set()
+        assert record["metrics"].keys() == {"test", "val"} | own, f"evaluated: {sorted(record['metrics'])}"
+        values = [v for m in record["metrics"].values() for v in m.values()]
+        assert all(math.isfinite(v) for v in values), f"metrics: {record['metrics']}"
+    allowed = set(engine.method.view(engine.ledger.state)) | set(engine.method.changed_base(engine.model))
+    moved = {n for n, p in engine.model.named_parameters() if not torch.equal(p, start[n])}
+    assert moved, "no parameter of the global model has changed"
+    stray = sorted(moved - allowed)
+    assert not stray, f"changed, though neither in the method's view nor in its changed_base: {stray[:3]}"
+    on_disk = [json.loads(line) for line in (engine.keeper.outdir / "rounds.jsonl").read_text().splitlines()]
+    assert without_seconds(on_disk) == without_seconds(result.history), "rounds.jsonl differs from the history"
+    for name in FILES:
+        assert (engine.keeper.outdir / name).stat().st_size, f"{name} is empty"
+    for name in ("environment.json", "data.json", "summary.json"):
+        assert json.loads((engine.keeper.outdir / name).read_text())["schema"] == SCHEMA, name
+    assert load_config(engine.keeper.outdir / "config.yaml") == engine.config, "config.yaml loads as another config"
+    again = bench.make(task, method, {**keys, "lowrank.save_merged": False})
+    torch.rand(7)  # what the process drew before has no say
+    same = without_seconds(again.run().history) == without_seconds(result.history)
+    assert same and equal(state_of(again), state_of(engine)), (
+        "the same configuration and seed gave another result; draw from setting.seed (draw_down, seeds.derive) only"
+    )
+
+
+def check_seed(bench: Bench, method: str, task: str) -> None:
+    """Another seed gives another split, and where something is drawn another start."""
+    one, other = (bench.make(task, method, {"seed": seed}) for seed in (1, 2))
+    # A pre-trained model that is trained in full starts as it is.
+    drawn = task != "causal" or "base" not in get_method_class(method).shared
+    assert equal(state_of(one), state_of(other)) != drawn, "the start does not depend on the seed"
+    assert one.site.data.fingerprint != other.site.data.fingerprint, "the split does not depend on the seed"
+
+
+def check_learns(
+    bench: Bench, method: str, task: str, rates: Sequence[float] = (3e-2, 1e-2, 1e-1, 3e-3)
+) -> tuple[LocalEngine, Any]:
+    """At one of four learning rates five rounds lower the training loss by 7 % and the test loss by 1 %."""
+    found = []
+    for rate in rates:
+        optimizer = {"type": "AdamW", "lr": rate}
+        keys = {"federate.total_round_num": 5, "train.local_update_steps": 6, "train.optimizer": optimizer}
+        engine = bench.make(task, method, keys)
+        start = engine.evaluator.score(engine.site.held_out()["test"], "test")["loss"]
+        result = engine.run()
+        # The training loss alone would fall too where every round starts anew from where nothing is learned.
+        trained = result.history[-1]["loss"] / result.history[0]["loss"]
+        tested = result.final["test_loss"] / start
+        if trained < 0.93 and tested < 0.99:
+            return engine, result
+        found.append(f"{trained:.2f} and {tested:.2f} at {rate:g}")
+    raise AssertionError(
+        f"the training loss falls to {'; '.join(found)}, as parts of that of round 1 and of the start's test loss; "
+        "expected below 0.93 and 0.99"
+    )
+
+
+def size(tensors: Mapping[str, Tensor], head: bool = True) -> int:
+    """``numel × itemsize``, counted from shapes."""
+    kept = [t for n, t in tensors.items() if head or "head" not in tags(n)]
+    return sum(math.prod(t.shape) * WIDTHS[t.dtype] for t in kept)
+
+
+def check_bytes(
+    bench: Bench,
+    method: str,
+    task: str,
+    keys: Mapping[str, Any] | None = None,
+    cut: Callable[[dict[str, Tensor], int], Mapping[str, Tensor]] | None = None,
+) -> None:
+    """The bytes in the records are those of the tensors that were sent, in both directions, also for clients that
+    missed rounds.
+
+    Args:
+        cut: the part of a message that is meant for a client; None: the method's own ``tailor``.
+    """
+    few = {"federate.client_num": 5, "federate.sample_client_rate": 0.45, "federate.total_round_num": 6}
+    engine = bench.make(task, method, {**few, **(keys or {})})
+    cut = cut or engine.method.tailor
+    sent: dict[tuple[int, int], dict[str, Tensor]] = {}
+    messages: dict[int, dict[str, Tensor]] = {}
+    upload, commit = engine.method.upload, engine.ledger.commit
+
+    def spy_upload(model, round, client):
+        tensors = upload(model, round, client)
+        sent[round, client.id] = {n: t.detach().clone() for n, t in tensors.items()}
+        return tensors
+
+    def spy_commit(round, state, message):
+        messages[round] = {n: t.clone() for n, t in message.items()}
+        commit(round, state, message)
+
+    with mock.patch.object(engine.method, "upload", spy_upload), mock.patch.object(engine.ledger, "commit", spy_commit):
+        result = engine.run()
+    stands_at: dict[int, int] = {}
+    for record in result.history:
+        round = record["round"]
+        assert record["selected"] == sorted({*record["selected"]} & {1, 2, 3, 4, 5}) and len(record["selected"]) == 2
+        up = {c: sent[round, c] for c in record["selected"]}
+        counted = {str(c): size(t) for c, t in up.items()}
+        told = f"round {round}: uplink {record['client_uplink_bytes']}, counted by hand {counted}"
+        assert record["client_uplink_bytes"] == counted and record["uplink_bytes"] == sum(counted.values()), told
+        assert record["uplink_bytes_without_head"] == sum(size(t, head=False) for t in up.values()), told
+        down, bare = {}, 0
+        for client in record["selected"]:
+            lacks: dict[str, Tensor] = {}
+            for missed in range(stands_at.get(client, 0) + 1, round):
+                lacks.update(messages[missed])
+                for merged in [n.split(":", 2)[2] for n in messages[missed] if n.startswith("merge:")]:
+                    lacks.pop(merged, None)  # the merge says all that there is to say of the pair
+            got = cut(lacks, client)
+            down[str(client)], bare = size(got), bare + size(got, head=False)
+            stands_at[client] = round - 1
+        told = f"round {round}: downlink {record['client_downlink_bytes']}, counted by hand {down}"
+        assert record["client_downlink_bytes"] == down and record["downlink_bytes"] == sum(down.values()), told
+        assert record["downlink_bytes_without_head"] == bare, told
+        assert round > 1 or not record["downlink_bytes"], "round 1 sends down what comes from the seed"
+    assert len({tuple(r["selected"]) for r in result.history}) > 1
+    totals = result.bytes
+    assert all(totals[k] == sum(r[k] for r in result.history) for k in totals), f"totals: {totals}"
+
+
+def check_dropouts(bench: Bench, method: str, task: str) -> None:
+    """Clients that drop out of a round are left out of it, and the others' round goes on."""
+    history = bench.make(task, method, {"federate.client_num": 5, "lowrank.drop_rate": 0.4}).run().history
+    lost = [f for r in history for f in r["failed"]]
+    assert lost and all(f["kind"] == "dropped" for f in lost), f"failed: {lost}"
+    for record in history:
+        gone = {f["client"] for f in record["failed"]}
+        assert set(record["clients"]) == set(record["selected"]) - gone and record["clients"], f"record: {record}"
+
+
+def check_weights(bench: Bench, method: str, task: str, weighs: bool | None = None) -> None:
+    """``federate.ignore_weight``: means are weighted by numbers of samples, or equal. A method that takes no mean only
+    has to run with both.
+
+    Args:
+        weighs: whether the two results must differ; None: if the method takes a mean.
+    """
+    states = []
+    for uniform in (False, True):
+        fields = get_method_class(method).Params.__dataclass_fields__
+        own = {"lowrank.average_by": "samples"} if "average_by" in fields else {}
+        engine = bench.make(task, method, {"federate.ignore_weight": uniform, "federate.total_round_num": 1, **own})
+        sent = _run_and_keep_uploads(engine)[1]
+        sizes = [1 if uniform else len(e) for e in engine.site.data.clients]
+        assert uniform or len(set(sizes)) > 1
+        heads = [n for n in engine.ledger.state if "head" in tags(n) and n.endswith("weight")]
+        for head in heads if averages_head(engine.method) else ():
+            mean = sum(n / sum(sizes) * sent[i][head].double() for i, n in enumerate(sizes, start=1))
+            torch.testing.assert_close(
+                _double(engine.ledger.state[head]), mean, atol=1e-7, rtol=1e-6, msg=lambda m, n=head: f"{n}: {m}"
+            )
+        states.append(state_of(engine))
+    weighs = averages_head(engine.method) if weighs is None else weighs
+    assert not (weighs and equal(*states)), "the numbers of samples have no effect on the mean; use self.weights"
+
+
+def _run_and_keep_uploads(engine: LocalEngine) -> tuple[Any, dict[int, dict[str, Tensor]]]:
+    """Run the engine; its result, and copies of what the clients sent in round 1."""
+    sent: dict[int, dict[str, Tensor]] = {}
+    upload = engine.method.upload
+
+    def spy(model, round, client):
+        tensors = upload(model, round, client)
+        if round == 1:
+            sent[client.id] = {n: t.detach().clone() for n, t in tensors.items()}
+        return tensors
+
+    with mock.patch.object(engine.method, "upload", spy):
+        return engine.run(), sent
+
+
+def check_one_client(bench: Bench, method: str, task: str) -> None:
+    """One client and one round are local training: the server gives back the model that the client trained."""
+    keys = {
+        "federate.client_num": 1,
+        "federate.total_round_num": 1,
+        "data.splitter": "iid",
+        "data.splitter_args": [],
+        "train.local_update_steps": 3,
+    }
+    alone, engine = (bench.make(task, method, keys) for _ in range(2))
+    engine.run()
+    load_tensors(alone.model, alone.method.view(alone.ledger.state, 1))
+    before = logits(alone.model, alone.site.data.test)
+    train_client(
+        alone.model,
+        alone.site.data.clients[0],
+        alone.method.phases(1),
+        alone.config,
+        lr=alone.config.train.optimizer.lr,
+        seed=derive(alone.config.seed, "train", 1, 1),
+        owner="client 1",
+        prefix=alone.site.prefix,
+    )
+    load_tensors(alone.model, alone.site.personal.untrained)
+    trained = logits(alone.model, alone.site.data.test)
+    assert not torch.allclose(before, trained, atol=1e-4), "three steps changed nothing"
+    torch.testing.assert_close(logits(engine.model, engine.site.data.test), trained, atol=1e-5, rtol=1e-4)
+
+
+def check_resume(bench: Bench, method: str, task: str) -> None:
+    """A run that is stopped after round 1 and resumed ends bit-identically: all that counts is in the state."""
+    keys = {"federate.total_round_num": 3, "federate.sample_client_num": 2, "lowrank.checkpoint_freq": 1}
+    whole = bench.make(task, method, keys)
+    expected = whole.run().history
+    first = bench.make(task, method, keys, on_round=lambda record: record["round"] == 1)
+    first.run()
+    second = LocalEngine(first.config)
+    history = second.run(resume=True).history
+    different = sorted(
+        n
+        for n, v in state_of(whole).items()
+        if n not in second.ledger.state or not equal({n: v}, {n: second.ledger.state[n]})
+    )
+    assert not different, f"after --resume the state differs in {different[:3]}; keep what lasts in the state"
+    assert without_seconds(history) == without_seconds(expected), "after --resume the records differ"
+
+
+def check_arguments(bench: Bench, method: str, task: str) -> None:
+    """The server's step changes neither the updates nor the state that it is given, and twice gives the same."""
+    engine = bench.make(task, method, {"federate.total_round_num": 2})
+    aggregate = engine.method.aggregate
+
+    def spy(updates, state, round):
+        given = [{n: t.clone() for n, t in u.tensors.items()} for u in updates]
+        before = {n: v.clone() if isinstance(v, Tensor) else v for n, v in state.items()}
+        new, message = aggregate(updates, state, round)
+        kept = all(equal(u.tensors, tensors) for u, tensors in zip(updates, given))
+        assert kept, f"round {round}: aggregate changed an update in place"
+        assert equal(state, before), f"round {round}: aggregate changed the state in place; return a new one"
+        again, said = aggregate(updates, state, round)
+        assert equal(new, again) and equal(message, said), f"round {round}: aggregate gave two results for one input"
+        return new, message
+
+    with mock.patch.object(engine.method, "aggregate", spy):
+        history = engine.run().history
+    assert not any(r["failed"] or r.get("skipped") for r in history), f"failed: {[r['failed'] for r in history]}"
+
+
+def check_half_precision(bench: Bench, method: str, task: str) -> None:
+    """In bfloat16 the losses stay finite and what is shared moves; a mean of sums is still each client's own."""
+    engine = bench.make(task, method, {"lowrank.dtype": "bfloat16", "federate.total_round_num": 2})
+    before, states = state_of(engine), []
+    engine.on_round = lambda record: states.append(state_of(engine))
+    result, sent = _run_and_keep_uploads(engine)
+    told = [(r["loss"], r["failed"]) for r in result.history]
+    assert all(math.isfinite(r["loss"]) and not r["failed"] for r in result.history), f"losses and failures: {told}"
+    assert any(p.dtype == torch.bfloat16 for p in engine.model.parameters()), "no parameter is bfloat16"
+    if averages_head(engine.method) and engine.method.needs.sums:
+        sizes = [len(e) for e in engine.site.data.clients]
+        for name in sent[1]:  # tensors of both widths travel together
+            mean = sum(n / sum(sizes) * sent[i][name].double() for i, n in enumerate(sizes, start=1))
+            torch.testing.assert_close(states[0][name].double(), mean, atol=1e-6, rtol=2**-7)
+    moved = [n for n in before if not equal({n: before[n]}, {n: engine.ledger.state[n]})]
+    heads = [n for n in before if "head" in tags(n)]
+    assert moved and (not heads or set(heads) & set(moved)), f"of the state only {moved} changed"
+    assert result.saved["model" if result.base_changed else "adapter"].exists()
+
+
+def check_server_optimizer(bench: Bench, method: str, task: str) -> None:
+    """An averaging method takes FedAdam's step on its mean; any other refuses a server optimizer."""
+    keys = {"federate.total_round_num": 1}
+    adam = {**keys, "fedopt.use": True, "fedopt.optimizer": {"type": "Adam", "lr": 0.01}}
+    kind = get_method_class(method)
+    if not issubclass(kind, Averaging) or kind.aggregate is not Averaging.aggregate:
+        try:
+            create_method(method, server_optimizer={"type": "Adam"}, rounds=3)
+        except UserError:
+            return
+        raise AssertionError("a server optimizer is accepted, and would have no effect")
+    plain, engine = bench.make(task, method, keys), bench.make(task, method, adam)
+    start = state_of(engine)
+    for each in (plain, engine):
+        each.run()
+    # The same change, another step: FedAdam's first is lr · 0.1 Δ / (√(0.01 Δ² + 0.99 τ²) + τ).
+    for name in engine.method.sent(start, 1):
+        delta = _double(plain.ledger.state[name]) - _double(start[name])
+        wanted = _double(start[name]) + 0.01 * 0.1 * delta / ((0.01 * delta**2 + 0.99e-6).sqrt() + 1e-3)
+        torch.testing.assert_close(
+            _double(engine.ledger.state[name]), wanted, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check, and of which methods it is asked.
+
+    Attributes:
+        name: as it is shown.
+        function: called with a ``Bench``, the name of the method, and the task.
+        every_task: run with every kind of model that the method takes; else with the first of them.
+    """
+
+    name: str
+    function: Callable[[Bench, str, str], object]
+    every_task: bool = False
+
+    @property
+    def asks(self) -> str:
+        """What must hold, in one sentence."""
+        text = (self.function.__doc__ or "").split("\n\n")[0]
+        return " ".join(text.split())
+
+
+CHECKS = (
+    Check("run", check_run, every_task=True),
+    Check("seed", check_seed, every_task=True),
+    Check("learns", check_learns),
+    Check("bytes", check_bytes),
+    Check("dropouts", check_dropouts),
+    Check("weights", check_weights),
+    Check("one client", check_one_client),
+    Check("resume", check_resume),
+    Check("arguments", check_arguments),
+    Check("half precision", check_half_precision),
+    Check("server optimizer", check_server_optimizer),
+)

@@ -1,0 +1,122 @@
+"""A finished run is evaluated on a file and adds predictions to one; its adapter has a card."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification
+
+from fs_lowrank import UserError, cli
+from fs_lowrank.finished import evaluate_rows, load_run, predict_rows, read_rows
+
+
+@pytest.fixture
+def test_rows(runs, reviews_csv, tmp_path):
+    """The run's own test set as a file."""
+    rows = json.loads((runs["classes"].outdir / "data.json").read_text())["test"]["rows"]
+    path = tmp_path / "test.csv"
+    pd.read_csv(reviews_csv).iloc[rows].to_csv(path, index=False)
+    return path
+
+
+def test_the_scores_on_the_test_set_are_those_of_the_run(runs, test_rows):
+    result = runs["classes"]
+    run = load_run(result.outdir)
+    scores = evaluate_rows(run, read_rows(run, test_rows))
+    assert scores["acc"] == result.final["test_acc"] and scores["majority"] == pytest.approx(result.facts["majority"])
+    assert scores["loss"] == pytest.approx(result.final["test_loss"], abs=1e-6)
+    found = sum(of["rows"] * of["recall"] for of in scores["classes"].values())
+    assert found / scores["rows"] == pytest.approx(scores["acc"])
+
+
+def test_predictions_are_those_of_peft_alone(runs, tiny_encoder, test_rows):
+    result = runs["classes"]
+    run = load_run(result.outdir)
+    table = predict_rows(run, read_rows(run, test_rows, labelled=False))
+    base = AutoModelForSequenceClassification.from_pretrained(str(tiny_encoder), num_labels=2)
+    model = PeftModel.from_pretrained(base, str(result.outdir / "adapter")).eval()
+    for text, said, chance in zip(table["text"], table["prediction"], table["prediction_probability"]):
+        with torch.no_grad():
+            wanted = model(**run.tokenizer(text, return_tensors="pt")).logits[0].softmax(0)
+        assert said == run.labels[int(wanted.argmax())] and chance == pytest.approx(float(wanted.max()), abs=1e-5)
+
+
+def test_a_language_model(runs, instructions_jsonl, tmp_path):
+    run = load_run(runs["instructions"].outdir)
+    rows = read_rows(run, instructions_jsonl)
+    scores = evaluate_rows(run, rows)
+    assert scores["perplexity"] == pytest.approx(torch.tensor(scores["loss"]).double().exp().item())
+    labels = rows.examples.columns["labels"]
+    assert scores["tokens"] == sum(int((row != -100).sum()) for row in labels)  # the first token is of the prompt
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(line + "\n" for line in instructions_jsonl.read_text().splitlines()[:3]))
+    said = predict_rows(run, read_rows(run, few, labelled=False), tokens=4)["prediction"]
+    assert len(said) == 3 and all(len(text.split()) <= 4 for text in said)
+
+
+def test_the_commands(runs, test_rows, tmp_path, capsys):
+    folder = str(runs["classes"].outdir)
+    assert cli.main(["evaluate", folder, "--data", str(test_rows), "--json", str(tmp_path / "scores.json")]) == 0
+    assert f"{runs['classes'].final['test_acc']:.4f} ±" in capsys.readouterr().out
+    assert json.loads((tmp_path / "scores.json").read_text())["rows"] == 60
+    with_gap = pd.read_csv(test_rows).head(4).drop(columns="label")
+    with_gap.loc[1, "text"] = " "
+    with_gap.to_csv(tmp_path / "new.csv", index=False)
+    assert cli.main(["predict", folder, "--data", str(tmp_path / "new.csv"), "--column", "guess"]) == 0
+    assert "4 rows, 1 left out (empty text)" in capsys.readouterr().out
+    written = pd.read_csv(tmp_path / "new.predicted.csv", keep_default_na=False)
+    assert list(written) == ["text", "domain", "guess", "guess_probability"] and written["guess"][1] == ""
+    assert set(written["guess"].astype(str)) <= {"0", "1", ""}
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["evaluate", "{empty}", "--data", "{data}"], "holds no run: there is no config.yaml"),
+        (["evaluate", "{run}", "--data", "none.csv"], "no file none.csv"),
+        (
+            ["evaluate", "{run}", "--data", "{data}", "--text", "txt"],
+            "no column 'txt', which is the text; did you mean",
+        ),
+        (
+            ["evaluate", "{run}", "--data", "{data}", "--label", "domain"],
+            "is none of those that the run learned (0, 1)",
+        ),
+        (["evaluate", "{run}", "--data", "{data}", "--output", "text"], "--output: "),
+        (["predict", "{run}", "--data", "{data}", "--out", "{data}"], "exists; remove it"),
+        (["predict", "{run}", "--data", "{data}", "--out", "{empty}/x.xlsx"], "expected a file that ends with .csv"),
+        (["predict", "{run}", "--data", "{data}", "--column", "text", "--out", "{empty}/x.csv"], "'text' already"),
+        (["predict", "{run}", "--data", "{data}", "--tokens", "0"], "--tokens 0: expected 1 or more"),
+        (["evaluate", "{run}", "--data", "{run}"], "expected a file that ends with"),
+    ],
+)
+def test_wrong_use_is_one_line(runs, test_rows, tmp_path, capsys, arguments, said):
+    (tmp_path / "empty").mkdir()
+    places = {"run": runs["classes"].outdir, "data": test_rows, "empty": tmp_path / "empty"}
+    assert cli.main([a.format(**places) for a in arguments]) == 2
+    told = capsys.readouterr().err
+    lines = [line for line in told.splitlines() if "Warning" not in line and not line.startswith("  ")]
+    assert said in told and len(lines) == 1, told
+
+
+def test_a_run_that_goes_on_is_named(runs, tmp_path):
+    (tmp_path / "config.yaml").write_bytes((runs["classes"].outdir / "config.yaml").read_bytes())
+    with pytest.raises(UserError, match="a run that has not ended"):
+        load_run(tmp_path)
+
+
+def test_the_adapter_has_a_card(runs, tiny_encoder):
+    result = runs["classes"]
+    card = (result.outdir / "adapter" / "README.md").read_text(encoding="utf-8")
+    _, header, body = card.split("---\n", 2)
+    about = yaml.safe_load(header)
+    assert about["library_name"] == "peft" and about["base_model"] == str(tiny_encoder)
+    assert about["pipeline_tag"] == "text-classification" and {"rolora", "lora"} <= set(about["tags"])
+    assert f"| test_acc | {result.final['test_acc']:.4g} |" in body and "| clients | 5, of " in body
+    code = body.split("```python\n")[1].split("```")[0]
+    scope: dict = {}
+    exec(code.replace('"adapter"', repr(str(result.outdir / "adapter"))), scope)
+    assert type(scope["model"]).__name__.startswith("PeftModel")

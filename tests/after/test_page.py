@@ -1,0 +1,100 @@
+"""The HTML page of runs: whole in one file, and nothing of a user's name is taken for markup."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from fs_lowrank import UserError, cli
+from fs_lowrank.page import read_runs, write_page
+
+
+class Page(HTMLParser):
+    """Texts, and addresses that a browser would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.loads, self.ids, self.texts = [], set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.ids.add(attributes.get("id"))
+        if tag in ("script", "img", "link", "iframe"):
+            self.loads += [attributes[k] for k in ("src", "href") if k in attributes]
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.fixture
+def page(runs, tmp_path):
+    out = write_page(read_runs([runs["classes"].outdir, runs["instructions"].outdir]), tmp_path / "report.html")
+    return out.read_text(encoding="utf-8")
+
+
+def test_it_needs_nothing_else_and_has_every_part(page, runs):
+    read = Page(page)
+    assert not read.loads
+    assert {"summary", "curves", "data", "clients", "settings"} <= read.ids and "failures" not in read.ids
+    shown = " ".join(read.texts)
+    for result in runs.values():
+        assert f"{result.final['test_loss']:.4g}" in shown
+    assert "≠ data.type" in shown and "http-equiv" not in page
+
+
+def test_the_curves_are_the_records(page, runs):
+    plots = {m[1]: json.loads(m[2]) for m in re.finditer(r'data-plot="plot-([\w-]+)">(.*?)</script>', page)}
+    (first, *_) = plots["test-acc-round"]["data"]
+    history = runs["classes"].history
+    assert first["y"] == [r["metrics"]["test"]["acc"] for r in history] and first["x"] == [1, 2, 3]
+    sent = [t for t in plots["test-acc-bytes"]["data"] if t["name"] != "majority"][0]["x"]
+    assert sent[-1] == sum(runs["classes"].bytes[k] for k in ("uplink_bytes", "downlink_bytes"))
+    bars = plots["clients-1"]["data"]
+    assert sum(map(sum, (t["y"] for t in bars))) == sum(runs["classes"].facts["clients"])
+
+
+def test_names_are_not_taken_for_markup(runs, tmp_path):
+    shown = read_runs([runs["classes"].outdir])
+    shown[0].name = "</script><b>bold"
+    text = write_page(shown, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<b>bold" not in text and "&lt;b&gt;bold" in text
+
+
+def test_a_run_that_goes_on(runs, tmp_path, capsys):
+    folder, going = runs["classes"].outdir, tmp_path / "going"
+    going.mkdir()
+    for name in ("config.yaml", "data.json"):
+        (going / name).write_bytes((folder / name).read_bytes())
+    text = write_page(read_runs([going]), tmp_path / "a.html", renew=5).read_text(encoding="utf-8")
+    assert 'http-equiv="refresh" content="5"' in text and "still running" in text and "No round has ended yet" in text
+    (going / "rounds.jsonl").write_text((folder / "rounds.jsonl").read_text().splitlines()[0] + '\n{"round": 2, "sel')
+    assert len(read_runs([going])[0].history) == 1
+    assert cli.main(["report", str(folder), "--live", "--out", str(tmp_path / "b.html")]) == 0  # it has ended
+    assert str(tmp_path / "b.html") in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["report", "{empty}"], "holds no run"),
+        (["report", "{run}", "{run}"], "the same run is named twice"),
+        (["report", "{run}", "--out", "{empty}"], "expected a file that ends with .html"),
+        (["report", "{run}", "--live", "--every", "0"], "--every 0"),
+        (["report", "{run}", "--out", "{empty}/none/x.html"], "there is no folder"),
+    ],
+)
+def test_wrong_use_is_one_line(runs, tmp_path, capsys, arguments, said):
+    (tmp_path / "empty").mkdir()
+    assert cli.main([a.format(run=runs["classes"].outdir, empty=tmp_path / "empty") for a in arguments]) == 2
+    told = capsys.readouterr().err
+    assert said in told and len(told.splitlines()) == 1, told
+
+
+def test_damaged_files_are_named(runs, tmp_path):
+    for name in ("config.yaml", "data.json", "rounds.jsonl"):
+        (tmp_path / name).write_bytes((runs["classes"].outdir / name).read_bytes())
+    (tmp_path / "summary.json").write_text("{")
+    with pytest.raises(UserError, match="summary.json cannot be read"):
+        read_runs([tmp_path])

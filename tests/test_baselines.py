@@ -1,0 +1,89 @@
+"""The rows ``local`` and ``pooled`` of a comparison, and comparisons over seeds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fs_lowrank
+from fs_lowrank import UserError, cli
+from fs_lowrank.baselines import split_names
+from fs_lowrank.commands.seeds import parse
+
+
+@pytest.fixture
+def few(settings):
+    federate = {"method": "fedlora", "client_num": 3, "total_round_num": 2}
+    return {**settings, "federate": federate, "train": {**settings["train"], "local_update_steps": 2}}
+
+
+def test_with_one_client_all_three_are_the_same_training(few):
+    one = {**few, "federate": {**few["federate"], "client_num": 1}, "data": {**few["data"], "splitter": "iid"}}
+    one["data"] = {k: v for k, v in one["data"].items() if k != "splitter_args"}
+    results = fs_lowrank.compare(fs_lowrank.load_config(one), ["fedlora", "local", "pooled"])
+    for name in ("local", "pooled"):
+        assert results[name].final["test_acc"] == results["fedlora"].final["test_acc"]
+        assert results[name].final["test_loss"] == pytest.approx(results["fedlora"].final["test_loss"], abs=1e-6)
+        assert not any(results[name].bytes.values())
+
+
+def test_rows_have_the_same_data_and_nothing_to_send(few, no_curves):
+    few = {**few, "federate": {**few["federate"], "sample_client_num": 2}}
+    results = fs_lowrank.compare(fs_lowrank.load_config(few), ["rolora", "local", "pooled"])
+    assert list(results) == ["rolora", "local", "pooled"]
+    outdir = Path(few["outdir"])
+    data = {n: json.loads((outdir / n / "data.json").read_text()) for n in ("rolora", "pooled")}
+    assert data["rolora"]["test"] == data["pooled"]["test"]
+    rows = sorted(row for client in data["rolora"]["clients"] for row in client["rows"])
+    assert rows == sorted(data["pooled"]["clients"][0]["rows"])
+    assert (
+        json.loads((outdir / "comparison.json").read_text())["pooled"]["settings"]["train"]["local_update_steps"] == 4
+    )
+    assert results["local"].facts["clients"] == results["rolora"].facts["clients"]
+    alone = json.loads((outdir / "local" / "local.json").read_text())
+    assert alone["rounds_of_a_client"] == 2  # 2 rounds of 2 in 3 clients, rounded up
+    scores = [client["test"]["acc"] for client in alone["clients"]]
+    assert len(scores) == 3 and results["local"].final["test_acc"] == pytest.approx(sum(scores) / 3)
+    assert results["local"].final["client_test_acc_mean"] == pytest.approx(
+        sum(client["client_test"]["acc"] for client in alone["clients"]) / 3
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--methods", "local,pooled"], "rows beside methods; name one method"),
+        (["--methods", "fedlora,local,local"], "distinct rows"),
+        (["--methods", "fedlora", "--seeds", "1"], "two or more different seeds"),
+        (["--methods", "fedlora", "--seeds", "1,1"], "two or more different seeds"),
+        (["--methods", "fedlora", "--seeds", "1,x"], "expected whole numbers"),
+    ],
+)
+def test_wrong_use_is_one_line(few, tmp_path, capsys, arguments, said):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
+    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert said in told and len(told.splitlines()) == 1, told
+    assert not Path(few["outdir"]).exists()
+
+
+def test_names_and_seeds():
+    assert split_names(["rolora", "Local"]) == (["rolora"], ["local"]) and split_names([]) == ([], [])
+    assert parse("0, 1,2") == [0, 1, 2]
+    with pytest.raises(UserError):
+        parse("")
+
+
+def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys, no_curves):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
+    arguments = ["--methods", "fedlora,local", "--seeds", "4,5", "federate.total_round_num", "1"]
+    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), *arguments]) == 0
+    out = capsys.readouterr().out
+    kept = json.loads((Path(few["outdir"]) / "seeds.json").read_text())
+    changes = {"seed": 5, "federate.total_round_num": 1, "outdir": str(tmp_path / "alone")}
+    single = fs_lowrank.run(fs_lowrank.load_config(few, changes))
+    losses = kept["values"]["fedlora"]["test_loss"]
+    assert kept["seeds"] == [4, 5] and losses[1] == single.final["test_loss"] != losses[0]
+    spread = abs(losses[0] - losses[1]) / 2**0.5
+    assert f"{sum(losses) / 2:.3f} ± {spread:.3f}" in out

@@ -1,0 +1,91 @@
+"""The reference of keys: it is whole, says something of every key, and the page of the documentation is it."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fs_lowrank import UserError, cli, load_config
+from fs_lowrank.config import known_keys
+from fs_lowrank.keys import find, markdown, others, reference, sentences
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_is_what_the_schema_says():
+    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    assert page == markdown(), "write it anew: fs-lowrank keys --markdown > docs/keys.md"
+
+
+def test_every_key_is_there_and_has_a_sentence():
+    entries = reference()
+    assert not [e.name for e in entries if not e.meaning.endswith((".", "!", "?"))]
+    names = {e.name for e in [*entries, *others()]}
+    assert not set(known_keys()) - names
+    assert len({(e.group, e.name) for e in entries}) == len(entries)
+
+
+def test_defaults_are_those_of_a_configuration():
+    config = load_config({"federate.client_num": 1})
+    checked = 0
+    for entry in reference():
+        if entry.name in known_keys():
+            assert yaml.safe_load(entry.default) == config.get(entry.name) or entry.name in (
+                "federate.client_num",
+                "federate.method",  # resolved
+                "llm.adapter.use",
+                "llm.adapter.args",
+            ), entry.name
+            checked += 1
+    assert checked > 80
+
+
+def test_a_section_a_name_and_a_method_are_found():
+    assert [e.name for e in find("train.optimizer.lr")] == ["train.optimizer.lr"]
+    assert {e.name for e in find("grad")} == {"grad.grad_clip", "grad.grad_accum_count"}
+    assert {e.group for e in find("min_size")} >= {"data.splitter: lda or dirichlet", "data.splitter: quantity"}
+    assert {e.name for e in find("rolora")} == {"lowrank.mix"}
+    assert find("backend")[0].engines == "federatedscope"
+    with pytest.raises(UserError, match="no key 'train.optimiser.lr'; did you mean 'train.optimizer.lr'"):
+        find("train.optimiser.lr")
+
+
+def test_what_is_written_of_a_field_is_found_wherever_it_stands():
+    from dataclasses import dataclass, field
+
+    @dataclass
+    class Some:
+        """A class.
+
+        Attributes:
+            a, b: said of both,
+                on two lines.
+        """
+
+        a: int = 1
+        b: int = 2
+        #: said above,
+        #: on two lines
+        c: int = 3
+        d: int = field(default=4, metadata={"help": "said beside"})
+        e: int = 5
+
+    assert sentences(Some) == {
+        "a": "Said of both, on two lines.",
+        "b": "Said of both, on two lines.",
+        "c": "Said above, on two lines.",
+        "d": "Said beside.",
+    }
+
+
+def test_the_command(capsys):
+    assert cli.main(["keys", "lowrank.on_bad_round"]) == 0
+    out = capsys.readouterr().out
+    assert "default: stop" in out and "one of stop, skip" in out and "engines: all" in out
+    assert cli.main(["keys", "data.args"]) == 0
+    assert "data.args.0.quoting" in capsys.readouterr().out
+    assert cli.main(["keys"]) == 0 and cli.main(["keys", "--markdown"]) == 0
+    assert capsys.readouterr().out.endswith(markdown())
+    for wrong in (["keys", "lowrnak"], ["keys", "seed", "--markdown"]):
+        assert cli.main(wrong) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

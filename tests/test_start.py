@@ -1,0 +1,137 @@
+"""A configuration from a file: what is guessed, what is refused, and that it runs."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+import yaml
+
+from fs_lowrank import UserError, cli, load_config
+from fs_lowrank.start import Given, draft
+from fs_lowrank.testing.small import make_reviews
+
+
+@pytest.fixture
+def at(tmp_path, monkeypatch):
+    """``at(name, table)``: a file in an empty folder that is the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name, table):
+        path = tmp_path / name
+        if name.endswith(".csv"):
+            table.to_csv(path, index=False)
+        else:
+            table.to_json(path, orient="records", lines=True)
+        return path
+
+    return write
+
+
+def made(path, model, **said):
+    text = draft(Given(path, model=str(model), **said))
+    return yaml.safe_load(text), text
+
+
+def test_columns_length_modules_and_layers_are_found(at, tiny_encoder):
+    reviews = make_reviews(200).rename(columns={"text": "body of it", "label": "verdict"})
+    path = at("own reviews.csv", reviews[["verdict", "body of it"]])
+    tree, text = made(path, tiny_encoder, clients=4)
+    assert tree["data"]["args"] == [{"text": "body of it", "label": "verdict"}]
+    assert "guessed: the text is body of it" in text and "guessed: the class is verdict" in text
+    (args,) = tree["llm"]["adapter"]["args"]
+    assert args["modules"] == ["query", "value"] and args["layers"] == [2]
+    longest = max(len(t.split()) for t in reviews["body of it"]) + 2
+    assert longest - 3 <= tree["llm"]["tok_len"] <= longest + 8 and tree["llm"]["tok_len"] % 8 == 0
+    assert tree["federate"] == {"method": "rolora", "client_num": 4, "sample_client_num": 4, "total_round_num": 20}
+    assert load_config(tree).dataloader.batch_size == 16
+    assert all("#" in line for line in text.splitlines() if "guessed" in line or "proposed" in line)
+
+
+def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, instructions_jsonl):
+    two = make_reviews(80).rename(columns={"text": "sentence1"}).assign(sentence2=make_reviews(80, seed=5)["text"])
+    tree, text = made(at("pairs.csv", two), tiny_encoder)
+    assert tree["data"]["args"] == [{"text": "sentence1", "text_pair": "sentence2", "label": "label"}]
+    assert "splitter: field, splitter_args: [{field: domain}]" not in text  # two clients, three domains
+    tree, text = made(instructions_jsonl, tiny_causal)
+    assert tree["data"]["args"] == [{"instruction": "instruction", "input": "input", "output": "output"}]
+    assert tree["model"]["type"].endswith("@huggingface_llm") and tree["data"]["splitter"] == "iid"
+    (args,) = tree["llm"]["adapter"]["args"]
+    assert args["modules"] == ["q_proj", "v_proj"] and load_config(tree).model.task == "CausalLM"
+    tree, _ = made(instructions_jsonl, tiny_encoder, text="input", label="output")
+    assert tree["data"]["args"] == [{"text": "input", "label": "output"}] and tree["model"]["type"].endswith(
+        "transformers"
+    )
+
+
+@pytest.mark.parametrize(
+    "table, said, message",
+    [
+        (
+            make_reviews(60),
+            {"text": "txt"},
+            "--text txt: .* no such column; did you mean 'text'.*there are: text, label",
+        ),
+        (make_reviews(60).assign(label=0.25), {}, "numbers with fractions, such as 0.25; classes are expected"),
+        (make_reviews(150).assign(label=range(150)), {}, "150 different values, more than 100"),
+        (
+            make_reviews(60).drop(columns="label").assign(a=1, b=[*"xy"] * 30),
+            {},
+            "which column is the class.*a .1 values",
+        ),
+        (pd.DataFrame({"a": [1, 2] * 20, "b": [3, 4] * 20}), {}, "no column looks like text; say which one"),
+        (make_reviews(60), {"label": "label", "output": "text"}, "--label is of a classification, --output of instr"),
+        (make_reviews(60), {"clients": 55}, "--clients 55: .* has 60 rows"),
+        (make_reviews(60), {"instruction": "text"}, "which column is the output. say --output COLUMN"),
+    ],
+)
+def test_what_cannot_be_guessed_or_is_wrong_is_asked_for(at, tiny_encoder, table, said, message):
+    with pytest.raises(UserError, match=message) as error:
+        draft(Given(at("own.csv", table), model=str(tiny_encoder), **said))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_of_the_other_kind_is_named(at, tiny_encoder):
+    with pytest.raises(UserError, match="is for CausalLM, and .*own.csv has classes"):
+        draft(Given(at("own.csv", make_reviews(60)), model=f"{tiny_encoder}@huggingface_llm"))
+
+
+def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
+    path = at("reviews.csv", make_reviews(120).rename(columns={"text": "review", "label": "stars"}))
+    options = ["--text", "review", "--label", "stars", "--model", str(tiny_encoder), "--clients", "3"]
+    assert cli.main(["init", str(path), *options]) == 0
+    out = capsys.readouterr().out
+    assert "written to reviews.yaml; run it with: fs-lowrank run --cfg reviews.yaml" in out
+    few = ["federate.total_round_num", "2", "train.local_update_steps", "1"]
+    assert cli.main(["run", "--data", str(path), *options, *few]) == 0
+    out = capsys.readouterr().out
+    assert "reviews.yaml: written for" in out and "round   2/2" in out
+    assert json.loads((path.parent / "runs" / "reviews" / "summary.json").read_text())["clients"]
+    (path.parent / "reviews.yaml").write_text("mine: 1\n")
+    assert cli.main(["init", str(path), *options]) == 2
+    assert "reviews.yaml exists and says something else" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["run"], "run needs --cfg FILE, a configuration, or --data FILE"),
+        (["run", "--cfg", "a.yaml", "--data", "b.csv"], "run needs --cfg FILE"),
+        (["run", "--cfg", "a.yaml", "--text", "x"], "--text: options of --data FILE"),
+        (["init", "no.csv"], "no file no.csv"),
+        (["init", "."], "is a folder"),
+        (["init", "a.txt"], "expected a file that ends with .csv"),
+        (["init", "no.csv", "--clients", "-3"], "--clients -3: expected a whole number above 0"),
+        (["init", "no.csv", "--method", "rolorra"], "did you mean 'rolora'"),
+    ],
+)
+def test_wrong_use_is_one_line(at, capsys, arguments, said):
+    assert cli.main(arguments) == 2
+    told = capsys.readouterr().err
+    assert said in told and len(told.splitlines()) == 1, told
+
+
+def test_a_name_in_yaml_is_quoted_where_it_must_be(at, tiny_encoder):
+    table = make_reviews(60).rename(columns={"text": "the: text #1", "label": "1.0"})
+    tree, text = made(at("own.csv", table), tiny_encoder, text="the: text #1", label="1.0")
+    assert tree["data"]["args"] == [{"text": "the: text #1", "label": "1.0"}] and re.search('"1.0"', text)

@@ -1,0 +1,155 @@
+"""The generic suite as it is shipped: the README's method passes it, and methods with a defect fail it in words."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fs_lowrank import Averaging, Gathering, Phase, UserError, register_method
+from fs_lowrank.methods import list_methods, registry
+from fs_lowrank.testing import CHECKS, asked_of, check_method
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    list_methods()
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+
+def test_the_example_of_the_readme_passes_as_it_stands_there(tmp_path):
+    """The two files of the README, in an empty folder, by the command that the README gives."""
+    for name in ("my_methods.py", "test_my_methods.py"):
+        code = re.search(rf"```python\n# {name}\n(.*?)```", README, re.S)[1]
+        (tmp_path / name).write_text(code)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_methods.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+class Median(Gathering):
+    def aggregate(self, updates, state, round):
+        message = {n: torch.stack([u.tensors[n] for u in updates]).median(0).values for n in updates[0].tensors}
+        return {**state, **message}, message
+
+
+class Remembers(Averaging):
+    """Keeps what lasts in an attribute instead of the state."""
+
+    def settle(self, mean, state, round):
+        self.rounds = getattr(self, "rounds", 0) + 1
+        mean = {n: t * self.rounds for n, t in mean.items()}
+        return {**state, **mean}, mean
+
+
+class Overwrites(Averaging):
+    def aggregate(self, updates, state, round):
+        for tensor in updates[0].tensors.values():
+            tensor.mul_(0.5)
+        return super().aggregate(updates, state, round)
+
+
+class Equal(Averaging):
+    """Weighs all clients equally, whatever is configured."""
+
+    def weights(self, updates):
+        return [1 / len(updates)] * len(updates)
+
+
+class Noisy(Averaging):
+    """Draws from a generator that the seed does not decide."""
+
+    def settle(self, mean, state, round):
+        mean = {n: t + 1e-3 * torch.randn(t.shape, generator=_GENERATOR) for n, t in mean.items()}
+        return {**state, **mean}, mean
+
+
+class Frozen(Averaging):
+    """Throws away what was trained."""
+
+    def aggregate(self, updates, state, round):
+        return state, {n: state[n] for n in updates[0].tensors}
+
+
+class Tailors(Averaging):
+    """Sends more than it says it sends."""
+
+    def upload(self, model, round, client):
+        return {n: torch.cat([t, t]) for n, t in super().upload(model, round, client).items()}
+
+
+_GENERATOR = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    "cls, check, said",
+    [
+        (Remembers, "resume", "after --resume the state differs in .*; keep what lasts in the state"),
+        (Overwrites, "arguments", "aggregate changed an update in place"),
+        (Equal, "weights", "head|classifier"),
+        (Noisy, "run", "the same configuration and seed gave another result"),
+        (Noisy, "arguments", "two results for one input"),
+        (Frozen, "learns", "expected below 0.93 and 0.99"),
+        (Frozen, "one client", "Tensor-likes are not close"),
+        (Tailors, "bytes", "RunFailed.*shape"),
+    ],
+)
+def test_a_method_with_a_defect_fails_the_check_that_is_about_it(cls, check, said):
+    method = register_method(f"with_a_defect_{cls.__name__.lower()}")(type(cls.__name__, (cls,), {}))
+    with pytest.raises(AssertionError, match="fails 1 of 1 checks|fails [1-3] of 3 checks") as failed:
+        check_method(method, only=check)
+    assert re.search(said, str(failed.value)), str(failed.value)
+
+
+def test_what_is_asked_depends_on_the_kind_of_method():
+    class ForImages(Averaging):
+        @classmethod
+        def requires(cls, params):
+            from fs_lowrank import Requires
+
+            return Requires(tasks=("ImageClassification",))
+
+    register_method("for_images")(ForImages)
+    assert {name.partition(" (")[2] for name in asked_of("for_images")} == {"vision)"}
+    assert {"run (encoder)", "run (causal)", "run (vision)", "bytes (encoder)"} <= asked_of("rolora").keys()
+    assert all(text.endswith(".") for text in asked_of("rolora").values())
+
+
+def test_a_sum_of_products_is_not_asked_for_a_weighted_mean(capsys):
+    register_method("some_median")(Median)
+    assert check_method(Median, only="weights") == ["weights (encoder)"]
+    lines = []
+    assert check_method("some_median", only="server optimizer", say=lines.append) == ["server optimizer (encoder)"]
+    assert len(lines) == 1 and lines[0].startswith("passed  server optimizer (encoder): An averaging method")
+
+
+def test_wrong_use_is_named():
+    class Unregistered(Averaging):
+        pass
+
+    for method in (Unregistered, type("Child", (registry.registered()["rolora"],), {}), 3):
+        with pytest.raises(UserError, match="register_method|is not a registered method|no method"):
+            check_method(method)
+    with pytest.raises(UserError, match="no check 'bites'; there are: run, seed"):
+        check_method("rolora", only="bites")
+    with pytest.raises(UserError, match="did you mean 'mix'"):
+        check_method("rolora", {"mixx": 1})
+
+
+def test_hyperparameters_and_keys_reach_the_runs():
+    assert check_method("flora", {"ranks": (1, 3, 2)}, keys={"train.optimizer.lr": 0.01}, only="bytes")
+
+
+def test_the_guide_lists_every_check():
+    guide = (ROOT / "docs" / "own_method.md").read_text(encoding="utf-8")
+    for check in CHECKS:
+        assert f"| {check.name} | {check.asks} |" in guide
+
+
+def test_phases_of_the_readme_are_public():
+    assert Phase(train=("lora_B",)).steps is None
