@@ -62,8 +62,8 @@ def reference() -> list[Entry]:
         if alias == name:
             names = [n for n, f in PARTITIONERS.items() if f is function]
             entries += _arguments("data.splitter_args.0.", f"data.splitter: {' or '.join(names)}", function, skip=3)
-    for name, function in STEPS.items():
-        entries += _arguments("data.transform.N.1.", f"data.transform: {name}", function)
+    for name, step in STEPS.items():
+        entries += _arguments("data.transform.N.1.", f"data.transform: {name}", step)
     entries += _arguments("llm.adapter.args.0.", "llm.adapter.args", AdapterSpec, leave_out=("method", "extra"))
     for name in list_methods():
         cls = get_method_class(name)

@@ -34,6 +34,11 @@ FILES = ("config.yaml", "environment.json", "data.json", "summary.json", "rounds
 WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.int64: 8, torch.uint8: 1}
 
 
+def _named(name: str) -> Callable[[str], str]:
+    """Puts the name of a tensor before the message of ``assert_close``."""
+    return lambda message: f"{name}: {message}"
+
+
 def _double(value: Tensor | float | int) -> Tensor:
     return torch.as_tensor(value).double()
 
@@ -245,9 +250,7 @@ def check_weights(bench: Bench, method: str, task: str, weighs: bool | None = No
         heads = [n for n in engine.ledger.state if "head" in tags(n) and n.endswith("weight")]
         for head in heads if averages_head(engine.method) else ():
             mean = sum(n / sum(sizes) * sent[i][head].double() for i, n in enumerate(sizes, start=1))
-            torch.testing.assert_close(
-                _double(engine.ledger.state[head]), mean, atol=1e-7, rtol=1e-6, msg=lambda m, n=head: f"{n}: {m}"
-            )
+            torch.testing.assert_close(_double(engine.ledger.state[head]), mean, atol=1e-7, rtol=1e-6, msg=_named(head))
         states.append(state_of(engine))
     weighs = averages_head(engine.method) if weighs is None else weighs
     assert not (weighs and equal(*states)), "the numbers of samples have no effect on the mean; use self.weights"
@@ -375,9 +378,7 @@ def check_server_optimizer(bench: Bench, method: str, task: str) -> None:
     for name in engine.method.sent(start, 1):
         delta = _double(plain.ledger.state[name]) - _double(start[name])
         wanted = _double(start[name]) + 0.01 * 0.1 * delta / ((0.01 * delta**2 + 0.99e-6).sqrt() + 1e-3)
-        torch.testing.assert_close(
-            _double(engine.ledger.state[name]), wanted, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(_double(engine.ledger.state[name]), wanted, atol=1e-6, rtol=1e-4, msg=_named(name))
 
 
 @dataclass(frozen=True)
