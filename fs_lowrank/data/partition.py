@@ -284,6 +284,8 @@ def by_field(
         names = list(rows.fields)
         field = names[0] if len(names) == 1 else "category"
     groups = _groups(rows, field)
+    if num_clients == 1 < len(groups):
+        return [rng.permutation(rows.size)]  # the only client holds all values, as in FederatedScope's *_global.yaml
     if len(groups) > num_clients:
         raise UserError(
             f"column {field!r} has {len(groups)} values, more than the {num_clients} clients, and a client holds "

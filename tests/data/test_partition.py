@@ -120,6 +120,12 @@ def test_field_gives_one_value_a_client_in_proportion():
     assert unequal[:6].sum() == 600 and len(set(unequal[:6])) > 1
 
 
+def test_the_only_client_holds_every_value():
+    data = Rows(12, None, {"f": np.array(["a"] * 10 + ["b", "c"])})
+    (part,) = partition("meta", data, 1, rng()).indices
+    assert sorted(part) == list(range(12))
+
+
 def test_field_never_splits_a_value_into_more_clients_than_rows():
     data = Rows(12, None, {"f": np.array(["a"] * 10 + ["b", "c"])})
     assert sorted(partition("field", data, 12, rng()).sizes()) == [1] * 12

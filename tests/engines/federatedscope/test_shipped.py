@@ -52,6 +52,7 @@ def test_a_shipped_file(tiny_causal, instructions_jsonl, tmp_path, no_curves, na
         "data.root": str(tmp_path),
         "data.type": "tiny.jsonl@llm",
         "data.splits": [0.6, 0.2, 0.2],
+        "data.subsample": 1.0,
         "model.type": f"{tiny_causal}@huggingface_llm",
         "llm.adapter.args": [{"adapter_package": "peft", "adapter_method": "lora", "r": 2}],
         "llm.tok_len": 48,
