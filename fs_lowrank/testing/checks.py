@@ -137,24 +137,21 @@ def check_seed(bench: Bench, method: str, task: str) -> None:
 def check_learns(
     bench: Bench, method: str, task: str, rates: Sequence[float] = (3e-2, 1e-2, 1e-1, 3e-3)
 ) -> tuple[LocalEngine, Any]:
-    """At one of four learning rates five rounds lower the training loss by 7 % and the test loss by 1 %."""
+    """At one of four learning rates, five rounds over clients with like data lower the test loss by 1 % or more."""
     found = []
     for rate in rates:
-        optimizer = {"type": "AdamW", "lr": rate}
-        keys = {"federate.total_round_num": 5, "train.local_update_steps": 6, "train.optimizer": optimizer}
+        keys: dict[str, Any] = {"federate.total_round_num": 5, "train.local_update_steps": 6}
+        keys |= {"train.optimizer": {"type": "AdamW", "lr": rate}}
+        # Of skewed clients a median, say, need not learn, and their training loss falls even if the server does not.
+        keys |= {"data.splitter": "iid", "data.splitter_args": []}
         engine = bench.make(task, method, keys)
         start = engine.evaluator.score(engine.site.held_out()["test"], "test")["loss"]
         result = engine.run()
-        # The training loss alone would fall too where every round starts anew from where nothing is learned.
-        trained = result.history[-1]["loss"] / result.history[0]["loss"]
-        tested = result.final["test_loss"] / start
-        if trained < 0.93 and tested < 0.99:
+        fell = result.final["test_loss"] / start
+        if fell < 0.99:
             return engine, result
-        found.append(f"{trained:.2f} and {tested:.2f} at {rate:g}")
-    raise AssertionError(
-        f"the training loss falls to {'; '.join(found)}, as parts of that of round 1 and of the start's test loss; "
-        "expected below 0.93 and 0.99"
-    )
+        found.append(f"{fell:.3f} at {rate:g}")
+    raise AssertionError(f"the test loss as a part of that of the start is {', '.join(found)}; expected below 0.99")
 
 
 def size(tensors: Mapping[str, Tensor], head: bool = True) -> int:
