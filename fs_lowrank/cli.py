@@ -268,7 +268,7 @@ def _run(args: argparse.Namespace) -> None:
     from .runs.folder import outdir_of
 
     if (args.cfg is None) == (args.data is None):
-        raise UserError("run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
+        raise UserError("usage: run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
     if args.data is not None:
         args.cfg = init.write(args, None)
         console.print(f"{args.cfg}: written for {args.data}; what it guesses stands in it", soft_wrap=True)

@@ -156,7 +156,8 @@ def check_learns(
 
 def size(tensors: Mapping[str, Tensor], head: bool = True) -> int:
     """``numel × itemsize``, counted from shapes."""
-    kept = [t for n, t in tensors.items() if head or "head" not in tags(n)]
+    # What a method sends about a tensor of the head, as x:name, counts as the head's.
+    kept = [t for n, t in tensors.items() if head or "head" not in tags(n.rpartition(":")[2])]
     return sum(math.prod(t.shape) * WIDTHS[t.dtype] for t in kept)
 
 
