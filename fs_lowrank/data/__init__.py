@@ -36,7 +36,7 @@ from fs_lowrank.data.sources import (
 )
 from fs_lowrank.data.tables import count_skipped
 from fs_lowrank.data.tokenize import check_vocabulary, tokenize_causal, tokenize_classification
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import UserError, say_once
 from fs_lowrank.settings import Origin, one_mapping
 
 __all__ = [
@@ -287,7 +287,10 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         },
         cut=tuple(split for split in ("validation", "test") if getattr(raw, split) is None),
     )
-    logger.info("%s", data.describe())
+    if any(skipped.values()) or any(truncated.values()):
+        say_once(data.describe())
+    else:
+        logger.info("%s", data.describe())
     return data
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fs_lowrank.config import load_config
 from fs_lowrank.data import build_data, load_raw
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import UserError, say_once
 
 
 @pytest.fixture
@@ -102,7 +102,9 @@ def test_rows_left_out_and_cut_are_counted_and_reported(tmp_path, config, chat_t
     (tmp_path / "i.json").write_text(text)
     cfg = config("i.json", tmp_path, splits=[1.0, 0.0, 0.0])
     cfg.llm.tok_len, cfg.federate.client_num, cfg.data.max_dropped = 12, 3, 0.1
+    say_once.cache_clear()
     data = build_data(cfg, chat_tokenizer)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert data.read == 10 and data.skipped == {"prompt too long": 1} and data.truncated == {"train": 1}
     assert (
         "data: 10 rows read, 1 left out (prompt too long), 1 of train cut to 12 tokens, 9 for training" in caplog.text
@@ -123,6 +125,7 @@ def test_rows_left_out_and_cut_are_counted_and_reported(tmp_path, config, chat_t
     cfg.llm.tok_len = "auto"
     data = build_data(cfg, encoder_tokenizer)
     assert data.truncated == {"train": 0} and data.tok_len == 8
+    assert caplog.records[-1].levelname == "INFO" and "data: 9 rows read, 9 for training by 2" in caplog.text
 
 
 def test_the_seed_determines_splits_and_partition(reviews, config, encoder_tokenizer):
