@@ -1,8 +1,9 @@
 """Communication over gRPC in which nothing waits without a limit, and senders prove who they are.
 
 gRPC runs in an event loop in a thread of its own. A message is delivered without blocking the caller, and deliveries to
-several processes do not wait for each other. Received messages, and the outcomes of deliveries, are put into one queue,
-which ``receive`` reads in the worker's thread.
+several processes do not wait for each other; those to one process arrive in the order in which they were sent.
+Received messages, and the outcomes of deliveries, are put into one queue, which ``receive`` reads in the worker's
+thread.
 
 A client draws a token and sends it when it joins. From then on every message between the two has the token in its
 metadata; a message without a known token is answered with the status UNAUTHENTICATED and reaches nobody.
@@ -101,6 +102,7 @@ class Comm(gRPCCommManager):
         self._waiting: Counter[int] = Counter()
         self._counting = threading.Lock()
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
         self._deliveries: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gRPC", daemon=True)
@@ -216,7 +218,8 @@ class Comm(gRPCCommManager):
         """
         address, token = address or self.neighbors[receiver], token or self.tokens.get(receiver, "")
         request = message.transform(to_list=True)
-        work = self._deliver(address, token, request, timeout or self.timeout, insist)
+        in_turn = message.msg_type != "alive" and address in self.neighbors.values()
+        work = self._deliver(address, token, request, timeout or self.timeout, insist, in_turn)
 
         async def task() -> None:
             failed = await work
@@ -238,16 +241,33 @@ class Comm(gRPCCommManager):
         self.deliver(receiver, message, then, timeout=timeout, address=address, token=token)
 
     async def _deliver(
-        self, address: str, token: str, request: Any, timeout: float, insist: tuple[grpc.StatusCode, ...]
+        self, address: str, token: str, request: Any, timeout: float, insist: tuple[grpc.StatusCode, ...], in_turn: bool
     ) -> Undelivered | None:
         deadline = time.monotonic() + timeout
+        if not in_turn:
+            return await self._attempt(address, token, request, deadline, insist)
+        turn = self._turns.setdefault(address, asyncio.Lock())
+        try:
+            async with asyncio.timeout(timeout):
+                await turn.acquire()
+        except TimeoutError:
+            return Undelivered(grpc.StatusCode.DEADLINE_EXCEEDED, "an earlier message is still on its way")
+        try:
+            return await self._attempt(address, token, request, deadline, insist)
+        finally:
+            turn.release()
+
+    async def _attempt(
+        self, address: str, token: str, request: Any, deadline: float, insist: tuple[grpc.StatusCode, ...]
+    ) -> Undelivered | None:
+        """Send ``request`` until it has arrived, cannot arrive, or the time is over."""
         known = address in self.neighbors.values()
         channel = self._channel(address) if known else self._new_channel(address)
+        stub = service.gRPCComServeFuncStub(channel)
         try:
             while True:
                 left = deadline - time.monotonic()
                 try:
-                    stub = service.gRPCComServeFuncStub(channel)
                     await stub.sendMessage(request, timeout=max(left, 0.05), metadata=((_TOKEN, token),))
                     return None
                 except grpc.aio.AioRpcError as error:
