@@ -1,8 +1,9 @@
 """Communication over gRPC in which nothing waits without a limit, and senders prove who they are.
 
 gRPC runs in an event loop in a thread of its own. A message is delivered without blocking the caller, and deliveries to
-several processes do not wait for each other; those to one process arrive in the order in which they were sent. Received messages, and the outcomes of deliveries, are put into one queue,
-which ``receive`` reads in the worker's thread.
+several processes do not wait for each other; those to one process arrive in the order in which they were sent.
+Received messages, and the outcomes of deliveries, are put into one queue, which ``receive`` reads in the worker's
+thread.
 
 A client draws a token and sends it when it joins. From then on every message between the two has the token in its
 metadata; a message without a known token is answered with the status UNAUTHENTICATED and reaches nobody.
