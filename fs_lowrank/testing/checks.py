@@ -186,9 +186,9 @@ def check_bytes(
         sent[round, client.id] = {n: t.detach().clone() for n, t in tensors.items()}
         return tensors
 
-    def spy_commit(round, state, message):
+    def spy_commit(round, state, message, *further):
         messages[round] = {n: t.clone() for n, t in message.items()}
-        commit(round, state, message)
+        commit(round, state, message, *further)
 
     with mock.patch.object(engine.method, "upload", spy_upload), mock.patch.object(engine.ledger, "commit", spy_commit):
         result = engine.run()

@@ -115,7 +115,7 @@ def test_the_budget_goes_by_order_and_use(tiny_encoder):
     sets = {name: examples(4, seed=i) for i, name in enumerate("abcd")}
     size = {n: int(e.lengths.sum()) * 32 * 4 for n, e in sets.items()}
     prefix = FrozenPrefix(model, {"adapter", "head"}, size["b"] + size["d"])
-    prefix.plan({"a": (sets["a"], 1), "b": (sets["b"], 2), "c": (examples(400), 9), "d": (sets["d"], 9)})
+    prefix.plan({"a": (sets["a"], 0.9), "b": (sets["b"], 1), "c": (examples(400), 9), "d": (sets["d"], 9)})
     assert prefix.budget == {"a": False, "b": True, "c": False, "d": True}
     with prefix.states("c", sets["c"], np.arange(2)):
         pass
@@ -302,7 +302,7 @@ def test_the_check_works_with_few_samples():
         prefix.plan({n: (data[n], 5) for n in names})
         assert prefix.budget == dict.fromkeys(names, kept)
     prefix = FrozenPrefix(random_model("fnet"), {"adapter", "head"}, 1e9)
-    prefix.plan({"unequal": (data["unequal"], 1), "a": (data["equal"], 5)})
+    prefix.plan({"unequal": (data["unequal"], 0.9), "a": (data["equal"], 5)})
     assert prefix.budget == {"unequal": False, "a": True}, "what is not kept anyway does not decide"
     torch.testing.assert_close(*(logits(prefix, data["equal"], np.arange(3), k) for k in (False, True)))
 
