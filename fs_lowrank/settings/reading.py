@@ -38,6 +38,10 @@ for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
+#: a file of a few hundred bytes can stand for more values than any machine can hold
+_MOST_VALUES = 1_000_000
+
+
 def read_packaged(package: str, name: str) -> Any:
     """The content of a YAML file that is part of ``package``, such as a table; numbers need YAML 1.1's spelling."""
     fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, since this is read on every start
@@ -69,6 +73,8 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
         if not isinstance(node, yaml.MappingNode):
             kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
             raise UserError(f"{name} holds {kind}: expected sections and keys, such as `federate:`")
+        if _values(node, {}) > _MOST_VALUES:
+            raise UserError(f"{name}: its aliases stand for more than {_MOST_VALUES:,} values; write out what is meant")
         _lines(node, "", lines, name, ())
         content = loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -86,6 +92,20 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
         if loader is not None:
             loader.dispose()
     return Origin(name, lines), content
+
+
+def _values(node: yaml.Node, counted: dict[int, int]) -> int:
+    """The number of values in ``node``, with every alias written out.
+
+    Args:
+        counted: node -> its number, of those that are known.
+    """
+    if id(node) not in counted:
+        counted[id(node)] = 1  # of an alias that contains itself, which _lines refuses
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        if not isinstance(node, yaml.ScalarNode):
+            counted[id(node)] += sum(_values(part, counted) for part in parts)
+    return counted[id(node)]
 
 
 def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, above: tuple[int, ...]) -> None:

@@ -193,8 +193,8 @@ def read(request: Any, serves: bool) -> Message:
     message = Message()
     try:
         message.parse(request.msg)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is not a message: {error}") from None
+    except Exception as error:  # the framework's setters raise errors of many classes
+        raise ValueError(f"it is not a message: {type(error).__name__}: {str(error)[:_SHOWN]}") from None
     if set(request.msg) != _FIELDS:
         raise ValueError(f"its fields are {sorted(request.msg)!r:.{_SHOWN}}, expected {sorted(_FIELDS)}")
     values = {name: getattr(message, name) for name in _FIELDS}

@@ -139,6 +139,7 @@ def test_the_framework_makes_its_manager_as_ours_expects():
         (True, {"sender": -2}, "model_para.sender: "),
         (True, {"sender": 1.0}, "model_para.sender: "),
         (True, {"timestamp": float("nan")}, "model_para.timestamp: "),
+        (True, {"timestamp": "now"}, "it is not a message: AssertionError"),
         (True, {"msg_type": "finish", "content": "finish"}, "Input tag 'finish'"),
         (True, {"msg_type": ["a"]}, "Input tag"),
         (True, {"msg_type": "metrics", "content": {"loss": float("inf")}}, "metrics.content"),
