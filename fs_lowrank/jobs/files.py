@@ -53,6 +53,15 @@ def replacing(path: str | Path, durable: bool = True) -> Iterator[Path]:
         raise
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what processes that were killed while they wrote left in ``folder``; nobody may be writing there."""
+    for path in folder.glob(".*.writing"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def to_json(value: Any, **layout: Any) -> str:
     """``value`` as JSON; NaN and infinities, which JSON does not have, become null.
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from ..algebra import nbytes
 from ..config import load_config
 from ..errors import RunFailed, UserError
-from ..jobs.files import cannot_write, replacing, to_json, write_text
+from ..jobs.files import cannot_write, remove_unfinished, replacing, to_json, write_text
 from ..jobs.locks import take
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
@@ -111,6 +111,7 @@ class RecordKeeper:
         """
         self.claim()
         check_outdir(self.config, resume)
+        remove_unfinished(self.outdir)
         records = self.outdir / "rounds.jsonl"
         checkpoint = load_checkpoint(self.outdir / "checkpoint", self.site.device) if resume else None
         history: list[dict[str, Any]] = []

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 KINDS = ("kills", "writes", "damage", "updates", "configs")
 
 
+@pytest.mark.slow  # kills come at random instants, so it may find something new at any time
 def test_a_short_torture(tmp_path):
     command = [sys.executable, "-m", "tests.torture", "--kinds", ",".join(KINDS), "--number", "2", "--seed", "3"]
     ended = subprocess.run(
