@@ -44,6 +44,10 @@ CASES += [
 #: every method with every kind of model that it takes
 EACH = [(m, task) for task in TASKS for m in METHODS if TASKS[task] in requirements(m).tasks]
 ENCODER = [m for m, task in EACH if task == "encoder"]
+#: the same, but what is asked of a method with further kinds of models takes long
+FIRST = [
+    pytest.param(m, task, marks=() if (task == "encoder") or m not in ENCODER else pytest.mark.slow) for m, task in EACH
+]
 
 
 def keys_of(method):
@@ -96,12 +100,12 @@ def test_it_learns_and_saves_no_more_than_was_asked(bench, method):
     )
 
 
-@pytest.mark.parametrize("method, task", EACH)
+@pytest.mark.parametrize("method, task", FIRST)
 def test_a_resumed_run_is_the_run_to_the_bit(bench, method, task):
     checks.check_resume(bench, method, task)
 
 
-@pytest.mark.parametrize("method, task", EACH)
+@pytest.mark.parametrize("method, task", FIRST)
 def test_the_server_step_leaves_its_arguments_as_they_are(bench, method, task):
     checks.check_arguments(bench, method, task)
 
