@@ -154,6 +154,11 @@ def test_imports_point_one_way(edges):
     assert not against(edges), "\n".join(against(edges))
 
 
+def test_no_file_is_longer_than_500_lines():
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules(ROOT).items()}
+    assert not {name: length for name, length in lengths.items() if length > 500}
+
+
 def test_names_that_are_given_as_text_count(edges):
     assert "fs_lowrank.methods.one_shot.fedfisher" in edges["fs_lowrank.methods.catalogue"]
     assert {"fs_lowrank.config", "fs_lowrank.api"} <= edges["fs_lowrank"].keys()

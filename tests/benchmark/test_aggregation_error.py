@@ -1,4 +1,4 @@
-"""The error of averaging A and B separately: by hand, where it is zero, and through real runs."""
+"""The error of averaging A and B separately: calculated by hand, zero if one half is frozen, and in real runs."""
 
 import json
 

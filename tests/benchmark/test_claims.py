@@ -1,4 +1,4 @@
-"""Verdicts by rule, on numbers that can be checked by hand or against scipy, and by simulation."""
+"""Verdicts of the rules, checked by hand, against scipy, and by simulation."""
 
 import math
 from functools import partial
@@ -41,7 +41,7 @@ def judged(rule, look=look):
     return condition
 
 
-def test_intervals_are_scipys():
+def test_intervals_are_equal_to_scipys():
     first, second = [0.80, 0.50, 0.60, 0.70], [0.77, 0.46, 0.57, 0.71]
     paired = difference(by_seed(first), by_seed(second))
     oracle = stats.ttest_rel(first, second).confidence_interval(0.95)
@@ -54,16 +54,16 @@ def test_intervals_are_scipys():
     assert apart.half == pytest.approx((welch.high - welch.low) / 2 * wider) and wider > 1
 
 
-def test_pairs_are_those_seeds_that_both_have():
+def test_only_seeds_that_both_have_are_paired():
     one = figure_of({0: 0.80, 1: 0.50, 2: 0.60, 7: 0.1})
     other = figure_of({0: 0.77, 1: 0.46, 2: 0.57, 5: 0.9})
     gap = difference(one, other)
     assert gap.centre == pytest.approx((0.03 + 0.04 + 0.03) / 3) and gap.half < 0.02
-    assert difference(one, figure_of({0: 0.7, 9: 0.2})).half > 0.3  # one common seed is no pair
+    assert difference(one, figure_of({0: 0.7, 9: 0.2})).half > 0.3  # one common seed does not make a pair
     assert difference(figure_of({0: 0.8}), figure_of({0: 0.7})).half is None
 
 
-def test_a_spread_that_is_rounding_is_no_certainty():
+def test_a_spread_of_rounding_errors_gives_no_interval():
     gap = difference(by_seed([0.1 + 0.2, 0.4 + 0.2]), by_seed([0.2, 0.5]))
     assert np.std([0.1 + 0.2 - 0.2, 0.4 + 0.2 - 0.5]) > 0 and gap.half is None
     assert of_mean(by_seed([0.7, 0.7])).half is None
@@ -105,7 +105,7 @@ def test_equal_methods_are_told_apart_in_5_percent_at_most(n, draw, paired):
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("methods", [2, 3, 8])
 def test_bold_among_equal_methods_in_5_percent_at_most(n, methods):
-    """With a part that all methods share for a seed, as splits have, and one of their own."""
+    """Each figure has a part that all methods share for a seed, as with splits, and a part of its own."""
     rng, times, bold = np.random.default_rng(n), 500, 0
     for _ in range(times):
         shared = rng.normal(size=n)
@@ -147,8 +147,8 @@ def test_above():
     assert verdict(two) == UNTESTED  # one figure is missing
 
 
-def test_seeds_that_would_decide():
-    """The number named decides if centre and spread stay: checked by the quantile itself."""
+def test_the_number_of_seeds_that_would_decide():
+    """With the number of seeds that is named, and the same mean and spread, the claim is decided; by the quantile."""
     values = {"a": [0.70, 0.74, 0.71], "b": [0.69, 0.70, 0.70]}
     condition = judged(
         {"is": "above", "better": "a", "than": ["b"], "by": 0}, lambda method, labels, metric: by_seed(values[method])
@@ -158,7 +158,7 @@ def test_seeds_that_would_decide():
     assert condition.verdict == INCONCLUSIVE and f"about {enough} seeds would decide" in condition.text and enough > 3
 
 
-def test_what_learned_nothing_tests_nothing():
+def test_a_method_that_learned_nothing_decides_no_claim():
     at = {"is": "learns", "methods": ["rolora"], "where": {"clients": 3}}
     assert judged({**at, "by": 0.02}).verdict == HOLDS
     assert judged({**at, "by": 0.35}).verdict == UNTESTED
@@ -167,7 +167,7 @@ def test_what_learned_nothing_tests_nothing():
 
 
 def test_close_ratio_value():
-    """Equivalence: all of the interval has to be inside the margin, none of it to be outside."""
+    """Equivalence holds if the whole interval is inside the margin, and is refuted if the whole interval is outside."""
     close = {"is": "close", "methods": ["rolora"], "to": "lora"}
     near = {**close, "where": {"clients": 3}}
     assert (
@@ -194,10 +194,10 @@ def test_counted_figures_need_no_spread():
     assert judged({**ratio, "about": 0.6, "within": 0.05}, counted).verdict == FAILS
     above = {"is": "above", "better": "all", "by": 0}
     assert judged({**above, "than": ["half"]}, counted).verdict == HOLDS
-    assert judged({**above, "than": ["all"]}, counted).verdict == FAILS  # equal is not ahead
+    assert judged({**above, "than": ["all"]}, counted).verdict == FAILS  # equal is not better
 
 
-def test_one_seed_tells_no_difference():
+def test_one_seed_decides_no_difference():
     def one(method, labels, metric):
         return by_seed([{"a": 0.9, "b": 0.1}[method] - (labels.get("clients") == "50") * 0.5])
 
@@ -212,14 +212,14 @@ def test_one_seed_tells_no_difference():
     ):
         condition = judged(rule, one)
         assert condition.verdict == INCONCLUSIVE and "the spread is not known with one seed" in condition.text
-    assert judged({**above, "spread": False}, one).verdict == HOLDS  # where the suite says that it needs none
+    assert judged({**above, "spread": False}, one).verdict == HOLDS  # the suite says that this figure needs no spread
 
 
-def test_a_missing_figure_hides_no_refutation():
+def test_a_missing_figure_does_not_hide_a_refutation():
     above = {"is": "above", "by": 0, "where": {"clients": 50}, "better": "lora"}
     assert verdict(judge([{**above, "than": ["rolora", "absent"]}], look)) == FAILS
     learns = {"is": "learns", "methods": ["absent"], "by": 0.02, "where": {"clients": 3}}
-    assert verdict(judge([learns, {**above, "than": ["rolora"]}], look)) == UNTESTED  # the ground itself is missing
+    assert verdict(judge([learns, {**above, "than": ["rolora"]}], look)) == UNTESTED  # no figure to compare
 
 
 def record(seed, acc, majority=0.535, **more):
@@ -230,7 +230,7 @@ def results_of(**records):
     return ExperimentResults(None, None, {(method, ""): listed for method, listed in records.items()})
 
 
-def test_a_collapse_is_named_counted_and_makes_no_claim_hold(monkeypatch):
+def test_collapsed_seeds_are_named_and_counted_and_no_claim_holds_by_them(monkeypatch):
     found = results_of(
         rolora=[record(s, a) for s, a in enumerate((0.670, 0.716, 0.465))],
         lora=[record(s, a) for s, a in enumerate((0.81, 0.82, 0.80))],
@@ -247,7 +247,7 @@ def test_a_collapse_is_named_counted_and_makes_no_claim_hold(monkeypatch):
     keeps = judged({"is": "value", "methods": ["rolora"], "at_least": 0.1}, look)
     assert keeps.verdict == INCONCLUSIVE
     assert "1 of 3 seeds collapsed to the majority class (0.465; majority 0.535)" in keeps.text
-    # what collapses is behind all the same
+    # a method that collapsed is worse nevertheless
     above = {"is": "above", "by": 0, "better": "lora", "than": ["worse"]}
     assert judged(above, look).verdict == HOLDS and "worse: 3 of 3 seeds collapsed" in judged(above, look).text
     row = {m: found.figure(m, "", "test_acc") for m in ("rolora", "worse")}
@@ -282,9 +282,9 @@ def search(winner, values, grid=(), **more):
     }
 
 
-def test_a_winner_at_the_end_of_a_grid_decides_nothing():
+def test_a_claim_is_not_decided_by_a_winner_at_the_end_of_a_grid():
     assert [at_the_end(search(v, (1, 2, 3))) for v in (1, 2, 3)] == [True, False, True]
-    assert at_the_end(search(1, (1, 2))) and not at_the_end(search(1, (1,)))  # two points are both ends
+    assert at_the_end(search(1, (1, 2))) and not at_the_end(search(1, (1,)))  # with two points, both are ends
     assert not at_the_end(search(2, (1, 2), (1, 2, 3)))  # 3 diverged
     assert not at_the_end(search(2, (1, 2), grown=[{"lr": 4}])) and at_the_end(search(4, (1, 2, 4), grown=[{"lr": 4}]))
     found = results_of(
@@ -303,7 +303,7 @@ def test_a_winner_at_the_end_of_a_grid_decides_nothing():
     assert judged({"is": "above", "by": 0, "better": "a", "than": ["b"]}, look).verdict == HOLDS
 
 
-def test_experiments_that_share_cells_are_one():
+def test_experiments_that_share_cells_count_once():
     class Stub:
         def __init__(self, better, hashes):
             self.better, self.own = better, hashes
@@ -325,12 +325,12 @@ def test_experiments_that_share_cells_are_one():
     result = judged_claims(Suite, shared)["c"]
     assert result.verdict == "holds in 1 of 2 experiments" and result.sharing == [["one", "two"]]
     opposed = {**apart, "two": Stub(False, "yz"), "three": Stub(True, "z")}
-    assert judged_claims(Suite, opposed)["c"].verdict == INCONCLUSIVE  # one through two with three
+    assert judged_claims(Suite, opposed)["c"].verdict == INCONCLUSIVE  # one and three are connected through two
 
 
 #: of RoLoRA's data sets, by the name of the papers' figures
 MAJORITY = {"sst2": 0.509, "qnli": 0.505, "mnli": 0.354, "qqp": 0.632, "rte": 0.527}
-#: the papers' means are of about as many seeds; they do not all say
+#: about the number of seeds of the papers' means, which not all papers give
 SEEDS = 3
 
 
@@ -346,7 +346,7 @@ def paper_figure(values, method, column, metric, majority, scale):
 
 @pytest.mark.parametrize("name", shipped())
 def test_the_papers_own_tables_pass_their_equivalence_rules(name):
-    """Every margin of keeps and close is one under which the paper's table holds with its spread, or by its means."""
+    """With every margin of keeps and close, the table of the paper holds, with its spread or by its means alone."""
     suite, tested = load_suite(name, "paper"), 0
     for claim in suite.claims.values():
         for experiment in (suite.experiments[e] for e in claim["experiments"] if e in suite.experiments):
@@ -423,7 +423,7 @@ def test_a_target_that_a_seed_missed_has_no_mean():
         "aggregation",
     ],
 )
-def test_bold_goes_to_the_smaller_where_less_is_better(metric):
+def test_the_smaller_figure_is_bold_where_less_is_better(metric):
     assert best_of({"a": by_seed([10, 11]), "b": by_seed([20, 21.5])}, metric) == "a"
     assert best_of({"a": by_seed([10, 11]), "b": by_seed([20, 21.5])}, "lm_eval:boolq:acc") == "b"
 
@@ -448,13 +448,13 @@ def test_figures_of_a_result():
     assert value(record, "bytes_to:val_acc:0.6") == 35 and value(record, "rounds_to:val_acc:0.6") == 2
     assert value(record, "bytes_to:val_acc:0.9") is None
     assert value(record, "generate:boolq:acc") == 0.5 and value(record, "generate:boolq:version") is None
-    assert value(record, "lm_eval:boolq:acc") is None  # scorers are never mixed
+    assert value(record, "lm_eval:boolq:acc") is None  # results of different scorers are never mixed
     assert shown(by_seed([0.7, 0.8]), "test_acc") == "75.00 ± 7.07" and shown(by_seed([2048]), "uplink") == "2.0 kB"
     assert shown(None, "test_acc") == "–" and scale_of("aggregation")[0] == 1000
 
 
 def test_bold_only_beyond_the_interval():
-    """The differences by seed are 0.1, 0.11 and 0.1; 0.1 and 0.06."""
+    """The differences by seed are 0.1, 0.11 and 0.1 in one case, 0.1 and 0.06 in the other."""
     assert best_of({"a": by_seed([0.8, 0.82, 0.9]), "b": by_seed([0.7, 0.71, 0.8])}, "test_acc") == "a"
     assert best_of({"a": by_seed([0.8, 0.82, 0.9]), "b": by_seed([0.7, 0.71, 0.8])}, "test_loss") == "b"
     assert best_of({"a": by_seed([0.8, 0.9]), "b": by_seed([0.7, 0.84])}, "test_acc") is None

@@ -1,4 +1,4 @@
-"""Cosines between updates: by hand, at one client, and through real runs of three methods."""
+"""Cosines between updates: calculated by hand, with one client, and in real runs of three methods."""
 
 import json
 import math
@@ -22,11 +22,11 @@ def pair(b, a, head):
 def test_the_effective_change_by_hand():
     before, after = pair([0.0, 1.0], [1.0, 2.0], 5.0), pair([3.0, 1.0], [1.0, 2.0], 7.0)
     change = ca.effective_change(after, before, scale=2.0)
-    assert change.tolist() == [2.0, 6.0, 12.0, 0.0, 0.0]  # the head; 2 (B' A' - B A), row by row
+    assert change.tolist() == [2.0, 6.0, 12.0, 0.0, 0.0]  # the head, then 2 (B' A' - B A) row by row
     assert ca.effective_change({"classifier.bias": torch.tensor([1.0])}, before, 2.0).tolist() == [-4.0]
 
 
-def test_a_convolutions_pair_counts_as_its_product():
+def test_the_pair_of_a_convolution_counts_as_its_product():
     before = {A: torch.randn(2, 3, 3, 3), B: torch.zeros(5, 2, 1, 1)}
     after = {A: before[A], B: torch.randn(5, 2, 1, 1)}
     product = torch.einsum("or,rikl->oikl", after[B][:, :, 0, 0], after[A])
@@ -49,8 +49,8 @@ def test_one_client_agrees_with_the_global_update(settings, method):
 
 
 @pytest.mark.parametrize("method", ca.METHODS)
-def test_watching_changes_nothing(settings, tmp_path, method):
-    """The same tensors as the method itself, and a cosine for every client of every round."""
+def test_observing_a_run_does_not_change_it(settings, tmp_path, method):
+    """The tensors are those of the method itself, and there is a cosine for every client in every round."""
     more = {"lowrank.tau": 2} if method == "fedloru" else {}
     seen = []
     name = watch(method, lambda step: seen.append(ca.entry_of(step)))
@@ -62,7 +62,7 @@ def test_watching_changes_nothing(settings, tmp_path, method):
         assert torch.equal(left, right), name
     assert [len(r["cosines"]) for r in seen] == [5] * 4
     assert all(-1.0001 <= c <= 1.0001 for r in seen for c in r["cosines"])
-    assert sum(ca.mean_curve({"rounds": seen})) > 0  # a mean agrees with its parts
+    assert sum(ca.mean_curve({"rounds": seen})) > 0  # a mean is aligned with its parts
 
 
 def test_the_command_writes_json_and_png(settings, tmp_path):

@@ -1,4 +1,4 @@
-"""The synthetic check of FedFisher: its pieces by hand, and the figure's two claims on few seeds."""
+"""The synthetic study of FedFisher: its parts against independent code, and both claims of the figure on few seeds."""
 
 import torch
 
@@ -15,7 +15,7 @@ def test_the_data_are_the_paper_s():
     x, y = synthetic.make_data(0)
     assert x.shape == (2, 100, 2) and y.shape == (2, 100)
     torch.testing.assert_close(x.norm(dim=2), torch.ones(2, 100, dtype=torch.float64))
-    for inputs, targets in zip(x, y):  # linear in x, by each client's own weights
+    for inputs, targets in zip(x, y):  # linear in x, with weights of each client
         weights = torch.linalg.lstsq(inputs, targets).solution
         torch.testing.assert_close(inputs @ weights, targets)
     _, second = synthetic.make_net(16, 0)

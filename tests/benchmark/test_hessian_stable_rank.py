@@ -43,7 +43,7 @@ def test_the_stable_rank_of_a_known_matrix():
 
 
 def test_an_exact_hessian():
-    """Against second derivatives by autograd, column by column."""
+    """The Hessian is compared with second derivatives by autograd, column by column."""
     torch.manual_seed(0)
     model, x, y = hs.network(6, 5, 3, 0), torch.randn(40, 6), torch.randint(3, (40,))
     matmul, dim = hs.hessian(model, nn.CrossEntropyLoss(), x, y)
@@ -61,7 +61,7 @@ def test_an_exact_hessian():
 
 
 def test_a_transformer_with_eager_attention(tiny_encoder):
-    """Only what trains is in H; frozen parameters are not."""
+    """H is over the parameters that train; frozen ones are not part of it."""
     from transformers import AutoModel
 
     class Head(nn.Module):
@@ -87,7 +87,7 @@ def test_a_transformer_with_eager_attention(tiny_encoder):
 
 def test_training_counts_its_steps_over_epochs():
     torch.manual_seed(0)
-    x, y = torch.randn(120, 4), torch.randint(2, (120,))  # three batches an epoch, the last one of 20
+    x, y = torch.randn(120, 4), torch.randint(2, (120,))  # three batches per epoch, the last of 20 samples
     model = hs.network(4, 3, 2, 0)
     start = [p.clone() for p in model.parameters()]
     steps = hs.train(model, x, y, 7, torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Random Hessians: exact expectations, the limits of Proposition 3.1, and both theorems' directions."""
+"""Random Hessians: exact expectations, the limits of Proposition 3.1, and the directions of both theorems."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_a_draw_is_symmetric_with_the_stated_variance_and_the_true_eigenvalues()
 
 @pytest.mark.parametrize("theta, s, where", [(3.0, 0.6, 3.12), (-3.0, 0.6, -3.12), (0.5, 1.0, 2.0), (-0.5, 1.0, -2.0)])
 def test_outliers_and_the_edge(theta, s, where):
-    """The last two stay at the edge, although theta + s^2 / theta = 2.5 is beyond it."""
+    """The last two eigenvalues stay at the edge, although theta + s^2 / theta = 2.5 is beyond it."""
     assert rm.outlier(theta, s) == pytest.approx(where)
     values = torch.linalg.eigvalsh(rm.draw((theta,), 800, s, generator()))
     assert values[-1 if theta > 0 else 0].item() == pytest.approx(where, rel=0.02)
@@ -41,7 +41,7 @@ def test_the_measured_stable_rank_is_the_expected_one(s):
 
 
 def test_theorem_3_2_needs_its_assumption():
-    """The stable rank grows with s while theta_0 > sigma s, and ends at the R / 4 of the semicircle."""
+    """The stable rank grows with s while theta_0 > sigma s, and then reaches R / 4, that of the semicircle law."""
     grid = [rm.expected_stable_rank(rm.THETA, 800, s) for s in (0.1, 0.3, 1.0, 3.0, 4.5)]
     assert grid == sorted(grid)
     assert rm.expected_stable_rank((1.0,), 800, 2.0) == pytest.approx(800 / 4, rel=0.01)

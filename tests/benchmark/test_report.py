@@ -1,4 +1,4 @@
-"""The report is written as Markdown once; the HTML page says the same."""
+"""The report is written as Markdown, and the HTML page is rendered from it."""
 
 from html.parser import HTMLParser
 
@@ -32,5 +32,5 @@ def test_the_page_has_all_that_the_markdown_has():
     assert read.words.count("Curves, 2 clients") == 1
 
 
-def test_a_bar_in_a_cell_does_not_end_it():
+def test_a_vertical_bar_in_a_cell_does_not_end_the_cell():
     assert table([("a|b", 1)]) == "| a\\|b | 1 |\n| --- | --- |"

@@ -44,7 +44,7 @@ def test_the_two_updates_match_autograd_and_least_squares():
 
 @pytest.mark.parametrize("step", [0.125, 0.25, 0.5])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_angle_falls_within_lemma_4_3_with_no_slack(step, seed):
+def test_the_angle_falls_within_the_exact_bound_of_lemma_4_3(step, seed):
     history = run(step, seed)
     assert rl.obeys_lemma(history, slack=0.0)
     assert all(n == pytest.approx(1.0, abs=1e-12) for n in history.a_norm)

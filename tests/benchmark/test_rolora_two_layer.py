@@ -1,4 +1,4 @@
-"""The two-layer study on scikit-learn's digits: what is frozen stays, averages are means, RoLoRA beats FFA-LoRA."""
+"""The two-layer study on scikit-learn's digits: frozen halves do not change, means are exact, RoLoRA beats FFA-LoRA."""
 
 import json
 import struct
@@ -51,7 +51,7 @@ def test_the_gradients_match_autograd_and_ignore_padding():
 
 
 def test_a_zero_b_never_moves():
-    """Why the study starts B at random: ReLU'(0) = 0."""
+    """This is why the study starts with a random B: ReLU'(0) = 0."""
     model, x, labels, valid = random_case()
     model = tl.Model(model.a, torch.zeros_like(model.b), model.w_out)
     got = tl.gradients(x, x @ model.a, labels, valid, model, ("a", "b"))
@@ -59,7 +59,7 @@ def test_a_zero_b_never_moves():
 
 
 def test_one_client_trains_as_plain_sgd(digits):
-    """The batched loop against autograd and torch.optim on the same order of samples."""
+    """The batched loop is compared with autograd and torch.optim on the same order of samples."""
     part = tl.subsample(digits, 90, seed=0)
     clients = tl.split_by_label(part, 1)
     model = tl.start(64, 3, 10, torch.Generator().manual_seed(0))
@@ -84,7 +84,7 @@ def test_one_client_trains_as_plain_sgd(digits):
 def test_every_sample_goes_to_the_client_of_its_label(digits, num_clients):
     clients = tl.split_by_label(digits, num_clients)
     assert clients.counts.sum() == len(digits.y)
-    assert len(set(clients.counts.tolist())) > 1  # unequal clients, so that weights and padding matter
+    assert len(set(clients.counts.tolist())) > 1  # clients of unequal size, so that weights and padding matter
     for k in range(num_clients):
         per_client = 10 // num_clients
         labels = set(clients.y[k, : clients.counts[k]].tolist())
@@ -145,7 +145,7 @@ def test_idx_files_are_read_from_a_folder(tmp_path):
     torch.testing.assert_close(data.x[0], torch.tensor([0.0, 1, 2, 3]) / 255)
 
 
-def test_errors_name_what_came(tmp_path):
+def test_errors_name_the_wrong_value(tmp_path):
     with pytest.raises(ValueError, match="unknown data 'cifar'"):
         load("cifar")
     with pytest.raises(ValueError, match="unknown method 'fedavg'"):

@@ -1,4 +1,4 @@
-"""``run`` and ``report`` from end to end on tiny models: workers that die, cells that fail, files that are damaged."""
+"""``run`` and ``report`` from end to end on tiny models, with dying workers, failing cells and damaged files."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def place(tmp_path_factory, tiny_encoder, reviews_csv):
 
 @pytest.fixture(scope="module")
 def surroundings(place):
-    """The environment variables of a process that works there."""
+    """The environment variables of a process that works in that folder."""
     return {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -108,7 +108,7 @@ def surroundings(place):
 @pytest.fixture(scope="module")
 def bench(place, surroundings):
     """Run the command in this process, which has imported the libraries; returns exit code and output."""
-    list_methods()  # the built-in ones are registered once, not into the copy
+    list_methods()  # the built-in methods are registered once, not in the copy
 
     def run(*args):
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(out):
@@ -149,7 +149,7 @@ def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
     assert deadly["rounds"] == 4 and len(deadly["history"]["loss"]) == 4 and (place / "died").exists()
 
 
-def test_a_result_says_everything(place, done):
+def test_the_content_of_a_result(place, done):
     cell = next(c for c in results(place, "cells") if c["method"] == "rolora" and c["seed"] == 1)
     assert {"test_acc", "test_loss", "val_acc"} <= set(cell["metrics"])
     assert all("test_acc" not in p for p in cell["history"]["evaluated"])  # looked at once
@@ -164,7 +164,7 @@ def test_a_result_says_everything(place, done):
     assert [p["train.optimizer.lr"] for p in search["tried"]] == [1e-3, 1e-2] and search["objective"] == "val_acc"
 
 
-def test_again_damaged_and_report(place, done, bench):
+def test_a_damaged_result_is_computed_again_and_the_report(place, done, bench):
     cell = next(c for c in results(place, "cells") if c["experiment"] == "main")
     path = place / "results" / "cells" / f"{cell['hash']}.json"
     path.write_text(path.read_text()[:-200])
@@ -186,14 +186,14 @@ def test_again_damaged_and_report(place, done, bench):
     assert page.count("<table>") == page.count("</table>") > 5 and "<script" not in page
 
 
-def test_a_report_after_the_searches_alone(place, done, bench):
+def test_a_report_when_only_the_searches_are_done(place, done, bench):
     shutil.copytree(place / "results" / "searches", place / "early" / "searches")
     code, said = bench("report", "tiny.yaml", "--results", "early")
     assert code == 0, said
     assert "**0 of 8 cells are there.**" in (place / "early" / "report.md").read_text()
 
 
-def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, monkeypatch):
+def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(place, monkeypatch):
     sick = {"from": 2, "runs": 0}
 
     @register_method("sick_lora")
@@ -212,11 +212,11 @@ def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, m
     rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}, grow: 0}}\n"
     (place / "sick.yaml").write_text(text.replace("imports: [own_methods]", "") + rates)
     search, cell, _ = plan(Options(("sick.yaml",), results="sick_results", work="sick_work"))
-    with pytest.raises(UserError, match="1 of its trials failed.*it is sick"):  # it does not choose among what is left
+    with pytest.raises(UserError, match="1 of its trials failed.*it is sick"):  # it selects none of the others
         execute(search, lambda news: None)
     store = search.options.store
     store.write("failed", {**search.identity(), "error": "it is sick", "finished": 1.0})
-    assert cell.rated(store) is None  # and no cell runs at a rate that was not found
+    assert cell.rated(store) is None  # and no cell runs without its learning rate
     sick["from"] = 99
     record = execute(search, lambda news: None)
     assert len(record["tried"]) == 2 and record["diverged"] == 0
@@ -231,8 +231,8 @@ def test_a_search_that_lost_a_trial_fails_and_is_mended_by_the_next_run(place, m
 @pytest.mark.parametrize(
     "grid, grow, expected, at_end",
     [
-        ("[1e-7, 1e-6]", 2, [1e-7, 1e-6, 1e-5, 1e-4], True),  # the larger the better, until nothing is left
-        ("[1e-5, 1e+3]", None, [1e-13, 1e-5, 1e3], False),  # one step below the smaller one is enough
+        ("[1e-7, 1e-6]", 2, [1e-7, 1e-6, 1e-5, 1e-4], True),  # larger is better, until the budget is used
+        ("[1e-5, 1e+3]", None, [1e-13, 1e-5, 1e3], False),  # one step below the smaller rate is enough
         ("[1e-7, 1e-6]", 0, [1e-7, 1e-6], True),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(place, monke
     assert found["winner"]["values"]["val_loss"] == best["value"] and found["trials"] == {"complete": len(expected)}
 
 
-def test_everything_missing_is_said_before_anything_trains(place, monkeypatch, capsys):
+def test_everything_that_is_missing_is_reported_before_training(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     text = textwrap.dedent(SUITE)
     wrong = text.replace("MODEL", "/no/such/model").replace("DATA", "nowhere.csv").replace("imports: [own_methods]", "")
@@ -270,7 +270,7 @@ def test_everything_missing_is_said_before_anything_trains(place, monkeypatch, c
     assert not (place / "elsewhere" / "cells").exists()
 
 
-def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, monkeypatch):
+def test_errors_are_reported_before_training(place, tiny_encoder, monkeypatch):
     from benchmark import check
 
     monkeypatch.chdir(place)
@@ -310,7 +310,7 @@ def test_what_cannot_run_is_said_before_anything_trains(place, tiny_encoder, mon
             check.check(plan(options), options, workers=1)
 
 
-def test_an_engine_that_is_not_there(place, monkeypatch):
+def test_an_engine_that_is_not_installed(place, monkeypatch):
     from benchmark import check
 
     if "federatedscope" in sys.modules or find_spec("federatedscope"):
@@ -350,7 +350,7 @@ def test_too_little_memory(place, monkeypatch):
         check.check(plan(options), options, workers=3)
 
 
-def test_done_redo_and_failed_before(place, monkeypatch):
+def test_finished_repeated_and_formerly_failed_cells(place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
     without_own_methods(place, "one.yaml")
@@ -367,14 +367,14 @@ def test_done_redo_and_failed_before(place, monkeypatch):
     assert again.done(store)
 
 
-def test_no_suite_lets_generated_code_run_by_itself():
+def test_suites_do_not_run_generated_code_without_permission():
     asked = {"scorer": "humaneval", "run_unsafe_code": True}
     assert permitted(asked, unsafe_code=False)["run_unsafe_code"] is False
     assert permitted({"scorer": "humaneval"}, unsafe_code=True)["run_unsafe_code"] is True
 
 
-def test_the_report_says_what_was_not_alike(place, done, monkeypatch):
-    """Heads and rounds, from records whose facts are changed by hand."""
+def test_the_report_names_differences_between_the_methods(place, done, monkeypatch):
+    """Differences in heads and rounds, from records that the test has changed."""
     monkeypatch.chdir(place)
     (place / "alike.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", ""))
     suite, options = load_suite("alike.yaml", "small"), Options(("alike.yaml",))

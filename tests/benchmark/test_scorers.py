@@ -1,4 +1,4 @@
-"""Scorers: instructions parsed without loss, lm-eval's own tasks on local rows, generated answers, wrong input."""
+"""Scorers: lossless parsing of instructions, lm-eval's own tasks on local rows, generated answers, wrong input."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ def row(instruction, answer):
 
 @pytest.fixture(scope="module", autouse=True)
 def manager():
-    """lm-eval's index of the necessary folders only; indexing all 14,000 files takes 15 seconds."""
+    """lm-eval's task index over the necessary folders only; indexing all 14,000 files takes 15 seconds."""
     if find_spec("lm_eval") is None:
         yield None
         return
@@ -53,7 +53,7 @@ def manager():
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A data root with two synthetic rows a task, three MMLU subjects and a little of SST-2."""
+    """A data root with two synthetic rows per task, three MMLU subjects and some rows of SST-2."""
     root = tmp_path_factory.mktemp("data")
     for task, rows in ROWS.items():
         for split in ("test", "train") if task in ("boolq", "ARC-Easy") else ("test",):
@@ -93,7 +93,7 @@ def tiny(tiny_causal):
 
 
 @pytest.mark.parametrize("task", sorted(ROWS))
-def test_a_row_taken_apart_is_the_same_put_together(task):
+def test_a_parsed_row_can_be_put_together_again(task):
     for instruction, answer in ROWS[task]:
         question = commonsense.split_row(task, row(instruction, answer))
         assert question.instruction(task) == instruction
@@ -103,8 +103,8 @@ def test_a_row_taken_apart_is_the_same_put_together(task):
 
 @pytest.mark.parametrize("task", sorted(ROWS))
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_every_real_row_is_taken_apart_without_loss(task, split):
-    """The conversion to lm-eval's fields drops nothing: the texts that it shows hold all of the question."""
+def test_every_real_row_is_parsed_without_loss(task, split):
+    """The conversion to lm-eval's fields is lossless: the texts of the prompt contain the whole question."""
     if not commonsense.path(REAL, task, split).is_file():
         pytest.skip("the commonsense files are not below $FS_LOWRANK_EVAL_DATA")
     convert = {folder: c for folder, _, c in local_data._COMMONSENSE.values()}[task]
@@ -213,7 +213,7 @@ def test_local_mmlu_and_glue(root):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """No data set is asked for outside the data root."""
+    """Fails if a data set is requested from outside the data root."""
     datasets = pytest.importorskip("datasets")
     asked = []
 
@@ -225,8 +225,8 @@ def no_hub(monkeypatch):
     return asked
 
 
-def test_lm_eval_scores_the_same_as_by_hand(tiny, root, no_hub):
-    """ARC-Easy by lm-eval's own definition against log-likelihoods from the model itself."""
+def test_lm_evals_score_agrees_with_a_direct_computation(tiny, root, no_hub):
+    """ARC-Easy by lm-eval's definition is compared with log-likelihoods computed directly from the model."""
     pytest.importorskip("lm_eval")
     model, tokenizer = tiny
     model.train()
@@ -259,7 +259,7 @@ def test_all_eight_tasks_and_a_prompt_with_examples(tiny, root, no_hub):
     assert {r["num_fewshot"] for r in result.values()} == {1} and not no_hub
 
 
-def test_a_group_is_whole_or_an_error(tiny, root, no_hub, tmp_path, manager):
+def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, manager):
     pytest.importorskip("lm_eval")
     with pytest.raises(
         UserError,
@@ -305,7 +305,7 @@ def test_a_group_is_whole_or_an_error(tiny, root, no_hub, tmp_path, manager):
         ({"scorer": "humaneval", "run_unsafe_code": True}, "there is no .*HumanEval.jsonl.gz"),
     ],
 )
-def test_wrong_input_is_named_before_anything_trains(root, no_hub, spec, message):
+def test_wrong_input_is_reported_before_training(root, no_hub, spec, message):
     if spec.get("scorer") == "lm_eval":
         pytest.importorskip("lm_eval")
     with pytest.raises(UserError, match=message):
@@ -335,7 +335,7 @@ def test_the_first_answer_word_counts(task, reply, answer):
 
 
 def test_greedy_replies_do_not_depend_on_the_batch(tiny):
-    """Against a plain loop over argmax, with prompts of unequal lengths."""
+    """Replies are compared with a plain loop over argmax, for prompts of unequal lengths."""
     model, tokenizer = tiny
     model.eval()
     texts = ["the film was", "tea", "a quiet room and a story it was", "bad day"]
@@ -349,7 +349,7 @@ def test_greedy_replies_do_not_depend_on_the_batch(tiny):
             if ids[-1] == tokenizer.eos_token_id:
                 break
         expected.append(ids)
-    model.get_base_model().generation_config.repetition_penalty = 5.0  # a model's own habits do not count
+    model.get_base_model().generation_config.repetition_penalty = 5.0  # of its own settings, which are not used
     for size in (1, 2, 4):
         got = decode.continue_prompts(model, tokenizer, prompts, batch_size=size, max_new_tokens=6)
         assert got == [tokenizer.decode(e[len(p) :], skip_special_tokens=True) for e, p in zip(expected, prompts)]
@@ -377,7 +377,7 @@ def test_the_generate_scorer_counts_and_records(tiny, root):
 
 
 def test_a_model_that_learnt_the_answers_scores_one(root, tmp_path):
-    """Trained on the rows as a run trains on them; so prompt, decoding and parser fit together."""
+    """It was trained on the rows as in a run, so this shows that prompt, decoding and parser fit together."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

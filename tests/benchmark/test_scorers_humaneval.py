@@ -1,4 +1,4 @@
-"""HumanEval: right programs are solved, wrong and hostile ones are not, and what they may not do is refused."""
+"""HumanEval: correct programs count as solved, wrong and hostile ones do not, and forbidden calls are refused."""
 
 import gzip
 import itertools
@@ -76,7 +76,7 @@ def test_the_network_processes_and_files_are_out_of_reach(body):
 
 
 def test_values_cross_as_literals():
-    """Every literal arrives as it was sent, in both directions; what compares equal to a list is still no list."""
+    """Every literal arrives unchanged, in both directions; an object that compares equal to a list is not one."""
     values = [None, True, -3, 2.5, 1e999, -1e999, -(2**70), 3j, "a\n'\"\\ é", b"\0\n", [], (1,), {}, {1: [2]}, {4}]
     values.append(set())
     loop = "inf = float('inf')\n    for v in VALUES:\n        assert candidate(v) == (v, type(v).__name__)"
@@ -104,10 +104,10 @@ def test_the_tests_may_use_the_helpers_of_the_prompt_and_the_function_by_name():
     test = "def check(candidate):\n    assert half(candidate(3)) == 3 and candidate(3) == double(x=3)\n"
     problem = {**PROBLEM, "prompt": prompt, "test": test}
     assert humaneval.run(problem, PROBLEM["canonical_solution"]).solved
-    assert not humaneval.run(problem, "    return x\n\nhalf = lambda x: 3\n").solved  # the judge keeps its own helper
+    assert not humaneval.run(problem, "    return x\n\nhalf = lambda x: 3\n").solved  # the judge uses its own helper
 
 
-#: programs that want to be counted as solved, or to end or stop the judge, without computing 2 * x
+#: programs that try to count as solved, or to end or block the judge, without computing 2 * x
 HOSTILE = """
 raise type('passed', (Exception,), {})()
 raise type('AssertionError', (AssertionError,), {})()
@@ -184,7 +184,7 @@ def close(os, n):
 
 @pytest.fixture
 def without_namespaces(monkeypatch):
-    """A system without bubblewrap and unshare."""
+    """Imitates a system without bubblewrap and unshare."""
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     sandbox.sandbox.cache_clear()
     yield
@@ -193,7 +193,7 @@ def without_namespaces(monkeypatch):
 
 @pytest.mark.parametrize("hidden", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_hostile_programs_are_not_solved(hidden, request):
-    """In the function, and outside it before any test: none is solved, and none stops the judge."""
+    """The code is in the function, or at the top of the program; none counts as solved, and none blocks the judge."""
     if not hidden:
         request.getfixturevalue("without_namespaces")
     assert len(HOSTILE) >= 50 and len(set(HOSTILE)) == len(HOSTILE)
@@ -215,7 +215,7 @@ def test_hostile_programs_are_not_solved(hidden, request):
 
 
 @pytest.mark.parametrize("ending", ["import os\nos._exit(0)", "raise SystemExit(0)", "print('passed')\nreturn x"])
-def test_ending_early_is_not_passing(ending):
+def test_a_program_that_ends_early_has_not_passed(ending):
     assert outcome(ending) in ("died", "raised SystemExit", "wrong answer")
 
 
@@ -227,7 +227,7 @@ def namespaces():
 
 
 def test_files_and_processes_are_hidden(tmp_path):
-    """Seen by a program that reads what it can: no file of the user, no process, no variable of the environment."""
+    """A program that reads all it can sees no file of the user, no other process and no environment variable."""
     namespaces()
     secret = tmp_path / "secret"
     secret.write_text("4")
@@ -248,7 +248,7 @@ def test_without_namespaces_there_is_a_warning(without_namespaces, caplog):
 
 @KERNEL
 def test_the_kernel_refuses_by_itself(tmp_path):
-    """Without the audit hook, which native code could bypass."""
+    """The filter works without the audit hook, which native code could bypass."""
     tries = """
 import importlib.util, os, socket, subprocess, sys, threading
 spec = importlib.util.spec_from_file_location("child", sys.argv[1])
@@ -283,7 +283,7 @@ print(len(open(sys.argv[1]).read()) > 0)
 
 
 def test_pass_at_k_is_the_share_of_sets_with_a_solution():
-    """Against counting every set of k of n solutions; the naive 1 - (1 - c/n)^k is another number."""
+    """The estimate is compared with counting all sets of k of n solutions; 1 - (1 - c/n)^k would be wrong."""
     for n, c, k in ((5, 2, 1), (5, 2, 3), (6, 1, 2), (4, 4, 2), (4, 0, 2), (7, 5, 3)):
         sets = list(itertools.combinations([True] * c + [False] * (n - c), k))
         assert len(sets) == comb(n, k)
@@ -292,7 +292,7 @@ def test_pass_at_k_is_the_share_of_sets_with_a_solution():
 
 
 def test_pass_at_1_and_k_of_a_tiny_model(tiny_causal, tmp_path, monkeypatch):
-    """A model that writes no code passes nothing; counts add up; samples differ, and do not move torch's generator."""
+    """A model that writes no code passes nothing, counts add up, samples differ, torch's generator is not changed."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -309,7 +309,7 @@ def test_pass_at_1_and_k_of_a_tiny_model(tiny_causal, tmp_path, monkeypatch):
 
     def run(problem, completion, *limits):
         texts.append(completion)
-        # solved: two of the first problem's four samples, one of the second problem's
+        # solved: two of four samples of the first problem, one of the second
         return humaneval.Verdict(len(texts) in (3, 4, 7), "passed", "")
 
     monkeypatch.setattr(humaneval, "run", run)

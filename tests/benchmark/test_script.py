@@ -42,7 +42,7 @@ def test_a_users_error_is_one_line_and_exit_code_2(tmp_path, capsys):
     assert ended.value.code == 2 and capsys.readouterr().err == "error: no such data\n"
 
 
-def test_floats_are_shortened_all_the_way_down():
+def test_floats_are_shortened_recursively():
     assert short({"a": [1 / 3, {"b": (2.0, 1e-17 / 3)}], "c": True, "d": "x"}, 3) == {
         "a": [0.333, {"b": [2.0, 3.33e-18]}],
         "c": True,

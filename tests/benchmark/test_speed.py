@@ -1,4 +1,4 @@
-"""The speed benchmarks run at toy size, and the fast forms give what the slow ones give. Nothing is timed."""
+"""The speed benchmarks run at a small size, and fast and slow forms give the same results. No time is tested."""
 
 import json
 
@@ -9,7 +9,7 @@ from benchmark.speed import __main__ as runner
 from benchmark.speed import clients, frozen_cache, overhead, race, server_step, vision
 from fs_lowrank import load_config
 
-#: not square, and an odd number of modules
+#: layers that are not square, and an odd number of modules
 TOY = dict(clients=6, modules=3, d_out=40, d_in=24, rank=2, repeats=1)
 
 
@@ -20,7 +20,7 @@ def test_fast_and_slow_server_steps_agree(measure, dtype, close):
 
 
 @pytest.mark.parametrize("measure", [server_step.averaging, server_step.flexlora, server_step.flora])
-def test_they_agree_on_wide_layers(measure):
+def test_fast_and_slow_server_steps_agree_on_wide_layers(measure):
     assert measure(**{**TOY, "d_out": 24, "d_in": 40}, dtype=torch.float64)["difference"] < 1e-12
 
 
@@ -28,7 +28,7 @@ def test_flexlora_agrees_where_the_ranks_fill_the_layer():
     assert server_step.flexlora(**{**TOY, "clients": 20}, dtype=torch.float64)["difference"] < 1e-12
 
 
-def test_race_runs_each_variant_as_often_as_told():
+def test_race_runs_each_variant_the_given_number_of_times():
     ran = {"fast": 0, "slow": 0}
 
     def run(name):
@@ -39,14 +39,14 @@ def test_race_runs_each_variant_as_often_as_told():
 
 
 @pytest.mark.parametrize("kind", ["settings", "causal_settings"])
-def test_kept_states_give_the_same_losses_and_tensors(kind, request):
+def test_cached_states_give_the_same_losses_and_tensors(kind, request):
     config = load_config(request.getfixturevalue(kind), train__optimizer__type="SGD")
     found = frozen_cache.measure(config, samples=12, repeats=1)
     assert found["loss_difference"] < 1e-5 and found["difference"] < 1e-5
     assert found["bytes_kept"] > 0
 
 
-def test_overhead_adds_up_and_takes_the_timers_off(settings):
+def test_overhead_adds_up_and_removes_its_timers(settings):
     backward = torch.Tensor.backward
     found = overhead.measure(load_config(settings), rounds=2, profile=True)
     assert torch.Tensor.backward is backward

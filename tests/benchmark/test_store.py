@@ -1,4 +1,4 @@
-"""Result files: whole or damaged, a full disk, and claims of processes."""
+"""Result files: complete and damaged ones, a full disk, and the claims of processes on jobs."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ def test_round_trip(store):
     store.write("failed", {**RECORD, "error": "no"})
     store.write("cells", RECORD)
     assert store.read("cells", "abc") == RECORD
-    assert store.read("failed", "abc") is None  # the finished one takes its place
+    assert store.read("failed", "abc") is None  # the finished result replaces it
     assert store.read("cells", "other") is None and not store.damaged
     assert store.all("cells") == [RECORD]
 
@@ -45,7 +45,7 @@ def test_damaged_files_are_named_and_taken_as_missing(store, damage, words):
     pytest.importorskip("re").search(words, why) or pytest.fail(why)
 
 
-def test_a_copied_file_is_no_result_of_another_cell(store):
+def test_a_copied_file_is_not_the_result_of_another_cell(store):
     path = store.write("cells", RECORD)
     path.rename(path.with_name("def.json"))
     assert store.read("cells", "def") is None and "result of abc" in next(iter(store.damaged.values()))

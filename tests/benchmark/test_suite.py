@@ -51,14 +51,14 @@ def test_five_lines_are_a_suite(write):
     assert [c.seed for c in cells] == [0] * 4 + [1] * 4  # what is there early covers the grid
 
 
-def test_any_method_by_name(write):
+def test_a_suite_may_name_any_method(write):
     jobs = plan(options(write(FIVE_LINES), methods=("ffa_lora", "rolora")))
     assert {j.method.label for j in jobs} == {"ffa_lora", "rolora"}
     with pytest.raises(UserError, match="no method 'rollora'; did you mean 'rolora'"):
         plan(options(write(FIVE_LINES), methods=("rollora",)))
 
 
-def test_hash_goes_by_what_decides(write):
+def test_the_hash_depends_only_on_what_decides_the_result(write):
     key = lambda text, **o: plan(options(write(text), **o))[0].key  # noqa: E731
     same = key(FIVE_LINES)
     assert key(FIVE_LINES + "    title: other words\n") == same
@@ -68,7 +68,7 @@ def test_hash_goes_by_what_decides(write):
     assert key(FIVE_LINES.replace("data:", "lowrank: {min_clients: 1}, data:")) == same  # a default changes nothing
 
 
-def test_budget_of_samples_sets_rounds(write):
+def test_a_budget_of_samples_determines_the_rounds(write):
     text = FIVE_LINES.replace(
         "config: {",
         "samples: 1000\n    evaluations: 4\n    config: {dataloader: {batch_size: 8}, train: {local_update_steps: 2}, ",
@@ -90,12 +90,12 @@ def test_search_is_shared_over_seeds_and_settings(write):
     assert all(s.config.eval.split == ["val"] and s.config.seed == 100 for s in searches)
     each = plan(options(write(text.replace("at: {clients: 6}", "each: [clients]"))))
     assert sum(isinstance(j, Search) for j in each) == 4
-    assert searches[0].key in {j.key for j in each}  # the same search, whatever asks for it
+    assert searches[0].key in {j.key for j in each}  # the same search, whichever experiment needs it
     with pytest.raises(UserError, match="no axis 'client'; there are: clients"):
         plan(options(write(text.replace("at: {clients: 6}", "each: [client]"))))
 
 
-def test_table_of_rates(write):
+def test_a_table_of_learning_rates(write):
     text = FIVE_LINES + "    learning_rates: {table: {rolora: 0.01, fedlora: 0.02}, budget: 8 trials each}\n"
     rates = {c.method.label: (c.config.train.optimizer.lr, c.rate["budget"]) for c in plan(options(write(text)))}
     assert rates == {"rolora": (0.01, "8 trials each"), "fedlora": (0.02, "8 trials each")}
@@ -105,7 +105,7 @@ def test_table_of_rates(write):
         plan(options(write(text.replace(", budget: 8 trials each", ""))))
 
 
-def test_experiments_lay_configs_over_each_other(write):
+def test_the_config_of_an_experiment_overrides_that_of_the_suite(write):
     path = write("""
         config: {data: {type: a.csv}, llm: {adapter: {args: [{r: 4}]}}, federate: {client_num: 2}}
         methods: [fedlora]
@@ -143,7 +143,7 @@ def test_an_extra_experiment_runs_only_where_it_is_named(write, capsys):
     assert "deeper *" in listed and "first *" not in listed and "runs only if --only names it" in listed
 
 
-def test_the_contents_of_ones_own_file_decide(write, tmp_path):
+def test_the_hash_depends_on_the_content_of_a_file_of_the_user(write, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     for folder, rows in (("a", "x,0"), ("b", "y,1")):
@@ -168,7 +168,7 @@ def test_a_test_set_cut_from_the_rows_is_the_same_in_search_and_cells(write):
     assert {j.config.lowrank.test_seed for j in plan(options(write(official)))} == {-1}
 
 
-def test_a_method_may_have_a_config_of_its_own_at_a_place_of_the_grid(write):
+def test_a_method_may_have_a_config_of_its_own_at_a_point_of_the_grid(write):
     jobs = plan(
         options(
             write("""
@@ -256,7 +256,7 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     ],
 )
 def test_revisions(keys, wanted):
-    """What is said of a configuration names what changed, and nothing that did not."""
+    """The revisions of a configuration name the parts that have changed, and no others."""
     assert revisions(load_config({"federate.client_num": 2, **keys})) == wanted
 
 
@@ -267,7 +267,7 @@ def test_flat_keys():
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", shipped())
-def test_shipped_suites_fit_together(name, size):
+def test_the_shipped_suites_are_valid(name, size):
     suite = load_suite(name, size)
     for experiment in suite.experiments.values():
         jobs = jobs_of(suite, dataclasses.replace(experiment, seeds=experiment.seeds[:1]), Options((name,), size))

@@ -1,16 +1,16 @@
-"""A test engine in which no process outlives a message: server and clients exchange files, and exit after each.
+"""A test engine whose server and clients exchange files, in processes that handle one message each and exit.
 
-Messages lie in ``OUTDIR/mail``, one ``Parcel`` a file, while their round lasts. A round has an exchange for its
-training, and one more where clients evaluate models of their own:
+During a round, its messages are in ``OUTDIR/mail``, one ``Parcel`` per file. A round has one exchange for training,
+and a second one if clients evaluate models of their own:
 
-    000002/train/call_3      server to client 3: say where your copy stands
-    000002/train/hello_3     its answer
-    000002/train/order_3     server to client 3: what it lacks, and what to do
-    000002/train/answer_3    its answer
+    000002/train/call_3      server to client 3: report the state of your copy of the model
+    000002/train/hello_3     its reply
+    000002/train/order_3     server to client 3: the tensors that it lacks, and what to do
+    000002/train/answer_3    its reply
 
-``run`` delivers: for every message that has no reply yet it starts a process of the client, and for every reply a
-process of the server. What a client must remember lies in ``mail/clients``; what the server must, in the run's
-checkpoint. Within a round the server's process makes the same ``Round`` again from the messages that lie there.
+``run`` starts a client process for every message without a reply, and a server process for every reply. What a client
+must remember is in ``mail/clients``, and what the server must remember in the checkpoint of the run. Within a round,
+each server process builds the same ``Round`` again from the messages in the folder.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from fs_lowrank.runs.result import RunResult
 
 #: kind of a message -> kind of its reply
 REPLY = {"call": "hello", "order": "answer"}
-#: beside the messages: the configuration, and what ended the server's process
+#: files beside the messages: the configuration, and the error that ended a server process
 CONFIG, FAILURE = "config.yaml", "failure.json"
-#: seconds that a process may take for a message; how many clients' processes run at a time
+#: limit in seconds for the processing of a message; number of client processes at a time
 LIMIT, CORES = 600.0, os.cpu_count() or 1
 
 
 def codec_of(config: Config) -> Codec:
-    """How messages and updates travel: this engine honours the framework's ``quantization``."""
+    """How messages and updates are encoded; this engine honours the framework's ``quantization``."""
     return Uniform(config.get("quantization.nbits")) if config.get("quantization.method") == "uniform" else Plain()
 
 
 def check(config: Config) -> None:
-    """Raise ``UserError`` for keys that the framework alone honours."""
+    """Raise ``UserError`` for keys that only the framework honours."""
     others = config.framework
     if config.get("quantization.method") == "uniform" and config.get("quantization.nbits") in (8, 16):
         others = {name: value for name, value in others.items() if not name.startswith("quantization.")}
@@ -69,9 +69,9 @@ def check(config: Config) -> None:
 
 
 def unanswered(mail: Path) -> list[Path]:
-    """Messages to clients that have no reply yet, in order of their clients."""
-    sent = [path for kind in REPLY for path in mail.glob(f"[0-9]*/*/{kind}_*")]
-    return sorted((p for p in sent if not reply_to(p).exists()), key=address)
+    """Messages to clients that have no reply yet, sorted by round and client."""
+    sent = (path for kind in REPLY for path in mail.glob(f"[0-9]*/*/{kind}_*") if not reply_to(path).exists())
+    return sorted(sent, key=address)
 
 
 def address(message: Path) -> tuple[int, int]:
@@ -103,7 +103,7 @@ def client_process(folder: str, message: str, threads: int) -> None:
 
 
 def obey(config: Config, client: int, disk: Path, order: Parcel) -> Parcel:
-    """Follow what came and do what it asks for; what ``client`` answers."""
+    """Update the copy of ``client`` and carry out ``order``; returns the reply."""
     round, purpose, codec = order.facts["round"], order.facts["purpose"], codec_of(config)
     site = Site(config, serves=False)
     copy = OwnCopy(site.method, site.model, client, site.personal, codec, config.fingerprint())
@@ -121,14 +121,14 @@ def obey(config: Config, client: int, disk: Path, order: Parcel) -> Parcel:
             copy.keep_personal(round)
         elif purpose == "evaluate":
             reply.facts["scores"] = Evaluator(site).score(tests, f"client {client} test")
-    except Exception as error:  # its failure must not end the others' round; the server records it
+    except Exception as error:  # must not end the round of the others; the server records it
         reply = apology(round, error)
     copy.save(disk)
     return reply
 
 
 def server_process(folder: str, reply: str, threads: int) -> None:
-    """Handle a reply (of a run that begins, ``mail`` itself): nothing is done before the last of its kind is there."""
+    """Handle a reply, or the start of a run (``mail`` itself); does nothing while other replies are missing."""
     torch.set_num_threads(threads)
     mail = Path(folder)
     if unanswered(mail) or not Path(reply).exists():
@@ -140,7 +140,7 @@ def server_process(folder: str, reply: str, threads: int) -> None:
 
 
 class Server:
-    """The server, as far as its checkpoint has it."""
+    """The server in the state of its latest checkpoint."""
 
     def __init__(self, config: Config):
         self.config, self.mail = config, outdir_of(config) / "mail"
@@ -153,19 +153,19 @@ class Server:
         self.done = checkpoint.round if checkpoint else 0
 
     def go_on(self) -> None:
-        """As far as the messages allow: until clients are waited for, or the run is over."""
+        """Continue the run until replies are missing, or the run has ended."""
         while self.done < self.config.federate.total_round_num and not self.evaluator.stalled(self.keeper.history):
             number = self.done + 1
             try:
                 record = self.round(number)
             except RunFailed:
-                shutil.rmtree(self.mail / f"{number:06}")  # who resumes asks all clients again
+                shutil.rmtree(self.mail / f"{number:06}")  # a resumed run asks all clients again
                 raise
             if record is None:
                 return
             self.keeper.add(record)
             if not self.keeper.checkpoint_due(number):
-                self.keeper.save(number)  # the next process has nothing else to go on from
+                self.keeper.save(number)  # the next server process continues from it
             shutil.rmtree(self.mail / f"{number:06}")
             self.done = number
 
@@ -173,8 +173,7 @@ class Server:
         """The record of round ``number``; None while replies are missing."""
         site = self.site
         round = Round(number, self.ledger, codec=codec_of(self.config), base=site.changed_base)
-        answers = self.exchange(round, round.selected, "train")
-        if answers is None:
+        if (answers := self.exchange(round, round.selected, "train")) is None:
             return None
         for client in sorted(round.trains):
             round.take(client, answers[client])
@@ -188,8 +187,7 @@ class Server:
             metrics = self.evaluator.held_out()
             if CLIENTS in self.evaluator.splits():
                 sizes = {c.id: len(e) for c, e in zip(site.clients, site.data.client_tests) if e is not None}
-                answers = self.exchange(round, sizes, "evaluate")
-                if answers is None:
+                if (answers := self.exchange(round, sizes, "evaluate")) is None:
                     return None
                 scores = {c: a.facts["scores"] for c, a in sorted(answers.items()) if "scores" in a.facts}
                 if scores:
@@ -198,7 +196,7 @@ class Server:
         return round.record(metrics, seconds, spent)
 
     def exchange(self, round: Round, clients: Iterable[int], purpose: str) -> dict[int, Parcel] | None:
-        """Ask ``clients``, as far as that is not done yet; their answers, or None while some are missing."""
+        """Send ``clients`` the messages that have not been sent yet; their replies, or None while some are missing."""
         folder = self.mail / f"{round.number:06}" / purpose
         calls = {c: folder / f"call_{c}" for c in clients}
         for path in calls.values():
@@ -224,7 +222,7 @@ class Server:
 
 
 def start(target: Callable, *args: str) -> BaseProcess:
-    """Start a process that runs ``target``, forked from one that has done nothing but import; by one thread alone."""
+    """Start a process that runs ``target``, forked from a single-threaded process that has only imported modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([m for m in sys.modules if m.startswith(("fs_lowrank.r", "transformers.models."))])
     process = context.Process(target=target, args=(*args, torch.get_num_threads()))
@@ -233,15 +231,15 @@ def start(target: Callable, *args: str) -> BaseProcess:
 
 
 def exit_code(process: BaseProcess) -> int | None:
-    """Wait for a process; it is killed where it takes longer than ``LIMIT``."""
+    """Wait for a process, and kill it if it takes longer than ``LIMIT``."""
     process.join(LIMIT)
-    process.kill()  # which does nothing to one that has ended
+    process.kill()  # has no effect on a process that has ended
     process.join()
     return process.exitcode
 
 
 def deliver(mail: Path, messages: list[Path]) -> Iterator[Path]:
-    """Bring ``messages`` to their clients, as many at a time as there are cores; yields each when it has a reply."""
+    """Let clients handle ``messages``, as many at a time as there are cores; yields each when it has a reply."""
     for first in range(0, len(messages), CORES):
         batch = messages[first : first + CORES]
         for message, process in [(m, start(client_process, str(mail), str(m))) for m in batch]:
@@ -252,7 +250,7 @@ def deliver(mail: Path, messages: list[Path]) -> Iterator[Path]:
 
 
 def serve(mail: Path, reply: Path) -> None:
-    """Bring ``reply`` to the server; raises what its process raised, and ``RunFailed`` if that ended otherwise."""
+    """Let the server handle ``reply``; raises the error of its process, or ``RunFailed`` if the process died."""
     code = exit_code(start(server_process, str(mail), str(reply)))
     if (mail / FAILURE).exists():
         wrong_use, text = json.loads((mail / FAILURE).read_text())
@@ -283,16 +281,15 @@ def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> 
             server.keeper.release()
 
 
-def work(mail: Path, told: int, on_round: Callable | None, on_client: Callable | None) -> None:
-    """Deliver until there is nothing left to deliver, or ``on_round`` says stop; it has been ``told`` of rounds."""
+def work(mail: Path, reported: int, on_round: Callable | None, on_client: Callable | None) -> None:
+    """Deliver messages until none is left or ``on_round`` returns True; rounds up to ``reported`` are not reported."""
     serve(mail, mail)
     while True:
-        for record in read_records(mail.with_name("rounds.jsonl"), up_to=sys.maxsize)[told:]:
-            told = record["round"]
+        for record in read_records(mail.with_name("rounds.jsonl"), up_to=sys.maxsize)[reported:]:
+            reported = record["round"]
             if on_round and on_round(record):
                 return
-        messages = unanswered(mail)
-        if not messages:
+        if not (messages := unanswered(mail)):
             return
         for done, message in enumerate(deliver(mail, messages)):
             if on_client:

@@ -1,4 +1,4 @@
-"""Engines are found by name, built in and added by other packages; what is wrong with one is said with its name."""
+"""Engines, built in or from other packages, are found by name, and errors name the engine."""
 
 import sys
 
@@ -21,7 +21,7 @@ def run(config, resume=False, on_round=None, on_client=None):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """``install(package, code, name)``: as ``pip install`` of a package with one engine would leave it."""
+    """``install(package, code, name)`` leaves what ``pip install`` of a package with one engine leaves."""
 
     def install(package, code, name):
         site = tmp_path / f"site-{package}"
@@ -43,14 +43,14 @@ def check(name):
     return next(c for c in examine() if c.what == name)
 
 
-def test_the_built_in_ones():
+def test_the_built_in_engines():
     assert list_engines()[:2] == ["local", "federatedscope"] == fs_lowrank.list_engines()[:2]
     assert get_engine("local").__name__ == "fs_lowrank.engines.local"
     with pytest.raises(UserError, match="no engine 'locale'; did you mean 'local'.*there are: local, federatedscope"):
         get_engine("locale")
 
 
-def test_one_of_another_package_runs_by_name(install, settings, tmp_path, no_curves, capsys):
+def test_an_engine_of_another_package_runs_by_name(install, settings, tmp_path, no_curves, capsys):
     install("good_engine", GOOD, "elsewhere")
     assert list_engines()[-1] == "elsewhere"
     keys = {"federate.client_num": 2, "federate.total_round_num": 1}
@@ -75,7 +75,7 @@ def test_one_of_another_package_runs_by_name(install, settings, tmp_path, no_cur
         ),
     ],
 )
-def test_a_broken_package_is_named(install, settings, code, message):
+def test_an_error_in_an_engine_names_its_package(install, settings, code, message):
     install("bad_engine", code, "elsewhere")
     config = fs_lowrank.load_config(settings)
     with pytest.raises(UserError, match=message) as error:
@@ -88,7 +88,7 @@ def test_a_broken_package_is_named(install, settings, code, message):
     assert not broken.required and get_engine("local")
 
 
-def test_a_name_that_is_taken(install):
+def test_an_engine_may_not_have_the_name_of_a_built_in_one(install):
     install("good_engine", GOOD, "local")
     for ask in (list_engines, lambda: get_engine("elsewhere")):
         with pytest.raises(UserError, match=r"'local' \(good_engine\).*already \(fs_lowrank.engines.local\)"):

@@ -16,12 +16,12 @@ def stalls(settings, values, **keys):
     [
         ([1.0, 0.9, 0.95, 0.96], 2, 0.0, True),
         ([1.0, 0.9, 0.95, 0.8], 2, 0.0, False),
-        ([1.0, 0.99, 0.98], 2, 0.1, True),  # better, but never by more than delta
+        ([1.0, 0.99, 0.98], 2, 0.1, True),  # it improves, but never by more than delta
         ([1.0, 0.8, 0.6], 2, 0.1, False),
         ([1.0, 1.0, 1.0, 1.0], 0, 0.0, False),  # off
     ],
 )
-def test_it_stops_after_patience_evaluations_without_a_better_one(settings, values, patience, delta, stalled):
+def test_it_stops_after_patience_evaluations_without_improvement(settings, values, patience, delta, stalled):
     keys = {"early_stop.patience": patience, "early_stop.delta": delta}
     assert stalls(settings, values, **keys) is stalled
 
@@ -31,12 +31,12 @@ def test_a_run_ends_early(settings):
     assert len(fs_lowrank.run(fs_lowrank.load_config(settings, keys)).history) == 2
 
 
-def test_what_cannot_be_honoured_is_refused(settings):
+def test_keys_that_cannot_be_honoured_are_refused(settings):
     with pytest.raises(fs_lowrank.UserError, match="val_loss, a split that is not evaluated; evaluated are: test"):
         LocalEngine(fs_lowrank.load_config(settings, {"early_stop.patience": 2, "eval.split": ["test"]}))
     with pytest.raises(fs_lowrank.UserError, match="improve_indicator_mode"):
         LocalEngine(fs_lowrank.load_config(settings, {"early_stop.improve_indicator_mode": "mean"}))
-    # Without a global evaluation there is no test_acc, only the clients' own.
+    # Without a global evaluation there is no test_acc, but only client_test_acc.
     keys = {
         "early_stop.patience": 2,
         "federate.make_global_eval": False,

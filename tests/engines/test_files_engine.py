@@ -1,4 +1,4 @@
-"""An engine of another package, whose processes end after every message, gives what the embedded engine gives."""
+"""An engine of another package, whose processes end after every message, gives the same results as the embedded one."""
 
 import shutil
 import sys
@@ -14,7 +14,7 @@ ENGINE = Path(__file__).with_name("files_engine.py")
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
 FOR_CAUSAL = [m for m in fs_lowrank.list_methods() if "CausalLM" in requirements(m).tasks]
 FOR_IMAGES = [m for m in fs_lowrank.list_methods() if m not in METHODS]
-#: where a hyperparameter changes what travels, or what a copy must remember
+#: hyperparameters that change what is sent, or what a copy must remember
 VARIANTS = [
     ("flora", {"lowrank.ranks": [1, 3, 2]}),
     ("flexlora", {"lowrank.ranks": [1, 3, 2]}),
@@ -41,13 +41,13 @@ QUICK = ("rolora", "fedloru", "flora", "pfedloru")
 
 
 def slow_but(cases, quick):
-    """``cases`` as parameters, marked as slow where ``quick`` does not say otherwise."""
+    """``cases`` as parameters; those for which ``quick`` returns False are marked as slow."""
     return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The engine as a package that is installed would have it."""
+    """Makes the engine available as an installed package would."""
     info = tmp_path / "site" / "files_engine-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: files-engine\nVersion: 1.0\n")
@@ -71,11 +71,10 @@ def quick(installed, settings, tmp_path, no_curves):
 
 
 def same(local, other):
-    """The global tensors to the bit, and all of the records but the seconds.
+    """The global tensors are equal to the bit, and so are the records except for seconds.
 
-    Where clients evaluate models of their own they are sent the end of the round for it, which counts. So what the
-    embedded engine, whose clients share its model, sends in the next round has been sent by then, and one message more
-    at last.
+    If clients evaluate models of their own, they are sent the result of the round for it, and these bytes count. The
+    embedded engine, whose clients share one model, sends it in the next round instead, and never sends the last one.
     """
     for (name, a), (other_name, b) in zip(local.model.named_parameters(), other.model.named_parameters(), strict=True):
         assert name == other_name and torch.equal(a, b), name
@@ -95,11 +94,15 @@ def same(local, other):
             assert a[1:] == b[:-1]
 
 
+def test_an_engine_takes_at_most_300_lines():
+    assert len(ENGINE.read_text().splitlines()) <= 300, "what it lacks should be in fs_lowrank/rounds"
+
+
 @pytest.mark.parametrize(
     "method, keys",
     slow_but([*((m, {}) for m in METHODS), *VARIANTS], lambda method, keys: method in QUICK and not keys),
 )
-def test_the_same_as_the_embedded_engine(quick, method, keys):
+def test_the_result_is_that_of_the_embedded_engine(quick, method, keys):
     rounds = 1 if ".one_shot." in get_method_class(method).__module__ else 2
     few = {"federate.total_round_num": rounds, "federate.sample_client_num": 3 if keys else 2}
     keys = {"federate.method": method, **few, **keys}
@@ -138,7 +141,7 @@ def test_clients_that_come_late(quick):
 
 @pytest.mark.parametrize("at", slow_but([(1,), (4,), (8,)], lambda at: at == 4))
 def test_a_server_that_is_killed(quick, monkeypatch, at):
-    """At its first message, and at those that end the training of rounds 1 and 2; then the run is resumed."""
+    """It is killed at its first message, or at the one that ends the training of round 1 or 2; the run is resumed."""
     import files_engine
 
     keys = {"federate.method": "pfedloru", "lowrank.tau": 1, "federate.client_num": 2}
@@ -164,7 +167,7 @@ def test_a_server_that_is_killed(quick, monkeypatch, at):
 
 
 def test_a_client_that_is_killed(quick, monkeypatch):
-    """Its round goes on without it, and the record says why."""
+    """The round continues without it, and the record says why."""
     import files_engine
 
     config = quick("files", {"federate.method": "fedlora", "federate.total_round_num": 2})
@@ -181,7 +184,7 @@ def test_a_client_that_is_killed(quick, monkeypatch):
     first, second = fs_lowrank.run(config, "files").history
     assert started and first["clients"] == [1, 3] and second["clients"] == [1, 2, 3]
     assert first["failed"] == [{"client": 2, "kind": "failed", "reason": "its process ended with exit code -9"}]
-    # What it was sent in round 1 is not on its disk, and is in what it is sent in round 2.
+    # What it was sent in round 1 is not on its disk, so it is sent again in round 2.
     assert len(set(second["client_downlink_bytes"].values())) == 1
 
 
@@ -201,7 +204,7 @@ def test_too_few_clients_and_what_cannot_be_resumed(quick):
 
 
 def test_a_client_that_lost_its_disk(quick):
-    """It says that it stands at the start, gets everything, and the record has the bytes."""
+    """It reports that it is at the start of the run, is sent everything, and the record counts the bytes."""
     keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.client_num": 2, "federate.total_round_num": 3}
     whole, config = fs_lowrank.run(quick("whole", keys), "files"), quick("lost", keys)
 
@@ -219,8 +222,8 @@ def test_a_client_that_lost_its_disk(quick):
 
 @pytest.mark.federatedscope
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
-def test_rounded_messages(quick, method):
-    """As on the framework's engine, which rounds them too."""
+def test_quantised_messages(quick, method):
+    """The result is that of the framework's engine, which quantises messages too."""
     pytest.importorskip("fs_lowrank.engines.federatedscope", exc_type=Exception)
     keys = {"federate.method": method, "quantization.method": "uniform", "quantization.nbits": 8}
     keys |= {"lowrank.tau": 1} if method == "fedloru" else {}

@@ -1,4 +1,4 @@
-"""Runs that keep the frozen layers' output against runs that compute it each time."""
+"""Runs with cached outputs of the frozen layers, compared with runs that compute them each time."""
 
 import logging
 import resource
@@ -24,7 +24,7 @@ def make(settings, causal_settings, tmp_path, no_curves):
                     "federate.client_num": 3,
                     "federate.total_round_num": 2,
                     "federate.method": "rolora",
-                    # The step of an adaptive optimizer is the sign of a gradient where it is all but zero.
+                    # An adaptive optimizer would enlarge rounding errors of gradients that are almost zero.
                     "train.optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9},
                     "train.local_update_steps": 1,
                     "train.batch_or_epoch": "epoch",
@@ -49,7 +49,7 @@ def close(one, other, tolerance=1e-6):
 @pytest.mark.parametrize(
     "task, method", [("encoder", "rolora"), ("encoder", "flora"), ("causal", "rolora"), ("causal", "flexlora")]
 )
-def test_kept_and_computed_are_equal(make, task, method):
+def test_results_with_and_without_the_cache_are_equal(make, task, method):
     keys = {"federate.method": method, **({"lowrank.ranks": [1, 3]} if method != "rolora" else {})}
     kept, computed = make(task, keys), make(task, {**keys, "train.cache_frozen": "off"})
     # Dropout is off below the first adapted layer, and on above it.
@@ -85,14 +85,14 @@ def test_in_memory_and_in_files(make, task, tmp_path):
     assert all(torch.equal(memory.ledger.state[n], files.ledger.state[n]) for n in memory.ledger.state)
 
 
-def test_a_file_in_place_of_the_folder_is_said_before_anything_trains(make, tmp_path):
+def test_a_file_in_place_of_the_folder_is_an_error_before_training(make, tmp_path):
     (tmp_path / "states").write_text("")
     with pytest.raises(UserError, match="train.cache_frozen_dir: .*states cannot be used as a folder"):
         make("encoder", {"train.cache_frozen_dir": str(tmp_path / "states")})
 
 
-def test_a_disk_that_is_full_is_said_before_anything_is_mapped(make, tmp_path):
-    """The limit on a file's size stands for a disk without room: the system refuses the same call."""
+def test_a_full_disk_is_an_error_before_anything_is_mapped(make, tmp_path):
+    """A limit on the size of files imitates a full disk: the system refuses the same call."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     engine = make("encoder", {"train.cache_frozen_dir": str(tmp_path / "states")})
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_is_said_before_anything_is_mapped(make, tmp_path):
     assert not list((tmp_path / "states").iterdir())
 
 
-def test_a_budget_that_does_not_reach(make):
+def test_clients_beyond_the_budget_are_not_cached(make):
     whole = make("encoder", {})
     whole.run()
     sizes = {owner: buffer.numel() * 4 for owner, (buffer, _) in whole.site.prefix.kept.items()}
@@ -122,7 +122,7 @@ def test_a_budget_that_does_not_reach(make):
     close(nothing, whole)
 
 
-def test_no_layer_is_frozen_where_all_weights_train(make):
+def test_nothing_is_cached_if_all_weights_train(make):
     assert make("encoder", {"federate.method": "fedavg"}).site.prefix is None
     assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [0, 2]}]}).site.prefix is None
     assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [2]}]}).site.prefix.depth == 2
@@ -137,7 +137,7 @@ def test_half_precision(make):
         torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
 
 
-def test_resumed_with_states_kept(make, tmp_path):
+def test_a_resumed_run_with_the_cache(make, tmp_path):
     keys = {"federate.total_round_num": 4}
     whole = make("causal", keys)
     whole.run()
@@ -150,8 +150,8 @@ def test_resumed_with_states_kept(make, tmp_path):
     assert all(torch.equal(whole.ledger.state[n], resumed.ledger.state[n]) for n in whole.ledger.state)
 
 
-def test_a_model_whose_layers_cannot_be_left_out(make, tiny_encoder, tmp_path, caplog):
-    """The same run as without the cache, and the same again where it is resumed."""
+def test_a_model_with_which_the_cache_cannot_be_used(make, tiny_encoder, tmp_path, caplog):
+    """The result is that of a run without the cache, also after resuming."""
     folder = tmp_path / "fnet"
     vocabulary = len(AutoTokenizer.from_pretrained(str(tiny_encoder)))
     torch.manual_seed(0)

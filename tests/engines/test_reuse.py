@@ -1,4 +1,4 @@
-"""Clients that were trained once are not trained again: what the key takes in, and what a comparison records."""
+"""Trained clients are reused: which settings decide whether they can be, and what a comparison records."""
 
 import json
 
@@ -63,7 +63,7 @@ def test_methods_whose_clients_train_alike_share_them(run):
     for method in ("fedfisher", "fisher_merge", "regmean"):
         assert run(method)[1] == 0
     assert run("fedfisher", lowrank__fisher="kfac")[1] == 0
-    assert run("fedlora")[1] == 3 and run("fedlora", "local")[1] == 0, "an adapter is another training"
+    assert run("fedlora")[1] == 3 and run("fedlora", "local")[1] == 0, "with an adapter the training is another"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_methods_whose_clients_train_alike_share_them(run):
     ],
     ids=lambda keys: next(iter(keys)),
 )
-def test_what_decides_the_training_is_in_the_key(run, keys):
+def test_settings_that_change_the_training_change_the_key(run, keys):
     run()
     assert run(**keys)[1] == 3
 
@@ -97,12 +97,12 @@ def test_what_decides_the_training_is_in_the_key(run, keys):
     ],
     ids=["server", "rounds"],
 )
-def test_what_does_not_is_not(run, keys):
+def test_settings_of_the_server_do_not_change_the_key(run, keys):
     run()
-    assert run(**keys)[1] == 3 * (keys.get("federate.total_round_num", 1) - 1), "a second round starts from elsewhere"
+    assert run(**keys)[1] == 3 * (keys.get("federate.total_round_num", 1) - 1), "round 2 starts from another model"
 
 
-def test_an_entry_that_is_damaged_is_trained_anew(run, tmp_path, caplog):
+def test_a_client_is_trained_again_if_its_entry_is_damaged(run, tmp_path, caplog):
     first, _ = run()
     entry = sorted((tmp_path / "clients").glob("*.safetensors"))[0]
     content = bytearray(entry.read_bytes())
@@ -138,18 +138,18 @@ def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, m
     comparison = json.loads((tmp_path / "all" / "comparison.json").read_text())
     assert len({results[m].facts["config"] for m in results}) == 3
     times = [comparison[m]["seconds"]["training"] for m in results]
-    assert min(times) > 0.9 * times[0], "all report the training that it took"
-    # Of two rounds the second starts from each method's own model; nothing is kept unasked.
+    assert min(times) > 0.9 * times[0], "all methods report the time of the shared training"
+    # With two rounds, the second one starts from each method's own model, so clients are not stored.
     fs_lowrank.compare(
         load_config(settings, {**keys, "federate.total_round_num": 2, "outdir": str(tmp_path / "two")}), ["fedavg"]
     )
     assert len(trained) == 3 + 6 and not (tmp_path / "two" / "clients").exists()
 
 
-# -- what a server chooses by ---------------------------------------------------------------------------
+# -- validation data of the server ---------------------------------------------------------------------------
 
 
-def test_all_methods_choose_by_the_same_held_out_samples(settings, tmp_path):
+def test_all_methods_select_on_the_same_held_out_samples(settings, tmp_path):
     drawn = []
     for i, (method, keys) in enumerate(
         (("regmean", {}), ("fedfisher", {"lowrank.solver": "adam"}), ("regmean", {"seed": 9}))

@@ -27,17 +27,17 @@ def test_the_record_on_disk_names_the_clients_that_were_left_out(config, tmp_pat
         assert {note["client"] for note in record["robust"]} <= {1, 2, 3, 4, 5}
 
 
-def test_a_plain_run_has_no_such_entry(config):
+def test_a_run_without_the_key_has_no_such_entry(config):
     assert all("robust" not in record for record in fs_lowrank.run(config()).history)
 
 
-def test_dropouts_below_what_the_rule_needs_are_a_bad_round(config):
+def test_a_round_with_fewer_updates_than_the_rule_needs_is_a_bad_round(config):
     keys = {"lowrank.robust": "krum", "lowrank.drop_rate": 0.5, "seed": 3}
     with pytest.raises(fs_lowrank.RunFailed, match="robust_malicious = 1 needs 5 updates, got"):
         fs_lowrank.run(config(**keys))
 
 
-def test_such_rounds_are_skipped_if_the_user_says_so(config):
+def test_such_rounds_are_skipped_with_on_bad_round_skip(config):
     keys = {"lowrank.robust": "krum", "lowrank.drop_rate": 0.5, "seed": 3, "lowrank.on_bad_round": "skip"}
     result = fs_lowrank.run(config(**keys))
     assert any("needs 5 updates" in record.get("skipped", "") for record in result.history)

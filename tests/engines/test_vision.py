@@ -1,4 +1,4 @@
-"""Networks from scratch in the embedded engine: what trains whole, running statistics, augmentation, resuming."""
+"""Image networks trained from scratch: layers without adapter, running statistics, augmentation, resuming."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_it_learns(make):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlora"])
-def test_what_carries_no_adapter_trains_and_is_averaged_with_its_statistics(make, monkeypatch, method):
+def test_layers_without_adapter_are_trained_and_averaged_with_their_statistics(make, monkeypatch, method):
     engine = make("run", {"federate.method": method, "federate.total_round_num": 1})
     start = {n: t.clone() for n, t in all_tensors(engine.model).items()}
     sent, upload = {}, engine.method.upload
@@ -74,7 +74,7 @@ def test_what_carries_no_adapter_trains_and_is_averaged_with_its_statistics(make
         assert not torch.equal(now[name], start[name]) or "lora_A" in name
 
 
-def test_the_parameter_counts_are_told(make):
+def test_the_parameter_counts_are_reported(make):
     engine = make("run", {"federate.total_round_num": 1})
     assert engine.run().facts["parameters"] == engine.site.parameters
     assert json.loads((engine.keeper.outdir / "summary.json").read_text())["parameters"] == engine.site.parameters
@@ -110,7 +110,7 @@ def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypa
     assert not same(first, plain)
 
 
-def test_both_ways_to_begin(make):
+def test_both_initialisations_of_the_base(make):
     random, zero = make("random"), make("zero", {"lowrank.base_init": "zero"})
     bases = [n for n in all_tensors(zero.model) if "base_layer" in n]
     assert bases and not any(all_tensors(zero.model)[n].any() for n in bases)
@@ -151,7 +151,7 @@ def test_a_server_optimizer_leaves_statistics_to_the_mean(make, kind):
         ({"lowrank.weights": "nowhere.safetensors"}, "cannot read weights from nowhere.safetensors"),
     ],
 )
-def test_what_is_wrong_is_said_before_the_run(make, keys, message):
+def test_errors_are_raised_before_the_run(make, keys, message):
     with pytest.raises(UserError, match=message):
         make("run", keys)
 
@@ -177,7 +177,7 @@ def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):
 
 
 def test_factors_from_a_decomposition_resume_to_the_bit(vision_settings, tmp_path, no_curves):
-    """A decomposition gives tensors whose rows are not next to each other; a checkpoint restores them the usual way."""
+    """An SVD gives tensors whose rows are not contiguous in memory; restored from a checkpoint, they are."""
     keys = {"federate.method": "fedhm", "model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.25}
     keys |= {"federate.client_num": 3, "federate.total_round_num": 3, "federate.sample_client_num": -1}
     whole, parts = (

@@ -1,4 +1,4 @@
-"""``federate.process_num`` on the embedded engine: what one process gives, whatever becomes of the processes."""
+"""``federate.process_num`` on the embedded engine: the result of one process, also if processes die or hang."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in METHODS])
-def test_the_same_as_one_process(few, method):
+def test_the_result_is_that_of_one_process(few, method):
     one_shot = ".one_shot." in get_method_class(method).__module__
     keys = {"federate.method": method, "federate.total_round_num": 1 if one_shot else 2}
     keys |= {} if one_shot else {"federate.sample_client_num": 3}
@@ -73,7 +73,7 @@ def test_resumed_with_another_number_of_processes(few):
 
 
 def test_a_process_that_is_killed(few, monkeypatch):
-    """While its client trains, once in every round: the client is trained again by another process."""
+    """In every round one process is killed while its client trains; another process trains the client again."""
     keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3}
     whole = fs_lowrank.run(few("whole", keys))
     engine = LocalEngine(few("killed", {**keys, "federate.process_num": 2}))
@@ -92,7 +92,7 @@ def test_a_process_that_is_killed(few, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_client_that_kills_two_processes_costs_its_update(few, monkeypatch):
+def test_the_update_of_a_client_that_kills_two_processes_is_left_out(few, monkeypatch):
     engine = LocalEngine(few("killed", {"federate.process_num": 2}))
 
     def send(self, item, send=workers.Worker.send):
@@ -112,7 +112,7 @@ def test_a_client_that_kills_two_processes_costs_its_update(few, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_silent(few, monkeypatch, caplog):
+def test_a_process_that_does_not_answer(few, monkeypatch, caplog):
     keys = {"federate.method": "fedlora", "lowrank.timeout": 60}
     whole = fs_lowrank.run(few("whole", keys))
     engine = LocalEngine(few("stopped", {**keys, "federate.process_num": 2}))
@@ -132,7 +132,7 @@ def test_a_process_that_is_silent(few, monkeypatch, caplog):
 
 
 def test_wrong_use_in_a_process_is_one_error(few, monkeypatch):
-    """What a process cannot load, as its engine could when it began, is the user's error and not a traceback."""
+    """A file that a process can no longer load is an error for the user, without a traceback."""
     config = few("gone", {"federate.process_num": 2})
     monkeypatch.setattr(config.__class__, "to_dict", lambda self: {**to_dict(self), "device": "nowhere"})
     with pytest.raises(fs_lowrank.UserError, match="device"):
@@ -161,7 +161,7 @@ def test_no_process_outlives_its_engine(few, tmp_path):
         parent.wait(60)
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, "a process goes on without its engine"
+        assert time.monotonic() < deadline, "a process has outlived its engine"
         time.sleep(0.1)
     json.loads(records.read_text().splitlines()[0])
 
@@ -170,9 +170,9 @@ def _children(pid: int) -> list[int]:
     return [int(n) for t in Path(f"/proc/{pid}/task").iterdir() for n in (t / "children").read_text().split()]
 
 
-def test_how_many(few, monkeypatch):
+def test_the_number_of_processes(few, monkeypatch):
     assert workers.processes_of(few("a", {"federate.process_num": "auto"})) == min(torch.get_num_threads(), 4)
-    assert workers.processes_of(few("b", {"federate.process_num": 64})) == 4, "no more than clients train in a round"
+    assert workers.processes_of(few("b", {"federate.process_num": 64})) == 4, "at most one for each client of a round"
     monkeypatch.setenv(workers.INSIDE, "1")
     assert workers.processes_of(few("c", {"federate.process_num": "auto"})) == 1
     assert workers.processes_of(few("d", {"federate.process_num": 2})) == 2
@@ -181,7 +181,7 @@ def test_how_many(few, monkeypatch):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_parts_are_evaluated_in_the_batches_of_the_whole(few, parts):
+def test_processes_evaluate_the_same_batches_as_one_process(few, parts):
     engine = LocalEngine(few("parts"))
     test = engine.site.held_out()["test"]
     size = 5

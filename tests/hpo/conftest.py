@@ -13,7 +13,7 @@ from hpo.tune import Search, tune  # noqa: E402
 
 @pytest.fixture
 def config(settings):
-    """A run of seconds: 2 of 3 clients a round, 2 steps each, 2 rounds; 8 client-steps in all."""
+    """A run of a few seconds: 2 of 3 clients per round, 2 steps each, 2 rounds: 8 client-steps in all."""
     return load_config(
         {
             **settings,

@@ -1,4 +1,4 @@
-"""Broken command lines, spaces and storages: one line each, never a traceback, and nothing is trained."""
+"""Broken command lines, spaces and storages: each is an error of one line, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPACES = {
 
 @pytest.fixture
 def command(config, tmp_path, capfd):
-    """``command(*arguments)`` runs ``hpo tune`` where nothing can train; returns the exit code and standard error."""
+    """``command(*arguments)`` runs ``hpo tune`` and fails if anything trains; returns exit code and standard error."""
     config.dump(tmp_path / "run.yaml")
     (tmp_path / "space.yaml").write_text("train.optimizer.lr: {grid: [1e-3, 1e-2]}")
 
@@ -65,7 +65,7 @@ def test_broken_spaces(command, tmp_path, name):
     assert error.count("error:") == (code == 2) and error.count("\n") == (code == 2) and len(error) < 2000
 
 
-def test_spaces_that_are_no_text(command, tmp_path):
+def test_spaces_that_are_not_text(command, tmp_path):
     (tmp_path / "broken.yaml").write_bytes(b"\xff\xfe\x00\x01")
     assert command(space=tmp_path / "broken.yaml")[0] == 2
     assert command(space=tmp_path)[0] == 2

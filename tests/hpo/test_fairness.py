@@ -1,4 +1,4 @@
-"""What a search says and does when nothing was learned, when time is short, and when something breaks."""
+"""Searches in which nothing is learned, time is short, or something fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_winner_at_the_majority_class_is_named_and_not_written_without_a_flag(
     assert f"# nothing was learned: {said}" in out.read_text() and read_header(out)["trial"] == 0
 
 
-def test_a_winner_above_it_is_written(search, monkeypatch, tmp_path, capsys):
+def test_a_winner_above_the_majority_class_is_written(search, monkeypatch, tmp_path, capsys):
     runs(monkeypatch, lambda config: 0.66)
     options, _, _ = search(confirm=1)
     assert hpo.results(options.where, "s")["winners"][0]["nothing_learned"] == ""
@@ -63,7 +63,7 @@ def test_a_winner_above_it_is_written(search, monkeypatch, tmp_path, capsys):
     assert "nothing was learned" not in capsys.readouterr().out + (tmp_path / "best.yaml").read_text()
 
 
-def test_a_real_run_says_what_its_validation_data_hold(search):
+def test_a_real_run_reports_the_classes_of_its_validation_data(search):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
     (trial,) = load_study(open_storage(options.where), "s").trials
     (data,) = (json.loads(p.read_text()) for p in options.folder.glob("s/trials/*/data.json"))
@@ -91,7 +91,7 @@ def test_the_methods_of_a_search_share_a_time_limit(search, monkeypatch):
     assert all(count > 2 for count in counts)
 
 
-def test_an_error_of_ours_in_a_trial_is_one_line_with_a_file(search, monkeypatch, capsys):
+def test_an_internal_error_in_a_trial_is_one_line_that_names_a_file(search, monkeypatch, capsys):
     def fail(config):
         if config.train.optimizer.lr == 1e-3:
             raise ZeroDivisionError("division\nby zero")
@@ -106,7 +106,7 @@ def test_an_error_of_ours_in_a_trial_is_one_line_with_a_file(search, monkeypatch
     assert cli.main(["status", "--dir", str(options.folder)]) == 0 and path in capsys.readouterr().out
 
 
-def test_an_error_of_ours_in_a_command_is_one_line_with_a_file(search, monkeypatch, capsys):
+def test_an_internal_error_in_a_command_is_one_line_that_names_a_file(search, monkeypatch, capsys):
     options, _, _ = search(timeout=1e-6)
     monkeypatch.setattr("hpo.best.summary", lambda *args: 1 / 0)
     assert cli.main(["status", "--dir", str(options.folder)]) == 1
@@ -128,7 +128,7 @@ def test_a_full_disk_ends_the_search_and_the_same_search_continues(search, monke
             raise RunFailed("summary.json cannot be written: No space left on device") from error if wrapped else error
 
     runs(monkeypatch, lambda config: 0.9, write)
-    for _ in range(4):  # more often than a trial whose worker died is tried
+    for _ in range(4):  # more often than the trial of a dead worker is repeated
         with pytest.raises(RunFailed, match="summary.json cannot be written: No space left on device"):
             search()
     full[0] = False

@@ -29,7 +29,7 @@ def trials(storage):
     return optuna.load_study(study_name="s", storage=storage).trials
 
 
-def test_every_cut_of_the_last_line_is_repaired_with_one_sentence(journal, caplog):
+def test_a_last_line_cut_anywhere_is_removed_with_one_message(journal, caplog):
     content = journal.read_bytes()
     last = len(content.splitlines(keepends=True)[-1])
     for length in range(len(content) - last + 1, len(content)):
@@ -62,14 +62,14 @@ def test_damage_is_named_with_file_and_line(journal, line):
         (b"[" * 100_000 + b"\n", "this is not a line of a journal"),
         (b"\xff\xfe\n", "this is not a line of a journal"),
         (json.dumps(changed, separators=(",", ":")).encode() + b"\n", "this is not the line that the search wrote"),
-        (b"", "this is not the line that the search wrote"),  # a line taken out: the next one is not in its place
+        (b"", "this is not the line that the search wrote"),  # a line was removed, the next took its place
     ):
         journal.write_bytes(b"".join([*lines[: line - 1], damaged, *lines[line:]]))
         with pytest.raises(UserError, match=f"journal.log, line {line}: {message}"):
             open_storage(str(journal))
 
 
-def test_a_figure_changed_by_hand_is_one_line_on_the_command_line(journal, capsys):
+def test_a_figure_changed_by_hand_is_an_error_of_one_line(journal, capsys):
     text = journal.read_text()
     value = json.loads(next(line for line in text.splitlines() if '"values":[' in line))["values"][0]
     journal.write_text(text.replace(f'"values":[{value}]', '"values":[0.99]'))

@@ -1,6 +1,6 @@
-"""What prunes a trial: nothing at the majority class, nothing before both halves were trained, no other method.
+"""Pruning: not by trials at the majority class, not before both halves were trained, not by trials of other methods.
 
-The simulations put curves through the real pruners the way a trial reports its rounds, without training anything.
+The simulations report curves to the real pruners as a trial reports its rounds; nothing is trained.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def play(settings, study, curve, tmp_path, labels):
 
 
 def constant(draw):
-    """Always the majority class; its loss is near the best constant prediction's."""
+    """Always predicts the majority class; its loss is close to that of the best constant prediction."""
     return [(0.535, CHANCE.loss + abs(draw.gauss(0, 0.002)))] * ROUNDS
 
 
 def slow_starter(draw):
-    """Predicts the minority, or both classes at random, and learns from the middle on: 0.79 at the end."""
+    """Predicts the minority class, or classes at random, and learns from the middle on: 0.79 at the end."""
     half = ROUNDS // 2
     start = [(draw.choice([0.465, 0.5]), 0.70 + 0.02 * draw.random()) for _ in range(half)]
     return start + [(0.535 + 0.255 * t / half, 0.69 - 0.2 * t / half) for t in range(1, half + 1)]
@@ -59,7 +59,7 @@ def learner(draw):
 
 
 def simulate(settings, curves, tmp_path, labels=True):
-    """Play the curves in one study; returns when each was pruned."""
+    """Report the curves in one study; returns the round in which each was pruned."""
     with quiet():
         direction = "maximize" if settings.objectives == ("val_acc",) else "minimize"
         study = optuna.create_study(direction=direction, pruner=make_pruner(settings), study_name="s")
@@ -83,7 +83,7 @@ def test_a_slow_starter_is_never_pruned_by_trials_at_the_majority_class(config, 
 
 @pytest.mark.parametrize("objective", ["val_acc", "val_loss"])
 @pytest.mark.parametrize("pruner", PRUNERS)
-def test_trials_that_learn_nothing_are_pruned_by_those_that_learn_and_not_before_the_warm_up(
+def test_trials_that_learn_nothing_are_pruned_after_the_warm_up_by_those_that_learn(
     config, tmp_path, pruner, objective
 ):
     settings = settings_of(config, pruner, objective, **{"federate.method": "rolora"})
@@ -103,13 +103,13 @@ def test_trials_that_learn_nothing_are_pruned_by_those_that_learn_and_not_before
         ("pfedlora", {}, 1),
     ],
 )
-def test_first_passes(config, method, keys, rounds):
+def test_the_round_by_which_everything_has_been_trained_once(config, method, keys, rounds):
     changed = config.replace({"federate.method": method, "federate.total_round_num": 6, **keys})
     assert first_passes(changed) == rounds
 
 
 @pytest.mark.parametrize("pruner", PRUNERS)
-def test_no_pruner_acts_before_a_long_first_pass(config, tmp_path, pruner, monkeypatch):
+def test_no_pruner_acts_before_everything_has_been_trained_once(config, tmp_path, pruner, monkeypatch):
     monkeypatch.setattr("hpo.settings.first_passes", lambda base: 7)
     settings = settings_of(config, pruner, "val_acc")
     draw = random.Random(1)

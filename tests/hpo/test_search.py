@@ -49,12 +49,12 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     steps = [t.user_attrs["budget"] for t in found]
     assert [s["client_steps"] for s in steps] == [8, 8] and [s["rounds"] for s in steps] == [2, 2]
     assert all(s["uplink_bytes"] > 0 and s["seconds"] > 0 for s in steps)
-    # no trial looked at the test data; the confirmation did, once a seed, at seeds of its own
+    # no trial used the test data; the confirmation did, once for each of its own seeds
     for folder in (options.folder / "s" / "trials").glob("*/"):
         text = (folder / "rounds.jsonl").read_text().splitlines()
         looked = ["test" in line.split('"metrics": ')[1].split('"uplink')[0] for line in text]
         assert looked in ([False, False], [False, True])
-    # and it was the same test data, which no trial had trained on or chosen by
+    # and they were the same test data, on which no trial had trained or been selected
     runs = [load_config(folder / "config.yaml") for folder in (options.folder / "s" / "trials").glob("*/")]
     assert len({run.seed for run in runs}) == 3 and {run.lowrank.test_seed for run in runs} == {config.seed}
     assert len(runs) == 4 and config.data.splits[2] > 0
@@ -64,7 +64,7 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     assert sorted(t.user_attrs["seed"] for t in checks) == [config.seed + FRESH, config.seed + FRESH + 1]
     assert all("test_acc" in t.user_attrs["metrics"] for t in checks)
 
-    search(confirm=2)  # again: it knows that it is done
+    search(confirm=2)  # the same command again finds nothing to do
     assert len(trials(options)) == 2 and len(trials(options, "s" + CONFIRM)) == 2
 
     out = tmp_path / "best.yaml"
@@ -92,7 +92,7 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     assert "2 complete" in capsys.readouterr().out
 
 
-def test_identical_points_take_no_rounds(search):
+def test_a_point_that_was_tried_before_is_not_trained_again(search):
     space = {"train.optimizer.lr": {"choice": [1e-3]}, "train.local_update_steps": {"choice": [2]}}
     options, _, _ = search(space, sampler="random", trials=2)
     first, second = trials(options)
@@ -100,7 +100,7 @@ def test_identical_points_take_no_rounds(search):
     assert first.value == second.value
 
 
-def test_pruner_stops_a_trial_at_once_and_its_cost_counts(search, monkeypatch):
+def test_a_pruned_trial_ends_at_once_and_its_cost_counts(search, monkeypatch):
     class Never(optuna.pruners.BasePruner):
         def prune(self, study, trial):
             return trial.number == 1
@@ -118,14 +118,14 @@ def test_pruner_stops_a_trial_at_once_and_its_cost_counts(search, monkeypatch):
 
 @pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes", "random"])
-def test_every_sampler_and_pruner_is_made(config, name, sampler):
+def test_every_sampler_and_pruner_can_be_made(config, name, sampler):
     settings = Settings(config.to_dict(), {}, sampler=sampler, pruner=name)
     assert make_pruner(settings) is not None and make_sampler(settings, 10, 0) is not None
 
 
 @pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
 def test_every_pruner_stops_hopeless_trials(search, config, name, monkeypatch):
-    """Two thirds of the trials learn, the last third stays at the majority class."""
+    """Two thirds of the trials learn, and the last third stays at the majority class."""
 
     def run(config, *args, on_round, **kwargs):
         folder = Path(config.outdir)
@@ -178,7 +178,7 @@ def test_the_dashboard_opens_on_our_storage(search):
         served.wait(10)
 
 
-def test_random_points_go_on_where_they_stopped(search):
+def test_random_points_continue_after_an_interruption(search):
     space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
     options, _, _ = search(space, sampler="random", trials=1, pruner="none")
     search(space, sampler="random", trials=2, pruner="none")
@@ -186,7 +186,7 @@ def test_random_points_go_on_where_they_stopped(search):
     assert len(set(rates)) == 2
 
 
-def test_rungs_promote_the_better_half_from_its_checkpoint(search):
+def test_rungs_continue_the_better_half_from_its_checkpoints(search):
     space = {"train.optimizer.lr": {"choice": [1e-4, 1e-3, 1e-2]}}
     options, _, _ = search(space, sampler="random", rungs=(1, 2), trials=4)
     found = trials(options)
@@ -198,15 +198,15 @@ def test_rungs_promote_the_better_half_from_its_checkpoint(search):
     for trial in high:
         before = next(t for t in low if t.user_attrs["draw"] == trial.user_attrs["draw"])
         assert trial.params == before.params and before.user_attrs["value"] >= threshold
-        assert trial.user_attrs["budget"]["rounds"] <= 1  # it went on, and did not start again
+        assert trial.user_attrs["budget"]["rounds"] <= 1  # it continued, and did not start again
         assert list(trial.intermediate_values) == [1, 2]
         assert trial.intermediate_values[1] == before.user_attrs["value"]
     (figure,) = plots.pictures(open_storage(options.where), ["s"])["slices"]
     drawn = {trace.name: len(trace.x) for trace in figure.data}
-    assert drawn == {"s": 2, "s, pruned": 2}, "a promoted point is drawn once, and a pruned one is not left out"
+    assert drawn == {"s": 2, "s, pruned": 2}, "a promoted point is drawn once, and a pruned one is included"
 
 
-def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_goes_on(search, monkeypatch, capsys):
+def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_continues(search, monkeypatch, capsys):
     real = fs_lowrank.run
 
     def run(config, *args, **kwargs):
@@ -239,7 +239,7 @@ def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_goes_on(searc
     assert sum(kind(t) == "complete" for t in trials(options)) == 3
 
 
-def test_a_point_that_is_no_valid_config_is_a_failed_trial(search, config):
+def test_a_point_that_gives_an_invalid_config_is_a_failed_trial(search, config):
     """Each value alone is valid; two clients of three, sampled from one, are not."""
     space = {"federate.client_num": {"choice": [1, 3]}, "train.optimizer.lr": {"uniform": [1e-3, 1e-2]}}
     base = config.replace({"federate.sample_client_num": 1})
@@ -251,13 +251,13 @@ def test_a_point_that_is_no_valid_config_is_a_failed_trial(search, config):
     assert all(t.params["federate.sample_client_num"] > t.params["federate.client_num"] for t in failed)
 
 
-def test_trials_that_all_fail_alike_end_the_search(search, config):
+def test_a_search_ends_if_all_trials_fail_in_the_same_way(search, config):
     base = config.replace({"model.type": "/no/such/model@transformers"})
     with pytest.raises(UserError, match="all 3 trials failed in the same way"):
         search({"train.optimizer.lr": {"grid": [1e-3, 1e-2, 2e-2, 5e-2]}}, base=base)
 
 
-def test_ctrl_c_ends_the_running_trial_and_the_same_search_goes_on_from_its_checkpoint(search, monkeypatch):
+def test_after_ctrl_c_the_same_search_continues_the_trial_from_its_checkpoint(search, monkeypatch):
     real, rounds = fs_lowrank.run, []
 
     def run(config, *args, on_round, **kwargs):
@@ -284,7 +284,7 @@ def test_ctrl_c_ends_the_running_trial_and_the_same_search_goes_on_from_its_chec
     assert sorted(t.params["train.optimizer.lr"] for t in found if kind(t) == "complete") == [1e-3, 1e-2]
 
 
-def test_timeout_ends_and_says_how_to_go_on(search):
+def test_a_timeout_ends_the_search_and_names_the_command_that_continues_it(search):
     options, ended, _ = search(timeout=1e-6)
     assert ended.how == "timeout" and all(kind(t) == "waiting" for t in trials(options))
 
@@ -308,12 +308,12 @@ def test_trials_of_dead_workers_are_retried_at_most_twice(search):
     assert len(lost) == 3 and "3 times" in lost[-1].user_attrs["reason"]
 
 
-def test_a_living_worker_is_not_taken_for_dead(search):
+def test_a_worker_that_runs_is_not_taken_for_dead(search):
     options, _, _ = search(timeout=1e-6)
     _, study = studies(options)
     trial = study.ask()
     frozen = lambda: next(t for t in study.get_trials() if t.number == trial.number)  # noqa: E731
-    assert not core.is_dead(frozen(), time.time())  # it has not said yet who works on it
+    assert not core.is_dead(frozen(), time.time())  # it has not yet recorded which process works on it
     trial.set_user_attr("worker", core.worker_identity())
     assert not core.is_dead(frozen(), time.time() + 1e6)
     trial.set_user_attr("worker", {"host": "elsewhere", "pid": 1, "born": "1"})
@@ -347,7 +347,7 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     assert load_config(out).adapter.r == 1
 
 
-def test_a_study_for_each_method_and_one_learning_rate_picture(search, config):
+def test_a_study_for_each_method_and_one_plot_of_learning_rates(search, config):
     space = {
         "train.optimizer.lr": {"grid": [1e-2]},
         "studies": {"federate.method": ["fedlora", "rolora"]},
@@ -367,7 +367,7 @@ def test_seeds_are_averaged(search, config):
     assert len(by_seed) == 2 and trial.value == sum(by_seed) / 2 and trial.user_attrs["budget"]["client_steps"] == 16
 
 
-def test_sqlite_holds_a_search_as_well(search, tmp_path):
+def test_a_search_is_stored_in_sqlite(search, tmp_path):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, storage=f"sqlite:///{tmp_path}/hpo.db")
     assert [t.state for t in trials(options)] == [TrialState.COMPLETE]
 
@@ -376,7 +376,7 @@ def test_sqlite_holds_a_search_as_well(search, tmp_path):
     "FS_LOWRANK_TEST_DATABASE" not in os.environ,
     reason="FS_LOWRANK_TEST_DATABASE names no database, such as postgresql://user@server/empty",
 )
-def test_a_database_server_holds_a_search_and_goes_on_with_it(search):
+def test_a_search_is_stored_and_continued_on_a_database_server(search):
     options = {"storage": os.environ["FS_LOWRANK_TEST_DATABASE"], "name": f"test_{uuid.uuid4()}"}
     space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
     search(space, trials=1, **options)
@@ -413,7 +413,7 @@ def test_two_spaces_configs_or_settings_in_one_study(search, config, monkeypatch
 
 
 def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatch):
-    """The base config has no server optimizer; one of the two points has the one that changed."""
+    """The base config has no server optimizer; one of the two points has the one whose revision changed."""
     base = config.replace({"fedopt.use": True, "fedopt.optimizer.type": "SGD"})
     space = {"fedopt.optimizer.type": {"grid": ["SGD", "Adagrad"]}}
     monkeypatch.setattr(ServerOptimizer, "revisions", {})
@@ -421,7 +421,7 @@ def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatc
     monkeypatch.undo()
     with pytest.raises(UserError, match="another revision of server Adagrad, which"):
         search(space, base)
-    # A new study in the same folder does not take the old run's rounds for its own.
+    # A new study in the same folder does not continue the run of the old one.
     again, _, _ = search(space, base, storage=str(options.folder / "new.log"))
     rounds = {t.params["fedopt.optimizer.type"]: t.user_attrs["budget"]["rounds"] for t in trials(again)}
     assert rounds == {"SGD": 0, "Adagrad": 2}
@@ -460,7 +460,7 @@ def test_objectives():
             parse_objectives(text)
 
 
-def test_best_refuses_what_was_not_confirmed(search, tmp_path, capsys):
+def test_best_refuses_a_winner_that_was_not_confirmed(search, tmp_path, capsys):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
     arguments = ["best", "--dir", str(options.folder), "--out", str(tmp_path / "best.yaml"), "--unlearned"]
     assert cli.main(arguments) == 2 and "fresh seeds" in capsys.readouterr().err

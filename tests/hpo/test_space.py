@@ -1,4 +1,4 @@
-"""What a space means, and every wrong one by its message."""
+"""Search spaces: their meaning, and the message for every wrong one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fs_lowrank import UserError
 from hpo.space import at_an_end, load_space, space_from
 
 
-def test_shipped_spaces_read_and_hold_the_papers_values():
+def test_the_shipped_spaces_are_valid_and_have_the_values_of_the_papers():
     folder = Path(hpo.__file__).parent / "spaces"
     spaces = {p.stem: load_space(p) for p in folder.glob("*.yaml")}
     assert spaces["rolora_lr"].parameters[0].values == (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
@@ -20,7 +20,7 @@ def test_shipped_spaces_read_and_hold_the_papers_values():
     assert load_space("rolora_lr").to_dict() == spaces["rolora_lr"].to_dict()
 
 
-def test_conditional_key_is_left_out_of_a_method_that_lacks_it(config):
+def test_a_conditional_key_is_left_out_for_a_method_that_lacks_it(config):
     space = load_space("fedloru")
     bases = [config.replace({"federate.method": name}) for name in ("fedlora", "fedloru")]
     assert [len(space.for_config(base).grid(base)) for base in bases] == [20, 140]
@@ -40,7 +40,7 @@ def test_grid_with_a_condition_on_a_searched_key(config):
     ]
 
 
-def test_every_kind_is_suggested_within_its_range(config):
+def test_every_kind_of_range_is_respected(config):
     space = space_from(
         {
             "train": {"optimizer": {"lr": {"loguniform": [1e-3, 1e-1]}}},
@@ -122,8 +122,8 @@ def test_numbers_are_read_as_configs_read_them(tmp_path):
     assert load_space(tmp_path / "s.yaml").parameters[0].low == 5e-4
 
 
-def test_a_winner_at_an_end_of_what_was_tried():
-    """The direction in which a better value may lie, by key; a single value and what has no order have no end."""
+def test_a_winner_at_an_end_of_the_values_that_were_tried():
+    """The direction in which a better value may lie, by key; single values and values without order have no end."""
     tried = [
         {"lr": lr, "r": 4, "type": kind, "flag": flag}
         for lr in (0.1, 0.3, 1)

@@ -1,4 +1,4 @@
-"""Storages: what survives, and every storage that cannot be used by its message."""
+"""Storages of a search, and the message for each that cannot be used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpo import storage
 from hpo.storage import open_storage
 
 
-def test_a_missing_storage_is_not_made_by_reading(tmp_path):
+def test_reading_does_not_create_a_missing_storage(tmp_path):
     for name in ("journal.log", "hpo.db"):
         with pytest.raises(UserError, match="there is no study yet"):
             open_storage(str(tmp_path / name))
@@ -32,7 +32,7 @@ def test_locked_sqlite(tmp_path, monkeypatch):
     open_storage(str(path))
 
 
-def test_storages_of_another_kind(tmp_path):
+def test_files_that_are_not_storages(tmp_path):
     other = sqlite3.connect(tmp_path / "other.db")
     other.execute("CREATE TABLE cats (name TEXT)")
     other.commit()
@@ -75,7 +75,7 @@ def test_a_password_is_never_shown():
     assert "secret" not in str(caught.value)
 
 
-def test_what_we_use_of_optunas_private_names_is_still_there():
+def test_the_private_names_of_optuna_that_we_use_still_exist():
     study = optuna.create_study()
     study.ask()
     (trial,) = study.trials
@@ -86,7 +86,7 @@ def test_what_we_use_of_optunas_private_names_is_still_there():
     assert storage.trial_of(study, 0).user_attrs == {"kind": "lost"}
 
 
-def test_optunas_settings_are_set_back():
+def test_optunas_settings_are_restored():
     before, filters = optuna.logging.get_verbosity(), list(warnings.filters)
     with storage.quiet():
         assert optuna.logging.get_verbosity() == optuna.logging.ERROR

@@ -1,4 +1,4 @@
-"""A net of non-square layers (one a convolution), and clients that are true copies of it, message by message."""
+"""A network of layers that are not square, one of them a convolution, and clients that follow it by messages alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 class Toy:
-    """What the tests of the methods need, and nothing that the methods are made of."""
+    """Helpers of the tests, written without the functions that the methods use."""
 
     layers = LAYERS
     alpha = ALPHA
@@ -106,10 +106,10 @@ class Toy:
 
 
 class Federation:
-    """Clients that each own a model and learn of the others only through messages.
+    """Clients with a model each, who learn about the others only through messages.
 
-    Local training is a jump drawn from client and round, so that a client that missed rounds can be compared
-    with one that did not, and no two clients agree by chance.
+    Local training is replaced by a random change (``jump``) that is drawn from client and round. A client that missed
+    rounds can therefore be compared with one that did not, and no two clients agree by chance.
     """
 
     def __init__(self, method: Method, sizes: tuple[int, ...], min_clients: int = 1):
@@ -125,13 +125,13 @@ class Federation:
         self.current: Round | None = None
 
     def at(self, round: int) -> Round:
-        """The round ``round`` of all clients, begun when it is asked for first."""
+        """The ``Round`` of all clients with this number; it begins when this is first called."""
         if self.current is None or self.current.number != round:
             self.current = Round(round, self.ledger)
         return self.current
 
     def downlink(self, client: int, round: int) -> Mapping[str, Tensor]:
-        """What ``client`` lacks at the start of ``round``; it has it then."""
+        """Send ``client`` what it lacks at the start of ``round``; returns the tensors."""
         order = self.at(round).ask(client)
         self.at(round).delivered(order)
         return order.parcel.tensors
@@ -143,7 +143,7 @@ class Federation:
         return message
 
     def receive(self, update: Update, round: int) -> None:
-        """Hand in an update, of a client that is asked for it if it was not yet; raises if it does not count."""
+        """Hand in an update, and ask the client for it first if necessary; raises if it is refused."""
         one, client = self.at(round), update.client
         if client in one.waiting:
             one.ask(client)
@@ -151,14 +151,14 @@ class Federation:
             raise RefusedUpdate(next((f["reason"] for f in one.failed if f["client"] == client), "nobody waits for it"))
 
     def finish(self, round: int) -> dict[str, Tensor]:
-        """End the round with what came; the message."""
+        """End the round with the updates handed in so far; returns the message."""
         one, self.current = self.at(round), None
         for client in one.waiting:
             one.fail(client, "absent", "it did not take part")
         return one.finish().message
 
     def jump(self, client: int, round: int, size: float = 0.3) -> None:
-        """What stands for local training: every tensor that trains moves, and nothing else does."""
+        """In place of local training: changes every tensor that trains, and nothing else."""
         generator = torch.Generator().manual_seed(1000 * client + round)
         for phase in self.method.phases(round, client):
             for parameter in set_trainable(self.copies[client], phase.train):

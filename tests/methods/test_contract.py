@@ -1,4 +1,4 @@
-"""What a class that registers may say, what a method requires, and what wrappers remember."""
+"""Which classes can be registered, what methods require, and what wrappers remember."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_a_server_optimizer_that_would_not_be_applied_is_refused():
     register_method("own_step")(Own)
     register_method("median")(Median)
     create_method("own_step")
-    # Nor does it get a sum in the place of the updates.
+    # It does not get a sum in place of the updates either.
     assert not requirements("own_step").sums and not requirements("median").sums and requirements("fedlora").sums
     with pytest.raises(UserError, match="own_step has an aggregate of its own.*override mean or settle"):
         create_method("own_step", server_optimizer={"type": "Adam"})
@@ -112,7 +112,7 @@ def test_needs_follow_the_hyperparameters():
 
 def test_shared_tags_determine_whether_there_is_an_adapter():
     found = {n: requirements(n).adapter for n in list_methods()}
-    # Other tests register methods of their own, so only those that this package has are looked at.
+    # Other tests register methods of their own, so only those of this package are checked.
     halves = ("ffa_lora", "flexlora", "flora", "mfedloru", "pmfedloru", "rolora")
     assert {found[n] for n in halves} == {"lora"}
     assert {found[n] for n in ("fedlora", "fedloru", "pfedloru")} == {"any"}
@@ -136,7 +136,7 @@ def test_shared_tags_determine_whether_there_is_an_adapter():
         ("fedfisher", {"compress": True}, "fedfisher with lowrank.compress = True"),
     ],
 )
-def test_a_channel_of_sums_is_refused_where_they_are_not_enough(name, params, said):
+def test_a_server_that_sees_only_sums_is_refused_if_the_method_needs_each_update(name, params, said):
     with pytest.raises(UserError, match=f"sees only the sum of the updates .* cannot take the step of {said}$"):
         create_method(name, only_sums=True, **params)
 
@@ -165,7 +165,7 @@ def test_wrappers_forget_replaced_tensors():
     state = {"a": torch.zeros(2), "b": torch.zeros(3)}
     update = Update(1, 5, {"a": torch.full((2,), 8.0), "b": torch.full((3,), 4.0)})
     state, message = method.aggregate([update], state, 1)
-    # Two wrappers, one after the other: half of half of the change.
+    # Two wrappers in sequence halve the change twice.
     assert torch.equal(state["a"], torch.full((2,), 2.0)) and torch.equal(message["b"], torch.ones(3))
     assert state["counts:of:a"] == state["counts:of:b"] == 1
     state, _ = method.aggregate([update], state, 2)
@@ -173,7 +173,7 @@ def test_wrappers_forget_replaced_tensors():
     assert torch.equal(state["a"], torch.zeros(2))
 
 
-# -- what is refused by its type -------------------------------------------------------------------------
+# -- values of a wrong type ------------------------------------------------------------------------------
 
 
 def test_a_number_under_the_name_of_a_shared_tensor_is_refused():
@@ -207,7 +207,7 @@ def test_the_view_of_a_model_has_every_adapted_layer_once(toy, name, letters):
         assert (layer.U is not None) == ("U" in letters) and (layer.A_d is not None) == (name == "mfedloru")
         assert all(own[n] is t for n, t in layer.named().items())
     known = {n for layer in layers for n in layer.named()}
-    # Of what has one of these endings nothing else is left, save names that are no tensors of the model.
+    # All tensors with one of these endings are covered; other names with them are not tensors of the model.
     assert not adapted_layers({n: t for n, t in own.items() if n not in known})
     assert not adapted_layers({f"merge:3:{n}": own[n] for n in known})
     assert Layer("l", A=own[layers[0].key(letters[0])]).named().keys() == {"l.lora_A.default.weight"}

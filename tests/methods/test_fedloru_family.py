@@ -1,4 +1,4 @@
-"""FedLoRU, its relatives and what they are compared with, against dense float64 on layers that are not square."""
+"""FedLoRU, its variants and baselines, compared with dense float64 computations on layers that are not square."""
 
 import dataclasses
 
@@ -86,7 +86,7 @@ def test_a_random_restart_does_not_change_the_function(toy, federation, kind):
         assert any(not t.any() for t in adapter.values()) and any(t.any() for t in adapter.values())
 
 
-def test_a_momentum_restart_jumps_by_one_product(toy, federation):
+def test_a_momentum_restart_changes_the_function_by_one_product(toy, federation):
     fed = federation(toy.method("fedloru", tau=1, init="momentum"), SIZES)
     fed.round(1)
     change = {la: 2 * toy.change(fed.ledger.state, la) for la in toy.layers}
@@ -142,7 +142,7 @@ def test_unmerged_pairs_need_lora_and_a_pretrained_base(toy, keys, said):
 def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, options):
     fed = federation(toy.method(name, r=3, **options), SIZES * 2)
     own = {n for n in fed.everything() if tags(n) & set(fed.method.personal)}
-    # Clients 2 and 4 have the same rank. 2 is always there; 4 comes late, 5 once, 6 never before the end.
+    # Clients 2 and 4 have the same rank. 2 always takes part, 4 late, 5 once, and 6 not before the end.
     for round, clients in enumerate([(1, 2), (1, 2, 3), (2, 3, 4), (1, 2), (2, 5), (1, 2, 3)], start=1):
         fed.round(round, clients)
     for client in fed.copies:
@@ -154,7 +154,7 @@ def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, o
         now = {**fed.everything(client), **named_tensors(fed.copies[client], fed.method.shared)}
         view = fed.method.view(fed.ledger.state, client)
         equal({n: now[n] for n in view}, view)
-        # One merged copy and copies that merged for themselves are the same to the bit.
+        # Copies that merge for themselves are equal to the bit.
         assert all(torch.equal(now[n], fed.everything()[n]) for n in changed)
 
 
@@ -238,7 +238,7 @@ def test_phases(toy, name, options, wanted):
 
 
 def test_both_parts_of_pfedlora_keep_one_momentum_for_the_whole_length(toy):
-    """Variant 2 against gradient descent with momentum, written out in float64 (equation 86)."""
+    """Variant 2 is compared with gradient descent with momentum, written out in float64 (equation 86)."""
     from types import SimpleNamespace
 
     from fs_lowrank.config import load_config
@@ -441,7 +441,7 @@ def test_fedhm_averages_the_products(toy, federation, average_by):
             close(fed.ledger.state[f"{layer}.base_layer.weight"].double(), wanted, 1e-5)
         for name in ("classifier.weight", "up.base_layer.bias"):
             close(fed.ledger.state[name].double(), sum(w * u.tensors[name].double() for w, u in zip(p, fed.received)))
-    # Its next factors are the best approximation of what stands, at the client's rank.
+    # The client's next factors are the best approximation of the mean at its rank.
     fed.catch_up(2, 3)
     weight = fed.ledger.state["down.base_layer.weight"].double().numpy()
     u, s, vh = np.linalg.svd(weight, full_matrices=False)
@@ -461,10 +461,10 @@ def test_fedhm_of_rank_factor_one_is_the_full_layer(toy, federation, factors, av
     p = toy.weights(SIZES) if average_by == "samples" else np.full(3, 1 / 3)
     for k in whole:
         assert torch.equal(toy.outputs(fed.copies[k]), toy.outputs(toy.net())), (
-            "nothing is cut, in the convolution either"
+            "nothing is truncated, in the convolution either"
         )
         assert all(phase.penalty is None for phase in fed.method.phases(1, k)), (
-            "what has no factors has no decay of them"
+            "without factors there is no Frobenius decay"
         )
     assert len(whole) == 3 or fed.method.phases(1, 2)[0].penalty is not None
     size = sum(t.numel() for t in toy.net().parameters())
@@ -483,9 +483,7 @@ def test_fedhm_of_rank_factor_one_is_the_full_layer(toy, federation, factors, av
         assert any(n.startswith("svd:") for n in message) == (len(whole) < 3)
     for k in whole:
         received = fed.catch_up(k, 3)
-        assert sum(t.numel() for t in received.values()) == size, (
-            "down it gets the full weights and nothing beside them"
-        )
+        assert sum(t.numel() for t in received.values()) == size, "it is sent the full weights and nothing else"
         assert sum(t.numel() for t in fed.received[k - 1].tensors.values()) == size
         for layer in toy.layers:
             assert torch.equal(fed.everything(k)[layer + FULL[0]], fed.ledger.state[layer + FULL[0]])
@@ -521,7 +519,7 @@ def test_fedhm_refuses_layers_without_factors(toy):
 
 
 def test_the_plain_adapter_is_still_peft(toy):
-    """What a second adapter leaves alone: PEFT's own wrapping of the first."""
+    """A second adapter does not change how PEFT has wrapped the first."""
     ours = toy.method("fedlora", r=2).adapt(toy.net())
     config = dataclasses.replace(ours.peft_config["default"])
     theirs = get_peft_model(toy.net(), config)

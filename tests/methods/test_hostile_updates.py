@@ -1,4 +1,4 @@
-"""Whatever a client sends: a refusal by name, a round that is kept out, or a finite model. Over every method."""
+"""Hostile updates, for every method: each is refused by name, or the round is discarded, or the model stays finite."""
 
 import copy
 import dataclasses
@@ -35,10 +35,10 @@ from fs_lowrank.training.local import set_trainable
 METHODS = list_methods()
 SIZES = {1: 7, 2: 20, 3: 12}
 LARGEST = float(torch.finfo(torch.float32).max)
-#: what makes a method's server step short
+#: hyperparameters that make the server step of a method short
 SHORT = {"steps": 3, "epochs": 1, "generator_steps": 1, "images": 4, "channels": 2, "tau": 1}
 EACH = pytest.mark.parametrize("name", METHODS)
-#: of a method: hyperparameters, and other arguments of ``create_method``, that lead to another server step
+#: method, hyperparameters and other arguments of ``create_method`` that lead to another server step
 VARIANTS = [
     *(
         ("fedfisher", {"fisher": f, "solver": s}, {})
@@ -90,7 +90,7 @@ def few(examples):
 
 
 class Pictures(nn.Module):
-    """Convolutions of 3 and 5 channels, then 20-7-4, on 1 × 10 × 10; no biases: every method takes it."""
+    """Convolutions of 3 and 5 channels, then 20-7-4, on 1 × 10 × 10, no biases, so that every method accepts it."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ def data(count, seed):
 
 
 def prepared(name, params=None, options=None):
-    """A method, its model and state at the start, and what three honest clients send; none of it is changed."""
+    """A method, its initial model and state, and the updates of three honest clients; tests do not change them."""
     return _prepared(name, tuple((params or {}).items()), tuple((options or {}).items()))
 
 
@@ -168,7 +168,7 @@ def parcel_of(update, round=1):
 
 
 def take(one, update):
-    """Hand in an update; raises where it is refused."""
+    """Hand in an update; raises if it is refused."""
     if not one.take(update.client, parcel_of(update, one.number)):
         raise RefusedUpdate(one.failed[-1]["reason"])
 
@@ -179,11 +179,11 @@ def finite(tensors):
     )
 
 
-# -- finite, and as large as can be ----------------------------------------------------------------------
+# -- large finite values ---------------------------------------------------------------------------------
 
 
 def enlarged(tensor, scale, how, seed):
-    """Finite values of about ``scale``, up to the dtype's largest, in the place of ``tensor``'s."""
+    """A tensor like ``tensor`` with values of about ``scale``, at most the largest of the dtype."""
     if not tensor.is_floating_point():
         return tensor
     draw = torch.Generator().manual_seed(seed)
@@ -226,7 +226,7 @@ def test_finite_values_of_any_size_in_variants(name, params, options, share, cli
 
 
 def finite_or_bad(made, exponent, clients, how, only_one, seed):
-    """A round in which ``clients`` send values of about ``10 ** exponent`` is a BadRound or gives a finite model."""
+    """If ``clients`` send values of about ``10 ** exponent``, the round is a BadRound, or the model is finite."""
     one, model = round_of(made), copy.deepcopy(made.model)
     for client, update in made.updates.items():
         tensors = dict(update.tensors)
@@ -245,7 +245,7 @@ def finite_or_bad(made, exponent, clients, how, only_one, seed):
         assert (ledger.outbox, ledger.synced, ledger.stood) == (outbox, synced, 0)
         own, start = model.state_dict(), made.model.state_dict()
         assert own.keys() == start.keys() and all(torch.equal(own[n], start[n]) for n in own)
-        # What was left out is over: the clients can be asked again, and honest updates are taken.
+        # The discarded round has ended, and the clients can be asked again.
         assert one.leave_out(str(error)).undone == {1, 2, 3}
         again = Round(2, ledger)
         for client in again.waiting:
@@ -258,7 +258,7 @@ def finite_or_bad(made, exponent, clients, how, only_one, seed):
 
 @EACH
 def test_honest_updates_give_a_finite_model(name):
-    """What the test above starts from: nothing is kept out of a round of honest clients."""
+    """For comparison with the test above: a round of honest clients is not discarded."""
     made = prepared(name)
     one, model = round_of(made), copy.deepcopy(made.model)
     for update in made.updates.values():
@@ -269,7 +269,7 @@ def test_honest_updates_give_a_finite_model(name):
 
 
 def test_a_merge_beyond_float16_is_found_before_the_model_is_touched():
-    """The values are far below the largest of float32, which bounds the message."""
+    """The values are far below the largest float32, which is the limit for a message."""
     made = prepared("flora", options={"dtype": torch.float16})
     one, model = round_of(made, clients=(1,)), copy.deepcopy(made.model)
     tensors = {n: torch.full_like(t, 300.0) if "lora_" in n else t for n, t in made.updates[1].tensors.items()}
@@ -279,7 +279,7 @@ def test_a_merge_beyond_float16_is_found_before_the_model_is_touched():
 
 
 def test_a_server_step_without_a_finite_candidate_is_a_bad_round():
-    """Not an error of the user's, which would end the run."""
+    """It is not an error of the user, which would end the run."""
     made = prepared("fedfisher", {"fisher": "kfac", "solver": "reference"})
     one = round_of(made, clients=(1,))
     huge = {n: torch.full_like(t, LARGEST) for n, t in made.updates[1].tensors.items()}
@@ -289,7 +289,7 @@ def test_a_server_step_without_a_finite_candidate_is_a_bad_round():
 
 
 def test_a_merge_beyond_float32_is_found_before_the_model_is_touched():
-    """B and A are finite, the product that FLoRA adds to the weights is not."""
+    """B and A are finite, but the product that FLoRA adds to the weights is not."""
     made = prepared("flora")
     one, model = round_of(made), copy.deepcopy(made.model)
     tensors = {n: torch.full_like(t, 1e25) if "lora_" in n else t for n, t in made.updates[1].tensors.items()}
@@ -301,7 +301,7 @@ def test_a_merge_beyond_float32_is_found_before_the_model_is_touched():
     assert all(torch.equal(t, made.model.state_dict()[n]) for n, t in model.state_dict().items())
 
 
-# -- what is no tensor -----------------------------------------------------------------------------------
+# -- values that are not tensors -------------------------------------------------------------------------
 
 
 class Sub(torch.Tensor):
@@ -417,7 +417,7 @@ def test_the_memory_layout_of_a_dense_tensor_does_not_matter(name, how):
         assert torch.equal(tensor, plain[n]) and not tensor.requires_grad and tensor.is_contiguous()
 
 
-# -- who, and how many -----------------------------------------------------------------------------------
+# -- clients and numbers of samples ----------------------------------------------------------------------
 
 COUNTS = st.one_of(
     st.floats(),
@@ -454,7 +454,7 @@ def test_without_a_declaration_the_bound_applies(count, good):
 
 
 @EACH
-def test_a_client_must_be_a_number_that_was_asked(name):
+def test_a_client_must_be_one_that_was_asked(name):
     made = prepared(name)
     one = round_of(made)
     for client in (True, False, 1.0, "1", None, [1], {}, float("nan"), 0, 4, -1, 10**400, b"1"):
@@ -499,7 +499,7 @@ def test_a_loss_is_finite(loss):
 
 
 def norm_of(made, client, tensors):
-    """In float64, from the definition: the change against what the client was sent; what is no weight as it is."""
+    """In float64, by the definition: of the change from what the client was sent, and of other tensors as they are."""
     sent, total = made.method.view(made.state, client), 0.0
     for n, t in tensors.items():
         if t.is_floating_point():

@@ -1,4 +1,4 @@
-"""Every method against dense float64 sums, on layers that are not square, with unequal clients."""
+"""Every method compared with dense float64 sums, on layers that are not square, with unequal clients."""
 
 import itertools
 
@@ -53,8 +53,8 @@ def test_each_tensor_is_the_mean_of_what_was_sent(toy, federation, name, uniform
 
 @pytest.mark.parametrize("name", ["fedavg", "fedlora", "ffa_lora", "rolora"])
 def test_three_unequal_clients_by_hand(toy, federation, name):
-    # Clients that hold 8, 16 and 32 everywhere, with 1, 2 and 5 samples: 25 = (8 + 32 + 160) / 8. Client 1's own
-    # part would be 1; the plain mean 18⅔.
+    # All values of the clients are 8, 16 and 32, with 1, 2 and 5 samples: 25 = (8 + 32 + 160) / 8. The plain mean would
+    # be 18⅔.
     for uniform, answer in ((False, 25.0), (True, 56 / 3)):
         method = toy.method(name, uniform=uniform)
         fed = federation(method, (1, 2, 5))
@@ -75,7 +75,7 @@ def test_the_exact_methods_average_the_products(toy, federation, name, rsLoRA):
     for round in (1, 2, 3, 4):
         fed.round(round)
         for layer in toy.layers:
-            # A client's product is made of what it trained and what it holds frozen: its whole copy.
+            # The product of a client is that of its copy: the half that it trained and the frozen one.
             expected = sum(
                 w * toy.change(fed_copy, layer, rsLoRA=rsLoRA)
                 for w, fed_copy in zip(p, map(fed.everything, fed.copies))
@@ -98,7 +98,7 @@ def test_fedlora_is_inexact(toy, federation):
         assert np.linalg.norm(got - mean_of_products) > 0.1 * np.linalg.norm(mean_of_products)
 
 
-# -- which half, in which round ------------------------------------------------------------------------
+# -- which half is sent in a round ---------------------------------------------------------------------
 
 
 def halves_sent(method, fed, round):
@@ -108,7 +108,7 @@ def halves_sent(method, fed, round):
 
 @pytest.mark.parametrize("mix, alternating", [(1.0, 8), (0.5, 4), (0.3, 3), (0.2, 2), (0.01, 1), (0.0, 0)])
 def test_rolora_alternates_and_starts_with_b(toy, federation, mix, alternating):
-    # mix q: the first ⌈q·T⌉ of T = 8 rounds alternate, the rest keep A frozen.
+    # mix q: the first ⌈q·T⌉ of T = 8 rounds alternate; A remains frozen in the others.
     method = toy.method("rolora", mix=mix)
     fed = federation(method, (1,))
     for round in range(1, 9):
@@ -116,7 +116,7 @@ def test_rolora_alternates_and_starts_with_b(toy, federation, mix, alternating):
         assert halves_sent(method, fed, round) == {half, "classifier"}, round
 
 
-def test_what_the_other_methods_send(toy, federation):
+def test_which_tensors_the_other_methods_send(toy, federation):
     for name, half in (
         ("fedlora", {"lora_A", "lora_B"}),
         ("ffa_lora", {"lora_B"}),
@@ -132,7 +132,7 @@ def test_what_the_other_methods_send(toy, federation):
 
 @pytest.mark.parametrize("name", ["ffa_lora", "rolora"])
 def test_the_frozen_half_is_the_same_tensor_everywhere(toy, federation, name):
-    # Copies are made one by one, as in separate processes: no A is handed over, so the seed has to agree.
+    # The copies are made separately, as in different processes, and A is not sent: it follows from the seed.
     fed = federation(toy.method(name), SIZES)
     start = fed.everything()
     assert all(start[n].any() for n in start if "lora_A" in n)
@@ -159,7 +159,7 @@ def test_the_frozen_half_is_the_same_tensor_everywhere(toy, federation, name):
 )
 def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, params):
     fed = federation(toy.method(name, **params), SIZES * 2)
-    # Clients 1 and 4 share a rank and a size. 1 is always there; 4 comes late, 5 once, 6 never before the end.
+    # Clients 1 and 4 have the same rank and size. 1 always takes part, 4 late, 5 once, and 6 not before the end.
     for round, clients in enumerate([(1, 2), (1, 2, 3), (1, 3, 4), (1, 2), (1, 5), (1, 2, 3)], start=1):
         fed.round(round, clients)
     for client in fed.copies:
@@ -179,13 +179,13 @@ def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, p
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_late_client_receives_exactly_what_it_lacks(toy, federation, name):
     fed = federation(toy.method(name), (1, 1, 1))
-    assert not fed.catch_up(3, 1), "round 1 starts from the seed: nothing is sent"
+    assert not fed.catch_up(3, 1), "the state before round 1 follows from the seed, so nothing is sent"
     first = fed.round(1, (1, 2))
     second = fed.round(2, (1, 2))
     assert fed.downlink(3, 3).keys() == first.keys() | second.keys()
     assert not fed.downlink(3, 3)
     assert fed.downlink(1, 3).keys() == second.keys()
-    if name == "rolora":  # one half a round, so a client that missed a round needs both
+    if name == "rolora":  # one half is sent per round, so a client that missed a round needs both
         assert {h for h in ("lora_A", "lora_B") if any(h in n for n in first)} == {"lora_B"}
         assert {h for h in ("lora_A", "lora_B") if any(h in n for n in second)} == {"lora_A"}
 
@@ -205,7 +205,7 @@ def test_results_do_not_depend_on_the_order_of_arrival(toy, federation, name):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_results_do_not_depend_on_client_ids_up_to_rounding(toy, federation, name):
-    # The same three updates under other ids: only the order of the sum differs.
+    # The same three updates with other ids: only the order of summation differs.
     fed = federation(toy.method(name), SIZES)
     fed.round(1)
     updates = fed.received
@@ -239,13 +239,13 @@ def test_one_client_one_round_is_local_training(toy, federation, name, rank):
     message = fed.finish(1)
     fed.method.apply(fed.model, message, 1)
     close(toy.outputs(fed.model), trained, 1e-5)
-    # The client itself, once it has the answer, computes the same function as before.
+    # After it has received the result, the client computes the same function as before.
     fed.catch_up(1, 2)
     close(toy.outputs(local), trained, 1e-5)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_nothing_but_the_shared_tensors_moves(toy, federation, name):
+def test_only_shared_tensors_change(toy, federation, name):
     fed = federation(toy.method(name), SIZES)
     start = fed.everything()
     for round in (1, 2, 3):
@@ -338,7 +338,7 @@ def test_flexloras_two_splits_hold_the_same_product(toy, federation):
 
 
 def test_flexlora_fills_missing_components_with_trainable_directions(toy, federation):
-    # One client of rank 1 in a federation of rank 3: the rows beyond have to be able to train.
+    # One client of rank 1 and a server of rank 3: the additional rows must be trainable.
     fed = federation(toy.method("flexlora", ranks=(1, 3, 2)), SIZES)
     fed.round(1, (1,))
     for layer in toy.layers:
@@ -374,7 +374,7 @@ def test_any_list_of_ranks_and_any_subset(toy, federation, name, ranks, r, clien
                 total[layer] = total[layer] + dense_average(toy, fed.received, layer)
             else:
                 u, s, vh = np.linalg.svd(dense_average(toy, fed.received, layer), full_matrices=False)
-                rank = max(r, *ranks, 1)  # the largest in the list, whether or not such a client is there
+                rank = max(r, *ranks, 1)  # the largest in the list, whether or not such a client takes part
                 total[layer] = (u[:, :rank] * s[:rank]) @ vh[:rank]
         head = {
             n: sum(
@@ -409,7 +409,7 @@ def test_floras_weights_are_the_dense_average(toy, federation, ranks, rsLoRA):
 
 
 def test_floras_new_pair_does_not_change_the_function(toy, federation):
-    # "Merged, but A and B left in place" makes the output jump by one more update.
+    # If A and B were kept after merging, the output would change by one more update.
     fed = federation(toy.method("flora", ranks=(1, 3, 2)), SIZES)
     previous = None
     for round in (1, 2, 3):
@@ -449,7 +449,7 @@ def test_floras_downlink_grows_with_the_ranks_of_those_present(toy, federation):
         assert [t.shape[0] for t in stacks] == [total]
 
 
-# -- adapters that a method cannot work on -------------------------------------------------------------
+# -- adapters that a method refuses --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["rolora", "ffa_lora", "flexlora", "flora", "mfedloru"])

@@ -1,4 +1,4 @@
-"""Robust means over every averaging method, with clients that send anything finite."""
+"""Robust means with every averaging method, and clients that send any finite values."""
 
 import dataclasses
 
@@ -36,12 +36,12 @@ def close(a, b, tolerance=1e-5):
 
 
 def dense(method, state, update, name):
-    """The tensor ``name`` of the state as ``update`` has it, in float64 from the definitions of the methods."""
+    """The tensor ``name`` of the state that follows from ``update``, in float64 by the definitions of the methods."""
     sent = {n: t.detach().double().numpy() for n, t in update.tensors.items()}
     if name in sent:
         return sent[name]
     old = state[name].double().numpy()
-    if name.endswith(".base_layer.weight"):  # FedHM's factors, in matrices or in two thin convolutions
+    if name.endswith(".base_layer.weight"):  # FedHM's factors, of a matrix or as two thin convolutions
         u, v = (sent[name.replace(".base_layer.weight", f".factor_{half}")] for half in "UV")
         return u @ v if u.ndim == 2 else np.einsum("orax,riyb->oiab", u, v)
     layer, half = name.split(".lora_")
@@ -153,7 +153,7 @@ def test_a_server_optimizer_steps_from_the_robust_mean(toy, federation):
         close(fed.ledger.state[n].double().numpy(), before + 0.5 * (middle - before))
 
 
-# -- refused ---------------------------------------------------------------------------------------------
+# -- what is refused ----------------------------------------------------------------------------------------
 
 
 def test_methods_that_do_not_average_are_refused():

@@ -1,4 +1,4 @@
-"""Server optimizers against an independent float64 implementation of Reddi et al., Algorithm 2."""
+"""Server optimizers compared with an independent float64 implementation of Reddi et al., Algorithm 2."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ AVERAGING = ("fedavg", "fedlora", "ffa_lora", "rolora")
 
 
 class Reference:
-    """One tensor's memory: Algorithm 2, line by line, and Hsu et al.'s FedAvgM."""
+    """The optimizer state of one tensor: Algorithm 2 line by line, and FedAvgM of Hsu et al."""
 
     def __init__(self, kind, lr, beta1=0.9, beta2=0.99, tau=1e-3, momentum=0.0):
         self.kind, self.lr, self.beta1, self.beta2, self.tau, self.momentum = kind, lr, beta1, beta2, tau, momentum
@@ -64,9 +64,9 @@ def test_several_rounds_against_the_reference(toy, federation, name, label):
             mean = sum(w * u.tensors[n].double().numpy() for w, u in zip(p, fed.received))
             x[n] = memory[n].step(x[n], mean)
         for n, want in x.items():
-            # Adam's step is a quotient: where the second moment is tiny, float32 is felt most.
+            # Adam's step is a quotient, so rounding in float32 matters most where the second moment is tiny.
             np.testing.assert_allclose(fed.ledger.state[n].double().numpy(), want, atol=3e-4, rtol=3e-4)
-        assert message.keys() == fed.received[0].tensors.keys(), "what the optimizer remembers does not travel"
+        assert message.keys() == fed.received[0].tensors.keys(), "the state of the optimizer is not sent"
     for client in fed.copies:
         fed.catch_up(client, 6)
         own = fed.everything(client)
@@ -74,7 +74,7 @@ def test_several_rounds_against_the_reference(toy, federation, name, label):
 
 
 def test_yogi_takes_the_sign(toy, federation):
-    # Where Δ² is above v, Yogi's v grows; Adam's rule would give another figure from the second round on.
+    # If Δ² is above v, Yogi's v grows; Adam's rule would give other values from the second round on.
     states = []
     for kind in ("Yogi", "Adam"):
         fed = federation(toy.method("fedlora", server_optimizer={"type": kind, "lr": 0.05}), SIZES)
@@ -85,7 +85,7 @@ def test_yogi_takes_the_sign(toy, federation):
 
 
 @pytest.mark.parametrize("name", AVERAGING)
-def test_sgd_of_rate_one_is_fedavg_to_the_bit(toy, federation, name):
+def test_sgd_with_learning_rate_1_is_fedavg_to_the_bit(toy, federation, name):
     plain, wrapped = (
         federation(toy.method(name, server_optimizer=o), SIZES)
         for o in (None, {"type": "SGD", "lr": 1.0, "momentum": 0.0})
@@ -98,7 +98,7 @@ def test_sgd_of_rate_one_is_fedavg_to_the_bit(toy, federation, name):
 
 
 @pytest.mark.parametrize("label", OPTIMIZERS)
-def test_a_half_that_was_not_sent_keeps_its_memory(toy, federation, label):
+def test_the_state_of_a_half_that_was_not_sent_does_not_change(toy, federation, label):
     fed = federation(toy.method("rolora", server_optimizer=OPTIMIZERS[label]), SIZES)
     fed.round(1)
     fed.round(2)
@@ -160,7 +160,7 @@ def test_a_wrong_value_in_a_file_is_named_with_its_line(tmp_path):
             load_config(tmp_path / "a.yaml")
 
 
-def test_the_usual_names_are_understood():
+def test_the_usual_names_of_optimizers_are_accepted():
     for given, kind in (
         ("FedAvg", "sgd"),
         ("FedAvgM", "sgd"),
@@ -174,12 +174,12 @@ def test_the_usual_names_are_understood():
 @pytest.mark.parametrize(
     "kind, lr", [("SGD", 1.0), ("FedAvgM", 1.0), ("Adam", 0.01), ("Adagrad", 0.01), ("Yogi", 0.01)]
 )
-def test_the_learning_rate_where_none_is_given(kind, lr):
+def test_the_default_learning_rate(kind, lr):
     for given in ({}, {"lr": None}):
         assert create_method("fedlora", server_optimizer={"type": kind, **given}).wrappers[0].lr == lr
 
 
-def test_a_server_optimizer_that_is_only_turned_on_is_fedavg():
+def test_a_server_optimizer_without_other_keys_is_fedavg():
     config = load_config({"federate.client_num": 2, "federate.method": "fedlora", "fedopt.use": True})
     (optimizer,) = method_of(config).wrappers
     mean, state = {"w.weight": torch.tensor([0.1, 0.7])}, {"w.weight": torch.tensor([3.0, -2.0])}

@@ -1,4 +1,4 @@
-"""Updates that cannot be used, and methods that cannot be made."""
+"""Updates that are refused, and methods that cannot be created."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ METHODS = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora")
 
 
 def spoil(update, how):
-    """The update with one thing wrong, and the name of the tensor it is wrong in."""
+    """The update with one error, and the name of the tensor that is wrong."""
     tensors = {n: t.clone() for n, t in update.tensors.items()}
     name = sorted(tensors)[1]
     if how == "nan":
@@ -109,7 +109,7 @@ def test_an_unknown_name_gets_a_suggestion(toy, federation):
 
 
 @pytest.mark.parametrize("name", ["flexlora", "flora"])
-def test_another_clients_rank_is_a_wrong_shape(toy, federation, name):
+def test_the_rank_of_another_client_is_a_wrong_shape(toy, federation, name):
     fed = federation(toy.method(name, ranks=(1, 3, 2)), SIZES)
     with pytest.raises(RefusedUpdate, match=r"client 1: .* has shape \(3, .*expected \(1, "):
         fed.receive(dataclasses.replace(fed.update(2, 1), client=1), 1)
@@ -142,13 +142,13 @@ def test_too_few_updates_do_not_change_the_state(toy, federation):
     with pytest.raises(TooFewClients, match="round 2: 1 usable updates, lowrank.min_clients is 2"):
         fed.finish(2)
     assert fed.ledger.state == before
-    # The next attempt starts clean.
+    # The next attempt is not affected.
     fed.round(2, (1, 2))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_checked_update_is_a_copy(mixed):
-    # A client's tensors are the one model's own parameters: the next client overwrites them.
+    # The tensors of a client are the parameters of a shared model, which the next client overwrites.
     tensors = {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16 if mixed else torch.float32)}
     checked = check_update(Update(1, 5, tensors), tensors)
     for tensor in tensors.values():

@@ -1,4 +1,4 @@
-"""Quantised tensors, and what a hostile sender makes of them."""
+"""Quantised tensors, and invalid ones from a hostile sender."""
 
 import pytest
 import torch
@@ -56,14 +56,14 @@ def test_sizes_are_those_of_what_is_encoded():
         (lambda p: p.update({"w": torch.ones(3)}), "'w' is not quantised"),
     ],
 )
-def test_what_was_not_encoded_is_a_value_error(spoil, reason):
+def test_decoding_what_was_not_encoded_is_a_value_error(spoil, reason):
     sent = Uniform(8).encode({"w": torch.randn(3)})
     spoil(sent)
     with pytest.raises(ValueError, match=reason):
         Uniform(8).decode(sent, {})
 
 
-def test_what_cannot_be_quantised():
+def test_values_that_cannot_be_quantised():
     for value in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="w holds values that are NaN or Inf"):
             Uniform(8).encode({"w": torch.tensor([1.0, value])})

@@ -1,4 +1,4 @@
-"""Clients' copies that follow the server, over processes that end after every message, losses and left-out rounds."""
+"""Copies of clients that follow the server, with processes that end after every message, losses and missed rounds."""
 
 import json
 
@@ -45,7 +45,7 @@ def net_of(method):
 
 
 class Run:
-    """A server with its model, and three clients whose processes end after every message; all travels as bytes."""
+    """A server with its model, and three clients whose processes end after every message; messages are bytes."""
 
     def __init__(self, name, folder, codec=None, min_clients=1):
         self.name, self.folder, self.codec = name, folder, codec or Plain()
@@ -68,7 +68,7 @@ class Run:
         return copy
 
     def follow(self, client, data):
-        """A process of ``client``: one message, all that it remembers on disk; what it answers."""
+        """A process of ``client``, which handles one message and stores its state on disk; returns its reply."""
         copy, parcel = self.copy(client), Parcel.of(data)
         round = parcel.facts["round"]
         try:
@@ -132,9 +132,9 @@ def test_processes_that_end_after_every_message(name, tmp_path):
         seen.append(run.round(number, clients))
     for client in (1, 2, 3):
         copy, order = run.evaluated(5, client)
-        assert order.since == 4, "it gets what it lacks and no more"
+        assert order.since == 4, "it is sent only what it lacks"
         check_same(copy, run)
-    assert not seen[0][1] and seen[1][3] == seen[1][1], "round 1 starts from the seed, which every copy has"
+    assert not seen[0][1] and seen[1][3] == seen[1][1], "the state before round 1 follows from the seed"
     assert seen[3][3] >= seen[3][1], "who was away lacks more"
 
 
@@ -147,7 +147,7 @@ def test_a_copy_that_was_lost_gets_everything(name, tmp_path):
         if path.name == "shared.safetensors":
             path.write_bytes(path.read_bytes()[:-3] + b"xyz")
     run.standings[2] = run.copy(2).standing
-    assert run.standings[2] == Standing(), "what is damaged is not used"
+    assert run.standings[2] == Standing(), "damaged files are not used"
     copy, order = run.evaluated(4, 2)
     assert order.since is None and order.parcel.facts["whole"]
     check_same(copy, run)
@@ -160,14 +160,14 @@ def test_what_another_run_has_saved_is_not_used(tmp_path, caplog):
     assert run.copy(1).standing.round == 0 and run.evaluated(1, 1)[0].standing.round == 1
     assert run.copy(1, identity="another").standing == Standing()
     assert "of another run; it starts anew" in caplog.text
-    # The same is to be had without a model.
+    # The same can be read without a model.
     assert standing_in(tmp_path / "1", 1, "run") == run.copy(1).standing != Standing()
     assert standing_in(tmp_path / "1", 1, "another") == standing_in(tmp_path / "none", 1, "run") == Standing()
 
 
 @EACH
 def test_messages_for_a_client_that_is_never_asked_are_bounded(name, tmp_path):
-    """What is kept for it never exceeds the whole model and one message; when it is asked at last, it is up to date."""
+    """At most the whole model and one message are kept for it; after it has been asked, it is up to date."""
     run, kept = Run(name, tmp_path), []
     for number in range(1, 25):
         run.round(number, (1, 2))
@@ -177,7 +177,7 @@ def test_messages_for_a_client_that_is_never_asked_are_bounded(name, tmp_path):
     whole = sum(t.nbytes for t in (*run.method.view(run.ledger.state).values(), *run.base().values()))
     assert all(newest + older <= max(whole, newest) for newest, older in kept)
     dropped = name in ("flora", "fedloru", "fedloru, momentum")
-    assert bool(run.ledger.horizon) == dropped, "the other methods' messages replace one another"
+    assert bool(run.ledger.horizon) == dropped, "messages of the other methods replace earlier ones"
     copy, order = run.evaluated(24, 3)
     assert bool(order.parcel.facts.get("whole")) == dropped and (not dropped or order.sizes[0] == whole)
     check_same(copy, run)
@@ -185,7 +185,7 @@ def test_messages_for_a_client_that_is_never_asked_are_bounded(name, tmp_path):
 
 
 @EACH
-def test_an_order_that_comes_twice_is_followed_once(name, tmp_path):
+def test_an_order_that_arrives_twice_is_carried_out_once(name, tmp_path):
     run = Run(name, tmp_path)
     run.round(1)
     run.round(2)
@@ -194,7 +194,7 @@ def test_an_order_that_comes_twice_is_followed_once(name, tmp_path):
     first = Parcel.of(run.follow(1, data))
     again = Parcel.of(run.follow(1, data))
     assert first.facts == again.facts and all(torch.equal(first.tensors[n], again.tensors[n]) for n in first.tensors)
-    # And one that goes on from where this copy does not stand is not followed at all.
+    # An order that continues from another round than that of this copy is not carried out.
     run.round(3)
     run.round(4)
     behind = Parcel.of(data)
@@ -210,8 +210,8 @@ def test_an_order_that_comes_twice_is_followed_once(name, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["refused", "the server is resumed"])
-def test_training_that_did_not_count_leaves_nothing_personal(tmp_path, how):
-    """Client 2 trains in round 2 for nothing: its own adapter is then as in a run in which it was not asked."""
+def test_training_that_did_not_count_does_not_change_the_personal_tensors(tmp_path, how):
+    """The update of client 2 in round 2 does not count: its personal adapter is then as if it had not been asked."""
     run, other = Run("pfedlora", tmp_path / "run"), Run("pfedlora", tmp_path / "other")
     run.round(1)
     other.round(1)
@@ -227,7 +227,7 @@ def test_training_that_did_not_count_leaves_nothing_personal(tmp_path, how):
         current = Round(2, run.ledger, (1, 2, 3))
         for client in (1, 2, 3):
             assert run.follow(client, current.ask(client, run.standings[client]).parcel.to_bytes())
-        run.round(2, (1, 3))  # the process that asked before is gone
+        run.round(2, (1, 3))  # the server process that asked before has ended
         run.ledger.undone[2] = 2
     run.round(3)
     other.round(3)
@@ -246,7 +246,7 @@ def test_quantised_messages_over_processes(tmp_path):
 
 @EACH
 def test_a_server_that_ends_after_every_round(name, tmp_path):
-    """Its ledger goes on from what was saved: copies get what they lack and no more, as if it had lived on."""
+    """Its ledger continues from what was saved: copies are sent only what they lack, as by a server that runs on."""
     run, resumed = Run(name, tmp_path / "a"), Run(name, tmp_path / "b")
     for number, clients in enumerate([(1, 2), (1, 3), (1, 2), (1, 2, 3)], 1):
         assert run.round(number, clients) == resumed.round(number, clients)

@@ -1,4 +1,4 @@
-"""The ledger: who takes part, which messages a client lacks, and which messages are kept."""
+"""The ledger: which clients take part, which messages they lack, and which messages are kept."""
 
 import json
 from collections import Counter
@@ -39,20 +39,20 @@ def step(ledger, number, clients, order=list, base=None):
     return {client: order.parcel.tensors for client, order in sent.items()}
 
 
-# -- who -----------------------------------------------------------------------------------------------
+# -- which clients -------------------------------------------------------------------------------------
 
 
 def test_the_seed_and_the_round_decide_who_takes_part():
     ledger, again, other = (make_ledger(clients=50, per_round=5, seed=s) for s in (1, 1, 2))
     rounds = [ledger.select(r) for r in range(1, 30)]
-    # Asked in any order, or after a resume at any round, the answer is the same.
+    # The result does not depend on the order of the calls, nor on rounds at which a run was resumed.
     assert [again.select(r) for r in range(29, 0, -1)] == rounds[::-1]
     assert [other.select(r) for r in range(1, 30)] != rounds
     assert all(len(set(s)) == 5 and s == sorted(s) and 1 <= s[0] and s[-1] <= 50 for s in rounds)
     assert make_ledger(clients=3, per_round=3).select(7) == [1, 2, 3]
 
 
-def test_everyone_takes_part_about_as_often():
+def test_all_clients_take_part_about_equally_often():
     ledger = make_ledger(clients=10, per_round=3)
     counts = Counter(client for r in range(1, 1001) for client in ledger.select(r))
     assert set(counts) == set(range(1, 11)) and all(240 < n < 360 for n in counts.values())
@@ -66,10 +66,10 @@ def test_drop_outs_come_from_the_seed():
     assert not any(make_ledger().drops_out(c, r) for c in range(20) for r in range(20))
 
 
-# -- what travels --------------------------------------------------------------------------------------
+# -- what is sent --------------------------------------------------------------------------------------
 
 
-def test_nothing_is_sent_twice():
+def test_no_message_is_sent_twice():
     ledger = make_ledger(keep_messages=True)
     assert not any(step(ledger, 1, (1, 2)).values())
     assert [set(t) for t in step(ledger, 2, (1, 2)).values()] == [{B, HEAD}] * 2
@@ -78,7 +78,7 @@ def test_nothing_is_sent_twice():
     assert set(order.parcel.tensors) == {A, HEAD}
     third.delivered(order)
     assert not third.ask(1).parcel.tensors
-    # One that was never there gets both halves, each as it stands now.
+    # A client that never took part is sent the current values of both halves.
     late = third.ask(3).parcel.tensors
     assert set(late) == {A, B, HEAD} and all(torch.equal(late[n], ledger.state[n]) for n in late)
 
@@ -100,16 +100,16 @@ def test_only_sizes_are_kept_where_the_values_are_not_needed():
     assert set(without_head(order.parcel.tensors)) == {B}
 
 
-def test_what_everyone_has_is_forgotten():
+def test_a_message_that_all_clients_have_is_removed():
     ledger = make_ledger("flora", keep_messages=True)
     held = []
     for round in range(1, 8):
         step(ledger, round, (1, 2, 3, 4))
         held.append(len([n for n in ledger.outbox if n.startswith("merge:")]))
-    assert held == [2] * 7, "the stacks of one round, not of all"
+    assert held == [2] * 7, "the stacks of one round only"
 
 
-def test_what_someone_lacks_is_kept():
+def test_a_message_that_a_client_lacks_is_kept():
     ledger = make_ledger("flora", keep_messages=True)
     for round in range(1, 5):
         step(ledger, round, (1, 2, 3))
@@ -117,7 +117,7 @@ def test_what_someone_lacks_is_kept():
     assert {n for n in late if n.startswith("merge:")} == {f"merge:{r}:{n}" for r in (1, 2, 3, 4) for n in (A, B)}
 
 
-def test_where_everyone_stands_is_known_without_asking_everyone():
+def test_the_round_that_all_clients_have_reached_is_tracked():
     ledger, drawn = make_ledger(clients=5), torch.Generator().manual_seed(0)
     stands = dict.fromkeys(range(1, 6), 0)
     for number in range(1, 60):
@@ -139,7 +139,7 @@ def test_messages_are_cut_to_the_clients_rank():
     assert second.ask(2).sizes == (4 * (14 + 10 + 15), 4 * (14 + 10))
 
 
-def test_the_sum_does_not_depend_on_who_came_first():
+def test_the_sum_does_not_depend_on_the_order_of_arrival():
     states = []
     for order in (list, lambda c: (c[2], c[0], c[1]), lambda c: c[::-1]):
         ledger = make_ledger()
@@ -149,18 +149,18 @@ def test_the_sum_does_not_depend_on_who_came_first():
     assert states[0][B][0, 0] == pytest.approx((1 + 4 + 9) / 6)
 
 
-# -- what copies say of themselves -----------------------------------------------------------------------
+# -- the state that copies report ------------------------------------------------------------------------
 
 
 def asked(ledger, number, standing):
     return Round(number, ledger, (1,)).ask(1, standing)
 
 
-def test_a_copy_that_says_where_it_stands_gets_what_it_lacks():
+def test_a_copy_that_reports_its_round_is_sent_what_it_lacks():
     ledger = make_ledger(keep_messages=True)
     step(ledger, 1, (1, 2))
     told = asked(ledger, 2, Standing()).parcel.facts
-    assert told["since"] == 0 and told["stands"] == 1, "at the start it needs no more than the messages since"
+    assert told["since"] == 0 and told["stands"] == 1, "from the initial state, it needs only the messages since then"
     here = Standing(1, told["stamp"])
     assert not asked(ledger, 2, here).parcel.tensors
     step(ledger, 2, (1, 2))
@@ -169,17 +169,17 @@ def test_a_copy_that_says_where_it_stands_gets_what_it_lacks():
 
 
 @pytest.mark.parametrize("said", [Standing(1, "another"), Standing(2, ""), Standing(9, ""), Standing(-1, "")])
-def test_a_copy_that_is_not_known_gets_everything(said):
+def test_a_copy_of_unknown_state_is_sent_everything(said):
     ledger = make_ledger(keep_messages=True)
     step(ledger, 1, (1, 2))
-    asked(ledger, 2, Standing())  # which told it the stamp of round 1
+    asked(ledger, 2, Standing())  # its facts include the stamp of round 1
     step(ledger, 2, (1, 2))
     order = asked(ledger, 3, said)
     assert order.since is None and order.parcel.facts["whole"]
     assert order.parcel.tensors.keys() == {A, B, HEAD}
 
 
-def test_a_copy_that_is_behind_what_is_kept_gets_everything():
+def test_a_copy_that_lacks_messages_no_longer_kept_is_sent_everything():
     ledger = make_ledger("flora", clients=2, keep_messages=True)
     for number in (1, 2, 3, 4):
         step(ledger, number, (1, 2))
@@ -198,7 +198,7 @@ def test_a_stamp_is_of_this_run_and_this_history():
     assert len(stamps) == 3
 
 
-def test_a_late_client_is_sent_the_whole_model_where_that_is_less_also_after_a_restart():
+def test_a_late_client_is_sent_the_whole_model_if_that_is_less_also_after_a_restart():
     ledger = make_ledger("flora", clients=3, keep_messages=True)
     for number in range(1, 9):
         step(ledger, number, (1, 2), base=lambda: {"m.weight": torch.zeros(5, 7)})
@@ -212,7 +212,7 @@ def test_a_late_client_is_sent_the_whole_model_where_that_is_less_also_after_a_r
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_ledger_goes_on_from_what_was_saved(told):
+def test_a_ledger_continues_from_what_was_saved(told):
     ledger = make_ledger("fedloru", keep_messages=True)
     for number in (1, 2, 3):
         step(ledger, number, (1, 2, 3))
@@ -227,7 +227,7 @@ def test_a_ledger_goes_on_from_what_was_saved(told):
     assert all(torch.equal(again.state[n], ledger.state[n]) for n in ledger.state)
     here = Standing(3, ledger.stamp(3))
     assert (again.since(1, here), again.since(1, Standing(3, "x"))) == (3, None)
-    assert again.since(4, Standing()) == (0 if told else None), "messages without their values are of no use to it"
+    assert again.since(4, Standing()) == (0 if told else None), "it cannot use messages without their values"
     if told:
         assert all(torch.equal(t, ledger.outbox[n][1]) for n, (_, t) in again.outbox.items())
         step(ledger, 4, (1, 4))
@@ -235,7 +235,7 @@ def test_a_ledger_goes_on_from_what_was_saved(told):
         assert again.stamp(4) == ledger.stamp(4)
 
 
-def test_the_state_lies_in_memory_as_a_checkpoint_would_restore_it():
+def test_the_tensors_of_the_state_are_contiguous_as_a_checkpoint_restores_them():
     ledger = make_ledger()
     transposed = {name: tensor.T.contiguous().T for name, tensor in ledger.state.items()}
     assert not all(tensor.is_contiguous() for tensor in transposed.values())

@@ -1,4 +1,4 @@
-"""What travels: no pickle, whatever arrives."""
+"""Parcels: the format of messages, which is never pickle."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ from fs_lowrank.rounds.parcel import Parcel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8])
-def test_there_and_back(dtype):
+def test_tensors_and_facts_survive_serialisation(dtype):
     tensors = {"a.lora_A.default.weight": torch.arange(6).reshape(2, 3).to(dtype), "merge:3:b": torch.ones(4)[::2]}
     back = Parcel.of(Parcel(tensors, round=3, loss=0.1, train=True).to_bytes())
     assert back.facts == {"round": 3, "loss": 0.1, "train": True}
@@ -20,7 +20,7 @@ def test_there_and_back(dtype):
         assert torch.equal(back.tensors[name], tensor) and back.tensors[name].dtype == tensor.dtype
 
 
-def test_nothing():
+def test_a_parcel_without_tensors():
     assert not Parcel.of(Parcel({}, error="x").to_bytes()).tensors
 
 
@@ -34,7 +34,7 @@ class Harm:
     [pickle.dumps(Harm()), b"", b"\xff" * 40, None, 3, "text", {}, (10).to_bytes(8, "little") + b"{}        "],
     ids=range(8),
 )
-def test_what_is_no_parcel_is_refused_and_never_unpickled(data, tmp_path, monkeypatch):
+def test_other_bytes_are_refused_and_never_unpickled(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="the content"):
         Parcel.of(data)
@@ -42,13 +42,13 @@ def test_what_is_no_parcel_is_refused_and_never_unpickled(data, tmp_path, monkey
 
 
 @pytest.mark.parametrize("facts", ["[1]", "1", "x", "[" * 100_000, '{"samples": ' + "9" * 5000 + "}"])
-def test_facts_that_are_none_are_a_value_error(facts):
+def test_invalid_facts_are_a_value_error(facts):
     with pytest.raises(ValueError, match="the content cannot be read") as refusal:
         Parcel.of(save({"a": torch.ones(2)}, {"facts": facts}))
     assert len(str(refusal.value)) < 400
 
 
-def test_any_other_name_is_a_fact():
+def test_facts_may_have_the_names_of_parameters():
     back = Parcel.of(save({"a": torch.ones(2)}, {"facts": '{"tensors": 3, "cls": 4, "self": 5}'}))
     assert back.facts == {"tensors": 3, "cls": 4, "self": 5} and list(back.tensors) == ["a"]
 

@@ -1,4 +1,4 @@
-"""One round at the server: who is asked, what counts, how it ends; answers in any order, no engine."""
+"""One round at the server, without an engine: which clients are asked, which answers count, and how it ends."""
 
 import itertools
 
@@ -71,7 +71,7 @@ def test_the_mean_is_that_of_a_dense_sum():
             torch.testing.assert_close(message[name].double(), dense, atol=1e-6, rtol=1e-6)
 
 
-def test_late_twice_and_uninvited_are_left_out():
+def test_late_repeated_and_unrequested_answers_are_left_out():
     current = Round(2, ledger(), (1, 2, 3))
     deliver(current, 1, 2)
     late = Parcel(sent(current, 1).tensors, round=1, samples=1, loss=1.0)
@@ -109,7 +109,7 @@ def test_a_refusal_is_a_failure_of_one_client(change, reason):
     (failure,) = current.failed
     assert (failure["client"], failure["kind"]) == (2, "refused") and reason in failure["reason"]
     finished = current.finish()
-    assert finished.undone == {2} and current.ledger.undone == {2: 1}, "what it has learnt counts for nothing"
+    assert finished.undone == {2} and current.ledger.undone == {2: 1}, "what it has trained does not count"
     after = Round(2, current.ledger, (1, 2))
     assert after.ask(2).parcel.facts["undo"] == 1 and "undo" not in after.ask(1).parcel.facts
     deliver(after, 2)
@@ -125,7 +125,7 @@ def test_an_error_at_a_client():
     assert current.ledger.unknown == {2}
 
 
-def test_too_few_leave_all_as_it_was():
+def test_a_round_with_too_few_updates_changes_nothing():
     server = ledger(min_clients=2)
     first = Round(1, server, (1, 2, 3))
     deliver(first, 1, 2, 3)
@@ -154,8 +154,8 @@ def test_too_few_leave_all_as_it_was():
         (OSError(28, "No space left on device"), OSError),
     ],
 )
-def test_an_error_of_the_servers_step_is_a_bad_round_unless_it_is_of_the_machine(monkeypatch, error, raised):
-    """Whatever class of error clients' values lead to, the round can be left out; a full disk is no bad round."""
+def test_an_error_in_the_server_step_is_a_bad_round_unless_the_machine_caused_it(monkeypatch, error, raised):
+    """Any error due to values from clients makes a bad round, which can be skipped; a full disk does not."""
 
     def aggregate(updates, state, round):
         raise error
@@ -173,7 +173,7 @@ def test_an_error_of_the_servers_step_is_a_bad_round_unless_it_is_of_the_machine
         assert current.leave_out("it failed").undone == {1, 2}
 
 
-def test_a_client_drawn_to_drop_out_follows():
+def test_a_client_drawn_to_drop_out_receives_messages():
     server = ledger(drop_rate=0.5)
     number = next(r for r in range(1, 50) if {server.drops_out(c, r) for c in (1, 2)} == {True, False})
     current = Round(number, server, (1, 2))
@@ -185,11 +185,11 @@ def test_a_client_drawn_to_drop_out_follows():
     assert current.failed == [{"client": gone, "kind": "dropped", "reason": "drawn by lowrank.drop_rate"}]
     assert current.waiting == {3 - gone} and not current.take(gone, sent(current, gone))
     current.take(3 - gone, sent(current, 3 - gone))
-    assert not current.finish().undone, "a client that only followed has nothing to undo"
+    assert not current.finish().undone, "a client that has only received messages has nothing to undo"
     assert set(server.synced) == {1, 2}
 
 
-def test_evaluation_counts_in_the_same_record():
+def test_bytes_of_evaluation_are_in_the_same_record():
     server = ledger()
     current = Round(1, server, (1, 2))
     deliver(current, 1, 2)
@@ -204,10 +204,10 @@ def test_evaluation_counts_in_the_same_record():
     record = current.record({"test": {"acc": 0.5}}, {"training": 0.0}, {})
     assert record["client_downlink_bytes"] == {1: whole, 2: whole, 3: whole}
     assert record["evaluation_downlink_bytes"] == record["downlink_bytes"] == 3 * whole
-    assert not Round(2, server, (3,)).ask(3).parcel.tensors, "it has it from the evaluation"
+    assert not Round(2, server, (3,)).ask(3).parcel.tensors, "it received the message for the evaluation"
 
 
-def test_quantised_messages_weigh_less_and_the_server_reads_what_clients_read():
+def test_quantised_messages_are_smaller_and_the_server_uses_the_values_that_clients_get():
     server = ledger()
     current = Round(1, server, (1, 2), codec=Uniform(8))
     deliver(current, 1, 2)
@@ -227,7 +227,7 @@ def test_quantised_messages_weigh_less_and_the_server_reads_what_clients_read():
     assert whole.parcel.tensors.keys() == {A, B, HEAD, "m.weight"} and "encoded" not in whole.parcel.facts
 
 
-def test_a_running_mean_cannot_be_sifted():
+def test_a_running_mean_cannot_leave_out_clients():
     mean = RunningMean()
     with pytest.raises(ValueError, match="cannot leave out clients"):
         mean.close(without=[1])

@@ -128,7 +128,7 @@ class Cluster:
         return started
 
     def again(self, settings, worker, sabotage=None):
-        """Start a worker of the last ``launch`` by the same command."""
+        """Start a worker of the last ``launch`` again, with the same command."""
         return self.start(settings, self.commands[worker], sabotage)
 
     def run(self, *args, timeout=90.0, **kwargs):

@@ -39,7 +39,7 @@ def there_and_back(config):
     ],
     ids=lambda k: "+".join(k),
 )
-def test_there_and_back(quick, keys):
+def test_keys_survive_the_translation_to_the_framework_and_back(quick, keys):
     config = quick("run", keys)
     assert there_and_back(config).decisive() == config.decisive()
 
@@ -89,7 +89,7 @@ def test_no_such_method_is_an_error_and_not_fedavg(cfg):
         get_data(config=cfg, client_cfgs=None)
 
 
-def test_the_frameworks_own_methods_stay_its_own():
+def test_the_frameworks_own_methods_keep_its_server_and_client():
     from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
     from federatedscope.core.configs.config import global_cfg
     from federatedscope.core.workers import Client, Server

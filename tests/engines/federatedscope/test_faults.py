@@ -18,7 +18,7 @@ def keys(tmp_path, **more):
     return {**KEYS, "outdir": str(tmp_path / "run"), **more}
 
 
-def test_a_client_that_dies_in_mid_round_is_left_out(settings, cluster, tmp_path):
+def test_a_client_that_dies_during_a_round_is_left_out(settings, cluster, tmp_path):
     workers = cluster.run(settings, 3, keys(tmp_path), sabotage={2: {"dies_in": 2}})
     assert [workers[w].code for w in (0, 1, 2, 3)] == [0, 0, 9, 0], workers[0].said
     rounds = workers[0].history
@@ -28,7 +28,7 @@ def test_a_client_that_dies_in_mid_round_is_left_out(settings, cluster, tmp_path
     assert "2" in rounds[1]["client_downlink_bytes"] and "2" not in rounds[2]["client_downlink_bytes"]
 
 
-def test_too_few_left_stops_everyone(settings, cluster, tmp_path):
+def test_the_run_stops_when_too_few_clients_remain(settings, cluster, tmp_path):
     began = time.monotonic()
     workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.min_clients": 2}), sabotage={2: {"dies_in": 2}})
     assert workers[0].kind == "RunFailed" and workers[0].code == 1
@@ -38,7 +38,7 @@ def test_too_few_left_stops_everyone(settings, cluster, tmp_path):
     assert time.monotonic() - began < 30
 
 
-def test_a_silent_client_is_waited_for_no_longer_than_the_bound(settings, cluster, tmp_path):
+def test_the_server_waits_for_a_silent_client_no_longer_than_the_timeout(settings, cluster, tmp_path):
     started = cluster.launch(
         settings,
         2,
@@ -52,7 +52,7 @@ def test_a_silent_client_is_waited_for_no_longer_than_the_bound(settings, cluste
 
 
 def test_clients_stop_when_the_server_is_gone(settings, cluster, tmp_path):
-    """They wait for it for ``lowrank.timeout``, because it may be resumed."""
+    """They wait for ``lowrank.timeout``, because the server may be resumed."""
     workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), sabotage={0: {"dies_after": 1}})
     assert workers[0].code == 9
     for worker in (1, 2):
@@ -110,7 +110,7 @@ def test_a_client_with_another_start_is_refused_by_name(settings, cluster, tmp_p
     assert all(r["clients"] == [2] for r in workers[0].history)
 
 
-def test_a_second_client_of_one_number_is_refused(settings, cluster, tmp_path):
+def test_a_second_client_with_the_same_number_is_refused(settings, cluster, tmp_path):
     workers = cluster.run(
         settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), changed={2: {"distribute.data_idx": 1}}
     )
@@ -153,7 +153,7 @@ def test_a_model_that_the_method_cannot_adapt(quick):
         fs_lowrank.run(config, "federatedscope")
 
 
-def test_a_refused_update_leaves_the_round_to_the_others(quick, monkeypatch):
+def test_a_round_continues_without_a_refused_update(quick, monkeypatch):
     from fs_lowrank.methods.rolora import RoLoRA
 
     send = RoLoRA.upload
@@ -258,7 +258,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("online", [False, True], ids=["kept", "running_mean"])
-def test_a_clients_facts_end_no_run(quick, monkeypatch, online):
+def test_wrong_facts_from_a_client_do_not_end_the_run(quick, monkeypatch, online):
     """Client 2 sends a wrong fact in each round; the round continues with the other clients."""
     from fs_lowrank.engines.federatedscope.client import LowRankClient
     from fs_lowrank.rounds.parcel import Parcel
@@ -280,7 +280,7 @@ def test_a_clients_facts_end_no_run(quick, monkeypatch, online):
     keys = {"federate.total_round_num": len(FACTS), "federate.online_aggr": online, "eval.freq": -1}
     history = fs_lowrank.run(quick("run", {"federate.method": "rolora", **keys}), "federatedscope").history
     for record, what in zip(history, said, strict=True):
-        if what == "shares":  # facts without a meaning in this run
+        if what == "shares":  # facts that have no meaning in this run
             assert not record["failed"]
             continue
         (failure,) = record["failed"]
@@ -288,7 +288,7 @@ def test_a_clients_facts_end_no_run(quick, monkeypatch, online):
         assert record["clients"] == [1, 3, 4, 5] and len(failure["reason"]) < 1100
 
 
-def test_a_wrongly_quantised_update_ends_no_run(quick, monkeypatch):
+def test_a_wrongly_quantised_update_does_not_end_the_run(quick, monkeypatch):
     """Quantised tensors of a wrong form, and missing ones, are refused."""
     from fs_lowrank.engines.federatedscope.client import LowRankClient
     from fs_lowrank.rounds.parcel import Parcel
@@ -338,7 +338,7 @@ def test_a_norm_factor_needs_the_updates(quick, key):
 
 @pytest.mark.parametrize("dying", [(2,), (1, 2)], ids=["one", "all"])
 def test_clients_that_die_while_they_evaluate(settings, cluster, tmp_path, dying):
-    """The last round is evaluated by the clients that are left, and its training is kept."""
+    """The remaining clients evaluate the last round, and its training is kept."""
     workers = cluster.run(
         settings,
         2,

@@ -194,7 +194,7 @@ def test_a_framework_that_cannot_be_used(config_file, tmp_path):
         (half, "is incomplete: it lacks core/message.py"),
         (tmp_path / "nothing", "there is no folder federatedscope in it"),
     ]
-    # One process that has not seen the framework, for all of them.
+    # All cases run in one process in which the framework has not been imported yet.
     script = tmp_path / "cases.py"
     script.write_text(f"""
 import contextlib, io, json, os, sys

@@ -1,4 +1,7 @@
-"""Processes that stop, come back, lie or are someone else, over gRPC on the loopback: no wait is without a limit."""
+"""Distributed runs over gRPC on the loopback interface, with processes that stop, return or send invalid messages.
+
+Every wait has a limit.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def wait_for(condition, seconds=60.0):
 
 
 def fields(**changed) -> dict:
-    """A message that is right but for what ``changed`` says."""
+    """The fields of a valid message, with those in ``changed`` replaced."""
     return {
         "msg_type": "model_para",
         "sender": 2,
@@ -50,7 +53,7 @@ def fields(**changed) -> dict:
 
 
 class Stranger:
-    """Someone who can reach a port; with ``token``, someone who knows a client's."""
+    """A process that can reach a port; with ``token``, one that knows the token of a client."""
 
     def __init__(self, port: int, token: str = ""):
         import grpc
@@ -90,7 +93,7 @@ def token_of(tmp_path, client: int, port: int) -> str:
 # -- slow and silent parties ---------------------------------------------------------------------------
 
 
-def test_a_stopped_client_costs_the_others_nothing_and_is_taken_back(settings, cluster, tmp_path):
+def test_a_stopped_client_does_not_delay_the_others_and_takes_part_again(settings, cluster, tmp_path):
     """A client that is stopped for longer than ``lowrank.timeout`` is left out of its rounds, and takes part later."""
     more = {"lowrank.timeout": 4.0, "federate.total_round_num": 14, "lowrank.min_clients": 2, "eval.freq": 0}
     started = cluster.launch(settings, 3, keys(tmp_path, **more), sabotage={0: {"sleeps": 0.5}})
@@ -111,7 +114,7 @@ def test_a_stopped_client_costs_the_others_nothing_and_is_taken_back(settings, c
 
 
 def test_a_refused_request_from_an_address_that_never_answers(settings, cluster, tmp_path):
-    """The address accepts connections and says nothing; the run goes on as if nobody had asked."""
+    """The address accepts connections and never answers; the run continues as if there had been no request."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(16)
@@ -136,7 +139,7 @@ def test_a_refused_request_from_an_address_that_never_answers(settings, cluster,
 # -- return --------------------------------------------------------------------------------------------
 
 
-def test_a_killed_client_returns_by_the_same_command(settings, cluster, tmp_path):
+def test_a_killed_client_returns_with_the_same_command(settings, cluster, tmp_path):
     more = {"federate.total_round_num": 12, "lowrank.min_clients": 1}
     started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"sleeps": 0.7}})
     wait_for(lambda: len(records(tmp_path)) >= 2)
@@ -149,8 +152,8 @@ def test_a_killed_client_returns_by_the_same_command(settings, cluster, tmp_path
 
 
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
-def test_a_server_that_is_resumed_calls_its_clients(quick, settings, assert_same, cluster, tmp_path, method):
-    """The clients live on; the result is that of a run that nobody interrupted."""
+def test_a_resumed_server_finds_its_clients(quick, settings, assert_same, cluster, tmp_path, method):
+    """The clients keep running; the result is that of a run that was not interrupted."""
     shape = {"federate.total_round_num": 5, "federate.client_num": 2, "federate.method": method}
     shape |= {"lowrank.tau": 2} if method == "fedloru" else {}
     whole = fs_lowrank.run(quick("whole", {**KEYS, **shape}))
@@ -187,11 +190,11 @@ WRONG = {
 }
 
 
-def test_no_message_ends_the_server(quick, settings, assert_same, cluster, tmp_path):
-    """Strangers reach nobody; what a client sends that does not fit is ignored, and the result is as without it."""
+def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluster, tmp_path):
+    """Messages of strangers and invalid messages of clients are ignored, and do not change the result."""
     more = {"federate.total_round_num": 6, "federate.client_num": 2, "federate.make_global_eval": False}
     local = fs_lowrank.run(quick("local", {**KEYS, **more}))
-    # What client 2 is made to send while it is awaited would count as its answer, so it speaks between two rounds.
+    # While the server waits for client 2, such a message would count as its answer, so they are sent between rounds.
     started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"sleeps": 2.0}})
     wait_for(lambda: len(records(tmp_path)) >= 1)
     port = cluster.ports[0]
@@ -199,7 +202,7 @@ def test_no_message_ends_the_server(quick, settings, assert_same, cluster, tmp_p
     for what, changed in WRONG.items():
         answer = stranger.send(**changed)
         assert answer == ("OK" if changed.get("msg_type") == "join_in" else "UNAUTHENTICATED"), what
-        # One message a round, and before the server asks: each is a metrics of no evaluation, or unreadable.
+        # Unless changed, each is the metrics of an evaluation that the server did not ask for.
         assert client.send(**{"msg_type": "metrics", **changed}) == "OK", what
     empty = Stranger.request()
     empty.Clear()
@@ -230,8 +233,8 @@ def memory_of(process: int) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_tensors_of_a_client_count_once_and_only_from_it(settings, cluster, tmp_path):
-    """Another client's token does not make an update that client's."""
+def test_a_client_cannot_send_an_update_in_the_name_of_another(settings, cluster, tmp_path):
+    """The update names client 2 as its sender, and comes with the token of client 1."""
     from fs_lowrank.rounds.parcel import Parcel
 
     started = cluster.launch(settings, 2, keys(tmp_path), sabotage={0: {"sleeps": 1.0}})

@@ -71,7 +71,7 @@ def same(a, b):
     ],
     ids=lambda k: "-".join(str(v) for v in k.values()),
 )
-def test_processes_change_nothing(quick, keys):
+def test_processes_do_not_change_the_result(quick, keys):
     alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
     apart = fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope")
     same(alone, apart)
@@ -79,14 +79,14 @@ def test_processes_change_nothing(quick, keys):
     assert "process_num: 3" in next(apart.outdir.glob("config.yaml")).read_text()
 
 
-def test_shares_reach_the_other_processes(quick, assert_same):
+def test_secret_sharing_works_between_processes(quick, assert_same):
     keys = {"federate.method": "fedlora"}
     shared = fs_lowrank.run(quick("apart", {**keys, **THREE, "federate.use_ss": True}), "federatedscope")
     assert_same(fs_lowrank.run(quick("alone", keys)), shared)
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
-def test_going_on_after_a_process_was_killed(quick, sites, share):
+def test_a_run_is_resumed_after_a_process_was_killed(quick, sites, share):
     keys = {
         "federate.method": "pfedloru",
         "lowrank.tau": 2,
@@ -116,7 +116,7 @@ def test_a_process_that_does_not_answer_is_not_waited_for(quick, sites):
     assert all(site.process.poll() is not None for site in sites)
 
 
-def test_a_process_that_is_stopped_is_sent_to_no_longer_than_the_bound():
+def test_sending_to_a_stopped_process_takes_no_longer_than_the_timeout():
     from fs_lowrank.rounds.parcel import Parcel
 
     site = parallel()._ClientProcess(1, [1, 2], timeout=0.5)

@@ -1,4 +1,4 @@
-"""The same config, data and seed give the same global tensors on both engines, for every method that there is."""
+"""The same config, data and seed give the same global tensors on both engines, for every method."""
 
 import numpy as np
 import pandas as pd
@@ -163,14 +163,14 @@ def test_clients_with_data_of_their_own(quick, settings, assert_same, cluster, t
     }
     workers = cluster.run(
         settings, 2, {**keys, "outdir": str(tmp_path / "distributed")}, changed=own, sabotage={2: {"late": 5.0}}
-    )  # numbered as they come
+    )  # clients are numbered in the order in which they join
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert_same(dict(local.model.named_parameters()), workers[0].tensors)
     assert [r["loss"] for r in workers[0].history] == pytest.approx([r["loss"] for r in local.history], abs=1e-5)
 
 
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
-def test_rounded_messages_between_processes(quick, settings, assert_same, cluster, tmp_path, method):
+def test_quantised_messages_between_processes(quick, settings, assert_same, cluster, tmp_path, method):
     keys = {
         "federate.method": method,
         "train.local_update_steps": 2,

@@ -1,6 +1,6 @@
 """Long tests of distributed runs: processes killed in each phase, a network that drops, floods of connections.
 
-Each prints the longest round; what a test waits for has a limit.
+Each prints the longest round. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Relay:
     """Forwards connections on a port of its own to another port, as long as it is ``open``.
 
     Args:
-        target: the port. most: bytes that a connection carries towards it before it stands still; 0: all.
+        target: the port. most: bytes that are forwarded to it per connection; 0: all.
     """
 
     def __init__(self, target: int, most: int = 0):
@@ -154,7 +154,7 @@ def test_a_server_killed_in_each_phase_is_resumed(quick, settings, assert_same, 
 
 
 def test_a_network_that_drops_for_a_minute(settings, cluster, tmp_path, relay):
-    """What client 2 sends does not arrive for a minute; its update counts all the same."""
+    """What client 2 sends arrives a minute late, and its update still counts."""
     (port,) = cluster.free_ports(1)
     line = relay(port)
     more = {"lowrank.timeout": 150.0, "federate.total_round_num": 6, "distribute.server_port": port}
@@ -176,7 +176,7 @@ def test_a_network_that_drops_for_a_minute(settings, cluster, tmp_path, relay):
 
 
 def test_ten_thousand_connections(settings, cluster, tmp_path):
-    """Connections that say nothing keep no client out."""
+    """Idle connections do not prevent clients from joining."""
     started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 90.0}), only=[0])
     idle: list[socket.socket] = []
     try:
@@ -203,11 +203,11 @@ def _reachable(port: int) -> bool:
 
 
 def test_peers_that_stop_inside_a_message(settings, cluster, tmp_path, relay):
-    """Many messages that begin and never end take no place from the clients'."""
+    """Messages that are never completed do not block those of the clients."""
     started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 60.0}), only=[0])
     wait_for(lambda: _reachable(cluster.ports[0]))
     line = relay(cluster.ports[0], most=30_000)
-    calls = [_half_a_message(line.port) for _ in range(100)]
+    calls = [_incomplete_message(line.port) for _ in range(100)]
     more = {"distribute.role": "client", "distribute.server_port": cluster.ports[0]}
     for client in (1, 2):
         own = {"distribute.data_idx": client, "distribute.client_port": cluster.ports[client]}
@@ -215,11 +215,11 @@ def test_peers_that_stop_inside_a_message(settings, cluster, tmp_path, relay):
     workers = {w: cluster.wait(*process, timeout=150) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert all(r["clients"] == [1, 2] for r in workers[0].history) and len(calls) == 100
-    print(f"100 halves of messages: longest round {longest_round(workers[0].history):.1f} s")
+    print(f"100 incomplete messages: longest round {longest_round(workers[0].history):.1f} s")
 
 
-def _half_a_message(port: int):
-    """A call whose message cannot end, because only its first bytes are carried."""
+def _incomplete_message(port: int):
+    """A call whose message is never completed, because only its first bytes are forwarded."""
     import grpc
     from federatedscope.core.message import Message
     from federatedscope.core.proto import gRPC_comm_manager_pb2_grpc as service

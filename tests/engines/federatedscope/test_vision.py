@@ -63,11 +63,11 @@ def test_between_processes(vision_settings, quick, cluster, tmp_path):
         torch.testing.assert_close(workers[0].tensors[name], tensor.detach(), rtol=0, atol=1e-5)
 
 
-def test_our_names_are_none_of_the_frameworks():
+def test_our_model_names_are_built_before_the_framework_looks_at_them():
     from federatedscope import register
 
     from fs_lowrank.settings import VISION_MODELS
 
     assert not {"lr", "mlp", "convnet2", "convnet5", "vgg11", "lstm", "gcn"} & set(VISION_MODELS)
-    # One of the framework's own fails on every name with "resnet" in it, so ours is asked first.
+    # One of the framework's model builders fails on every name that contains "resnet", so ours is asked first.
     assert next(iter(register.model_dict)) == "lowrank"

@@ -62,7 +62,7 @@ def test_online_aggregation(quick, assert_same, method, share):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rounded_messages_keep_all_copies_one(quick, assert_same, method):
+def test_quantised_messages_keep_all_copies_equal(quick, assert_same, method):
     keys = {
         "federate.method": method,
         "federate.sample_client_num": 2,
@@ -169,7 +169,7 @@ def test_resuming(quick, assert_same, method, keys, share):
 
 @SHARE
 def test_resuming_a_run_that_was_killed_before_its_end(quick, assert_same, monkeypatch, share):
-    """All rounds are done, and nothing of what a finished run leaves behind is there."""
+    """All rounds are done, but the files that are written at the end of a run are missing."""
     from fs_lowrank.rounds.keeper import RecordKeeper
 
     def killed(self):
@@ -222,7 +222,7 @@ def test_sampling_by_the_framework(quick, tmp_path):
     assert [len(r["clients"]) for r in result.history] == [3, 3, 3]
 
 
-def test_true_bytes_in_the_frameworks_log_and_metrics(quick):
+def test_the_frameworks_log_and_metrics_have_the_bytes_that_were_sent(quick):
     result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
     log = (result.outdir / "exp_print.log").read_text()
     first = result.history[0]
@@ -237,8 +237,8 @@ def test_true_bytes_in_the_frameworks_log_and_metrics(quick):
 
 
 @pytest.mark.parametrize("by_clients", [False, True])
-def test_the_best_result_is_of_a_split_that_is_evaluated(quick, by_clients):
-    """The framework's default key is val_loss, and it ends a run that does not evaluate that split."""
+def test_the_key_of_the_best_result_names_a_split_that_is_evaluated(quick, by_clients):
+    """The framework's default key is val_loss; it ends a run in which that split is not evaluated."""
     keys = {"federate.method": "rolora", "eval.split": ["test"], "federate.total_round_num": 2}
     result = fs_lowrank.run(quick("run", {**keys, "federate.make_global_eval": not by_clients}), "federatedscope")
     assert [set(r["metrics"]) for r in result.history] == [{"test"}] * 2
@@ -270,7 +270,7 @@ def test_clients_without_held_out_rows_between_processes(quick, settings, cluste
 
 
 def test_the_downlink_counts_what_clients_receive(quick, settings, cluster, tmp_path):
-    """Also where clients evaluate: the tensors' bytes of every message that a client has read."""
+    """It is the bytes of the tensors in all messages that a client has read, those for evaluation included."""
     keys = {"federate.method": "fedlora", "federate.make_global_eval": False, "federate.sample_client_num": 2}
     keys |= {"federate.client_num": 3, "federate.total_round_num": 3, "train.local_update_steps": 2}
     counts = {client: {"counts_in": str(tmp_path / f"received_{client}")} for client in (1, 2, 3)}

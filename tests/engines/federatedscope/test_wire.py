@@ -14,7 +14,7 @@ from fs_lowrank.rounds.parcel import Parcel
 pytestmark = pytest.mark.federatedscope
 
 
-def test_as_text_and_in_one_process():
+def test_content_survives_as_text_and_within_one_process():
     from fs_lowrank.engines.federatedscope.wire import content_of, parcel_of
 
     tensors = {"a.lora_A.default.weight": torch.arange(6.0).reshape(2, 3)}
@@ -64,7 +64,7 @@ def test_the_framework_measures_the_size_of_the_tensors():
 
 
 @pytest.mark.parametrize("parties", [2, 5, 12])
-def test_shares(parties):
+def test_secret_shares_add_up_to_the_tensor(parties):
     from fs_lowrank.engines.federatedscope.sums import add_shares, recover, split_secret
 
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ def test_the_facts_of_an_update_have_a_schema(facts):
         messages.read(Message("model_para", 1, [0], 0, content, 0).transform(), True)
 
 
-def test_the_roster_waits_for_less_and_less(tmp_path):
+def test_the_roster_shortens_the_wait_for_clients_that_miss_rounds(tmp_path):
     from fs_lowrank.engines.federatedscope.messages import Address, Request
     from fs_lowrank.engines.federatedscope.roster import Roster, own_token
 

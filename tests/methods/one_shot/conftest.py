@@ -13,7 +13,7 @@ from fs_lowrank.rounds.admission import check_update
 
 
 class Small(nn.Module):
-    """6-12-9-4, no biases: what is small enough for brute force."""
+    """6-12-9-4, no biases: small enough for brute force."""
 
     def __init__(self, bias: bool = False):
         super().__init__()
@@ -78,7 +78,7 @@ class Bench:
         options=None,
         **params,
     ):
-        """The method's message and what else came of a round in which the clients ended at ``models``."""
+        """The message and other results of a round in which local training ended at ``models``."""
         sizes = sizes or [20 + 3 * k for k in range(len(models))]
         data = data or [cls.data(n, seed=k, kind=kind) for k, n in enumerate(sizes)]
         method = create_method(name, seed=5, **(options or {}), **params)
@@ -110,7 +110,7 @@ class Bench:
 
     @staticmethod
     def permuted(model: nn.Module, seed: int = 3) -> nn.Module:
-        """A copy of a net of ours whose hidden neurons stand in another order: the same function."""
+        """A copy with the hidden neurons in another order, which computes the same function."""
         import copy
 
         other, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)

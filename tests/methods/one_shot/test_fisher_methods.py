@@ -54,7 +54,7 @@ def test_the_diagonal_closed_form(bench):
 def test_parameters_without_information_take_the_mean(bench):
     models = clients(bench)
     for model in models:
-        model.two.weight.data[3] = -5  # a neuron that is never active: nothing behind it or in it has a gradient
+        model.two.weight.data[3] = -5  # a neuron that is never active, so its weights have no gradient
         model.one.weight.data.abs_()
     ran = bench.one_round("fedfisher", models, fisher="diag")
     mean = sum(p * m.two.weight[3].double() for p, m in zip(ran.weights, models))
@@ -63,7 +63,7 @@ def test_parameters_without_information_take_the_mean(bench):
 
 
 @pytest.mark.parametrize("fisher", ["diag", "full"])
-def test_cg_is_the_closed_form(bench, fisher):
+def test_cg_agrees_with_the_closed_form(bench, fisher):
     closed, cg = (
         bench.one_round(
             "fedfisher", clients(bench), fisher=fisher, solver=s, draws=5, tolerance=1e-7, steps=20000, select=False
@@ -72,14 +72,14 @@ def test_cg_is_the_closed_form(bench, fisher):
     )
     if fisher == "diag":
         return close(closed.message, cg.message, atol=1e-4)
-    # Where F hardly sees anything the two stop at different places.
+    # In directions in which F is almost zero, the two end at different values.
     names = sorted(closed.message)
     total = sum(p * u.tensors["fisher:"].double() for p, u in zip(closed.weights, closed.updates))
     apart, size = (flat(closed.message, names) - flat(t, names) for t in (cg.message, bench.tensors(bench.net())))
     assert apart @ total @ apart < 1e-6 * (size @ total @ size)
 
 
-def test_the_sent_fisher_is_of_the_client_s_own_model_and_data(bench):
+def test_the_fisher_is_computed_at_the_clients_own_model_and_data(bench):
     models = clients(bench)
     ran = bench.one_round("fedfisher", models, fisher="diag", draws=0)
     for update, model, data in zip(ran.updates, models, ran.data):
@@ -96,7 +96,7 @@ def test_draws_follow_seed_round_and_client(bench):
         bench.one_round("fedfisher", same, data=data, sizes=[21, 21], round=r, draws=1) for r in (1, 1, 2)
     )
     one, two = (u.tensors[name] for u in first.updates)
-    assert not torch.equal(one, two), "each client draws for itself"
+    assert not torch.equal(one, two), "each client has draws of its own"
     assert torch.equal(one, again.updates[0].tensors[name]) and not torch.equal(one, later.updates[0].tensors[name])
 
 
@@ -169,7 +169,7 @@ def explicit(ran, layer, bias=False):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_kfac_lands_at_the_minimiser_nearest_the_mean(bench, bias):
+def test_kfac_finds_the_minimiser_nearest_to_the_mean(bench, bias):
     models = clients(bench, bench.pictures, bias=bias)
     ran = (
         bench.one_round(
@@ -205,7 +205,7 @@ def test_kfac_lands_at_the_minimiser_nearest_the_mean(bench, bias):
         values, vectors = torch.linalg.eigh(total)
         null = vectors[:, values < 1e-9 * values[-1]]
         moved = (found - mean).T.flatten()
-        assert (null.T @ moved).norm() < 1e-3 * (1 + moved.norm()), "nothing moves where nothing is known"
+        assert (null.T @ moved).norm() < 1e-3 * (1 + moved.norm()), "weights about which nothing is known do not change"
 
 
 def test_kfac_sends_the_estimated_factors(bench):
@@ -233,10 +233,10 @@ def test_one_client_gets_its_model_back(bench):
         close(ran.message, bench.tensors(model))
 
 
-# -- all of it -----------------------------------------------------------------------------------------
+# -- the full Fisher -------------------------------------------------------------------------------------
 
 
-def test_full_is_brute_force(bench):
+def test_full_agrees_with_brute_force(bench):
     models = clients(bench)
     ran = bench.one_round("fedfisher", models, fisher="full", draws=0, solver="closed")
     names = sorted(dict(models[0].named_parameters()))
@@ -258,7 +258,7 @@ def test_full_is_brute_force(bench):
             for p, m, d in zip(ran.weights, models, ran.data)
         )
 
-    assert objective(found) < 1e-8 * objective(mean), "fewer samples than parameters: all can be fitted"
+    assert objective(found) < 1e-8 * objective(mean), "with fewer samples than parameters, all can be fitted"
 
 
 # -- the paper's solver, and the authors' ---------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_scored_iterates(bench, fisher, solver, monkeypatch):
 
     monkeypatch.setattr(fedfisher, "best", best)
     ran = bench.one_round("fedfisher", clients(bench), fisher=fisher, solver=solver, steps=250)
-    # adam: the start, 100, 200 and the last; the authors' code: after steps 1, 101, 201
+    # adam: the start, 100, 200 and the last iterate; the authors' code: those after steps 1, 101, 201
     assert len(seen) == {"adam": 4, "reference": 3}[solver]
     mean = {n: sum(p * u.tensors[n] for p, u in zip(ran.weights, ran.updates)) for n in ran.message}
     distance = [max(float((s[n] - mean[n]).abs().max()) for n in mean) for s in seen]
@@ -285,7 +285,7 @@ def test_scored_iterates(bench, fisher, solver, monkeypatch):
 
 
 @pytest.mark.parametrize("solver", ["cg", "adam"])
-def test_of_the_iterates_the_best_on_validation_data_is_taken(bench, solver):
+def test_the_iterate_that_is_best_on_validation_data_is_taken(bench, solver):
     models = clients(bench)
     ran, last = (
         bench.one_round("fedfisher", models, fisher="kfac", solver=solver, steps=200, select=select)
@@ -346,7 +346,7 @@ def test_cg_beats_adam_on_the_objective(bench):
 
 
 @pytest.mark.parametrize("name", ["fedfisher", "fisher_merge"])
-def test_the_sum_of_the_updates_is_enough(bench, name):
+def test_the_result_follows_from_the_sum_of_the_updates(bench, name):
     from fs_lowrank.algebra import weighted_mean
     from fs_lowrank.methods import Update
 
@@ -389,8 +389,8 @@ def test_fisher_merge_s_two_rules(bench, rule):
 
 @pytest.mark.parametrize("rule", ["floor", "target"])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_fisher_merge_as_its_authors_code(bench, rule, normalize):
-    """Their ``_merge_with_coeffs``, parameter by parameter in float64, with ``p_k`` as the coefficients."""
+def test_fisher_merge_agrees_with_the_authors_code(bench, rule, normalize):
+    """The authors' ``_merge_with_coeffs``, for each parameter in float64, with ``p_k`` as the coefficients."""
     models, floor = clients(bench), 1e-3
     ran = bench.one_round("fisher_merge", models, rule=rule, normalize=normalize, floor=floor)
     fishers = [exact_diagonal(m, d) for m, d in zip(models, ran.data)]
@@ -412,7 +412,7 @@ def test_fisher_merge_s_target_needs_each_update():
 @pytest.mark.parametrize("average_by", [None, "uniform", "samples"])
 @pytest.mark.parametrize("compress", [False, True])
 def test_regmean_s_other_parameters(bench, average_by, compress):
-    """The plain mean for convolutions and biases, as in both codes, unless samples are asked for."""
+    """They are the plain mean, as in both codes, unless ``average_by: samples`` is given."""
 
     class Biased(bench.pictures):
         def __init__(self):
@@ -454,7 +454,7 @@ def test_regmean_with_equal_grams_is_the_mean(bench):
 def test_a_singular_gram_leaves_unknown_directions_at_the_mean(bench):
     models = clients(bench)
     for model in models:
-        model.one.weight.data[:4] = 0  # four neurons that are always silent
+        model.one.weight.data[:4] = 0  # four neurons that are never active
     ran = bench.one_round("regmean", models, scales=(1.0,))
     assert all(bool(torch.isfinite(t).all()) for t in ran.message.values())
     mean = sum(p * m.two.weight[:, :4].double() for p, m in zip(ran.weights, models))
@@ -482,12 +482,12 @@ def test_compression_to_the_bytes_of_averaging(bench, name, params):
     scales = sum(t.element_size() * t.numel() for n, t in small.updates[0].tensors.items() if n.startswith("scale:"))
     codes = {n: t for n, t in small.updates[0].tensors.items() if n.startswith("codes:")}
     assert codes and all(t.dtype == torch.uint8 for t in codes.values())
-    # This net's factors are large beside its weights, and every matrix keeps one vector at least.
+    # The factors of this net are large compared with its weights, and each keeps at least one vector.
     assert nbytes(small.updates[0].tensors) <= 4 * size * (1.25 if params or name == "fedfisher" else 1.05) + scales
     assert nbytes(small.updates[0].tensors) < nbytes(plain.updates[0].tensors)
     assert all(bool(torch.isfinite(t).all()) for t in small.message.values())
     if params.get("fisher") == "diag":
-        # 16 bits lose 2^-16 of the largest value; where the Fisher is not rounded away little changes.
+        # 16 bits lose 2^-16 of the largest value; little changes where the Fisher is not rounded to zero.
         total = sum(p * u.tensors["fisher:classifier.weight"] for p, u in zip(plain.weights, plain.updates))
         known = total > 1e-2 * total.max()
         torch.testing.assert_close(
@@ -510,7 +510,7 @@ def test_an_all_zero_layer(bench, name, params):
         assert not ran.message["two.weight"].any()
 
 
-# -- what else a user can get wrong --------------------------------------------------------------------
+# -- wrong input ------------------------------------------------------------------------------------
 
 
 def test_clients_without_some_classes(bench):

@@ -1,4 +1,4 @@
-"""OTFusion, PFNM and DENSE; and the models they refuse."""
+"""OTFusion, PFNM and DENSE, and the models that they refuse."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_a_permutation_is_undone_exactly(bench, kind, by):
     for name, tensor in bench.tensors(model).items():
         torch.testing.assert_close(ran.message[name], tensor, atol=1e-6, rtol=1e-5)
     plain = sum(p * m.classifier.weight for p, m in zip(ran.weights, models))
-    assert not torch.allclose(plain, model.classifier.weight, atol=1e-2), "the mean alone is another net"
+    assert not torch.allclose(plain, model.classifier.weight, atol=1e-2), "the plain mean is another network"
 
 
 def test_otfusion_tunes_on_validation_data(bench):
@@ -56,12 +56,12 @@ def test_the_classes_of_the_last_layer_are_not_reordered(bench):
 # -- PFNM ----------------------------------------------------------------------------------------------
 
 
-def test_two_permuted_copies_are_one_net(bench):
+def test_two_permuted_copies_are_merged_into_one_network(bench):
     model = bench.net(bench.pictures, scale=8.0)
     ran = bench.one_round("pfnm", [model, bench.permuted(model)], kind=bench.pictures)
     assert all(ran.message[n].shape == p.shape for n, p in model.named_parameters())
-    # Each hidden layer comes out at 2/3 of itself, the prior's pull; the last one whole. In a net without biases that
-    # scales the answer and nothing else.
+    # The prior scales each hidden layer by 2/3, and does not change the last one. In a network without biases this only
+    # scales the output.
     data = bench.data(20, kind=bench.pictures)
     torch.testing.assert_close(
         answers(ran.model, ran.message, data),
@@ -82,7 +82,7 @@ def test_a_wider_network_is_loaded_trained_and_sent(bench):
     ran.model(**batch).loss.backward()
     shapes = {n: t.shape for n, t in ran.method.expected(ran.state, 2, 1).items() if ":" not in n}
     assert shapes == {n: p.shape for n, p in ran.model.named_parameters()}
-    # A fresh copy, as a checkpoint or a client that comes late has it, takes the wider net too.
+    # A new copy, as for a checkpoint or a late client, can load the wider network too.
     fresh = ran.method.adapt(bench.net(bench.pictures))
     load_tensors(fresh, ran.method.view(ran.state))
     torch.testing.assert_close(fresh(**batch).logits, ran.model(**batch).logits)
@@ -129,7 +129,7 @@ def test_the_last_layer_goes_by_classes_or_by_samples(bench, last_layer):
     order = [int((own.T - column).norm(dim=1).argmin()) for column in found.T] if last_layer == "classes" else None
     if last_layer == "samples":
         assert float(found.abs().max()) < 1e-5, "half of it and half of its negative"
-    else:  # class 0 is the first client's, class 1 the second's; the others nobody has
+    else:  # only the first client has class 0, only the second has class 1, and nobody has the others
         assert sorted(found[0].tolist()) == pytest.approx(sorted(own[0].tolist()))
         assert sorted(found[1].tolist()) == pytest.approx(sorted((-own[1]).tolist()))
         assert float(found[2:].abs().max()) < 1e-5 and order
@@ -146,7 +146,7 @@ def test_one_client_has_nothing_to_match(bench):
 
 
 def trained(bench, seed):
-    """A net that has learnt a rule, so that it is sure of something."""
+    """A network that has learnt a rule, so that its predictions are confident."""
     model = bench.net(bench.pictures, seed=seed)
     draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -234,7 +234,7 @@ def test_batch_norm_statistics_enter_dense(bench):
     assert all(bool(torch.isfinite(t).all()) for t in runs[1].message.values())
 
 
-# -- what they cannot take -------------------------------------------------------------------------------
+# -- models that are refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["otfusion", "pfnm"])
