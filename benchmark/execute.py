@@ -70,7 +70,7 @@ def execute(job: Job, progress: Progress) -> dict:
 
 def _cell(cell: Cell, progress: Progress) -> dict:
     import_all(cell.suite.imports)
-    config = cell.config.replace(outdir=str(cell.folder), expname="")
+    config = cell.config.replace({"outdir": str(cell.folder), "expname": "", "eval.save_best": False})
     _forget_peak()
     result = train(config, cell.options.engine, progress)
     metrics = dict(result.final)

@@ -127,6 +127,7 @@ def compare(
                         n: {
                             "schema": SCHEMA,
                             "final": r.final,
+                            **({"best": r.best} if r.best else {}),
                             "bytes_per_client_and_round": per_client_and_round(r.history),
                             "seconds": seconds(r.history),
                             "majority": majority,

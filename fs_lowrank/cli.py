@@ -185,10 +185,13 @@ def _print_results(results: dict) -> None:
     names = sorted({k for result in results.values() for k in result.final if k != "best_round"})
     of_clients = [n for n in names if n.startswith("client_test_")]
     metrics = [n for n in names if n not in of_clients]
+    any_best = any(result.best for result in results.values())
+    of_best = [m for m in metrics if m.startswith("test_") and any(m in result.best for result in results.values())]
     lines = [
         [
             "method",
             *(m.replace("_", "\n") for m in metrics),
+            *(("best\nround", *(f"{m}\nof it".replace("_", "\n") for m in of_best)) if any_best else ()),
             "majority\nclass",
             "uplink\nwith head",
             "downlink\nwith head",
@@ -205,13 +208,17 @@ def _print_results(results: dict) -> None:
             [
                 name,
                 *(f"{result.final[m]:.3f}" if m in result.final else "-" for m in metrics),
+                *([str(result.best.get("round", "-"))] if any_best else []),
+                *(f"{result.best[m]:.3f}" if m in result.best else "-" for m in of_best),
                 "-" if majority is None else f"{majority:.3f}",
                 *(human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")),
                 f"{spent['training']:.1f} s",
                 f"{spent['aggregation_median'] * 1000:.1f} ms",
             ]
         )
-    _print_figures("bytes are per client and round; the head is the new classifier", lines)
+    by = sorted({result.best["by"] for result in results.values() if result.best})
+    chosen = f"; best round by {', '.join(by)}" if by else ""
+    _print_figures(f"bytes are per client and round; the head is the new classifier{chosen}", lines)
     if of_clients:
         _print_figures(
             "every client's own model on its share of the test set",
@@ -248,6 +255,8 @@ def _print_saved(result) -> None:
     meanings = {
         "adapter": "the global adapter, for plain PEFT" + (" over its folder base" if images else ""),
         "model": "the whole model, for " + ("fs_lowrank.models.vision.load_vision" if images else "plain transformers"),
+        "adapter_best": f"the same after the best round, {result.best.get('round')}",
+        "model_best": f"the same after the best round, {result.best.get('round')}",
         "personal": "every client's own adapter over that model, for plain PEFT",
         "curves": "learning curves",
     }

@@ -94,6 +94,7 @@ def trial_config(
         "eval.best_res_update_round_wise_key": metric,
         "lowrank.keep_checkpoints": 1,
         "lowrank.save_merged": False,
+        "eval.save_best": False,
     }
     if test:
         changes["eval.freq"] = 0  # after the last round only: the test data are evaluated once

@@ -47,6 +47,7 @@ def runs(monkeypatch):
         return SimpleNamespace(
             history=[record],
             final={"test_acc": 0.5},
+            best={},
             saved={},
             facts={"majority": 0.5, "source": "", "data": "", "model": "", "config": ""},
         )

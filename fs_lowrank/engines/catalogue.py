@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 from ..errors import UserError, nearest
+from .kept import settings_kept
 
 ENTRY_POINTS = "fs_lowrank.engines"
 _BUILT_IN = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
@@ -47,13 +48,15 @@ def get_engine(name: str) -> ModuleType:
         UserError: there is no such engine (the message names the nearest), it cannot be imported, or it has no ``run``.
     """
     if name in _BUILT_IN:
-        return import_module(_BUILT_IN[name])
+        with settings_kept():
+            return import_module(_BUILT_IN[name])
     added = _added(tuple(sys.path))
     if name not in added:
         raise UserError(f"no engine {name!r}{nearest(name, list_engines())}; there are: {', '.join(list_engines())}")
     point = added[name]
     try:
-        engine: ModuleType = point.load()
+        with settings_kept():
+            engine: ModuleType = point.load()
     except UserError as error:  # it says what it needs
         raise UserError(f"engine {name!r} ({point.value}): {error}") from error
     except Exception as error:

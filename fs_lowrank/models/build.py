@@ -16,7 +16,7 @@ from ..data.sources import data_args
 from ..errors import UserError, nearest
 from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
-from .loaded import check_loaded
+from .loaded import check_loaded, transformers_silent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,17 +174,9 @@ def build_model(
     else:
         loader = transformers.AutoModelForCausalLM
     torch.manual_seed(derive(config.seed, "model"))
-    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     # check_loaded reports what matters of the loader's messages.
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        with _complaints("weights", place):
-            model, report = loader.from_pretrained(place, **options)
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.logging.enable_progress_bar()
+    with transformers_silent(), _complaints("weights", place):
+        model, report = loader.from_pretrained(place, **options)
     vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id

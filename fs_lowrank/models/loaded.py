@@ -6,12 +6,29 @@ everything else, so the report of transformers (``output_loading_info``) is chec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import UserError, say_once
 
 _SHOWN = 3
+
+
+@contextmanager
+def transformers_silent() -> Iterator[None]:
+    """Without the messages and progress bars of transformers, which are as they were before after the block."""
+    import transformers
+
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
 
 
 def check_loaded(model: Any, report: Mapping[str, Any], place: str, classes: int | None) -> list[str]:

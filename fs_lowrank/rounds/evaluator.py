@@ -103,6 +103,46 @@ class Evaluator:
             return None
         return value if metric == "loss" else -value
 
+    def best(self, history: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The record of the best round by validation data (``best_by``), the first of equals.
+
+        None if no round has such a metric. Test data never decide.
+        """
+        metric = self.best_by.removeprefix("val_")
+        found: list[tuple[float, Mapping[str, Any]]] = []
+        for record in history:
+            value = record["metrics"].get("val", {}).get(metric, math.nan)
+            if math.isfinite(value):
+                found.append((value if metric == "loss" else -value, record))
+        return min(found, key=lambda pair: pair[0])[1] if found else None
+
+    @property
+    def best_by(self) -> str:
+        """``val_acc`` if ``eval.best_res_update_round_wise_key`` is an accuracy, else ``val_loss``."""
+        return "val_acc" if watched(self.config)[1].startswith("acc") else "val_loss"
+
+    def check_best(self, clients_evaluate: bool = False) -> None:
+        """Raise ``UserError`` if ``eval.save_best`` is True and no validation data are evaluated.
+
+        Args:
+            clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data.
+        """
+        config = self.config
+        if config.eval.save_best is not True:
+            return
+        said = "eval.save_best = True: the best round is chosen by validation data, "
+        if self.site.data.validation is None:
+            raise UserError(
+                f"{said}and there are none; give data.splits a share for them (now {list(config.data.splits)})"
+            )
+        if "val" not in config.eval.split:
+            raise UserError(f"{said}which are not evaluated; add val to eval.split (now {list(config.eval.split)})")
+        if not config.federate.make_global_eval and not clients_evaluate:
+            raise UserError(
+                f"{said}and with federate.make_global_eval = False only the clients' own models are evaluated; set it "
+                "True, or leave save_best out"
+            )
+
     def stalled(self, history: Iterable[Mapping[str, Any]]) -> bool:
         """FederatedScope's early stopping: the last ``patience`` evaluations were not better by ``delta``."""
         stop = self.config.early_stop

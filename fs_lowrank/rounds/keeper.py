@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,9 @@ from ..jobs.locks import take
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
 from ..models.names import tags
+from ..runs import best
 from ..runs.card import model_card
-from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint
+from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds
 from ..runs.environment import environment, write_environment
 from ..runs.folder import check_outdir
 from ..runs.plots import plot_curves
@@ -35,6 +37,8 @@ from .record import Failure
 from .round import BadRound
 from .site import Site
 
+logger = logging.getLogger("fs_lowrank")
+
 
 class RecordKeeper:
     """Writes the folder of one run, and restores a run from it.
@@ -44,14 +48,22 @@ class RecordKeeper:
         ledger: its state is saved and restored.
         outdir: the folder.
         config_name: name of the file in it for the resolved configuration.
+        clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data, too.
     """
 
     def __init__(
-        self, site: Site, evaluator: Evaluator, ledger: Ledger, outdir: Path, config_name: str = "config.yaml"
+        self,
+        site: Site,
+        evaluator: Evaluator,
+        ledger: Ledger,
+        outdir: Path,
+        config_name: str = "config.yaml",
+        clients_evaluate: bool = False,
     ):
         self.site, self.evaluator, self.ledger = site, evaluator, ledger
         self.config, self.method = site.config, site.method
         self.outdir, self.config_name = outdir, config_name
+        self.clients_evaluate = clients_evaluate
         self._lock: FileLock | None = None
         self._records: Records | None = None
 
@@ -65,8 +77,25 @@ class RecordKeeper:
         if self._records is None:
             raise RuntimeError(f"round {record['round']} cannot be recorded before start() has opened {self.outdir}")
         self._records.add(record)
+        if self.config.eval.save_best and self._best() is self.history[-1]:
+            self._keep_best()
         if self.checkpoint_due(record["round"]):
             self.save(record["round"])
+        best.keep_only(self.outdir, saved_rounds(self.outdir / "checkpoint"))
+
+    def _best(self) -> Mapping[str, Any] | None:
+        return self.evaluator.best(self.history)
+
+    def _keep_best(self) -> None:
+        """Keep what is trained as it is now, after the best round so far; before its checkpoint is written."""
+        record = self.history[-1]
+        self.site.load_global(self.ledger.state)  # the model may hold the tensors of a client that was evaluated
+        result = self._result()
+        for kind, save in self._savings(result).items():
+            card = model_card(
+                self.config, result.facts, _figures(record), kind, self.evaluator.best_by, record["round"]
+            )
+            self._save_trained(f"{best.place(record['round'])}/{kind}", save, card)
 
     def stopped(self, round: int, error: TooFewClients | BadRound, failed: list[Failure]) -> RunFailed:
         """The error to raise if ``round`` cannot be finished; saves the round before it first.
@@ -109,6 +138,7 @@ class RecordKeeper:
             UserError: the folder holds another run, or one that cannot be continued.
             RunFailed: another run writes to the folder, or a file cannot be written.
         """
+        self.evaluator.check_best(self.clients_evaluate)
         self.claim()
         check_outdir(self.config, resume)
         remove_unfinished(self.outdir)
@@ -124,6 +154,7 @@ class RecordKeeper:
                     "wrote into it, so the run cannot be continued; start it anew with --overwrite or in another outdir"
                 )
             remove_old(self.outdir / "checkpoint", self.config.lowrank.keep_checkpoints, checkpoint.round)
+        best.go_back(self.outdir, checkpoint.round if checkpoint else 0)
         self._records = Records(records, history)
         with self._replaced(self.config_name) as aside:
             self.config.dump(aside)
@@ -251,27 +282,11 @@ class RecordKeeper:
                 )
         self.site.load_global(self.ledger.state)
 
-    def finish(self) -> RunResult:
-        """Save the adapter or the model, the personal adapters, the curves and the summary; returns the result.
-
-        Raises:
-            RunFailed, OSError: something cannot be written; what was there before is unchanged.
-        """
-        history = self.history
-        last: dict[str, dict[str, float]] = next((r["metrics"] for r in reversed(history) if r["metrics"]), {})
-        final = {f"{split}_{name}": v for split, values in last.items() for name, v in values.items()}
-        for metric in [m for m in final if m.endswith("_acc")]:
-            split = metric.removesuffix("_acc")
-            final[f"{metric}_last5"] = float(
-                np.mean([r["metrics"][split]["acc"] for r in history if split in r["metrics"]][-5:])
-            )
-        values = {r["round"]: self.evaluator.key_value(r) for r in history if r["metrics"]}
-        ranked = {round: value for round, value in values.items() if value is not None}
-        if ranked:
-            final["best_round"] = min(ranked, key=ranked.__getitem__)
-        result = RunResult(
-            history=history,
-            final=final,
+    def _result(self) -> RunResult:
+        """The result as far as the model and the records are; without figures."""
+        return RunResult(
+            history=self.history,
+            final={},
             outdir=self.outdir,
             model=self.site.model,
             base_changed="base" in self.method.shared or any("base" in tags(n) for n in self.site.changed_base()),
@@ -287,22 +302,60 @@ class RecordKeeper:
                 "parameters": self.site.parameters,
                 "images": self.site.data.image_shape,
                 "labels": self.site.data.label_names,
-                "formula_bytes": self._formula_bytes(),
             },
         )
+
+    def _savings(self, result: RunResult) -> dict[str, Callable[[Path], object]]:
+        """What is to be saved of ``result``, by name, and by which function."""
         saving: dict[str, Callable[[Path], object]] = {}
         if not result.base_changed:
             saving["adapter"] = result.save_adapter
         if result.base_changed or self.config.lowrank.save_merged:
             saving["model"] = result.save_model
-        for name, save in saving.items():
-            with self._replaced(name) as folder:
-                folder.mkdir()
-                save(folder)
-                if self.site.tokenizer is not None:
-                    self.site.tokenizer.save_pretrained(str(folder))
-                write_text(folder / "README.md", model_card(self.config, result.facts, final, name))
+        return saving
+
+    def _save_trained(self, place: str, save: Callable[[Path], object], card: str) -> None:
+        with self._replaced(place) as folder:
+            folder.mkdir()
+            save(folder)
+            if self.site.tokenizer is not None:
+                self.site.tokenizer.save_pretrained(str(folder))
+            write_text(folder / "README.md", card)
+
+    def finish(self) -> RunResult:
+        """Save the adapter or the model, the personal adapters, the curves and the summary; returns the result.
+
+        Raises:
+            RunFailed, OSError: something cannot be written; what was there before is unchanged.
+        """
+        history, result = self.history, self._result()
+        result.facts["formula_bytes"] = self._formula_bytes()
+        final = result.final
+        final |= _figures(next((r for r in reversed(history) if r["metrics"]), {"metrics": {}}))
+        for metric in [m for m in final if m.endswith("_acc")]:
+            split = metric.removesuffix("_acc")
+            final[f"{metric}_last5"] = float(
+                np.mean([r["metrics"][split]["acc"] for r in history if split in r["metrics"]][-5:])
+            )
+        values = {r["round"]: self.evaluator.key_value(r) for r in history if r["metrics"]}
+        ranked = {round: value for round, value in values.items() if value is not None}
+        if ranked:
+            final["best_round"] = min(ranked, key=ranked.__getitem__)
+        record = self._best()
+        if record:
+            result.best = {"round": record["round"], "by": self.evaluator.best_by, **_figures(record)}
+        for name, save in self._savings(result).items():
+            card = model_card(self.config, result.facts, final, name, round=history[-1]["round"])
+            self._save_trained(name, save, card)
             result.saved[name] = self.outdir / name
+        if record and self.config.eval.save_best:
+            result.saved |= best.publish(self.outdir, record["round"], move=not self.config.lowrank.checkpoint_freq)
+            if not set(result.saved) & {f"{kind}_best" for kind in best.KINDS}:
+                logger.warning(
+                    "round %d was the best by %s, but it was not kept when the run wrote it; there is no adapter_best",
+                    record["round"],
+                    self.evaluator.best_by,
+                )
         if self.site.personal:
             with self._replaced("personal") as folder:
                 folder.mkdir()
@@ -314,6 +367,7 @@ class RecordKeeper:
         summary = {
             "schema": SCHEMA,
             "final": final,
+            **({"best": result.best} if result.best else {}),
             "bytes": dict(result.bytes),
             **result.facts,
             "versions": environment()["versions"],
@@ -321,3 +375,8 @@ class RecordKeeper:
         }
         write_text(self.outdir / "summary.json", to_json(summary, indent=1))
         return result
+
+
+def _figures(record: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a record by ``SPLIT_METRIC``."""
+    return {f"{split}_{name}": v for split, values in record["metrics"].items() for name, v in values.items()}

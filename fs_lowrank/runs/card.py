@@ -14,12 +14,16 @@ _PIPELINES = {"SequenceClassification": "text-classification", "CausalLM": "text
 _LOADERS = {"SequenceClassification": "AutoModelForSequenceClassification", "CausalLM": "AutoModelForCausalLM"}
 
 
-def model_card(config: Settings, facts: Mapping[str, Any], final: Mapping[str, float], what: str) -> str:
+def model_card(
+    config: Settings, facts: Mapping[str, Any], figures: Mapping[str, float], what: str, best: str = "", round: int = 0
+) -> str:
     """The card as Markdown.
 
     Args:
-        config: the run's configuration. facts, final: of its ``RunResult``.
+        config: the run's configuration. facts: of its ``RunResult``. figures: metrics of the round.
         what: ``adapter``, for PEFT over the base model, or ``model``, a whole model.
+        best: of the best round, the metric by which it is; empty for the last round.
+        round: its number.
     """
     base = config.model.type.rpartition("@")[0] or config.model.type
     header: dict[str, Any] = {"library_name": "peft" if what == "adapter" else "transformers"}
@@ -38,9 +42,10 @@ def model_card(config: Settings, facts: Mapping[str, Any], final: Mapping[str, f
         ("seed", str(config.seed)),
         ("written by", f"fs-lowrank {__version__}"),
     ]
-    figures = [(name, f"{value:.4g}") for name, value in sorted(final.items())]
+    rows.append(("round", f"{round}, " + (f"the best by {best}" if best else "the last")))
+    measured = [(name, f"{value:.4g}") for name, value in sorted(figures.items())]
     if facts.get("majority") is not None:
-        figures.append(("majority class of the test set", f"{facts['majority']:.4g}"))
+        measured.append(("majority class of the test set", f"{facts['majority']:.4g}"))
     return "\n".join(
         [
             "---",
@@ -51,14 +56,14 @@ def model_card(config: Settings, facts: Mapping[str, Any], final: Mapping[str, f
             "",
             *_table(("", ""), rows),
             "",
-            "## Figures of the last round",
+            f"## Figures of the {'best' if best else 'last'} round",
             "",
-            *_table(("metric", "value"), figures),
+            *_table(("metric", "value"), measured),
             "",
             "## Use",
             "",
             "```python",
-            *_use(config, base, labels, what),
+            *_use(config, base, labels, what, f"{what}_best" if best else what),
             "```",
             "",
             "## Again",
@@ -92,26 +97,26 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
     return [f"| {head[0]} | {head[1]} |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in cells)]
 
 
-def _use(config: Settings, base: str, labels: list[str], what: str) -> list[str]:
+def _use(config: Settings, base: str, labels: list[str], what: str, folder: str) -> list[str]:
     if config.is_vision:
         loads = "from fs_lowrank.models.vision import load_vision"
         if what == "model":
-            return [loads, "", 'model = load_vision("model")']
+            return [loads, "", f'model = load_vision("{folder}")']
         return [
             "from peft import PeftModel",
             loads,
             "",
-            'model = PeftModel.from_pretrained(load_vision("adapter/base"), "adapter")',
+            f'model = PeftModel.from_pretrained(load_vision("{folder}/base"), "{folder}")',
         ]
     loader = _LOADERS[config.model.task]
     if what == "model":
-        return [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("model")']
+        return [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("{folder}")']
     count = f", num_labels={len(labels)}" if labels else ""
     return [
         "from peft import PeftModel",
         f"from transformers import AutoTokenizer, {loader}",
         "",
         f'base = {loader}.from_pretrained("{base}"{count})',
-        'model = PeftModel.from_pretrained(base, "adapter")',
-        'tokenizer = AutoTokenizer.from_pretrained("adapter")',
+        f'model = PeftModel.from_pretrained(base, "{folder}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")',
     ]

@@ -74,6 +74,11 @@ def save_checkpoint(
     return final
 
 
+def saved_rounds(folder: Path) -> list[int]:
+    """The rounds of the checkpoints in ``folder``, valid or not."""
+    return sorted(int(path.name.rpartition("_")[2]) for path in folder.glob("round_*"))
+
+
 def remove_old(folder: Path, keep: int, loaded: int = 0) -> None:
     """Remove all checkpoints but the newest ``keep``, and what a killed process left while it wrote.
 

@@ -20,9 +20,6 @@ def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: f
     Raises:
         RunFailed: it cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4), layout="constrained")

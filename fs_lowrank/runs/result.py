@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import UserError
 from ..models.adapters import ACCUMULATED, one_adapter, save_adapter
 from ..models.factorised import plain
+from ..models.loaded import transformers_silent
 
 
 @dataclass
@@ -24,10 +25,12 @@ class RunResult:
         history: one record per round, as in ``rounds.jsonl``.
         final: metrics of the last evaluated round, such as ``{"test_acc": …, "test_loss": …}``, and ``best_round``
             by ``eval.best_res_update_round_wise_key``.
+        best: the best round by validation data: its number as ``round``, the metric as ``by``, and its metrics as in
+            ``final``; empty if no validation data were evaluated.
         outdir: folder of the run's files.
         model: the adapted model with the global tensors.
         base_changed: whether the method trained or changed base weights, so that no adapter holds the result.
-        saved: paths of written files by name (``adapter``, ``model``, ``curves``).
+        saved: paths of written files by name (``adapter``, ``model``, ``adapter_best``, ``model_best``, ``curves``).
         facts: method, source of the data, sizes of clients, majority class, fingerprints.
     """
 
@@ -38,6 +41,7 @@ class RunResult:
     base_changed: bool
     saved: dict[str, Path] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
 
     @property
     def bytes(self) -> Mapping[str, int]:
@@ -91,7 +95,8 @@ class RunResult:
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()
         model = plain(model)
-        model.save_pretrained(str(folder))
+        with transformers_silent():
+            model.save_pretrained(str(folder))
         return Path(folder)
 
 

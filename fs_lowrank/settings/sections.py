@@ -221,6 +221,9 @@ class Eval:
     split: list[str] = key(["test", "val"], items=("train", "val", "test"))
     #: the metric that selects the best round, ``SPLIT_METRIC``
     best_res_update_round_wise_key: str = key("val_loss")
+    #: ours: also save what was trained as it was after the best round, by validation data; ``auto``: if the run
+    #: evaluates any. The metric is that of ``best_res_update_round_wise_key``, loss or accuracy
+    save_best: bool | Literal["auto"] = key("auto", words="True, False or auto", result=False)
     #: ours; 0: as ``dataloader.batch_size``
     batch_size: int = key(0, min=0)
     #: FederatedScope's forms of a result; ours are fixed

@@ -83,7 +83,11 @@ def same(local, other):
         for key in a.keys() - {"seconds", "client_seconds"}:
             assert (follow and "downlink" in key) or a[key] == b[key], key
         assert a["client_seconds"].keys() == b["client_seconds"].keys()
-    assert local.final == other.final
+    assert local.final == other.final and local.best == other.best
+    for name in ("adapter_best", "model_best"):
+        saved = [(p.name, p.read_bytes()) for p in sorted((local.outdir / name).rglob("*.safetensors"))]
+        assert saved == [(p.name, p.read_bytes()) for p in sorted((other.outdir / name).rglob("*.safetensors"))]
+        assert not local.best or (name in local.saved) == (name in other.saved) == bool(saved)
     if follow:
         a, b = ([record["downlink_bytes"] for record in result.history] for result in (local, other))
         assert sum(a) < sum(b)

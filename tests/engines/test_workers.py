@@ -39,7 +39,9 @@ def same(a, b):
     for first, second in zip(a.history, b.history, strict=True):
         for key in first.keys() - {"seconds", "client_seconds"}:
             assert first[key] == second[key], key
-    assert a.final == b.final
+    assert a.final == b.final and a.best == b.best
+    for file in a.outdir.glob("*_best/*.safetensors"):
+        assert file.read_bytes() == (b.outdir / file.relative_to(a.outdir)).read_bytes()
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in METHODS])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from federatedscope.core.auxiliaries.data_builder import get_data
 from federatedscope.core.auxiliaries.runner_builder import get_runner
@@ -13,6 +14,7 @@ from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_s
 from ...errors import RunFailed, UserError
 from ...runs.result import RunResult
 from ...settings import Settings
+from ..kept import settings_kept
 from . import session as sessions
 from .config import to_framework
 from .logs import LogTo
@@ -40,7 +42,8 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
     outdir.mkdir(parents=True, exist_ok=True)
     cfg.outdir = str(outdir)
     threads = torch.get_num_threads()
-    with LogTo(outdir / "exp_print.log", config.verbose):
+    # The framework reads back as JSON the numbers that it prints (``compat``).
+    with settings_kept(), np.printoptions(legacy="1.25"), LogTo(outdir / "exp_print.log", config.verbose):
         try:
             setup_seed(cfg.seed)
             data, changed = get_data(config=cfg.clone(), client_cfgs=None)

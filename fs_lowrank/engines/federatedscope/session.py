@@ -63,7 +63,7 @@ class Session:
         self.ledger = Ledger.of(
             config, self.method, self.site.initial_state, self.site.clients, keep_messages=not self.shares_model
         )
-        self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir)
+        self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir, clients_evaluate=True)
         self.on_round: Callable[[dict], object] = lambda record: None
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
         self.on_message: Callable[[dict[str, Tensor], int], object] = lambda *_: None

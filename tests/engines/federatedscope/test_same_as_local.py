@@ -1,8 +1,11 @@
 """The same config, data and seed give the same global tensors on both engines, for every method."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
+from safetensors.numpy import load_file
 
 import fs_lowrank
 from fs_lowrank.methods import get_method_class, requirements
@@ -187,3 +190,26 @@ def test_quantised_messages_between_processes(quick, settings, assert_same, clus
     for a, b in zip(alone.history, workers[0].history, strict=True):
         for key in ("client_uplink_bytes", "client_downlink_bytes"):
             assert b[key] == a[key]
+
+
+@pytest.mark.parametrize("keys", [{}, {"federate.make_global_eval": False, "federate.share_local_model": True}])
+def test_the_best_round_by_validation_data_is_saved(quick, settings, cluster, tmp_path, keys):
+    """Also where clients evaluate; in distributed mode by the server alone."""
+    keys = {"federate.client_num": 2, "federate.total_round_num": 3, "train.local_update_steps": 2, **keys}
+    keys |= {"train.optimizer.lr": 0.05, "eval.save_best": True}
+    results = [fs_lowrank.run(quick("other", keys), "federatedscope")]
+    if "federate.make_global_eval" not in keys:
+        results.append(fs_lowrank.run(quick("local", keys)))
+        workers = cluster.run(settings, 2, {**keys, "outdir": str(tmp_path / "distributed")})
+        assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+        assert not list(tmp_path.glob("distributed/client_*/*_best"))
+    folders = [tmp_path / "other", *([tmp_path / "local", tmp_path / "distributed"] if len(results) > 1 else [])]
+    rounds = [json.loads((folder / "summary.json").read_text())["best"]["round"] for folder in folders]
+    history = results[0].history
+    assert set(rounds) == {min(history, key=lambda r: r["metrics"]["val"]["loss"])["round"]} < {1, 2, 3}
+    saved = [load_file(folder / "adapter_best" / "adapter_model.safetensors") for folder in folders]
+    ended = fs_lowrank.run(quick("ended", {**keys, "federate.total_round_num": rounds[0]}), "federatedscope")
+    wanted = load_file(ended.saved["adapter"] / "adapter_model.safetensors")
+    for tensors in saved:
+        for name in wanted:
+            assert np.allclose(tensors[name], wanted[name], atol=1e-5), name

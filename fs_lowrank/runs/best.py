@@ -1,0 +1,75 @@
+"""What was trained as it was after the best rounds, kept while a run goes on: it may be resumed from any checkpoint.
+
+``best/round_000012/adapter`` (or ``model``) is what ``adapter_best`` is in the end if round 12 remains the best.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..jobs.files import remove_unfinished, replacing
+
+#: what may be kept of a round, and is saved of the last one
+KINDS = ("adapter", "model")
+
+
+def place(round: int) -> str:
+    """The folder of ``round`` in the run's folder."""
+    return f"best/round_{round:06d}"
+
+
+def kept(outdir: Path) -> list[int]:
+    """The rounds that are kept, in order."""
+    return sorted(int(path.name.rpartition("_")[2]) for path in outdir.glob("best/round_*"))
+
+
+def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:
+    """Remove all rounds but the newest, and of each checkpoint the newest that is not after it."""
+    rounds = kept(outdir)
+    needed = {*rounds[-1:], *(max((r for r in rounds if r <= c), default=0) for c in checkpoints)}
+    for round in rounds:
+        if round not in needed:
+            shutil.rmtree(outdir / place(round))
+
+
+def go_back(outdir: Path, round: int) -> None:
+    """Remove what was kept after ``round``, from which a run goes on, and what a killed process left unfinished."""
+    for later in kept(outdir):
+        if later > round:
+            shutil.rmtree(outdir / place(later))
+        else:
+            remove_unfinished(outdir / place(later))
+
+
+def publish(outdir: Path, round: int, move: bool) -> dict[str, Path]:
+    """Make ``adapter_best`` or ``model_best`` of what is kept of ``round``, without a copy where links are possible.
+
+    Args:
+        move: nothing is kept beside them, because the run cannot be resumed.
+    Returns:
+        The folders by name.
+    Raises:
+        OSError: something cannot be written.
+    """
+    saved = {}
+    for kind in KINDS:
+        source, final = outdir / place(round) / kind, outdir / f"{kind}_best"
+        if source.is_dir():
+            with replacing(final) as aside:
+                shutil.copytree(source, aside, copy_function=_linked)
+            saved[final.name] = final
+        elif final.is_dir():
+            shutil.rmtree(final)
+    if move:
+        shutil.rmtree(outdir / "best", ignore_errors=True)
+    return saved
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)

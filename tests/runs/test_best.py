@@ -1,0 +1,163 @@
+"""The best round by validation data: chosen, kept while the run goes on, saved at its end, and shown."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import fs_lowrank
+from fs_lowrank import UserError, cli, load_config
+from fs_lowrank.rounds.evaluator import Evaluator
+
+
+@pytest.fixture
+def make(settings, tmp_path, no_curves):
+    """``make(name, keys)``: three clients and four rounds, of which the third is the best by validation data."""
+
+    def made(name, keys=None):
+        few = {"federate.method": "fedavg", "federate.client_num": 3, "federate.total_round_num": 4}
+        few |= {"train.optimizer.lr": 0.01, "train.cache_frozen": "off", "outdir": str(tmp_path / name)}
+        return load_config(settings, {**few, **(keys or {})})
+
+    return made
+
+
+def files(folder, without=("README.md",)):
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in sorted(Path(folder).rglob("*"))
+        if p.is_file() and p.name not in without
+    }
+
+
+def killed_after(config, round, **options):
+    class Killed(BaseException):
+        pass
+
+    def on_round(record):
+        if record["round"] == round:
+            raise Killed
+
+    with pytest.raises(Killed):
+        fs_lowrank.run(config, on_round=on_round, **options)
+
+
+ACCURACY = {"federate.method": "fedlora", "eval.best_res_update_round_wise_key": "val_acc", "federate.client_num": 5}
+
+
+@pytest.mark.parametrize("kind, keys", [("model", {}), ("adapter", {**ACCURACY, "lowrank.save_merged": True})])
+def test_it_is_what_a_run_that_ends_there_saves(make, kind, keys):
+    result = fs_lowrank.run(make("whole", keys))
+    round, by, values = result.best["round"], result.best["by"], [r["metrics"]["val"] for r in result.history]
+    metric = by.removeprefix("val_")
+    found = [v[metric] if metric == "loss" else -v[metric] for v in values]
+    assert round == found.index(min(found)) + 1 < 4
+    record = result.history[round - 1]["metrics"]
+    assert result.best == {
+        "round": round,
+        "by": by,
+        **{f"{split}_{name}": value for split, of in record.items() for name, value in of.items()},
+    }
+    ended = fs_lowrank.run(make("ended", {**keys, "federate.total_round_num": round}))
+    for name in {kind, "model"}:
+        assert files(result.saved[f"{name}_best"]) == files(ended.saved[name]) != files(result.saved[name])
+    assert json.loads((result.outdir / "summary.json").read_text())["best"] == result.best
+    card, last = ((result.saved[name] / "README.md").read_text() for name in (f"{kind}_best", kind))
+    assert f"| round | {round}, the best by {by} |" in card and f"| test_acc | {result.best['test_acc']:.4g} |" in card
+    assert f'from_pretrained("{kind}_best")' in card or f'"{kind}_best")' in card
+    assert "| round | 4, the last |" in last and f"| test_loss | {result.final['test_loss']:.4g} |" in last
+
+
+def test_killed_and_resumed(make):
+    """Killed after the best round and before a checkpoint of it; and with it in a checkpoint."""
+    whole = fs_lowrank.run(make("whole"))
+    assert whole.best["round"] == 3
+    # Checkpoints of rounds 2 and 4, or of 3 and 4: what each needs is kept.
+    for freq, needed in ((2, ["round_000002", "round_000003"]), (1, ["round_000003"])):
+        config = make(f"parts{freq}", {"lowrank.checkpoint_freq": freq})
+        killed_after(config, 3)
+        # As a process leaves it that is killed while it saves.
+        (Path(config.outdir) / "best" / "round_000003" / ".model.1.writing").mkdir(exist_ok=True)
+        resumed = fs_lowrank.run(config, resume=True)
+        assert resumed.best == whole.best
+        assert files(resumed.saved["model_best"], ()) == files(whole.saved["model_best"], ())
+        assert sorted(p.name for p in (resumed.outdir / "best").iterdir()) == needed
+
+
+def test_a_run_that_goes_back_keeps_the_best_of_before(make):
+    """It is resumed from the checkpoint of round 2, and ends there: what was best in round 3 is not of this run."""
+    config = make("back", {"lowrank.checkpoint_freq": 2})
+    killed_after(config, 3)
+    back = fs_lowrank.run(config.replace({"federate.total_round_num": 2}), resume=True)
+    ended = fs_lowrank.run(make("ended", {"federate.total_round_num": 2}))
+    assert back.best == ended.best
+    assert files(back.saved["model_best"]) == files(ended.saved["model_best"])
+    # Resumed once more, and further: its best is what it was, although adapter_best had been made of it already.
+    again = fs_lowrank.run(config, resume=True)
+    assert again.best["round"] == 3
+
+
+def test_a_best_round_that_was_not_kept_is_named(make, caplog):
+    config = make("older")
+    killed_after(config, 3)
+    shutil.rmtree(Path(config.outdir) / "best")
+    result = fs_lowrank.run(config, resume=True)
+    assert result.best["round"] == 3 and "model_best" not in result.saved
+    assert "round 3 was the best by val_loss, but it was not kept" in caplog.text
+
+
+def test_off_or_nothing_to_choose_by(make):
+    result = fs_lowrank.run(make("off", {"eval.save_best": False, "federate.total_round_num": 1}))
+    assert not {"best", "model_best"} & {p.name for p in result.outdir.iterdir()} and result.best["round"] == 1
+    result = fs_lowrank.run(make("test", {"eval.split": ["test"], "federate.total_round_num": 1}))
+    assert not {"best", "model_best"} & {p.name for p in result.outdir.iterdir()} and result.best == {}
+    keys = {"lowrank.checkpoint_freq": 0, "federate.total_round_num": 1}
+    result = fs_lowrank.run(make("not resumed", keys))
+    assert "model_best" in result.saved and not (result.outdir / "best").exists()
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"data.splits": [0.8, 0.0, 0.2]}, "and there are none; give data.splits a share for them"),
+        ({"eval.split": ["test"]}, r"which are not evaluated; add val to eval.split \(now \['test'\]\)"),
+        ({"federate.make_global_eval": False}, "only the clients' own models are evaluated; set it True, or leave"),
+    ],
+)
+def test_it_is_refused_where_no_validation_data_are_evaluated(make, keys, message):
+    with pytest.raises(UserError, match=f"eval.save_best = True: .*{message}"):
+        fs_lowrank.run(make("refused", {**keys, "eval.save_best": True}))
+    assert not list(Path(make("refused").outdir).glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("key, best", [("val_loss", 1), ("test_loss", 1), ("client_test_acc_mean", 2), ("test_acc", 2)])
+def test_test_data_never_decide(make, key, best):
+    config = make("x", {"eval.best_res_update_round_wise_key": key})
+    history = [
+        {"round": 1, "metrics": {"val": {"loss": 0.5, "acc": 0.5}, "test": {"loss": 9.0, "acc": 0.1}}},
+        {"round": 2, "metrics": {"val": {"loss": 0.6, "acc": 0.7}, "test": {"loss": 0.1, "acc": 0.9}}},
+        {"round": 3, "metrics": {}},
+        {"round": 4, "metrics": {"val": {"loss": math.nan, "acc": math.nan}, "test": {"loss": 0.0, "acc": 1.0}}},
+        {"round": 5, "metrics": {"val": {"loss": 0.5, "acc": 0.7}, "test": {"loss": 0.0, "acc": 1.0}}},
+    ]
+    evaluator = Evaluator(SimpleNamespace(config=config))
+    assert evaluator.best(history)["round"] == best
+    assert evaluator.best(history[2:4]) is None
+
+
+def test_the_tables_show_the_last_and_the_best_round(make, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(make("one").to_dict()))
+    assert cli.main(["run", "--cfg", str(path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    best = json.loads((tmp_path / "one" / "summary.json").read_text())["best"]
+    assert "│ best round │ 3 │" in out and f"│ test loss of it │ {best['test_loss']:.3f} │" in out
+    assert f"the same after the best round, 3: {tmp_path / 'one' / 'model_best'}" in out
+    keys = ["outdir", str(tmp_path / "two"), "federate.total_round_num", "2"]
+    assert cli.main(["compare", "--cfg", str(path), "--methods", "fedavg,rolora", *keys]) == 0
+    assert "best round" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "two" / "comparison.json").read_text())["rolora"]["best"]["by"] == "val_loss"
