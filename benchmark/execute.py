@@ -24,8 +24,9 @@ from fs_lowrank.runs.summary import per_client_and_round, seconds
 
 from .job import Cell, Job, Search, decisive
 from .paths import quotient
-from .plan import command, samples_a_round
+from .plan import command
 from .results import head_of
+from .samples import within_budget
 from .suite import import_all
 
 #: digits after the decimal point in a curve
@@ -70,7 +71,7 @@ def execute(job: Job, progress: Progress) -> dict:
 
 def _cell(cell: Cell, progress: Progress) -> dict:
     import_all(cell.suite.imports)
-    config = cell.config.replace({"outdir": str(cell.folder), "expname": "", "eval.save_best": False})
+    config = within_budget(cell).replace(**{"outdir": str(cell.folder), "expname": "", "eval.save_best": False})
     _forget_peak()
     result = train(config, cell.options.engine, progress)
     metrics = dict(result.final)
@@ -91,7 +92,7 @@ def _cell(cell: Cell, progress: Progress) -> dict:
         "test": cell.experiment.test,
         "learning_rate": dict(cell.rate),
         "rounds": len(result.history),
-        "samples": samples_used(config),
+        **_samples(result.history),
         "bytes": {**dict(result.bytes), "per_client_and_round": sent},
         "seconds": seconds(result.history),
         "peak_memory_bytes": _peak(),
@@ -170,11 +171,11 @@ def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict
     return metrics, {} if rows is None else {"test_rows_in_training": [len(rows), len(data.test)]}
 
 
-def samples_used(config: Config) -> int | None:
-    """The number of samples that all clients trained on in the run, with repetitions; None if it is set by epochs."""
-    if config.train.batch_or_epoch != "batch":
-        return None
-    return samples_a_round(config) * config.federate.total_round_num
+def _samples(history: Sequence[Mapping]) -> dict:
+    """The number of samples that all clients trained on in the run, with repetitions."""
+    if not all("samples" in record for record in history):
+        return {"samples": None}  # begun by version 0.1.0, and resumed
+    return {"samples": sum(record["samples"] for record in history), "samples_counted": True}
 
 
 def curve(history: list[dict]) -> dict:
@@ -231,9 +232,10 @@ def _search(search: Search, progress: Progress) -> dict:
     from hpo.space import at_an_end
 
     import_all(search.suite.imports)
+    config = within_budget(search)
     progress({"doing": "search"})
     space: dict[str, Any] = dict(search.spec["space"])
-    steps = [_study(search, "search", space, progress)]
+    steps = [_study(search, config, "search", space, progress)]
     listed = [{key: value} for key, kind in space.items() for value in kind.get("grid", ())]
     points = math.prod(len(kind.get("grid", ())) for kind in space.values())
     tried, left = [*steps[0]["tried"], *listed], search.spec.get("grow", points)
@@ -244,7 +246,7 @@ def _search(search: Search, progress: Progress) -> dict:
         further = {key: _beyond([p[key] for p in tried if key in p], end) for key, end in ends.items()}
         point = {**winner["point"], **{key: value for key, value in further.items() if value is not None}}
         try:
-            search.config.replace(point)
+            config.replace(point)
         except UserError:  # the config does not allow a value beyond
             break
         if point == winner["point"] or point in grown:
@@ -253,7 +255,7 @@ def _search(search: Search, progress: Progress) -> dict:
         tried.append(point)
         left -= 1
         one = {key: {"grid": [value]} for key, value in point.items()}
-        steps.append(_study(search, f"search-{len(steps)}", one, progress, diverges=True))
+        steps.append(_study(search, config, f"search-{len(steps)}", one, progress, diverges=True))
     winner, trials = _best(steps), Counter[str]()
     for step in steps:
         trials.update(step["trials"])
@@ -269,14 +271,17 @@ def _search(search: Search, progress: Progress) -> dict:
         "budget": {key: sum(step["budget"][key] for step in steps) for key in steps[0]["budget"]},
         "trials": dict(trials),
         "space": search.spec["space"],
-        "config": decisive(search.config),
+        "config": decisive(config),
     }
 
 
-def _study(search: Search, name: str, space: Mapping, progress: Progress, diverges: bool = False) -> dict:
+def _study(
+    search: Search, config: Config, name: str, space: Mapping, progress: Progress, diverges: bool = False
+) -> dict:
     """What one study of a search found.
 
     Args:
+        config: the search's, within its budget.
         diverges: whether it may have no winner because all of its trials diverged.
     """
     import hpo
@@ -292,7 +297,7 @@ def _study(search: Search, name: str, space: Mapping, progress: Progress, diverg
         retry_failed=True,
     )
     ended = hpo.tune(
-        search.config,
+        config,
         hpo.space_from(space),
         options,
         say=lambda text: progress({"doing": text.splitlines()[0][:60]}),

@@ -211,21 +211,12 @@ def make_training_file(job: Job) -> None:
         )
 
 
-def samples_a_round(config: Config) -> int:
-    """The number of samples that all clients of a round train on, with repetitions."""
-    return (
-        config.sampled_per_round
-        * config.train.local_update_steps
-        * config.dataloader.batch_size
-        * config.grad.grad_accum_count
-    )
-
-
 def _config(
     keys: Mapping[str, Any], origin: Origin, samples: int | None, evaluations: int | None, test: str, work: str
 ) -> Config:
     """The checked config, with the number of rounds for the budget of samples, and the evaluation schedule.
 
+    The sizes of the clients are not known here, so every batch counts as full; ``samples.within_budget`` corrects it.
     In a run of one round, clients do not depend on the method, so they are trained once for all methods.
     """
     config = load_config(keys, origin=origin)
@@ -243,14 +234,14 @@ def _config(
             raise UserError(
                 "samples: a budget of samples needs train.batch_or_epoch batch; give federate.total_round_num instead"
             )
-        of_a_round = samples_a_round(config)
-        if of_a_round > samples:
+        batches = config.sampled_per_round * config.train.local_update_steps * config.grad.grad_accum_count
+        if batches > samples:
             raise UserError(
-                f"samples = {samples} is less than one round takes, {of_a_round}: "
-                f"{config.sampled_per_round} clients × {config.train.local_update_steps} steps × "
-                f"{config.dataloader.batch_size}"
+                f"samples = {samples} is less than one round takes, which has {batches} batches: "
+                f"{config.sampled_per_round} clients × {config.train.local_update_steps} steps"
+                + (f" × {config.grad.grad_accum_count}" if config.grad.grad_accum_count > 1 else "")
             )
-        rounds = samples // of_a_round
+        rounds = max(1, samples // (batches * config.dataloader.batch_size))
         changes["federate.total_round_num"] = rounds
     if evaluations:
         changes["eval.freq"] = max(1, rounds // evaluations)

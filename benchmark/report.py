@@ -234,14 +234,15 @@ def _setting(results: ExperimentResults) -> str:
         return ""
     first, config = records[0], records[0]["config"]
     seeds = sorted({r["seed"] for r in records})
-    samples = sorted({r["samples"] for r in records if r["samples"]})
+    samples = sorted({r["samples"] for r in records})
+    about = "about " if any(r["samples_estimated"] for r in records) else ""
     rounds = sorted({r["rounds"] for r in records})
     heads = sorted({head_of(r) for r in records})
     steps = "steps" if config["train.batch_or_epoch"] == "batch" else "epochs"
     parts = [
         f"Data: {first['data']['source']}",
         f"model `{first['model']['type']}`",
-        f"clients train on {_range(samples)} samples in all" if samples else "",
+        f"clients train on {about}{_range(samples)} samples in all",
         f"{_range(rounds)} rounds",
         f"batch {config['dataloader.batch_size']}",
         f"{config['train.local_update_steps']} local {steps}",
@@ -268,10 +269,10 @@ def _setting(results: ExperimentResults) -> str:
         ("local steps", lambda r: r["config"]["train.local_update_steps"]),
         ("batches", lambda r: r["config"]["dataloader.batch_size"]),
     ):
-        by_setting: dict[tuple, set] = {}
+        alike: dict[tuple, set] = {}
         for r in records:
-            by_setting.setdefault(tuple(r["setting"].items()), set()).add(taken(r))
-        if any(len(values) > 1 for values in by_setting.values()):
+            alike.setdefault((r["seed"], *r["setting"].items()), set()).add(taken(r))
+        if any(len(values) > 1 for values in alike.values()):
             line += f" **The methods did not have the same {what}.**"
     line += f" Command: `{command(results.suite, results.experiment, first['engine'])}`."
     extra = [e.label for e in results.experiment.methods if e.extra and e.label in results.methods]

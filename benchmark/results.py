@@ -15,6 +15,7 @@ from .intervals import Figure, difference, figure_of
 from .job import Cell, Options, Script, Search
 from .paths import quotients
 from .plan import jobs_of, settings
+from .samples import counted
 from .store import Store
 from .suite import Experiment, Suite
 
@@ -154,6 +155,8 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
         if record is not None:
             label = job.method.label if isinstance(job, Cell) else record["method"]
             record = {**record, "setting": dict(getattr(job, "setting", {}))}
+            if isinstance(now, Cell):
+                record.update(counted(record, now.config))
             if isinstance(job, Script) and experiment.by_seed:
                 record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
             results.records.setdefault((label, column), []).append(record)

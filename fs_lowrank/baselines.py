@@ -100,7 +100,7 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
     rounds = math.ceil(config.federate.total_round_num * config.sampled_per_round / count)
     start, began = site.method.view(site.initial_state), time.perf_counter()
     scores: list[dict[str, Any]] = []
-    losses = []
+    losses, samples = [], 0
     for done, client in enumerate(site.clients):
         if on_client:
             on_client(rounds, done, count)
@@ -116,6 +116,7 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
                 owner=f"client {client.id}",
                 prefix=site.prefix,
             )
+            samples += trained.samples
         losses.append(trained.loss)
         score: dict[str, Any] = {"client": client.id, "samples": client.num_samples}
         score |= {split: evaluator.score(examples, split) for split, examples in site.held_out().items()}
@@ -134,6 +135,7 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
         "selected": [],
         "clients": [],
         "failed": [],
+        "samples": samples,
         "loss": float(np.mean(losses)),
         "metrics": metrics,
         **{key: 0 for key in _BYTES},

@@ -14,6 +14,7 @@ from ..algebra import digest, nbytes
 from ..methods import Client, Method, State
 from ..seeds import derive
 from ..settings import Settings
+from ..training import samples_trained
 from .admission import Admission
 
 
@@ -25,6 +26,14 @@ class Standing(NamedTuple):
 
     round: int = 0
     stamp: str = ""
+
+
+def clients_of_round(round: int, num_clients: int, per_round: int, seed: int) -> list[int]:
+    """The clients of ``round``, sorted; drawn without replacement, from the seed and the round alone."""
+    if per_round >= num_clients:
+        return list(range(1, num_clients + 1))
+    generator = np.random.default_rng(derive(seed, "participation", round))
+    return sorted(int(i) + 1 for i in generator.choice(num_clients, per_round, replace=False))
 
 
 class Ledger:
@@ -42,6 +51,7 @@ class Ledger:
             model needs only their sizes.
         admission: checks updates; by default any update that fits is admitted.
         identity: distinguishes this run from others of the same method, in the stamps that copies keep.
+        config: says how long clients train; without it, samples trained on are not counted.
 
     Attributes:
         stood: the last round that was finished and not left out; a copy that has every message stands there.
@@ -65,11 +75,12 @@ class Ledger:
         keep_messages: bool = False,
         admission: Admission | None = None,
         identity: str = "",
+        config: Settings | None = None,
     ):
         self.method, self.state = method, state
         self.num_clients, self.per_round, self.min_clients = num_clients, per_round, min_clients
         self.seed, self.drop_rate, self.keep_messages, self.identity = seed, drop_rate, keep_messages, identity
-        self.admission = admission or Admission()
+        self.admission, self.config = admission or Admission(), config
         self.stood = self.floor = self.horizon = 0
         self.outbox: dict[str, tuple[int, Tensor]] = {}
         self.unknown: set[int] = set()
@@ -99,20 +110,25 @@ class Ledger:
                 bounds.max_update_norm_factor,
             ),
             identity=config.fingerprint(),
+            config=config,
         )
 
     # -- who takes part ----------------------------------------------------------------------------
 
     def select(self, round: int) -> list[int]:
-        """The clients of ``round``, sorted; drawn without replacement, from the seed and the round alone."""
-        if self.per_round >= self.num_clients:
-            return list(range(1, self.num_clients + 1))
-        generator = np.random.default_rng(derive(self.seed, "participation", round))
-        return sorted(int(i) + 1 for i in generator.choice(self.num_clients, self.per_round, replace=False))
+        """The clients of ``round``, sorted."""
+        return clients_of_round(round, self.num_clients, self.per_round, self.seed)
 
     def drops_out(self, client: int, round: int) -> bool:
         """Whether ``client`` drops out of ``round`` after it was sent the message."""
         return np.random.default_rng(derive(self.seed, "dropout", round, client)).random() < self.drop_rate
+
+    def samples_trained(self, sizes: Mapping[int, int], round: int) -> int | None:
+        """The number of samples that clients with so many samples of their own train on in ``round``, in all."""
+        if self.config is None:
+            return None
+        method, config = self.method, self.config
+        return sum(samples_trained(size, method.phases(round, client), config) for client, size in sizes.items())
 
     # -- who has what ------------------------------------------------------------------------------
 

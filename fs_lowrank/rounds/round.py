@@ -357,6 +357,8 @@ class Round:
         receives with one, it does not receive again to train. The embedded engine evaluates clients' models in its own
         process and sends nothing for it.
 
+        ``samples`` is the number of samples that the clients which count trained on, with repetitions.
+
         If the round was left out, ``skipped`` is the reason, ``clients`` is empty, and the loss is that of the clients
         that had trained. The seconds in ``client_seconds`` of a reused client, and its share in ``training``, are those
         of the time it was trained. A metric that is not finite is NaN here and null in the file (``runs.records``).
@@ -371,6 +373,7 @@ class Round:
         reused = sum(s["training"] for s in spent.values() if s["reused"])
         losses = sorted(self.losses.items())  # in a fixed order, as updates come in any
         samples = sum(self.samples.values())
+        trained = self.ledger.samples_trained({} if self.skipped else self.samples, self.number)
         sent: dict[str, Any] = {}
         for direction, sizes in (("uplink", self.uplink), ("downlink", self.downlink)):
             sent[f"{direction}_bytes"] = sum(size for size, _ in sizes.values())
@@ -384,6 +387,7 @@ class Round:
             "clients": [] if self.skipped else sorted(self.losses),
             "failed": sorted(self.failed, key=lambda failure: failure["client"]),
             **({"robust": robust} if robust else {}),
+            **({} if trained is None else {"samples": trained}),
             "loss": sum(loss * self.samples[client] for client, loss in losses) / samples,
             "metrics": {
                 split: {name: value if math.isfinite(value) else math.nan for name, value in values.items()}

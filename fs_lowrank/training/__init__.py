@@ -1,6 +1,6 @@
 """Local training and evaluation of one model, for any method."""
 
 from .evaluate import evaluate
-from .local import LocalResult, train_client
+from .local import LocalResult, samples_trained, train_client
 
-__all__ = ["LocalResult", "evaluate", "train_client"]
+__all__ = ["LocalResult", "evaluate", "samples_trained", "train_client"]

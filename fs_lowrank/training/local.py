@@ -56,6 +56,26 @@ def _batches(size: int, config: Settings, steps: int, generator: np.random.Gener
         epoch += 1
 
 
+def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int:
+    """The number of samples, with repetitions, that ``train_client`` trains a client with ``size`` samples on.
+
+    The last batch of an epoch is smaller than the others, and so is every batch of a client with less than a batch.
+    """
+    batch = config.dataloader.batch_size
+    whole, rest = divmod(size, batch)
+    if config.dataloader.drop_last and whole:
+        rest = 0
+    epoch, total = whole * batch + rest, 0
+    for phase in phases:
+        steps = config.train.local_update_steps if phase.steps is None else phase.steps
+        if config.train.batch_or_epoch == "epoch":
+            total += steps * epoch
+        else:
+            epochs, batches = divmod(steps * config.grad.grad_accum_count, whole + bool(rest))
+            total += epochs * epoch + batches * batch
+    return total
+
+
 def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     return {k: v.to(device, non_blocking=True) for k, v in batch.items()}
 

@@ -13,10 +13,13 @@ from benchmark.job import Cell, Options, Search
 from benchmark.plan import jobs_of, plan
 from benchmark.report import write_report
 from benchmark.results import find
+from benchmark.samples import counted, within_budget
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
 from fs_lowrank import UserError, load_config
+from fs_lowrank.data import build_data
 from fs_lowrank.methods import get_method_class, revisions
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
+from fs_lowrank.models.build import build_tokenizer
 
 FIVE_LINES = """
     config: {model: {type: MODEL@transformers}, data: {type: DATA, splits: [0.7, 0.1, 0.2]}}
@@ -77,8 +80,32 @@ def test_a_budget_of_samples_determines_the_rounds(write):
     assert by_clients["3"].federate.total_round_num == 1000 // (3 * 2 * 8)
     assert by_clients["6"].federate.total_round_num == 1000 // (6 * 2 * 8)
     assert by_clients["3"].eval.freq == 5
-    with pytest.raises(UserError, match="samples = 40 is less than one round takes, 48: 3 clients × 2 steps × 8"):
-        plan(options(write(text.replace("1000", "40"))))
+    with pytest.raises(UserError, match="samples = 5 is less than one round takes, which has 6 batches: 3 clients × 2"):
+        plan(options(write(text.replace("1000", "5"))))
+
+
+def test_budget_counts_what_small_clients_train_on(write):
+    """Clients smaller than a batch: a batch is their whole data, and the budget allows more rounds."""
+    keys = "dataloader: {batch_size: 64}, train: {local_update_steps: 2}, llm: {tok_len: 24}"
+    text = FIVE_LINES.replace("config: {", f"samples: 1000\n    evaluations: 4\n    config: {{{keys}, ")
+    cells = {c.setting["clients"]: c for c in plan(options(write(text)))}
+    sizes = [len(c) for c in build_data(cells["6"].config, build_tokenizer(cells["6"].config)).clients]
+    assert cells["6"].config.federate.total_round_num == 1000 // (6 * 2 * 64) == 1 and max(sizes) < 64
+    allowed = within_budget(cells["6"])
+    assert allowed.federate.total_round_num == 1000 // (2 * sum(sizes)) > 1
+    assert allowed.eval.freq == max(1, allowed.federate.total_round_num // 4)
+    with pytest.raises(UserError, match=f"samples = 20 is less than one round takes, {sum(sizes)}"):
+        within_budget(plan(options(write(text.replace("1000", "20"))))[0])
+
+
+def test_samples_of_older_results_are_counted_from_what_they_hold(write):
+    cell = next(c for c in plan(options(write(FIVE_LINES))) if c.setting["clients"] == "3")
+    cell = dataclasses.replace(cell, config=cell.config.replace({"dataloader.batch_size": 8}))
+    old = {"samples": 3 * 8 * 4, "rounds": 4, "data": {"clients": [3, 8, 20]}, "history": {"failed_clients": 0}}
+    assert counted(old, cell.config) == {"samples": 4 * (3 + 8 + 8), "samples_estimated": False}
+    assert counted({**old, "history": {"failed_clients": 1}}, cell.config)["samples_estimated"]
+    new = {**old, "samples": 70, "samples_counted": True}
+    assert counted(new, cell.config) == {"samples": 70, "samples_estimated": False}
 
 
 def test_search_is_shared_over_seeds_and_settings(write):

@@ -15,7 +15,7 @@ from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.seeds import derive
 from fs_lowrank.settings import OPTIMIZERS as CONFIGURABLE
 from fs_lowrank.settings import AdapterSpec, Optimizer, Scheduler
-from fs_lowrank.training import evaluate, train_client
+from fs_lowrank.training import evaluate, samples_trained, train_client
 from fs_lowrank.training.local import batch_indices, set_trainable
 from fs_lowrank.training.optimizer import check_optimizer, make_optimizer
 from fs_lowrank.training.schedule import lr_at, schedule_of
@@ -182,6 +182,23 @@ def test_an_epoch_of_batches(size, drop_last):
 def test_number_of_steps(model, keys, steps, samples):
     result = train_client(model, data(), [Phase(("lora_B",))], config(**keys), lr=0.1, seed=0)
     assert (result.steps, result.samples) == (steps, samples)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("unit, accumulated", [("batch", 1), ("batch", 3), ("epoch", 2)])
+def test_samples_are_counted_as_they_are_trained_on(model, size, drop_last, unit, accumulated):
+    settings = config(
+        **{
+            "train.local_update_steps": 3,
+            "train.batch_or_epoch": unit,
+            "grad.grad_accum_count": accumulated,
+            "dataloader.drop_last": drop_last,
+        }
+    )
+    phases = [Phase(("lora_A",)), Phase(("lora_B",), steps=2)]
+    trained = train_client(model, data(size), phases, settings, lr=0.1, seed=0).samples
+    assert samples_trained(size, phases, settings) == trained
 
 
 def test_accumulated_gradients_are_one_larger_batch(model):

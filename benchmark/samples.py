@@ -1,0 +1,95 @@
+"""How many samples the clients of a run train on, with repetitions, and how many rounds a budget of samples allows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from fs_lowrank import Config, UserError
+from fs_lowrank.data import build_data, load_raw
+from fs_lowrank.models.build import build_tokenizer
+from fs_lowrank.rounds.ledger import clients_of_round
+from fs_lowrank.rounds.site import method_of
+from fs_lowrank.training import samples_trained
+
+from .job import Cell, Search
+
+
+def within_budget(job: Cell | Search) -> Config:
+    """The configuration of a job, with as many rounds as its budget of samples allows.
+
+    The plan, which reads no data, counts every batch as full. Here the sizes of the clients are known.
+
+    Raises:
+        UserError: the budget is less than one round takes.
+    """
+    config, experiment = job.config, job.experiment
+    budget = job.spec.get("samples", experiment.samples) if isinstance(job, Search) else experiment.samples
+    if not budget:
+        return config
+    sizes = _sizes(_Data(config))
+    rounds, used = 0, 0
+    for of_a_round in _by_round(config, sizes):
+        if used + of_a_round > budget:
+            break
+        rounds, used = rounds + 1, used + of_a_round
+    if not rounds:
+        raise UserError(
+            f"samples = {budget} is less than one round takes, {of_a_round}: {config.sampled_per_round} clients × "
+            f"{config.train.local_update_steps} steps × {config.dataloader.batch_size}, or less for small clients"
+        )
+    if rounds == config.federate.total_round_num:
+        return config
+    keys: dict[str, Any] = {"federate.total_round_num": rounds}
+    if experiment.evaluations and isinstance(job, Cell):
+        keys["eval.freq"] = max(1, rounds // experiment.evaluations)
+    return config.replace(keys)
+
+
+def _by_round(config: Config, sizes: Sequence[int]) -> Iterator[int]:
+    """The samples of round 1, 2, …, if no client drops out or fails."""
+    method = method_of(config)
+    for round in itertools.count(1):
+        clients = clients_of_round(round, len(sizes), config.sampled_per_round, config.seed)
+        yield sum(samples_trained(sizes[k - 1], method.phases(round, k), config) for k in clients)
+
+
+class _Data:
+    """A configuration; two that give the same clients are equal."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._key = repr((config.seed, config.federate.client_num, config.data, config.llm.tok_len, config.model.type))
+        self._key += repr(config.lowrank.test_seed)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Data) and self._key == other._key
+
+
+@lru_cache(maxsize=64)
+def _sizes(data: _Data) -> list[int]:
+    config = data.config
+    return [len(client) for client in build_data(config, build_tokenizer(config), load_raw(config.data)).clients]
+
+
+def counted(record: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """``samples`` of a result, and ``samples_estimated``: whether it may have been fewer.
+
+    Results of before version 0.2.0 have counted every batch as full. Their count is made here, from what they hold: the
+    sizes of the clients, the seed that draws the clients of a round, and the configuration. It is an estimate where
+    clients dropped out or failed, whose rounds are not known.
+
+    Args:
+        config: of the cell.
+    """
+    if record.get("samples_counted"):
+        return {"samples": record["samples"], "samples_estimated": False}
+    sizes = record["data"]["clients"]
+    of_rounds = _by_round(config, sizes)
+    samples = sum(next(of_rounds) for _ in range(record["rounds"]))
+    return {"samples": samples, "samples_estimated": record["history"]["failed_clients"] > 0}
