@@ -30,7 +30,6 @@ from .settings import (
     assign,
     check_method_params,
     check_together,
-    flat_keys,
     flatten,
     framework,
     infer_task,
@@ -43,7 +42,7 @@ from .settings import (
     show,
 )
 from .settings.adapter import LOW_RANK_METHODS, adapter_args, resolved_name
-from .settings.effects import without_effect
+from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
 
 __all__ = [
@@ -248,31 +247,34 @@ def _uses_adapter(config: Config, method: str, adapts: bool, origin: Origin) -> 
 
 
 def check_local(config: Config) -> None:
-    """Refuse keys that only FederatedScope supports, and report every key without effect, before a local run.
+    """``check_engine`` for the embedded engine."""
+    check_engine(config, "local")
 
+
+def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> None:
+    """Refuse keys that an engine does not honour, and report every key without effect, before a run.
+
+    Args:
+        engine: local or federatedscope.
+        together: combinations that the engine does not honour, in words.
     Raises:
-        UserError: the message lists all such keys; or ``train.scheduler`` has a key or value that is not ours.
+        UserError: the message lists all such keys, with the reasons; or ``train.scheduler`` has a key or value that is
+            not ours.
     """
     from .training.schedule import schedule_of  # imports torch, which reading a config's schema should not
 
-    refused = [(name, value) for name, value, meta in flat_keys(config) if "local" in meta and value != meta["local"]]
-    refused += [
-        (name, value)
-        for name, value in config.framework.items()
-        if not framework.decides_nothing(name, config.framework)
-    ]
-    method = config.adapter.method
+    refused, method = not_honoured(config, engine), config.adapter.method
     if config.llm.adapter.use and method not in LOW_RANK_METHODS:
-        refused.append(("llm.adapter.args.0.adapter_method", method))
+        expected = f"our methods train {', '.join(LOW_RANK_METHODS)}"
+        refused.append(("llm.adapter.args.0.adapter_method", method, expected))
     schedule_of(config.train.scheduler, config.source)
-    for name, value, reason in without_effect(config, local=True):
+    for name, value, reason in without_effect(config, engine):
         say_once(f"{name} = {show(value)} has no effect: {reason}")
-    if refused:
-        file, lines = config.source.file, config.source.lines
-        listed = [
-            f"{name} = {show(value)}" + (f" (line {lines[name]})" if name in lines else "") for name, value in refused
-        ]
-        raise UserError(
-            f"{file + ': ' if file else ''}honoured only by --engine federatedscope; remove, or run with "
-            "that engine:\n  " + "\n  ".join(listed)
-        )
+    file, lines = config.source.file, config.source.lines
+    listed = [
+        f"{name} = {show(value)}" + (f" (line {lines[name]})" if name in lines else "") + f": {why}"
+        for name, value, why in refused
+    ]
+    if listed or together:
+        what = f"federate.method = {config.federate.method} on --engine {engine} does not honour"
+        raise UserError(f"{file + ': ' if file else ''}{what}; remove:\n  " + "\n  ".join([*listed, *together]))

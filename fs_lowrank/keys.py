@@ -26,6 +26,7 @@ from .methods.server_optimizer import ServerOptimizer
 from .settings import AdapterSpec, Key, Settings, framework, keys_of
 from .settings.check import _expected as expected
 from .settings.check import hints_of
+from .settings.effects import on_the_framework
 from .training.schedule import Schedule
 
 #: section → the dataclass that its further arguments belong to
@@ -74,9 +75,9 @@ def reference() -> list[Entry]:
 
 def others() -> list[Entry]:
     """FederatedScope's keys that this package hands to it and does not interpret."""
-    words = "FederatedScope's own; --engine federatedscope"
+    words = "A key of FederatedScope's own"
     return [
-        Entry(name, "FederatedScope", expected(type(value)), shown(value), "federatedscope", words)
+        Entry(name, "FederatedScope", expected(type(value)), shown(value), on_the_framework(name), words)
         for name, value in sorted(framework.DEFAULTS.items())
     ]
 
@@ -121,12 +122,13 @@ def markdown() -> str:
     lines += [
         "## FederatedScope",
         "",
-        "These keys are read, so that FederatedScope's files load; they have a meaning on `--engine federatedscope`",
-        "only. The other engines refuse a value that is not the default, unless it has no effect on a result.",
+        "These keys are read, so that FederatedScope's files load. The table says what `--engine federatedscope` does",
+        "with a value that is not the default, under our methods. The other engines refuse it, unless it has no effect",
+        "on a result.",
         "",
-        "| key | default |",
-        "| --- | --- |",
-        *(f"| `{e.name}` | `{e.default}` |" for e in others()),
+        "| key | default | with our methods |",
+        "| --- | --- | --- |",
+        *(f"| `{e.name}` | `{e.default}` | {e.engines} |" for e in others()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -171,10 +173,12 @@ def _arguments(prefix: str, group: str, what: Any, skip: int = 0, leave_out: Seq
 def _entry(prefix: str, group: str, name: str, key: Key, defaults: Any, meanings: Mapping[str, str]) -> Entry:
     default = "" if key.required else shown(defaults[name] if isinstance(defaults, dict) else getattr(defaults, name))
     meta, engines = key.meta, "all"
+    there = on_the_framework(prefix + name)
     if "local" in meta:
-        engines = f"others than {shown(meta['local'])} on federatedscope only"
+        where = "on federatedscope only" if there == "honoured" else f"on none; federatedscope: {there}"
+        engines = f"others than {shown(meta['local'])} {where}"
     elif "idle" in meta:
-        engines = f"no effect on local ({meta['idle']})"
+        engines = f"no effect on local ({meta['idle']})" if there == "honoured" else f"no effect ({meta['idle']})"
     return Entry(
         prefix + name, group, _type(key), default, engines, _sentence(meta.get("help") or meanings.get(name, ""))
     )

@@ -1,8 +1,10 @@
-"""Keys without effect: because of other keys, such as ``device`` without ``use_gpu``, or because of the engine."""
+"""Keys that an engine refuses, and keys without effect: because of other keys, such as ``device`` without ``use_gpu``,
+or because of the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import framework
@@ -16,6 +18,8 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
     yield config.use_gpu or config.device == "cpu", "use_gpu is False", ("device",)
     rate = config.federate.sample_client_rate
     yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)
+    alone = config.federate.mode == "standalone" and config.federate.process_num == 1
+    yield not alone, "no process waits for another", ("lowrank.timeout",)
     yield config.early_stop.patience > 0, "early_stop.patience is 0", ("early_stop.delta",)
     yield config.fedopt.use, "fedopt.use is False", ("fedopt.optimizer", "fedopt.annealing")
     yield (
@@ -39,32 +43,83 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
     yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
 
 
-def without_effect(config: Settings, local: bool) -> list[tuple[str, Any, str]]:
-    """The keys of ``config`` that differ from their defaults but have no effect: name, value and reason.
-
-    Args:
-        local: include the keys that have no effect in the local engine, and do not affect the result in others.
-    """
+def _changed(config: Settings) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """The keys of ours that differ from their defaults: name -> value and metadata."""
     defaults = {name: value for name, value, _ in flat_keys(Settings())}
     defaults["llm.adapter.args"] = [AdapterSpec().to_args()]
-    changed = {
+    return {
         name: (value, meta)
         for name, value, meta in flat_keys(config)
         if name not in defaults or value != defaults[name]
     }
+
+
+def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
+    """The keys of ``config`` whose values an engine refuses: name, value and reason.
+
+    Args:
+        engine: local or federatedscope.
+    """
+    local, given = engine == "local", config.framework
+    refused = [
+        (name, value, "" if local else framework.REFUSED[name])
+        for name, (value, meta) in _changed(config).items()
+        if (value != meta.get("local", value) if local else name in framework.REFUSED)
+    ]
+    for name, value in given.items():
+        if local:
+            taken = framework.decides_nothing(name, given)
+        else:
+            taken = framework.within(name, framework.HONOURED) or bool(_idle(name, given, engine))
+            taken = taken or value in framework.SAME_AS_OURS.get(name, ())
+        if not taken:
+            refused.append((name, value, "" if local else framework.REFUSED.get(name, "our methods do not use it")))
+    if not local:
+        return refused
+    elsewhere = {name: why for name, _, why in not_honoured(config, "federatedscope")}
+    return [(name, value, elsewhere.get(name, "--engine federatedscope honours it")) for name, value, _ in refused]
+
+
+def _idle(name: str, given: Mapping[str, Any], engine: str) -> str:
+    """Why a key of FederatedScope has no effect in a run on ``engine``; empty if it has one, or is refused."""
+    switch = framework.off_switch(name, given)
+    if switch:
+        return f"{switch} is {framework.DEFAULTS[switch]!r}"
+    if engine == "local":
+        return "only FederatedScope uses it" if framework.within(name, framework.HARMLESS) else ""
+    return next((why for why, names in framework.IDLE.items() if framework.within(name, names)), "")
+
+
+def on_the_framework(name: str) -> str:
+    """What engine federatedscope does with a value of ``name`` that is not the default, in words."""
+    idle = next((why for why, names in framework.IDLE.items() if framework.within(name, names)), "")
+    if idle:
+        return f"no effect ({idle})"
+    if name in framework.DEFAULTS and not framework.within(name, framework.HONOURED):
+        switch = framework.off_switch(name, {})
+        return f"refused with {switch}" if switch else f"refused ({framework.REFUSED.get(name, 'not used')})"
+    return f"refused ({framework.REFUSED[name]})" if name in framework.REFUSED else "honoured"
+
+
+def without_effect(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
+    """The keys of ``config`` that differ from their defaults but have no effect: name, value and reason.
+
+    Args:
+        engine: local or federatedscope.
+    """
+    changed = _changed(config)
     reasons = {
         name: reason
         for effective, reason, names in _conditions(config)
         for name in changed
         if not effective and framework.within(name, names)
     }
-    if local:
-        reasons |= {name: meta["idle"] for name, (_, meta) in changed.items() if "idle" in meta}
+    for name, (_, meta) in changed.items():
+        reason = meta.get("idle") if engine == "local" else _idle(name, {}, engine)
+        if reason:
+            reasons[name] = reason
     idle = [(name, changed[name][0], reason) for name, reason in reasons.items()]
     for name, value in config.framework.items():
-        switch = framework.off_switch(name, config.framework)
-        if switch:
-            idle.append((name, value, f"{switch} is {framework.DEFAULTS[switch]!r}"))
-        elif local and framework.within(name, framework.HARMLESS):
-            idle.append((name, value, "only FederatedScope uses it"))
+        if reason := _idle(name, config.framework, engine):
+            idle.append((name, value, reason))
     return idle

@@ -1,6 +1,6 @@
 """The keys of FederatedScope that our typed sections do not have, read from ``framework.yaml``.
 
-The local engine accepts a key at its default, or a key that has no effect on the result, and refuses any other.
+An engine accepts a key at its default, a key that it honours, and a key without effect, and refuses any other.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ HARMLESS: list[str] = _TABLES["harmless"]
 SAME_AS_OURS: dict[str, list[object]] = _TABLES["same_as_ours"]
 #: section -> the key that turns it on; other sections have the key ``use``
 SWITCHES: dict[str, str] = _TABLES["switches"]
+#: what the engine federatedscope does with them, and with keys of ours: see the file
+HONOURED: list[str] = _TABLES["federatedscope"]["honoured"]
+IDLE: dict[str, list[str]] = _TABLES["federatedscope"]["idle"]
+REFUSED: dict[str, str] = _TABLES["federatedscope"]["refused"]
 #: method of FederatedScope -> our method, if ``llm.adapter.use`` is True
 WITH_ADAPTERS = {"fedavg": "fedlora"}
 

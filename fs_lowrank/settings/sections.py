@@ -37,7 +37,7 @@ class Federate:
     #: secret sharing: the server sees the sum of the updates, not each of them
     use_ss: bool = key(False, local=False)
     #: FederatedScope evaluates the clients' test sets as one
-    merge_test_data: bool = key(False, local=False)
+    merge_test_data: bool = key(False, idle="all held-out data are evaluated as one")
     #: FederatedScope's checkpoint to start from; `--resume` is ours
     restore_from: str = key("", local="")
     #: FederatedScope's simulated clients share one copy of the model
@@ -296,7 +296,7 @@ class Lowrank:
     #: probability that a selected client drops out of a round, drawn with the seed; tests the robustness of a method
     drop_rate: float = key(0.0, min=0.0, max=1.0)
     #: seconds that a process waits for another: in distributed runs, and with ``federate.process_num``
-    timeout: float = key(600.0, above=0.0, result=False, idle="no process waits for another")
+    timeout: float = key(600.0, above=0.0, result=False)
     #: dtype of the frozen weights and of the computation; methods decide the dtype of trained tensors
     dtype: str = key("float32", choices=("float32", "bfloat16"))
     #: normalisation of a ResNet; ``static`` is batch norm that uses the statistics of the batch in evaluation too

@@ -5,8 +5,8 @@ import sys
 import traceback
 
 import fs_lowrank.engines.federatedscope  # noqa: F401  (registers)
-from fs_lowrank.errors import UserError, nearest
-from fs_lowrank.settings import known_keys
+from fs_lowrank.engines.federatedscope.config import unknown_key_in
+from fs_lowrank.errors import UserError
 
 try:
     runpy.run_module("federatedscope.main", run_name="__main__", alter_sys=True)
@@ -16,8 +16,5 @@ except (AssertionError, KeyError, ValueError) as error:
     # The framework's configuration raises these for a key or a value of the user that is wrong.
     if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("yacs_config.py"):
         raise
-    message = str(error.args[0] if error.args else error)
-    if isinstance(error, KeyError) and " " not in message:  # only the last part of the key
-        key = next((argument for argument in sys.argv if argument.endswith(f".{message}")), message)
-        message = f"unknown key {key!r}{nearest(key, known_keys())}"
+    message = unknown_key_in(error) or str(error.args[0] if error.args else error)
     sys.exit(f"error: {message.splitlines()[0]}")

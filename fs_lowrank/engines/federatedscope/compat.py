@@ -103,6 +103,13 @@ def _choose_runner(folder: Path) -> None:
     vars(builder)["StandaloneMultiGPURunner"] = choose_runner(builder.StandaloneMultiGPURunner)
 
 
+def _merge_new_keys(folder: Path) -> None:
+    from .config import merge_new_keys
+
+    node = importlib.import_module("federatedscope.core.configs.yacs_config").CfgNode
+    node.merge_from_list = merge_new_keys(node.merge_from_list)
+
+
 MENDS = (
     Mend(
         "messages for protobuf 4 and later",
@@ -135,6 +142,14 @@ LATE = (
         "the framework writes int",
         lambda: "int" not in vars(np),
         _give_sampler_int,
+    ),
+    Mend(
+        "new keys on the command line",
+        "core/configs/yacs_config.py looks up the old value of a key that is new to a section which takes new keys, "
+        "such as train.optimizer.momentum, and raises a KeyError of its last part",
+        "merge_from_list takes what merge_from_file does",
+        lambda: True,
+        _merge_new_keys,
     ),
     Mend(
         "federate.process_num",

@@ -8,17 +8,28 @@ place, ``load_config``, which ``from_framework`` calls.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ...config import Config, load_config
+from ...config import Config, check_engine, load_config
 from ...errors import UserError, nearest
 from ...methods import get_method_class, list_methods, requirements
-from ...settings import Lowrank, Settings, check_method_params, flat_keys, framework, infer_task, known_keys
-from ...settings.parameters import params_defaults, params_fields
+from ...settings import (
+    Origin,
+    Settings,
+    check_method_params,
+    flat_keys,
+    framework,
+    infer_task,
+    known_keys,
+    unknown_key,
+)
+from ...settings.parameters import general_keys, params_defaults, params_fields
 
 #: the prefix of a method of ours where the framework has a method of the same name
 PREFIX = "lowrank_"
@@ -34,40 +45,6 @@ TRAINERS = {
     "ImageClassification": "lowrank_cvtrainer",
 }
 _REPLACED = ("general", "llmtrainer", "nlptrainer", "cvtrainer", "torchtrainer")
-
-#: keys of the framework's features that do not work with our methods: the values under which each is off, and why
-_REFUSED = {
-    "backend": (("torch",), "our methods need torch"),
-    "asyn.use": ((False,), "our rounds are synchronous; a late client is brought up to date instead"),
-    "fedprox.use": ((False,), "our training loop has no such penalty"),
-    "fedswa.use": ((False,), "it averages the framework's server model, which our methods do not use"),
-    "nbafl.use": ((False,), "it adds noise to the framework's server model, which our methods do not use"),
-    "sgdmf.use": ((False,), "it is for matrix factorisation"),
-    "vertical.use": ((False,), "our methods are for clients that share a model"),
-    "hpo.fedex.use": ((False,), "use `python -m hpo`"),
-    "hpo.fts.use": ((False,), "use `python -m hpo`"),
-    "hpo.pfedhpo.use": ((False,), "use `python -m hpo`"),
-    "llm.deepspeed.use": ((False,), "our training loop does not use it"),
-    "llm.offsite_tuning.use": ((False,), "it needs a server and client of its own"),
-    "finetune.before_eval": ((False,), "the model is evaluated as it is at the end of the round"),
-    "personalization.local_param": (([],), "the method decides which part stays with a client"),
-    "aggregator.robust_rule": (("fedavg",), "the method aggregates"),
-    "attack.attack_method": (("",), "attackers need the framework's own workers"),
-    "feat_engr.type": (("",), "our data are prepared already"),
-    "federate.client_idx_for_local_train": (
-        (0,),
-        "our clients train together; give one client alone its own data and federate.client_num 1",
-    ),
-    "federate.use_diff": ((False,), "the method decides what is sent"),
-    "federate.unseen_clients_rate": ((0.0,), "held-out data are evaluated instead"),
-    "federate.data_weighted_aggr": (
-        (False,),
-        "updates are weighted by the client's number of samples already; see federate.ignore_weight",
-    ),
-    "model.model_num_per_trainer": ((1,), "a client trains one model"),
-    "llm.retry_on_nan_loss": ((False,), "a client whose update is not finite is left out of the round"),
-    "train.data_para_dids": (([],), "our training loop uses one device"),
-}
 
 
 # -- names of methods ----------------------------------------------------------------------------------
@@ -153,6 +130,29 @@ def extend(cfg) -> None:
         cfg.register_cfg_check_fun(check)
 
 
+def merge_new_keys(merge):
+    """``merge``, the framework's ``merge_from_list``, for sections that take new keys; see ``compat``."""
+
+    @functools.wraps(merge)
+    def merge_from_list(cfg, pairs):
+        for name, value in zip(pairs[::2], pairs[1::2]):
+            *sections, key = name.split(".")
+            node = cfg
+            for section in sections:
+                node = node.get(section) if isinstance(node, Mapping) else None
+            if node is not None and hasattr(node, "is_new_allowed") and node.is_new_allowed() and key not in node:
+                node[key] = node._decode_cfg_value(value)
+        return merge(cfg, pairs)
+
+    return merge_from_list
+
+
+def unknown_key_in(error: Exception) -> str | None:
+    """What to say of a key that the framework's configuration does not have; None if ``error`` is another."""
+    found = re.fullmatch(r"Non-existent (?:config )?key: (\S+)", str(error.args[0] if error.args else ""))
+    return f"unknown key {found[1]!r}{nearest(found[1], known_keys())}" if found else None
+
+
 def _node(cfg, name: str, create=None):
     """The section that holds the dotted key ``name``, and the key's last part."""
     *sections, key = name.split(".")
@@ -166,9 +166,16 @@ def _node(cfg, name: str, create=None):
 def check(cfg) -> None:
     """Adapt the framework's defaults to our methods; the framework calls this on every merge.
 
-    A file is merged before the command line, so the configuration may be incomplete here: nothing is refused before
-    ``check_method_name`` and ``from_framework``, when the framework asks for the data.
+    A file is merged before the command line, so the configuration may be incomplete here: nothing but a key of
+    ``lowrank`` that no method has is refused before ``check_method_name`` and ``from_framework``, when the framework
+    asks for the data.
     """
+    unknown = cfg.lowrank.keys() - {*general_keys(), *_BOOKKEEPING}
+    classes = [get_method_class(name) for name in list_methods()] if unknown else []
+    params = {name for cls in classes for name in params_fields(cls)}
+    for key in sorted(unknown - params):
+        known = [f"lowrank.{name}" for name in (*general_keys(), *params)]
+        raise UserError(f"unknown key 'lowrank.{key}'{nearest(f'lowrank.{key}', known)}; no method has it")
     if our_method(cfg.federate.method) is None:
         return
     if cfg.model.type and cfg.trainer.type.lower() in (*_REPLACED, *TRAINERS.values()):
@@ -180,7 +187,7 @@ def check(cfg) -> None:
 
 
 def _given_parameters(cfg, cls) -> dict[str, Any]:
-    general = {f.name for f in dataclasses.fields(Lowrank)}
+    general = general_keys()
     hints = typing.get_type_hints(cls.Params)
     given = {}
     for key, value in cfg.lowrank.items():
@@ -218,13 +225,17 @@ def from_framework(cfg) -> Config:
     if method is None:
         raise UserError(f"federate.method = {cfg.federate.method!r} is not a method of fs-lowrank")
     cls = get_method_class(method)
-    known, tree = set(known_keys()), {}
+    from federatedscope.core.configs.config import global_cfg
+
+    known, registered, tree = set(known_keys()), {name for name, _ in _walk(global_cfg)}, {}
     for name, value in _walk(cfg):
         if name.startswith("lowrank."):
             if name in known:
                 tree[name] = value
         elif name in known or framework.within(name, framework.OPEN) or _extra(name):
             tree[name] = value
+        elif name not in registered:  # in a section of the framework that takes any key
+            unknown_key(name, Origin())
     given = _given_parameters(cfg, cls)
     check_method_params(cls, given)
     needs = requirements(method, given)
@@ -241,8 +252,16 @@ def from_framework(cfg) -> Config:
     if cfg.federate.process_num < 1:
         tree["federate.process_num"] = 1  # without a GPU the framework sets it to 0
     tree["federate.sampler"] = cfg.federate.sampler
-    _refuse(cfg, method, needs.sums)
-    return load_config(tree)
+    for name, filled in (
+        ("fedopt.optimizer.lr", None if cfg.fedopt.use else 0.01),
+        ("personalization.lr", cfg.train.optimizer.lr),
+        ("personalization.local_update_steps", cfg.train.local_update_steps),
+    ):
+        if tree[name] == filled:
+            tree.pop(name)  # the framework has set it
+    config = load_config(tree)
+    check_engine(config, "federatedscope", _excluded(cfg, method, needs.sums))
+    return config
 
 
 def _extra(name: str) -> bool:
@@ -250,17 +269,8 @@ def _extra(name: str) -> bool:
     return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer."))
 
 
-def _refuse(cfg, method: str, sums: bool) -> None:
-    """Raise ``UserError`` for the features that do not work with ``method``; ``sums``: its server step is a sum."""
-    refused = []
-    for name, (off, why) in _REFUSED.items():
-        try:
-            node, key = _node(cfg, name)
-            value = node[key]
-        except (KeyError, AttributeError):
-            continue
-        if value not in off:
-            refused.append(f"{name} = {value!r}: {why}")
+def _excluded(cfg, method: str, sums: bool) -> list[str]:
+    """The combinations that do not work with ``method``, in words; ``sums``: its server step is a sum."""
     federate, quantises = cfg.federate, cfg.quantization.method != "none"
     shares, online = federate.use_ss, federate.online_aggr
     # A value may still be an Argument of the framework.
@@ -269,7 +279,7 @@ def _refuse(cfg, method: str, sums: bool) -> None:
     unseen = "federate.use_ss together: the server sees no client's own update"
     best, trainer = cfg.eval.best_res_update_round_wise_key, cfg.trainer.type
     trains = trainer in TRAINERS.values() or trainer.lower() in _REPLACED
-    for wrong, why in (
+    together = (
         (
             shares and not sums,
             f"federate.use_ss = True: {method}'s server step is not a weighted sum, so it cannot work on shares; it "
@@ -316,11 +326,8 @@ def _refuse(cfg, method: str, sums: bool) -> None:
             f"trainer.type = {trainer!r}: it cannot train for {method}; leave it out, or choose one of "
             f"{', '.join(TRAINERS.values())}",
         ),
-    ):
-        if wrong:
-            refused.append(why)
-    if refused:
-        raise UserError(f"federate.method = {method} cannot run together with:\n  " + "\n  ".join(refused))
+    )
+    return [why for wrong, why in together if wrong]
 
 
 def _additive() -> str:
