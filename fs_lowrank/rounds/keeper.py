@@ -24,9 +24,10 @@ from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint
 from ..runs.environment import environment, write_environment
 from ..runs.folder import check_outdir
-from ..runs.plots import plot_curves
+from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
+from ..runs.tables import result_lines, write_tables
 from ..versions import SCHEMA
 from .evaluator import Evaluator
 from .intake import TooFewClients
@@ -132,6 +133,7 @@ class RecordKeeper:
         )
         data = {"schema": SCHEMA, **self.site.data.record()}
         write_text(self.outdir / "data.json", to_json(data, separators=(",", ":")))
+        plot_clients(data, self.outdir / "clients.png", title=setting_of(self.config))
         return checkpoint
 
     def checkpoint_due(self, round: int) -> bool:
@@ -283,6 +285,7 @@ class RecordKeeper:
                 "config": self.config.fingerprint(),
                 "clients": [c.num_samples for c in self.site.clients],
                 "rows": self.site.data.counts(),
+                "held_out": {split: len(examples) for split, examples in self.site.held_out().items()},
                 "majority": self.site.data.majority,
                 "parameters": self.site.parameters,
                 "images": self.site.data.image_shape,
@@ -290,6 +293,8 @@ class RecordKeeper:
                 "formula_bytes": self._formula_bytes(),
             },
         )
+        named = bool(self.site.data.label_names) and "test" in last
+        on_test = self.evaluator.on_test() if named else {}
         saving: dict[str, Callable[[Path], object]] = {}
         if not result.base_changed:
             saving["adapter"] = result.save_adapter
@@ -308,16 +313,26 @@ class RecordKeeper:
                 folder.mkdir()
                 self._save_personal(folder)
             result.saved["personal"] = self.outdir / "personal"
-        result.saved["curves"] = plot_curves(
-            {self.method.name: history}, self.outdir / "curves.png", self.site.data.majority
-        )
+        self._draw(result, on_test)
         summary = {
             "schema": SCHEMA,
             "final": final,
             "bytes": dict(result.bytes),
             **result.facts,
+            **({"on_test": on_test} if on_test else {}),
             "versions": environment()["versions"],
             "seed": self.config.seed,
         }
         write_text(self.outdir / "summary.json", to_json(summary, indent=1))
         return result
+
+    def _draw(self, result: RunResult, on_test: Mapping[str, Any]) -> None:
+        """Draw the pictures of the run, and write its table."""
+        majority, title = self.site.data.majority, f"{self.method.name} · {setting_of(self.config)}"
+        curves, sizes = self.outdir / "curves.png", result.facts["held_out"]
+        result.saved["curves"] = plot_curves(
+            {self.method.name: result.history}, curves, majority, title=title, sizes=sizes
+        )
+        if on_test:
+            plot_test(on_test, self.outdir / "test.png", self.site.data.label_names, majority, title=title)
+        write_tables(result_lines({self.method.name: result}), self.outdir / "summary.csv")

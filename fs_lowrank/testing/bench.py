@@ -83,14 +83,15 @@ class Bench:
 
 @contextlib.contextmanager
 def quietly(folder: str | Path) -> Iterator[None]:
-    """Curves are not drawn, which takes longer than the runs; one thread, which is faster for models this small."""
+    """Pictures are not drawn, which takes longer than the runs; one thread, which is faster for models this small."""
     import fs_lowrank.rounds.keeper as keeper
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    undrawn = {name: lambda shown, path, *given, **more: path for name in ("plot_clients", "plot_curves", "plot_test")}
     try:
         with (
-            mock.patch.object(keeper, "plot_curves", lambda histories, path, majority: path),
+            mock.patch.multiple(keeper, **undrawn),
             mock.patch.dict(os.environ, {"FS_LOWRANK_HOME": str(Path(folder) / "home")}),
         ):
             yield

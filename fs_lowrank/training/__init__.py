@@ -1,6 +1,6 @@
 """Local training and evaluation of one model, for any method."""
 
-from .evaluate import evaluate
+from .evaluate import evaluate, predictions
 from .local import LocalResult, train_client
 
-__all__ = ["LocalResult", "evaluate", "train_client"]
+__all__ = ["LocalResult", "evaluate", "predictions", "train_client"]
