@@ -29,7 +29,12 @@ Histories = Mapping[str, Sequence[History]]
 MOST_CLIENTS = 100
 #: of classes that are drawn as stacked bars, or with numbers in a confusion matrix; more are drawn as an image
 MOST_CLASSES = 12
-_HALVES = {"lora_A": ("A", "-"), "lora_B": ("B", "--"), "adapter": ("adapter", "-"), "head": ("head", ":")}
+_HALVES: dict[str, tuple[str, Any]] = {
+    "lora_A": ("A", "-"),
+    "lora_B": ("B", "--"),
+    "adapter": ("adapter", "-"),
+    "head": ("head", ":"),
+}
 _HALVES["base"] = ("base weights", "-.")
 
 
@@ -187,7 +192,7 @@ def _line(
         spread = [statistics.stdev(v) if all(map(math.isfinite, v)) else 0.0 for v in values]
     elif size:
         spread = [math.sqrt(max(y * (1 - y), 0) / size) if math.isfinite(y) else 0.0 for y in mean]
-    look = {"color": f"C{index % 10}", "linestyle": style}
+    look: dict[str, Any] = {"color": f"C{index % 10}", "linestyle": style}
     axes.plot(x, mean, marker="." if count <= 50 else "", label=label or "_", **look)
     if any(spread):
         low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]

@@ -88,7 +88,9 @@ def quietly(folder: str | Path) -> Iterator[None]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    undrawn = {name: lambda shown, path, *given, **more: path for name in ("plot_clients", "plot_curves", "plot_test")}
+    undrawn: dict[str, Any] = {
+        name: lambda shown, path, *given, **more: path for name in ("plot_clients", "plot_curves", "plot_test")
+    }
     try:
         with (
             mock.patch.multiple(keeper, **undrawn),
