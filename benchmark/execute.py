@@ -71,7 +71,8 @@ def execute(job: Job, progress: Progress) -> dict:
 
 def _cell(cell: Cell, progress: Progress) -> dict:
     import_all(cell.suite.imports)
-    config = within_budget(cell).replace(**{"outdir": str(cell.folder), "expname": "", "eval.save_best": False})
+    alone = {"outdir": str(cell.folder), "expname": "", "eval.save_best": False, "lowrank.pictures": False}
+    config = within_budget(cell).replace(alone)
     _forget_peak()
     result = train(config, cell.options.engine, progress)
     metrics = dict(result.final)

@@ -13,8 +13,9 @@ from .engines import get_engine
 from .errors import RunFailed, UserError
 from .jobs.files import replacing, to_json
 from .runs.folder import outdir_of, remove_run
-from .runs.plots import plot_curves
+from .runs.plots import plot_curves, setting_of
 from .runs.result import RunResult
+from .runs.tables import result_lines, write_tables
 from .seeds import generators_kept
 from .versions import SCHEMA
 
@@ -74,8 +75,9 @@ def compare(
 ) -> dict[str, RunResult]:
     """Run a configuration with several methods, each in a subfolder of ``config.outdir`` with its name.
 
-    Writes ``comparison.json`` and ``curves.png`` to ``config.outdir``. If the run has one round, the clients are
-    trained once, stored in ``clients``, and shared by all methods that train them alike (``lowrank.reuse_clients``).
+    Writes ``comparison.json``, the table as ``.csv`` and ``.tex``, and ``curves.png`` (``.pdf``) to
+    ``config.outdir``. If the run has one round, the clients are trained once, stored in ``clients``, and shared by all
+    methods that train them alike (``lowrank.reuse_clients``).
 
     Args:
         config: from ``load_config``, or the path of a YAML file. The hyperparameters of its own method also apply to
@@ -117,9 +119,17 @@ def compare(
             on_method(name)
         with generators_kept():
             results[name] = run_row(name, configs[name], resume, **callbacks)
-    majority = next(iter(results.values())).facts["majority"]
+    first = next(iter(results.values()))
+    majority = first.facts["majority"]
     try:
-        curves = plot_curves({n: r.history for n, r in results.items()}, outdir / "curves.png", majority)
+        curves = plot_curves(
+            {n: r.history for n, r in results.items()},
+            outdir / "curves.png",
+            majority,
+            title=setting_of(config),
+            sizes=first.facts.get("held_out"),
+        )
+        write_tables(result_lines(results), outdir / "comparison.csv")
         with replacing(outdir / "comparison.json") as aside:
             aside.write_text(
                 to_json(

@@ -151,6 +151,7 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
         "model": site.base_fingerprint,
         "config": config.fingerprint(),
         "clients": [c.num_samples for c in site.clients],
+        "held_out": {split: len(examples) for split, examples in site.held_out().items()},
         "majority": site.data.majority,
         "parameters": site.parameters,
         "images": site.data.image_shape,

@@ -180,56 +180,14 @@ def _print_figures(title: str | None, lines: Sequence[Sequence[str]]) -> None:
 
 def _print_results(results: dict) -> None:
     """Print a table of all methods, one of the clients' own models if there are any, and the total traffic."""
-    from .runs.summary import human_bytes, per_client_and_round, seconds
+    from .runs.summary import human_bytes
+    from .runs.tables import client_lines, result_lines
 
-    names = sorted({k for result in results.values() for k in result.final if k != "best_round"})
-    of_clients = [n for n in names if n.startswith("client_test_")]
-    metrics = [n for n in names if n not in of_clients]
-    any_best = any(result.best for result in results.values())
-    of_best = [m for m in metrics if m.startswith("test_") and any(m in result.best for result in results.values())]
-    lines = [
-        [
-            "method",
-            *(m.replace("_", "\n") for m in metrics),
-            *(("best\nround", *(f"{m}\nof it".replace("_", "\n") for m in of_best)) if any_best else ()),
-            "majority\nclass",
-            "uplink\nwith head",
-            "downlink\nwith head",
-            "uplink\nno head",
-            "downlink\nno head",
-            "training\ntotal",
-            "aggregation\na round",
-        ]
-    ]
-    for name, result in results.items():
-        sent, spent = per_client_and_round(result.history), seconds(result.history)
-        majority = result.facts["majority"]
-        lines.append(
-            [
-                name,
-                *(f"{result.final[m]:.3f}" if m in result.final else "-" for m in metrics),
-                *([str(result.best.get("round", "-"))] if any_best else []),
-                *(f"{result.best[m]:.3f}" if m in result.best else "-" for m in of_best),
-                "-" if majority is None else f"{majority:.3f}",
-                *(human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")),
-                f"{spent['training']:.1f} s",
-                f"{spent['aggregation_median'] * 1000:.1f} ms",
-            ]
-        )
     by = sorted({result.best["by"] for result in results.values() if result.best})
     chosen = f"; best round by {', '.join(by)}" if by else ""
-    _print_figures(f"bytes are per client and round; the head is the new classifier{chosen}", lines)
-    if of_clients:
-        _print_figures(
-            "every client's own model on its share of the test set",
-            [
-                ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in of_clients)],
-                *(
-                    [name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in of_clients)]
-                    for name, result in results.items()
-                ),
-            ],
-        )
+    _print_figures(f"bytes are per client and round; the head is the new classifier{chosen}", result_lines(results))
+    if lines := client_lines(results):
+        _print_figures("every client's own model on its share of the test set", lines)
     for name, result in results.items():
         total = result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]
         console.print(
@@ -268,7 +226,7 @@ def _print_saved(result) -> None:
     for name, path in result.saved.items():
         if name in meanings:
             console.print(f"  {meanings[name]}: {path}", soft_wrap=True)
-    console.print(f"  records, configuration, checkpoints: {result.outdir}", soft_wrap=True)
+    console.print(f"  records, configuration, checkpoints, pictures, tables: {result.outdir}", soft_wrap=True)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -329,7 +287,7 @@ def _compare(args: argparse.Namespace) -> None:
         finally:
             live.stop()
         _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines)
-        console.print(f"every value: {path}", soft_wrap=True)
+        console.print(f"every value: {path}; the table and the curves over seeds are beside it", soft_wrap=True)
         return
     try:
         results = compare(

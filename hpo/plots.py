@@ -17,6 +17,7 @@ import optuna
 from optuna.trial import TrialState
 
 from fs_lowrank import UserError
+from fs_lowrank.runs.plots import save
 
 from .best import points_of, summary
 from .settings import settings_of, space_of
@@ -29,6 +30,9 @@ except ImportError:
 
 RATE = "train.optimizer.lr"
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+#: of trials in a picture that are named; of more, the names would cover it
+_MOST_NAMED = 12
+_STYLES = {"dot": ":", "dash": "--"}
 _MARKERS = {"circle-open": "o", "star": "*", "x": "x"}
 
 
@@ -61,12 +65,19 @@ def pictures(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> dict
 
 
 def rounds_figure(study: optuna.Study, objective: str) -> go.Figure:
-    """The objective of every trial by round; pruned trials are dotted."""
+    """The objective of every trial by round; pruned trials are dotted, with a cross where they ended."""
     figure = optuna.visualization.plot_intermediate_values(study)
     pruned = {f"Trial{t.number}" for t in study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))}
-    figure.for_each_trace(lambda line: line.update(line_dash="dot") if line.name in pruned else None)
+    lines = [line for line in figure.data if len(line.x)]
+    for index, line in enumerate(lines):
+        line.update(line={"color": _COLOURS[index % len(_COLOURS)], "dash": "dot" if line.name in pruned else "solid"})
+        line.update(showlegend=len(lines) <= _MOST_NAMED, marker={"size": 5})
+    ends = [(line.x[-1], line.y[-1]) for line in lines if line.name in pruned]
+    if ends:
+        cross = {"symbol": "x", "color": "#444444", "size": 12}
+        figure.add_scatter(x=[x for x, _ in ends], y=[y for _, y in ends], mode="markers", marker=cross, name="pruned")
     levels = [chance["share"] for t in study.get_trials(deepcopy=False) if (chance := t.user_attrs.get("chance"))]
-    rounds = [x for line in figure.data for x in line.x]
+    rounds = [x for line in lines for x in line.x]
     if levels and objective == "val_acc":
         figure.add_scatter(
             x=[min(rounds), max(rounds)],
@@ -75,6 +86,7 @@ def rounds_figure(study: optuna.Study, objective: str) -> go.Figure:
             line={"color": "#808080", "dash": "dash"},
             name="majority class",
         )
+    figure.update_layout(showlegend=True, xaxis_dtick=max(1, (max(rounds, default=1) - 1) // 10))
     return figure.update_layout(title=study.study_name, xaxis_title="round", yaxis_title=objective)
 
 
@@ -113,8 +125,8 @@ def slice_figure(storage: optuna.storages.BaseStorage, names: Sequence[str], key
     log = "log" if _over_decades(storage, names, key) else None
     axis = "learning rate" if key == RATE else key
     values = {x for trace in figure.data for x in trace.x}
-    if len(values) <= 8 and all(isinstance(x, int) for x in values):  # ranks or steps: no ticks between them
-        figure.update_layout(xaxis_tickvals=sorted(values), xaxis_ticktext=[str(x) for x in sorted(values)])
+    if len(values) <= 8 and all(isinstance(x, (int, float)) for x in values):  # what was tried, not ticks between
+        figure.update_layout(xaxis_tickvals=sorted(values), xaxis_ticktext=[f"{x:g}" for x in sorted(values)])
     return figure.update_layout(
         title=f"{objective} against {axis}", xaxis_title=axis, yaxis_title=objective, xaxis_type=log
     )
@@ -158,8 +170,9 @@ def draw(made: Mapping[str, Sequence[go.Figure]], folder: Path, title: str) -> l
 
 
 def draw_png(figures: Sequence[go.Figure], path: Path) -> Path:
-    """Draw the scatter traces of some Plotly figures side by side; returns ``path``."""
+    """Draw the scatter traces of some Plotly figures side by side, as PNG and as PDF beside it; returns ``path``."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     page = Figure(figsize=(1.5 + 5.5 * len(figures), 4.2), layout="constrained")
     for figure, axes in zip(figures, page.subplots(1, len(figures), squeeze=False)[0]):
@@ -170,9 +183,9 @@ def draw_png(figures: Sequence[go.Figure], path: Path) -> Path:
                 trace.y,
                 yerr=trace.error_y.array,
                 marker=_MARKERS.get(trace.marker.symbol, "o") if "markers" in (trace.mode or "markers") else "",
-                markersize=11 if trace.marker.symbol == "star" else 6,
+                markersize=11 if trace.marker.symbol == "star" else 0.75 * (trace.marker.size or 8),
                 markerfacecolor="none" if trace.marker.symbol == "circle-open" else None,
-                linestyle=(":" if trace.line.dash == "dot" else "-") if "lines" in (trace.mode or "lines") else "",
+                linestyle=_STYLES.get(trace.line.dash, "-") if "lines" in (trace.mode or "lines") else "",
                 color=colour if isinstance(colour, str) and colour.startswith("#") else None,
                 capsize=4,
                 label=trace.name if len(trace.x) and trace.showlegend is not False else None,
@@ -183,12 +196,13 @@ def draw_png(figures: Sequence[go.Figure], path: Path) -> Path:
         if layout.xaxis.tickvals:
             axes.set_xticks(layout.xaxis.tickvals, layout.xaxis.ticktext)
             axes.minorticks_off()
+        if layout.xaxis.dtick:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(title=layout.title.text, xlabel=layout.xaxis.title.text, ylabel=layout.yaxis.title.text)
         axes.grid(alpha=0.3)
         if layout.showlegend is not False and axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=8)
-    page.savefig(path, dpi=120)
-    return path
+    return save(page, path)
 
 
 def _html(figures: Sequence[go.Figure], path: Path, title: str) -> Path:

@@ -94,6 +94,7 @@ def trial_config(
         "eval.best_res_update_round_wise_key": metric,
         "lowrank.keep_checkpoints": 1,
         "lowrank.save_merged": False,
+        "lowrank.pictures": False,
         "eval.save_best": False,
     }
     if test:

@@ -25,10 +25,11 @@ def frozen_states_apart(tmp_path_factory):
 
 @pytest.fixture
 def no_curves(monkeypatch):
-    """Runs plot no ``curves.png``, which takes longer than the runs."""
+    """Runs draw no pictures, which takes longer than the runs."""
     import fs_lowrank.rounds.keeper as keeper
 
-    monkeypatch.setattr(keeper, "plot_curves", lambda histories, path, majority: path)
+    for name in ("plot_clients", "plot_curves", "plot_test"):
+        monkeypatch.setattr(keeper, name, lambda shown, path, *given, **more: path)
 
 
 @pytest.fixture(scope="session")

@@ -87,3 +87,6 @@ def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys
     assert kept["seeds"] == [4, 5] and losses[1] == single.final["test_loss"] != losses[0]
     spread = abs(losses[0] - losses[1]) / 2**0.5
     assert f"{sum(losses) / 2:.3f} ± {spread:.3f}" in out
+    folder = Path(few["outdir"])
+    assert (folder / "curves.png").exists() and (folder / "seeds.tex").exists()
+    assert f"{sum(losses) / 2:.3f} ± {spread:.3f}" in (folder / "seeds.csv").read_text()

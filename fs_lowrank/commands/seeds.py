@@ -36,28 +36,39 @@ def compare_seeds(
 
     Returns:
         The table: a header, and a line for each method with ``mean ± standard deviation`` over the seeds; and the
-        file ``seeds.json`` in the outdir, with the value of every seed.
+        file ``seeds.json`` in the outdir, with the value of every seed. Beside it are the table as ``seeds.csv`` and
+        ``seeds.tex``, and ``curves.png`` with means and bands over the seeds.
     """
     from ..api import compare
     from ..baselines import split_names
     from ..config import load_for
+    from ..runs.plots import curves, save, setting_of
+    from ..runs.tables import write_tables
 
     seeds = parse(args.seeds)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
     outdir = Path(config.outdir) / config.expname
     values: dict[str, dict[str, list[float]]] = {}
+    histories: dict[str, list[list[dict[str, Any]]]] = {}
+    facts: dict[str, Any] = {}
     for seed in seeds:
         announce(f"seed {seed}")
         own = [*args.overrides, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
         results = compare(
             args.cfg, methods, args.engine, overrides=own, resume=args.resume, overwrite=args.overwrite, **callbacks
         )
+        facts = next(iter(results.values())).facts
         for name, result in results.items():
+            histories.setdefault(name, []).append(result.history)
             for metric, value in result.final.items():
                 values.setdefault(name, {}).setdefault(metric, []).append(value)
     path = outdir / "seeds.json"
     write_text(path, json.dumps({"seeds": seeds, "values": values}, indent=1))
-    return _table(values, len(seeds)), path
+    drawn = curves(histories, facts["majority"], title=setting_of(config, seeds=seeds), sizes=facts.get("held_out"))
+    save(drawn, outdir / "curves.png")
+    lines = _table(values, len(seeds))
+    write_tables(lines, outdir / "seeds.csv")
+    return lines, path
 
 
 def _table(values: Mapping[str, Mapping[str, Sequence[float]]], count: int) -> list[list[str]]:

@@ -12,7 +12,7 @@ from ..config import Config
 from ..data import Examples, ImageExamples
 from ..errors import UserError, nearest
 from ..methods import State
-from ..training import evaluate
+from ..training import evaluate, predictions
 from ..training.schedule import evaluation_due
 from .site import Site
 
@@ -63,6 +63,26 @@ class Evaluator:
         """Metrics of the model as it is, on ``examples``; ``owner`` is their name in the cache of frozen layers."""
         size = self.config.eval.batch_size or self.config.dataloader.batch_size
         return evaluate(self.site.model, examples, size, owner=owner, prefix=self.site.prefix)
+
+    def on_test(self) -> dict[str, Any]:
+        """What a classifier, as it is, predicts for the test set.
+
+        Returns:
+            ``confusion``, numbers of samples by true class (rows) and predicted class (columns); ``clients``: by
+            client, ``acc`` of the same predictions on its share of the test set, and its number of ``samples``.
+        """
+        size, test = self.config.eval.batch_size or self.config.dataloader.batch_size, self.site.held_out()["test"]
+        found = predictions(self.site.model, test, size, owner="test", prefix=self.site.prefix)
+        labels, classes = np.asarray(test.labels), len(self.site.data.label_names)
+        pairs = np.bincount(labels * classes + found, minlength=classes**2)
+        shares = {c.id: rows for c, rows in zip(self.site.clients, self.site.data.test_shares) if len(rows)}
+        return {
+            "confusion": pairs.reshape(classes, classes).tolist(),
+            "clients": {
+                str(c): {"acc": float((found == labels)[rows].mean()), "samples": len(rows)}
+                for c, rows in shares.items()
+            },
+        }
 
     def clients(self, state: State) -> dict[str, float]:
         """Every client's own model on its share of the test set (``FederatedData.client_tests``), as ``combined``."""

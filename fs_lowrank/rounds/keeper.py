@@ -26,9 +26,10 @@ from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds
 from ..runs.environment import environment, write_environment
 from ..runs.folder import check_outdir
-from ..runs.plots import plot_curves
+from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
+from ..runs.tables import result_lines, write_tables
 from ..versions import SCHEMA
 from .evaluator import Evaluator
 from .intake import TooFewClients
@@ -163,6 +164,8 @@ class RecordKeeper:
         )
         data = {"schema": SCHEMA, **self.site.data.record()}
         write_text(self.outdir / "data.json", to_json(data, separators=(",", ":")))
+        if self.config.lowrank.pictures:
+            plot_clients(data, self.outdir / "clients.png", title=setting_of(self.config))
         return checkpoint
 
     def checkpoint_due(self, round: int) -> bool:
@@ -298,6 +301,7 @@ class RecordKeeper:
                 "config": self.config.fingerprint(),
                 "clients": [c.num_samples for c in self.site.clients],
                 "rows": self.site.data.counts(),
+                "held_out": {split: len(examples) for split, examples in self.site.held_out().items()},
                 "majority": self.site.data.majority,
                 "parameters": self.site.parameters,
                 "images": self.site.data.image_shape,
@@ -329,6 +333,9 @@ class RecordKeeper:
             RunFailed, OSError: something cannot be written; what was there before is unchanged.
         """
         history, result = self.history, self._result()
+        pictures = self.config.lowrank.pictures
+        named = bool(self.site.data.label_names) and any("test" in r["metrics"] for r in history)
+        on_test = self.evaluator.on_test() if named and pictures else {}
         result.facts["formula_bytes"] = self._formula_bytes()
         final = result.final
         final |= _figures(next((r for r in reversed(history) if r["metrics"]), {"metrics": {}}))
@@ -361,20 +368,31 @@ class RecordKeeper:
                 folder.mkdir()
                 self._save_personal(folder)
             result.saved["personal"] = self.outdir / "personal"
-        result.saved["curves"] = plot_curves(
-            {self.method.name: history}, self.outdir / "curves.png", self.site.data.majority
-        )
+        if pictures:
+            self._draw(result, on_test)
+        write_tables(result_lines({self.method.name: result}), self.outdir / "summary.csv")
         summary = {
             "schema": SCHEMA,
             "final": final,
             **({"best": result.best} if result.best else {}),
             "bytes": dict(result.bytes),
             **result.facts,
+            **({"on_test": on_test} if on_test else {}),
             "versions": environment()["versions"],
             "seed": self.config.seed,
         }
         write_text(self.outdir / "summary.json", to_json(summary, indent=1))
         return result
+
+    def _draw(self, result: RunResult, on_test: Mapping[str, Any]) -> None:
+        """Draw the pictures of the run."""
+        majority, title = self.site.data.majority, f"{self.method.name} · {setting_of(self.config)}"
+        curves, sizes = self.outdir / "curves.png", result.facts["held_out"]
+        result.saved["curves"] = plot_curves(
+            {self.method.name: result.history}, curves, majority, title=title, sizes=sizes
+        )
+        if on_test:
+            plot_test(on_test, self.outdir / "test.png", self.site.data.label_names, majority, title=title)
 
 
 def _figures(record: Mapping[str, Any]) -> dict[str, float]:

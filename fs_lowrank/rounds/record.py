@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models.names import tags
+from .admission import change_norm
 
 #: what a process spent on a client: seconds of ``training`` and ``upload``, and whether it was ``reused``
 Spent = dict[str, float | bool]
@@ -27,9 +28,21 @@ def norms(view: Mapping[str, Tensor]) -> dict[str, float]:
     """Frobenius norm over all layers, of each half of the pair, or of the weights of a full method."""
     groups: dict[str, list[Tensor]] = {}
     for name, tensor in view.items():
-        group = next((t for t in ("lora_A", "lora_B", "adapter", "head", "base") if t in tags(name)), "other")
-        groups.setdefault(group, []).append(tensor)
+        groups.setdefault(_group(name), []).append(tensor)
     norms = {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in sorted(groups.items())}
     # The squares of large values overflow float32; the norm itself does not overflow float64.
     wide = {g: math.hypot(*(float(t.double().norm()) for t in groups[g])) for g, n in norms.items() if n == math.inf}
     return {**norms, **wide}
+
+
+def changes(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """Norm of the difference to ``reference`` in each of the groups of ``norms``, of tensors that both have."""
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and name in reference and reference[name].shape == tensor.shape:
+            groups.setdefault(_group(name), {})[name] = tensor
+    return {group: change_norm(own, reference) for group, own in sorted(groups.items())}
+
+
+def _group(name: str) -> str:
+    return next((t for t in ("lora_A", "lora_B", "adapter", "head", "base") if t in tags(name)), "other")

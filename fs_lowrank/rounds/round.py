@@ -26,7 +26,7 @@ from .finite import NotFinite, require_finite
 from .intake import Intake, Kept, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
-from .record import Failure, Spent, norms
+from .record import Failure, Spent, changes, norms
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -96,6 +96,7 @@ class Round:
         evaluation_downlink: of the downlink, the bytes of orders to evaluate.
         losses, samples: by client, the training loss and the number of samples of the admitted updates.
         norms: by client, the norms of the admitted updates, if the ledger's admission bounds them.
+        drift: by client, how far its admitted update is from what it started with, by half of the pair.
         trains: the clients that were asked to train.
         skipped: why the round was left out; empty if it was not.
     """
@@ -121,6 +122,7 @@ class Round:
         self.losses: dict[int, float] = {}
         self.samples: dict[int, int] = {}
         self.norms: dict[int, float] = {}
+        self.drift: dict[int, dict[str, float]] = {}
         self.trains: set[int] = set()
         self.skipped = ""
         #: what the server's step did to the updates of single clients
@@ -243,6 +245,7 @@ class Round:
         except (RefusedUpdate, ValueError) as error:
             self.fail(client, "refused", _naming(client, str(error)))
             return False
+        self.drift[client] = changes(update.tensors, reference)
         self.intake.add(update, reference)
         self.uplink[client] = self.codec.sizes(update.tensors) if sizes is None else sizes
         self.losses[client], self.samples[client] = float(facts["loss"]), update.num_samples
@@ -288,7 +291,7 @@ class Round:
         for client, reason in outliers.items():
             self._waiting.add(client)
             self.fail(client, "refused", reason)
-            for by_client in (self.uplink, self.losses, self.samples):
+            for by_client in (self.uplink, self.losses, self.samples, self.drift):
                 del by_client[client]
         ledger = self.ledger
         try:
@@ -397,6 +400,10 @@ class Round:
             "client_uplink_bytes": {c: size for c, (size, _) in sorted(self.uplink.items())},
             "client_downlink_bytes": {c: size for c, (size, _) in sorted(self.downlink.items())},
             "adapter_norm": norms(self.method.view(self.ledger.state)),
+            "drift": {
+                half: sum(d.get(half, 0.0) for _, d in sorted(self.drift.items())) / len(self.drift)
+                for half in sorted({half for d in self.drift.values() for half in d})
+            },
             "seconds": {**seconds, "training": seconds["training"] + reused},
             "client_seconds": spent,
         }

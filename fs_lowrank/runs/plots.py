@@ -1,57 +1,313 @@
-"""Plots of learning curves."""
+"""Pictures of runs, each as a PNG file and, for papers, as a PDF file beside it.
+
+They are drawn on matplotlib's ``Figure`` objects, so nothing global is changed: no backend, no parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..jobs.files import cannot_write, replacing
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: float | None = None) -> Path:
-    """Plot held-out accuracy (for a causal LM: loss) by round and by bytes, and training loss by round.
+    from ..settings import Settings
 
-    Args:
-        histories: records by label (the name of a method).
-        path: the image file.
-        majority: fraction of the most frequent class; None for a causal LM.
-    Returns:
-        ``path``.
+Record = dict[str, Any]
+History = Sequence[Record]
+#: label (the name of a method) → the records of its runs, one for each seed
+Histories = Mapping[str, Sequence[History]]
+
+#: of clients that are drawn; the others are counted in the title
+MOST_CLIENTS = 100
+#: of classes that are drawn as stacked bars, or with numbers in a confusion matrix; more are drawn as an image
+MOST_CLASSES = 12
+_HALVES: dict[str, tuple[str, Any]] = {
+    "lora_A": ("A", "-"),
+    "lora_B": ("B", "--"),
+    "adapter": ("adapter", "-"),
+    "head": ("head", ":"),
+}
+_HALVES["base"] = ("base weights", "-.")
+
+
+def setting_of(config: Settings, *, seeds: Sequence[int] = ()) -> str:
+    """What is compared, in one line: data, model, clients, split, rate and seeds; a picture's title."""
+    args = config.data.splitter_args[0] if config.data.splitter_args else {}
+    how = ", ".join(f"{key} {value}" for key, value in args.items())
+    seeds = seeds or [config.seed]
+    parts = [
+        Path(config.data.type.partition("@")[0]).name,
+        Path(config.model.type.partition("@")[0]).name,
+        f"{config.federate.client_num} clients, {config.sampled_per_round} a round",
+        f"{config.data.splitter} split" + f" ({how})" * bool(how),
+        f"lr {config.train.optimizer.lr:g}",
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
+    ]
+    return " · ".join(parts)
+
+
+def plot_curves(
+    histories: Mapping[str, History],
+    path: Path,
+    majority: float | None = None,
+    *,
+    title: str = "",
+    sizes: Mapping[str, int] | None = None,
+) -> Path:
+    """Draw ``curves`` of one run for each label into ``path`` and the PDF beside it; returns ``path``.
+
     Raises:
         RunFailed: it cannot be written.
     """
+    return save(curves({n: [h] for n, h in histories.items()}, majority, title=title, sizes=sizes), path)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as PNG, and as PDF beside it; returns ``path``.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    # Without the date, the same figure is the same file.
+    for target, options in ((path, {"dpi": 120}), (path.with_suffix(".pdf"), {"metadata": {"CreationDate": None}})):
+        try:
+            with replacing(target, durable=False) as aside:
+                figure.savefig(aside, format=target.suffix[1:], **options)
+        except OSError as error:
+            raise cannot_write(target, error) from error
+    return path
+
+
+# -- curves ----------------------------------------------------------------------------------------------
+
+
+def curves(
+    histories: Histories, majority: float | None = None, *, title: str = "", sizes: Mapping[str, int] | None = None
+) -> Figure:
+    """Held-out score by round, bytes and seconds, the other held-out metric, training loss, norms and drift by round.
+
+    With several runs of a label, lines are means, and bands one standard deviation over the runs; with one, the band of
+    an accuracy is one standard error of the held-out data.
+
+    Args:
+        majority: fraction of the most frequent class; None for a causal LM, whose score is the loss.
+        title: above the figure. sizes: number of held-out samples by split (``test``, ``val``).
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    accuracy, traffic, loss = figure.subplots(1, 3)
-    split = next((s for h in histories.values() for r in h for s in ("test", "val") if s in r["metrics"]), None)
-    metric = "acc" if majority is not None else "loss"
-    for label, history in histories.items():
-        points = [(r["round"], r["metrics"][split][metric]) for r in history if split in r["metrics"]]
-        sent, total = [], 0
-        for record in history:
-            total += record["uplink_bytes"] + record["downlink_bytes"]
-            if split in record["metrics"]:
-                sent.append(total / 1e6)
-        accuracy.plot(*zip(*points), marker=".", label=label)
-        traffic.plot(sent, [y for _, y in points], marker=".", label=label)
-        loss.plot([r["round"] for r in history], [r["loss"] for r in history], label=label)
-    if majority is not None:
-        for axes in (accuracy, traffic):
+    figure = Figure(figsize=(16, 7.4), layout="constrained")
+    records = [record for runs in histories.values() for history in runs for record in history]
+    split = next((s for r in records for s in ("test", "val", "client_test") if s in r["metrics"]), "")
+    there = sorted({m for r in records for m in r["metrics"].get(split, {})})
+    accuracy = next((m for m in there if m in ("acc", "token_acc")), "acc")
+    first, second = (accuracy, "loss") if majority is not None else ("loss", accuracy)
+    words = {"loss": "loss", accuracy: "accuracy" if majority is not None else "next-token accuracy"}
+    size = (sizes or {}).get(split, 0) if majority is not None else 0
+    held_out = [(first, x) for x in _PLACES] + [(second, "round")]
+    panels = list(figure.subplots(2, 4).flat)
+    for axes, (metric, x) in zip(panels, held_out):
+        for i, (label, runs) in enumerate(histories.items()):
+            found = [_points(h, x, "metrics", split, metric) for h in runs]
+            _line(axes, found, i, label, size if metric == accuracy else 0)
+        if metric == accuracy and majority is not None:
             axes.axhline(majority, color="grey", linestyle=":", label="majority class")
-    name = {"acc": "accuracy", "loss": "loss"}[metric]
-    for axes, x, y in (
-        (accuracy, "round", f"{split} {name}"),
-        (traffic, "megabytes sent so far, both directions", f"{split} {name}"),
-        (loss, "round", "mean training loss"),
-    ):
-        axes.set(xlabel=x, ylabel=y)
-        axes.grid(alpha=0.3)
-    if accuracy.lines:
-        accuracy.legend()
-    try:
-        with replacing(path, durable=False) as aside:
-            figure.savefig(aside, format="png", dpi=120)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    return path
+        _finish(axes, _PLACES[x][0], f"{split} {words[metric]}", x == "round")
+        _calm(axes, max(0.1, 8 * math.sqrt(0.25 / size) if size else 0) if metric == accuracy else 0)
+    for i, (label, runs) in enumerate(histories.items()):
+        _line(panels[4], [_points(h, "round", "loss") for h in runs], i, label)
+        for axes, key in ((panels[5], "adapter_norm"), (panels[6], "drift")):
+            for half, (_, style) in _HALVES.items():
+                _line(axes, [_points(h, "round", key, half) for h in runs], i, "", style=style)
+    _finish(panels[4], "round", "training loss, on clients' own data", True)
+    _calm(panels[4])
+    _finish(panels[5], "round", "norm of what is trained", True)
+    _finish(panels[6], "round", "drift: norm of a client's change, mean", True)
+    _legend(panels, {half for r in records for half in r.get("adapter_norm", {})})
+    seeds = max((len(runs) for runs in histories.values()), default=0)
+    band = f"one standard error of {size:,} {split} samples" if size else ""
+    if seeds > 1:
+        band = (
+            f"one standard deviation over {seeds} seeds"
+            + f"; the standard error of the {split} set is " * bool(size)
+            + (f"{math.sqrt(0.25 / size):.3f} at most" if size else "")
+        )
+    _title(figure, title, f"band: {band}" if band else "")
+    return figure
+
+
+def _title(figure: Figure, *lines: str) -> None:
+    width = int(11 * figure.get_figwidth())
+    figure.suptitle("\n".join(textwrap.fill(line, width) for line in lines if line), fontsize=10)
+
+
+def _sent(record: Record) -> float:
+    return float(record["uplink_bytes"] + record["downlink_bytes"]) / 1e6
+
+
+def _spent(record: Record) -> float:
+    return float(sum(record["seconds"].values()))
+
+
+#: what a curve goes along: its name, and what a round adds
+_PLACES: dict[str, tuple[str, Callable[[Record], float]]] = {
+    "round": ("round", lambda record: 1),
+    "bytes": ("megabytes sent so far, both directions", _sent),
+    "seconds": ("seconds so far", _spent),
+}
+
+
+def _points(history: History, x: str, *keys: str) -> list[tuple[float, float]]:
+    """Of every record that has a value under ``keys``: where it stands on the axis ``x``, and the value."""
+    points, at = [], 0.0
+    for record in history:
+        at = record["round"] if x == "round" else at + _PLACES[x][1](record)
+        value: Any = record
+        for key in keys:
+            value = (value or {}).get(key)
+        if value is not None:
+            points.append((at, value))
+    return points
+
+
+def _line(
+    axes: Axes, runs: Sequence[Sequence[tuple[float, float]]], index: int, label: str, size: int = 0, style: str = "-"
+) -> None:
+    """The mean of runs, with a band: over several of them, or that of an accuracy on ``size`` samples."""
+    count = min(map(len, runs), default=0)
+    if not count:
+        return
+    x = [statistics.fmean(run[i][0] for run in runs) for i in range(count)]
+    values = [[run[i][1] for run in runs] for i in range(count)]
+    mean = [statistics.fmean(v) for v in values]
+    spread = [0.0] * count
+    if len(runs) > 1:
+        spread = [statistics.stdev(v) if all(map(math.isfinite, v)) else 0.0 for v in values]
+    elif size:
+        spread = [math.sqrt(max(y * (1 - y), 0) / size) if math.isfinite(y) else 0.0 for y in mean]
+    look: dict[str, Any] = {"color": f"C{index % 10}", "linestyle": style}
+    axes.plot(x, mean, marker="." if count <= 50 else "", label=label or "_", **look)
+    if any(spread):
+        low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _finish(axes: Axes, x: str, y: str, rounds: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    if rounds:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _calm(axes: Axes, least: float = 0.0) -> None:
+    """Make the y axis ``least`` long, by default a quarter of its largest value, so that noise fills no panel."""
+    low, high = axes.get_ylim()
+    missing = (least or 0.25 * max(abs(low), abs(high))) - (high - low)
+    if missing > 0 and axes.lines:
+        axes.set_ylim(low - missing / 2, high + missing / 2)
+
+
+def _legend(panels: Sequence[Axes], halves: set[str]) -> None:
+    """What the colours and the styles of all panels mean, in the last one."""
+    from matplotlib.lines import Line2D
+
+    found = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels())}
+    for half, (name, style) in _HALVES.items():
+        if half in halves:
+            found[f"norms: {name}"] = Line2D([], [], color="black", linestyle=style)
+    panels[-1].axis("off")
+    if found:
+        panels[-1].legend(list(found.values()), list(found), loc="center", ncols=1 + len(found) // 13)
+
+
+# -- clients and classes ---------------------------------------------------------------------------------
+
+
+def plot_clients(data: Mapping[str, Any], path: Path, title: str = "") -> Path:
+    """Draw the samples of each client by class into ``path`` and the PDF beside it; returns ``path``.
+
+    Args:
+        data: the content of ``data.json``. title: above the figure.
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    clients = data["clients"][:MOST_CLIENTS]
+    names = list(clients[0].get("labels", {}))
+    figure = Figure(figsize=(min(6 + 0.15 * len(clients), 14), 4.2), layout="constrained")
+    axes = figure.subplots()
+    at = [client["client"] for client in clients]
+    counts = np.array([[c["labels"][n] for n in names] if names else [c["size"]] for c in clients])
+    if len(names) > MOST_CLASSES:
+        image = axes.imshow(counts.T, aspect="auto", extent=(0.5, len(at) + 0.5, len(names) - 0.5, -0.5))
+        figure.colorbar(image, label="samples")
+        axes.set(xlabel="client", ylabel="class")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
+        base = np.zeros(len(at))
+        for name, column in zip(names or ["samples"], counts.T):
+            axes.bar(at, column, bottom=base, label=name, width=0.85)
+            base = base + column
+        axes.set(xlabel="client", ylabel="training samples")
+        if names:
+            figure.legend(loc="outside right center", title="class", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    others = len(data["clients"]) - len(clients)
+    more = f"the first {len(clients)} of {len(data['clients'])} clients" if others else ""
+    _title(figure, title, more)
+    return save(figure, path)
+
+
+def plot_test(
+    on_test: Mapping[str, Any], path: Path, names: Sequence[str], majority: float | None = None, *, title: str = ""
+) -> Path:
+    """Draw what was predicted for the test set into ``path`` and the PDF beside it; returns ``path``.
+
+    Args:
+        on_test: the confusion matrix and the accuracy by client, of ``Evaluator.on_test``. names: of the classes.
+        majority: fraction of the most frequent class. title: above the figure.
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    counts = np.asarray(on_test["confusion"])
+    side = 3.5 + 0.4 * min(len(counts), MOST_CLASSES)
+    figure = Figure(figsize=(2 * side + 3, side + 0.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    figure.colorbar(left.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class")
+    left.set(xlabel="predicted class", ylabel="true class")
+    if len(counts) <= MOST_CLASSES:
+        short = [name if len(name) <= 16 else name[:15] + "…" for name in names]
+        left.set_xticks(range(len(names)), short, rotation=45 if max(map(len, short)) > 4 else 0)
+        left.set_yticks(range(len(names)), short)
+        for (i, j), count in np.ndenumerate(counts):
+            left.text(j, i, f"{count}", ha="center", va="center", color="white" if shares[i, j] > 0.6 else "black")
+    scores = sorted(on_test["clients"].items(), key=lambda item: item[1]["acc"])
+    right.bar(range(len(scores)), [score["acc"] for _, score in scores], color="C0")
+    errors = [math.sqrt(s["acc"] * (1 - s["acc"]) / s["samples"]) for _, s in scores]
+    if len(scores) <= MOST_CLIENTS:
+        right.errorbar(range(len(scores)), [s["acc"] for _, s in scores], errors, fmt="none", ecolor="black", capsize=2)
+    right.set_xticks(range(len(scores)), [client for client, _ in scores] if len(scores) <= 30 else [""] * len(scores))
+    right.tick_params(axis="x", length=0)
+    right.set(xlabel="client, from the lowest to the highest", ylabel="accuracy on its share of the test set")
+    right.set_ylim(0, 1.02)
+    if majority is not None:
+        right.axhline(majority, color="grey", linestyle=":", label="majority class of the test set")
+        right.legend(loc="lower right")
+    _title(figure, title, "the global model on the test set; bars: one standard error")
+    return save(figure, path)

@@ -318,6 +318,8 @@ class Lowrank:
     reuse_clients: str = key("", result=False)
     #: also save the model with the adapter merged into it
     save_merged: bool = key(False, result=False)
+    #: draw the pictures of a run, for which a classifier is evaluated once more on the test data at its end
+    pictures: bool = key(True, result=False)
     #: rounds between checkpoints; 0: none
     checkpoint_freq: int = key(1, min=0, result=False)
     #: number of checkpoints that are kept

@@ -65,7 +65,7 @@ class Bench:
     def make(self, task: str, method: str, keys: Mapping[str, Any] | None = None, **callbacks: Any) -> LocalEngine:
         """An engine with an outdir of its own, of 3 clients and 3 rounds of one step.
 
-        Unless the keys ask for it, nothing is evaluated before the last round and nothing kept to resume from.
+        Unless the keys ask for it, nothing is evaluated before the last round, kept to resume from, or drawn.
         """
         self._runs += 1
         outdir = self.folder / "runs" / str(self._runs)
@@ -76,6 +76,7 @@ class Bench:
             "train.local_update_steps": 1,
             "eval.freq": -1,
             "lowrank.checkpoint_freq": 0,
+            "lowrank.pictures": False,
         }
         config = load_config(self.settings(task, outdir), {**few, **self._keys(method), **(keys or {})})
         return LocalEngine(config, **callbacks)
@@ -83,16 +84,11 @@ class Bench:
 
 @contextlib.contextmanager
 def quietly(folder: str | Path) -> Iterator[None]:
-    """Curves are not drawn, which takes longer than the runs; one thread, which is faster for models this small."""
-    import fs_lowrank.rounds.keeper as keeper
-
+    """One thread, which is faster for models this small, and a home of its own."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with (
-            mock.patch.object(keeper, "plot_curves", lambda histories, path, majority: path),
-            mock.patch.dict(os.environ, {"FS_LOWRANK_HOME": str(Path(folder) / "home")}),
-        ):
+        with mock.patch.dict(os.environ, {"FS_LOWRANK_HOME": str(Path(folder) / "home")}):
             yield
     finally:
         torch.set_num_threads(threads)

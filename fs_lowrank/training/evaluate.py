@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -37,15 +37,35 @@ def mean_scores(scores: Iterable[BatchScore]) -> dict[str, float]:
     return {"loss": loss / count, "acc": correct / count}
 
 
-@torch.no_grad()
 def batch_scores(
     model: nn.Module, examples, batch_size: int, *, owner: str = "", prefix: FrozenPrefix | None = None
 ) -> list[BatchScore]:
     """The scores of each batch of ``batch_size``, the longest samples first."""
+    scores = []
+    for logits, labels in _outputs(model, examples, batch_size, owner, prefix):
+        loss = float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        scores.append((loss, int((logits.argmax(-1) == labels).sum()), len(labels)))
+    return scores
+
+
+def predictions(
+    model: nn.Module, examples, batch_size: int, *, owner: str = "", prefix: FrozenPrefix | None = None
+) -> np.ndarray:
+    """The class that a classifier predicts for each of ``examples``, int64 ``(n,)``."""
+    found = [logits.argmax(-1).cpu().numpy() for logits, _ in _outputs(model, examples, batch_size, owner, prefix)]
+    predicted = np.empty(len(examples), dtype=np.int64)
+    predicted[np.argsort(-examples.lengths, kind="stable")] = np.concatenate(found)
+    return predicted
+
+
+@torch.no_grad()
+def _outputs(
+    model: nn.Module, examples, batch_size: int, owner: str, prefix: FrozenPrefix | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits in float32 and labels of what counts in each batch, the longest samples first."""
     model.eval()
     device = next(model.parameters()).device
     order = np.argsort(-examples.lengths, kind="stable")
-    scores = []
     for start in range(0, len(order), batch_size):
         indices = order[start : start + batch_size]
         batch = to_device(examples.batch(indices), device)
@@ -58,7 +78,4 @@ def batch_scores(
         if labels.ndim == 2:
             logits, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
         kept = labels != -100
-        logits, labels = logits[kept].float(), labels[kept]
-        loss = float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
-        scores.append((loss, int((logits.argmax(-1) == labels).sum()), len(labels)))
-    return scores
+        yield logits[kept].float(), labels[kept]

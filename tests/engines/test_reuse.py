@@ -126,7 +126,7 @@ def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, m
     trained, real = [], site.train_client
     monkeypatch.setattr(site, "train_client", lambda *a, **o: trained.append(o["owner"]) or real(*a, **o))
     for module in (keeper, api):
-        monkeypatch.setattr(module, "plot_curves", lambda histories, path, majority: path)
+        monkeypatch.setattr(module, "plot_curves", lambda shown, path, *given, **more: path)
     keys = {
         "federate.method": "fedavg",
         "federate.client_num": 3,

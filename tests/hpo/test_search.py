@@ -150,6 +150,9 @@ def test_every_pruner_stops_hopeless_trials(search, config, name, monkeypatch):
     (figure,) = plots.pictures(open_storage(options.where), ["s"])["rounds"]
     dotted = [line.name for line in figure.data if line.line.dash == "dot"]
     assert dotted == [f"Trial{t.number}" for t in pruned] and figure.data[-1].name == "majority class"
+    crosses = figure.data[-2]
+    assert crosses.name == "pruned" and sorted(crosses.x) == sorted(max(t.intermediate_values) for t in pruned)
+    assert figure.layout.xaxis.dtick == 1, "whole rounds"
 
 
 def test_the_dashboard_opens_on_our_storage(search):
@@ -203,6 +206,7 @@ def test_rungs_continue_the_better_half_from_its_checkpoints(search):
         assert trial.intermediate_values[1] == before.user_attrs["value"]
     (figure,) = plots.pictures(open_storage(options.where), ["s"])["slices"]
     drawn = {trace.name: len(trace.x) for trace in figure.data}
+    assert set(figure.layout.xaxis.tickvals) == {x for trace in figure.data for x in trace.x}, "ticks at what was tried"
     assert drawn == {"s": 2, "s, pruned": 2}, "a promoted point is drawn once, and a pruned one is included"
 
 

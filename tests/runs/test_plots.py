@@ -1,0 +1,120 @@
+"""Pictures and tables of runs: what they show, and that nothing global changes by drawing them."""
+
+import csv
+import math
+import sys
+
+import pytest
+
+from fs_lowrank.config import load_config
+from fs_lowrank.runs import plots
+from fs_lowrank.runs.plots import curves, plot_clients, plot_curves, plot_test, setting_of
+from fs_lowrank.runs.tables import latex, write_tables
+
+
+def record(round, acc=0.6, loss=0.7, **more):
+    return {
+        "round": round,
+        "loss": loss,
+        "metrics": {"test": {"acc": acc, "loss": loss}},
+        "uplink_bytes": 500_000,
+        "downlink_bytes": 500_000,
+        "adapter_norm": {"lora_A": 1.0, "lora_B": 0.5},
+        "drift": {"lora_B": 0.1},
+        "seconds": {"training": 2.0, "aggregation": 0.5},
+        **more,
+    }
+
+
+def band(axes):
+    """The lowest and the highest value of the first band at its first point."""
+    values = axes.collections[0].get_paths()[0].vertices
+    ends = values[values[:, 0] == values[:, 0].min()][:, 1]
+    return ends.min(), ends.max()
+
+
+def test_every_panel_shows_the_records():
+    figure = curves({"rolora": [[record(1), record(2, acc=0.62)]]}, 0.5, title="the setting", sizes={"test": 100})
+    score, sent, spent, loss, train, norms, drift, _ = figure.axes
+    assert list(score.lines[0].get_xdata()) == [1, 2] and list(score.lines[0].get_ydata()) == [0.6, 0.62]
+    assert list(sent.lines[0].get_xdata()) == [1, 2] and list(spent.lines[0].get_xdata()) == [2.5, 5]
+    assert [axes.get_ylabel() for axes in (score, loss)] == ["test accuracy", "test loss"]
+    assert list(train.lines[0].get_ydata()) == [0.7, 0.7]
+    assert [line.get_ydata()[0] for line in norms.lines] == [1.0, 0.5] and drift.lines[0].get_ydata()[0] == 0.1
+    assert "the setting" in figure.get_suptitle() and "one standard error of 100 test samples" in figure.get_suptitle()
+    assert [line.get_ydata()[0] for line in score.lines if line.get_label() == "majority class"] == [0.5]
+
+
+def test_two_points_make_no_valley_and_rounds_are_whole():
+    score = curves({"x": [[record(1, 0.700), record(2, 0.701)]]}, 0.7, sizes={"test": 400}).axes[0]
+    low, high = score.get_ylim()
+    assert high - low >= 8 * math.sqrt(0.25 / 400)
+    assert band(score) == pytest.approx((0.7 - math.sqrt(0.21 / 400), 0.7 + math.sqrt(0.21 / 400)))
+    assert all(tick == int(tick) for tick in score.get_xticks())
+
+
+def test_several_seeds_are_a_mean_and_a_band():
+    runs = [[record(1, 0.5)], [record(1, 0.6)], [record(1, 0.7)]]
+    figure = curves({"x": runs}, 0.5, sizes={"test": 100})
+    assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(0.6)
+    assert band(figure.axes[0]) == pytest.approx((0.5, 0.7))
+    assert "one standard deviation over 3 seeds" in figure.get_suptitle()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("majority, metrics", [(0.6, "all"), (None, "some"), (None, "none")])
+def test_curves_are_drawn_from_whatever_there_is(tmp_path, majority, metrics):
+    history = [
+        record(r) if metrics == "all" or (metrics == "some" and r == 3) else record(r, metrics={}) for r in (1, 2, 3)
+    ]
+    path = plot_curves({"rolora": history, "fedlora": history}, tmp_path / "curves.png", majority)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    pdf = path.with_suffix(".pdf")
+    first = pdf.read_bytes()
+    plot_curves({"rolora": history, "fedlora": history}, path, majority)
+    assert first.startswith(b"%PDF") and pdf.read_bytes() == first, "the same figure is the same file"
+
+
+def test_drawing_changes_nothing_global(tmp_path):
+    import matplotlib
+
+    before, loaded = dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules
+    plot_curves({"x": [record(1)]}, tmp_path / "curves.png", 0.5)
+    assert dict(matplotlib.rcParams) == before and ("matplotlib.pyplot" in sys.modules) == loaded
+
+
+@pytest.mark.parametrize("classes", [0, 3, 40])
+def test_clients_are_drawn_by_class(tmp_path, classes, monkeypatch):
+    monkeypatch.setattr(plots, "MOST_CLIENTS", 4)
+    labels = {"labels": {f"class {i}": i + 1 for i in range(classes)}} if classes else {}
+    data = {"clients": [{"client": k, "size": 10 * k, **labels} for k in range(1, 7)]}
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure) or path)
+    plot_clients(data, tmp_path / "clients.png", "the setting")
+    axes, title = figures[0].axes[0], figures[0].get_suptitle()
+    assert "the first 4 of 6 clients" in title and "the setting" in title
+    if classes == 40:
+        assert axes.images[0].get_array().shape == (40, 4)
+    else:
+        assert len(axes.patches) == 4 * max(classes, 1)
+
+
+@pytest.mark.parametrize("classes", [2, 30])
+def test_the_predictions_of_the_test_set(tmp_path, classes):
+    confusion = [[int(i == j) for j in range(classes)] for i in range(classes)]
+    on_test = {"confusion": confusion, "clients": {"1": {"acc": 0.5, "samples": 4}, "2": {"acc": 1.0, "samples": 2}}}
+    path = plot_test(on_test, tmp_path / "test.png", [str(i) for i in range(classes)], 0.5)
+    assert path.stat().st_size > 5000 and path.with_suffix(".pdf").exists()
+
+
+def test_the_title_says_the_setting(settings):
+    said = setting_of(load_config(settings), seeds=[0, 1])
+    assert "5 clients, 5 a round" in said and "seeds 0, 1" in said and "reviews.csv" in said and "/" not in said
+
+
+def test_a_table_is_csv_and_latex(tmp_path):
+    path = write_tables([["method", "test\nacc"], ["a_b, 50 %", "0.1 ± 0.2"]], tmp_path / "t.csv")
+    assert list(csv.reader(path.open(encoding="utf-8"))) == [["method", "test acc"], ["a_b, 50 %", "0.1 ± 0.2"]]
+    text = path.with_suffix(".tex").read_text(encoding="utf-8")
+    assert r"a\_b, 50 \% & 0.1 $\pm$ 0.2 \\" in text and r"\begin{tabular}{lr}" in text
+    assert latex([["\\"]]).splitlines()[2] == r"\textbackslash{} \\"
