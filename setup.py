@@ -87,6 +87,8 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
+            "nbclient>=0.10",
+            "ipykernel>=6.29",
             "ruff",
             "mypy",
             "types-PyYAML",

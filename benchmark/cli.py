@@ -1,9 +1,11 @@
-"""``python -m benchmark list | run SUITE… | report``."""
+"""``fs-lowrank benchmark list | run SUITE… | report``."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -155,8 +157,15 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.interrupted:
         console.print("interrupted; the same command continues")
         return shell.INTERRUPTED
-    console.print("next: python -m benchmark report")
+    console.print(f"next: {_report_command(args)}", soft_wrap=True, markup=False)
     return shell.FAILED if outcome.failed else shell.OK
+
+
+def _report_command(args: argparse.Namespace) -> str:
+    """The command that reports what ``args`` ran."""
+    said = {name: getattr(args, name) for name in ("engine", "results", "data", "only", "methods")}
+    options = [(f"--{name}", value) for name, value in said.items() if value != args.parser.get_default(name)]
+    return shlex.join(["fs-lowrank", "benchmark", "report", *args.suites, *itertools.chain(*options)])
 
 
 def _report(args: argparse.Namespace) -> None:

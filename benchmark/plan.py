@@ -61,7 +61,7 @@ def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Exper
 def command(suite: Suite, experiment: Experiment, engine: str) -> str:
     """The command that runs an experiment."""
     name = suite.name if suite.path.parent.name == "suites" else suite.path.name
-    return f"python -m benchmark run {name} --size {suite.size} --only {experiment.name}" + (
+    return f"fs-lowrank benchmark run {name} --size {suite.size} --only {experiment.name}" + (
         f" --engine {engine}" if engine != "local" else ""
     )
 

@@ -1,4 +1,4 @@
-"""``python -m benchmark report``: a report in Markdown and HTML with figures, from the results on disk."""
+"""``fs-lowrank benchmark report``: a report in Markdown and HTML with figures, from the results on disk."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write_report(options: Options) -> list[Path]:
             body += _suite(suite, results, judged, root)
     if not body:
         raise UserError(
-            f"{root} holds no result of {', '.join(names)}; run a suite first: python -m benchmark run {names[0]}"
+            f"{root} holds no result of {', '.join(names)}; run a suite first: fs-lowrank benchmark run {names[0]}"
         )
     blocks = [heading("Benchmark report", 1), _preface(options), *_summary(claims), *body, *_damaged(store, used)]
     markdown = "\n\n".join(block for block in blocks if block) + "\n"
@@ -77,7 +77,7 @@ def write_report(options: Options) -> list[Path]:
 def _preface(options: Options) -> str:
     engine = "" if options.engine == "local" else f" --engine {options.engine}"
     return (
-        f"Written by `python -m benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
+        f"Written by `fs-lowrank benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
         "`failed/`. Figures are mean ± standard deviation over seeds; **bold** is ahead of every other method "
         "beyond the 95 % interval of their difference by seed. *Collapsed* seeds are at or below the majority class. "
         "Rates are chosen on validation data; the test set is scored after the last round, unless it says otherwise. "

@@ -1,4 +1,4 @@
-"""``python -m benchmark run``: checks everything, starts the workers, and shows their progress."""
+"""``fs-lowrank benchmark run``: checks everything, starts the workers, and shows their progress."""
 
 from __future__ import annotations
 

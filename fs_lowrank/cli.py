@@ -230,10 +230,6 @@ def _print_saved(result) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from .api import run
-    from .config import load_config
-    from .runs.folder import outdir_of
-
     if (args.cfg is None) == (args.data is None):
         raise UserError("usage: run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
     if args.data is not None:
@@ -241,8 +237,13 @@ def _run(args: argparse.Namespace) -> None:
         console.print(f"{args.cfg}: written for {args.data}; what it guesses stands in it", soft_wrap=True)
     elif said := init.given_options(args):
         raise UserError(f"{', '.join(said)}: options of --data FILE; with --cfg, the file or `key value` says it")
+    from .config import load_config
+
     config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
+    from .api import run  # takes seconds, and what is wrong in the file is said before
+    from .runs.folder import outdir_of
+
     if args.resume and not (folder := outdir_of(config) / "checkpoint").exists():
         console.print(f"there is no {folder}: starting at round 1", soft_wrap=True)
     live = _Live(config.federate.total_round_num)

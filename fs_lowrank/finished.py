@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from .data.sources import data_args
 from .data.tables import SYNONYMS, text_columns
 from .data.tokenize import tokenize_causal, tokenize_classification
 from .errors import UserError, nearest
+from .models.adapters import load_adapter
 from .models.build import build_model, build_tokenizer
 from .rounds.site import device_of
 from .settings import Origin
@@ -34,16 +36,25 @@ class FinishedRun:
 
     Attributes:
         folder: of the run. config: its own. summary: the content of its ``summary.json``.
-        model: the global model with what was trained. tokenizer: the model's.
+        tokenizer: the model's.
         labels: the classes, in the order of the model's outputs; empty for a language model.
     """
 
     folder: Path
     config: Config
     summary: dict[str, Any]
-    model: nn.Module
     tokenizer: Any
     labels: list[str]
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The global model with what was trained; loaded when it is first needed, so after a wrong file is refused."""
+        pad, adapter = getattr(self.tokenizer, "pad_token_id", None), self.folder / "adapter"
+        says = {"label_names": self.labels, "say_new": not adapter.is_dir()}
+        model = build_model(self.config, len(self.labels) or None, pad, **says)
+        if adapter.is_dir():
+            model = load_adapter(model, adapter)
+        return model.to(device_of(self.config)).eval()
 
     @property
     def task(self) -> str:
@@ -57,10 +68,10 @@ class FinishedRun:
 
 
 def load_run(folder: str | Path) -> FinishedRun:
-    """Load the global model of a finished run.
+    """A finished run, with its tokenizer; its global model is loaded when it is needed.
 
     Raises:
-        UserError: the folder holds no finished run, or one of an image network; a model that cannot be loaded.
+        UserError: the folder holds no finished run, or one of an image network; a tokenizer that cannot be loaded.
     """
     folder = Path(folder)
     for name in ("config.yaml", "summary.json"):
@@ -78,20 +89,11 @@ def load_run(folder: str | Path) -> FinishedRun:
             f"{folder} is a run of {config.model.type}, an image network; this command is for models of text"
         )
     labels = [str(name) for name in summary.get("labels") or []]
-    adapter, whole = folder / "adapter", folder / "model"
-    if adapter.is_dir():
-        from peft import PeftModel
-
-        tokenizer = build_tokenizer(config)
-        base = build_model(config, len(labels) or None, getattr(tokenizer, "pad_token_id", None), label_names=labels)
-        model: nn.Module = PeftModel.from_pretrained(base, str(adapter))
-    elif whole.is_dir():
-        config = config.replace({"model.type": f"{whole}@{config.model.type.rpartition('@')[2]}"})
-        tokenizer = build_tokenizer(config)
-        model = build_model(config, len(labels) or None, getattr(tokenizer, "pad_token_id", None), label_names=labels)
-    else:
-        raise UserError(f"{folder} has neither adapter/ nor model/; the run did not save what it trained")
-    return FinishedRun(folder, config, summary, model.to(device_of(config)).eval(), tokenizer, labels)
+    if not (folder / "adapter").is_dir():
+        if not (folder / "model").is_dir():
+            raise UserError(f"{folder} has neither adapter/ nor model/; the run did not save what it trained")
+        config = config.replace({"model.type": f"{folder / 'model'}@{config.model.type.rpartition('@')[2]}"})
+    return FinishedRun(folder, config, summary, build_tokenizer(config), labels)
 
 
 @dataclass
@@ -283,6 +285,9 @@ def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", token
         UserError: the table has such a column already.
     """
     added: dict[str, Sequence[Any]]
+    for name in (column, *([f"{column}_probability"] if run.labels else [])):
+        if name in rows.table:
+            raise UserError(f"the file has a column {name!r} already; choose another name with --column")
     if run.task == CLASSIFICATION:
         chances = probabilities(run, rows.examples)
         best = chances.argmax(axis=1)
@@ -294,8 +299,6 @@ def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", token
         added = {column: answers(run, rows, tokens)}
     table = rows.table.copy()
     for name, values in added.items():
-        if name in table:
-            raise UserError(f"the file has a column {name!r} already; choose another name with --column")
         cells = pd.Series([""] * len(table), index=table.index, dtype=object)
         cells.iloc[rows.kept] = values
         table[name] = cells

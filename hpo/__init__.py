@@ -1,4 +1,4 @@
-"""Search of hyperparameters with Optuna, over any config: ``python -m hpo tune | status | best | plot``."""
+"""Search of hyperparameters with Optuna, over any config: ``fs-lowrank hpo tune | status | best | plot``."""
 
 from .best import read_header, results
 from .space import Space, load_space, space_from

@@ -184,7 +184,7 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
     if not winners:
         raise UserError(
             f"the study {name} has no complete trial yet ({_counts(found['trials'])}); "
-            "let `python -m hpo tune` go on, or see `python -m hpo status`"
+            "let `fs-lowrank hpo tune` go on, or see `fs-lowrank hpo status`"
         )
     numbers = ", ".join(str(w["trial"]) for w in winners)
     if trial is not None:
@@ -204,7 +204,7 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
     if not unconfirmed and (check is None or check["open"]):
         raise UserError(
             f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; let "
-            "`python -m hpo tune` finish, or write it as it is with --unconfirmed"
+            "`fs-lowrank hpo tune` finish, or write it as it is with --unconfirmed"
         )
     return winners[0]
 
@@ -219,7 +219,7 @@ def header(found: dict, winner: dict) -> str:
     """The comment at the top of a winner's config file; its last line holds the same as JSON."""
     shown = ", ".join(f"{n} {v:.6g}" for n, v in winner["values"].items())
     lines = [
-        f"# Found by `python -m hpo tune` (fs-lowrank {__version__}): study {found['study']}, "
+        f"# Found by `fs-lowrank hpo tune` (fs-lowrank {__version__}): study {found['study']}, "
         f"trial {winner['trial']}, {shown}",
         f"# at {', '.join(f'{k} = {v}' for k, v in winner['point'].items())}",
     ]

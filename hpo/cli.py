@@ -1,9 +1,10 @@
-"""The command line: ``python -m hpo tune | status | best | plot``."""
+"""The command line: ``fs-lowrank hpo tune | status | best | plot``."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -185,17 +186,17 @@ def _tune(args: argparse.Namespace) -> int:
         return shell.OK
     if not all(f["winners"] for f in found):
         missing = ", ".join(f["study"] for f in found if not f["winners"])
-        _say(f"no trial completed in {missing}; see the reasons with: python -m hpo status {_where(args)}")
+        _say(f"no trial completed in {missing}; see the reasons with: fs-lowrank hpo status {_where(args)}")
         return shell.FAILED
     learned = [f["study"] for f in found if not f["winners"][0]["nothing_learned"]]
     if learned:
-        _say(f"next: python -m hpo best {_where(args)}--study {learned[0]} --out best.yaml")
+        _say(f"next: fs-lowrank hpo best {_where(args)}--study {learned[0]} --out best.yaml")
     return shell.OK
 
 
 def _where(args: argparse.Namespace) -> str:
-    where = f"--dir {args.dir} " if str(args.dir) != "runs/hpo" else ""
-    return where + (f"--storage {args.storage} " if args.storage else "")
+    where = f"--dir {shlex.quote(str(args.dir))} " if str(args.dir) != "runs/hpo" else ""
+    return where + (f"--storage {shlex.quote(args.storage)} " if args.storage else "")
 
 
 def _say(text: str) -> None:
@@ -212,7 +213,7 @@ def _chosen(args: argparse.Namespace) -> tuple:
     storage = open_storage(where)
     names = study_names(storage)
     if not names:
-        raise UserError(f"{where} holds no study yet; start one with `python -m hpo tune`")
+        raise UserError(f"{where} holds no study yet; start one with `fs-lowrank hpo tune`")
     if not args.study:
         return storage, names
     chosen = [n for n in names if n == args.study] or [n for n in names if n.startswith(args.study + ".")]

@@ -199,14 +199,14 @@ def settings_of(study: optuna.Study) -> Settings:
     """The settings that the study was started with.
 
     Raises:
-        UserError: the study was not made by ``python -m hpo``, or by a newer version of fs-lowrank.
+        UserError: the study was not made by ``fs-lowrank hpo``, or by a newer version of fs-lowrank.
     """
     check_schema(study.user_attrs, f"the study {study.study_name!r}")
     try:
         return Settings.from_dict(study.user_attrs[META])
     except (KeyError, TypeError):
         raise UserError(
-            f"the study {study.study_name!r} was not made by `python -m hpo`; name another with --study"
+            f"the study {study.study_name!r} was not made by `fs-lowrank hpo`; name another with --study"
         ) from None
 
 

@@ -1,5 +1,6 @@
-"""Every configuration file that is shipped loads."""
+"""Every configuration file that is shipped loads, and the notebook has no outputs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,10 @@ def test_example_loads_and_survives_being_written_out(path, tmp_path):
 
 def test_there_are_examples():
     assert {"demo", "smollm2", "own_data"} <= {p.stem for p in EXAMPLES}
+
+
+def test_the_notebook_is_committed_without_outputs():
+    notebook = json.loads((EXAMPLES[0].parent / "first_hour.ipynb").read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(code) > 10 and all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"

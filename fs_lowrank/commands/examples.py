@@ -1,8 +1,9 @@
-"""``fs-lowrank examples``: the configurations that ship with the package."""
+"""``fs-lowrank examples``: the configurations, and a notebook, that ship with the package."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from rich.table import Table
@@ -27,27 +28,28 @@ def folder() -> Path:
 
 
 def add(commands) -> None:
-    parser = commands.add_parser("examples", help="list the configurations that ship, or copy some of them")
+    parser = commands.add_parser(
+        "examples", help="list the configurations and the notebook that ship, or copy some of them"
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="those to copy; without any, list them")
     parser.add_argument("--to", default=".", metavar="FOLDER", type=Path, help="where to copy them (default: here)")
     parser.set_defaults(do=_examples)
 
 
 def _examples(args: argparse.Namespace) -> None:
-    there = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
+    there = {path.stem: path for path in sorted(folder().iterdir()) if path.suffix in (".yaml", ".ipynb")}
     if not args.names:
         table = Table()
         for column in ("example", "what"):
             table.add_column(column, overflow="fold")
         for name, path in there.items():
-            first = path.read_text(encoding="utf-8").splitlines()[0]
-            table.add_row(name, first.removeprefix("#").strip() if first.startswith("#") else "")
+            table.add_row(name, _first_line(path).removeprefix("#").strip())
         console.print(table)
         console.print("copy one with: fs-lowrank examples NAME")
         return
     chosen = []
     for name in args.names:
-        stem = Path(name).name.removesuffix(".yaml")
+        stem = Path(name).name.removesuffix(".yaml").removesuffix(".ipynb")
         if stem not in there:
             raise UserError(f"no example {name!r}{nearest(name, there)}; there are: {', '.join(there)}")
         path = there[stem]
@@ -62,3 +64,9 @@ def _examples(args: argparse.Namespace) -> None:
         except OSError as error:
             raise UserError(f"--to {args.to}: {copy} cannot be written: {error.strerror or error}") from error
         console.print(str(copy), soft_wrap=True, markup=False)
+
+
+def _first_line(path: Path) -> str:
+    """What the example says of itself: the first line of the file, or of the first cell."""
+    text = path.read_text(encoding="utf-8")
+    return "".join(json.loads(text)["cells"][0]["source"] if path.suffix == ".ipynb" else text).splitlines()[0]

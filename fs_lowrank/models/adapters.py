@@ -53,11 +53,8 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
     config = _config(model, spec)
     torch.manual_seed(derive(seed, "adapter"))
-    with warnings.catch_warnings():
-        # PEFT uses a deprecated attribute of transformers.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        with _complaints():
-            wrapped = get_peft_model(model, config)
+    with _without_deprecation(), _complaints():
+        wrapped = get_peft_model(model, config)
     _freeze_inside(wrapped, spec)
     compose(wrapped)
     strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
@@ -78,6 +75,22 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
                     f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
                 )
     return wrapped
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
+    """``model`` with the adapter that a run saved in ``folder``."""
+    from peft import PeftModel
+
+    with _without_deprecation():
+        return PeftModel.from_pretrained(model, str(folder))
+
+
+@contextlib.contextmanager
+def _without_deprecation() -> Iterator[None]:
+    """PEFT uses a deprecated attribute of transformers, whose warning tells a user nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
 
 
 def _freeze_inside(wrapped: peft.PeftModel, spec: AdapterSpec) -> None:

@@ -56,14 +56,10 @@ def _complaints(what: str, place: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code
-        hint = (
-            ""
-            if Path(place).is_dir()
-            else (
-                f"; it is neither a folder nor one of the models to fetch ({', '.join(FETCHABLE)}"
-                f"){nearest(place, FETCHABLE)}, and no hub answered"
-            )
-        )
+        hint = ""
+        if not Path(place).is_dir():
+            near = nearest(place, [*FETCHABLE, *(path.name for path in Path().iterdir() if path.is_dir())])
+            hint = f"; it is no folder, `fs-lowrank fetch` lists no such model{near}, and no hub answered"
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if not isinstance(error, (OSError, ValueError)):
             first = f"{type(error).__name__}: {first}"
@@ -141,6 +137,7 @@ def build_model(
     pad_token_id: int | None = None,
     image_shape: tuple[int, int, int] | None = None,
     label_names: Sequence[str] = (),
+    say_new: bool = True,
 ) -> nn.Module:
     """Load or create the model, in evaluation mode and ``lowrank.dtype``. New weights are drawn with the run's seed.
 
@@ -150,6 +147,7 @@ def build_model(
         num_labels: number of classes; ignored for ``CausalLM``.
         image_shape: ``(channels, height, width)``, for ``ImageClassification``.
         label_names: names of the classes, saved with a text classifier.
+        say_new: warn about a text classifier's new head; not where a trained one replaces it.
     Raises:
         UserError: the model cannot be found or loaded; its checkpoint lacks weights or has other shapes.
     """
@@ -177,7 +175,7 @@ def build_model(
     # check_loaded reports what matters of the loader's messages.
     with transformers_silent(), _complaints("weights", place):
         model, report = loader.from_pretrained(place, **options)
-    vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None)
+    vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None, say_new)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
     if label_names and classifies:

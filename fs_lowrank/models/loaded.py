@@ -31,7 +31,9 @@ def transformers_silent() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def check_loaded(model: Any, report: Mapping[str, Any], place: str, classes: int | None) -> list[str]:
+def check_loaded(
+    model: Any, report: Mapping[str, Any], place: str, classes: int | None, say_new: bool = True
+) -> list[str]:
     """Check that the checkpoint at ``place`` holds all weights of ``model``; warn about new heads and unused tensors.
 
     Two kinds of modules may be new: a head, which is a module outside the base model (``base_model_prefix``) without
@@ -44,6 +46,7 @@ def check_loaded(model: Any, report: Mapping[str, Any], place: str, classes: int
             ``missing_keys`` and ``unexpected_keys``, and ``mismatched_keys`` of (name, shape in the file, shape in
             the model).
         classes: number of classes of the data; None for a language model, which cannot have new weights.
+        say_new: whether to warn about new weights.
     Returns:
         The sorted names of the new weights.
     Raises:
@@ -69,7 +72,7 @@ def check_loaded(model: Any, report: Mapping[str, Any], place: str, classes: int
             f"model.type: {place!r} has {len(unexpected)} tensors that the model has no place for; they are left out: "
             f"{_some(unexpected)}"
         )
-    if new:
+    if new and say_new:
         say_once(f"model.type: {place!r} has no weights for {_some(new)}; they are new, drawn by the run's seed")
     return sorted(new)
 

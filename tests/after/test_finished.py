@@ -1,6 +1,7 @@
 """A finished run is evaluated on a file and adds predictions to one; its adapter has a card."""
 
 import json
+import warnings
 
 import pandas as pd
 import pytest
@@ -10,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForSequenceClassification
 
 from fs_lowrank import UserError, cli
+from fs_lowrank.errors import say_once
 from fs_lowrank.finished import evaluate_rows, load_run, predict_rows, read_rows
 
 
@@ -120,3 +122,26 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     scope: dict = {}
     exec(code.replace('"adapter"', repr(str(result.outdir / "adapter"))), scope)
     assert type(scope["model"]).__name__.startswith("PeftModel")
+
+
+def test_a_wrong_file_is_refused_before_the_model_is_loaded(runs, test_rows, monkeypatch, capsys):
+    monkeypatch.setattr("fs_lowrank.finished.build_model", None)
+    table = pd.read_csv(test_rows)
+    table.rename(columns={"text": "said"}).to_csv(test_rows.with_name("renamed.csv"), index=False)
+    table.assign(prediction="").to_csv(test_rows.with_name("predicted.csv"), index=False)
+    for command, name, said in (
+        ("evaluate", "tests.csv", "did you mean 'test.csv'"),
+        ("evaluate", "renamed.csv", "no column 'text'"),
+        ("predict", "predicted.csv", "has a column 'prediction' already"),
+    ):
+        file = str(test_rows.with_name(name))
+        assert cli.main([command, str(runs["classes"].outdir), "--data", file]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_nothing_is_said_of_what_the_adapter_replaces(runs, test_rows, caplog):
+    say_once.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", FutureWarning)
+        assert cli.main(["evaluate", str(runs["classes"].outdir), "--data", str(test_rows)]) == 0
+    assert not caplog.records and not said

@@ -160,7 +160,7 @@ def test_the_content_of_a_result(place, done):
     assert cell["bytes"]["uplink_bytes"] > cell["bytes"]["uplink_bytes_without_head"] > 0
     assert cell["head"] == "trained, sent and averaged" and cell["peak_memory_bytes"]["host"] > 1e7
     assert len(cell["data"]["fingerprint"]) == 64 and cell["versions"]["torch"]
-    assert "data.root" not in cell["config"] and cell["command"].startswith("python -m benchmark run tiny.yaml")
+    assert "data.root" not in cell["config"] and cell["command"].startswith("fs-lowrank benchmark run tiny.yaml")
     search, _ = results(place, "searches")
     assert [p["train.optimizer.lr"] for p in search["tried"]] == [1e-3, 1e-2] and search["objective"] == "val_acc"
 
@@ -172,6 +172,7 @@ def test_a_damaged_result_is_computed_again_and_the_report(place, done, bench):
     code, said = bench("run", "tiny.yaml", "--only", "main", "--workers", "1")
     assert code == 0 and "damaged, and taken as missing" in said and path.name in said, said
     assert "1 done, 0 failed, 0 remain, 9 were done before" in said
+    assert "next: fs-lowrank benchmark report tiny.yaml --only main\n" in said
     assert json.loads(path.read_text())["metrics"]["test_acc"] == cell["metrics"]["test_acc"]
     code, said = bench("report", "tiny.yaml")
     assert code == 0, said

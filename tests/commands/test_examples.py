@@ -18,6 +18,8 @@ def test_an_example_is_copied_and_loads(tmp_path, capsys):
     assert str(tmp_path / "new" / "demo.yaml") in capsys.readouterr().out
     assert load_config(tmp_path / "new" / "demo.yaml") and (tmp_path / "new" / "own_data.yaml").exists()
     assert (tmp_path / "new" / "demo.yaml").read_bytes() == (folder() / "demo.yaml").read_bytes()
+    assert cli.main(["examples", "first_hour", "--to", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "first_hour.ipynb").exists()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,8 @@ def test_wrong_use(tmp_path, monkeypatch, capsys, arguments, said):
 def test_they_are_listed(capsys):
     assert cli.main(["examples"]) == 0
     out = capsys.readouterr().out
-    assert all(path.stem in out for path in (ROOT / "examples").glob("*.yaml"))
+    assert all(path.stem in out for path in (ROOT / "examples").iterdir())
+    assert "as a notebook" in out
 
 
 def test_the_wheel_has_them(tmp_path):

@@ -126,3 +126,12 @@ def test_what_was_imported_from_elsewhere_is_not_run(tmp_path, monkeypatch, caps
     monkeypatch.setitem(sys.modules, "own_tool", sys)
     assert cli.main(["own"]) == 2
     assert "own_tool was imported from elsewhere, it is needed from" in capsys.readouterr().err
+
+
+def test_no_text_says_to_run_a_command_by_its_module():
+    # `python -m hpo` runs the user's own `hpo.py`. Modules that have no command, such as benchmark.speed, may be named.
+    by_module = re.compile(r"python3? -m (?:hpo|benchmark)(?![.\w])")
+    texts = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", ROOT / "Makefile", ROOT / "results" / "README.md"]
+    for folder in ("fs_lowrank", "hpo", "benchmark", "docs", "examples"):
+        texts += [p for kind in ("py", "md", "yaml", "ipynb") for p in (ROOT / folder).rglob(f"*.{kind}")]
+    assert [str(path) for path in texts if by_module.search(path.read_text(encoding="utf-8"))] == []

@@ -1,31 +1,44 @@
-"""A method in a package of the user's own: the README's example, checked and run."""
+"""A method in a package of the user's own: the README's example, installed, checked and run."""
 
-import shutil
+import re
 from importlib.metadata import metadata
-from pathlib import Path
 
 from steps import does, file, refuses
 
 from fs_lowrank.testing import small
 
 readme = metadata("fs-lowrank").get_payload()
-for name in ("my_methods.py", "test_my_methods.py"):
-    file(name, readme.split(f"```python\n# {name}\n")[1].split("```")[0])
-does("python -m pytest -q -p no:cacheprovider test_my_methods.py", "1 passed")
-site = Path(shutil.which("fs-lowrank")).parents[1]
-file(str(site / "my_methods-1.0.dist-info" / "METADATA"), "Metadata-Version: 2.1\nName: my-methods\nVersion: 1.0\n")
-points = "[fs_lowrank.methods]\nmedian_lora = my_methods:MedianLoRA\n"
-file(str(site / "my_methods-1.0.dist-info" / "entry_points.txt"), points)
-shutil.copy("my_methods.py", site)
-does("fs-lowrank methods median_lora", "coordinate-wise median")
+
+
+def example(name: str) -> str:
+    """The README's file of this name, as it stands there."""
+    (block,) = re.findall(rf"```python\n(# {re.escape(name)}(?: .*)?\n.*?)```", readme, re.DOTALL)
+    return block
+
+
+for name in ("my_methods.py", "test_my_methods.py", "setup.py"):
+    file(name, example(name))
+broken = example("my_methods.py").replace("median_lora", "no_lora").replace("MedianLoRA", "NoLoRA")
+file("broken.py", broken.replace("return {**state, **message}, message", "return state, {}"))
+file("test_broken.py", example("test_my_methods.py").replace("my_methods", "broken").replace("MedianLoRA", "NoLoRA"))
 small.save_encoder("encoder")
 small.make_reviews(120).to_csv("reviews.csv", index=False)
-does(
-    "fs-lowrank run --data reviews.csv --model encoder --clients 3 --method median_lora federate.total_round_num 2",
-    "round   2/2",
-)
+does("fs-lowrank init reviews.csv --model encoder --clients 3 --method fedlora")
+
+few = "federate.total_round_num 2 train.local_update_steps 2 federate.method"
+refuses(f"fs-lowrank run --cfg reviews.yaml {few} median_lora", "median_lora")  # not installed yet
+does("python -m pip install --quiet .")
+does("fs-lowrank methods median_lora", "coordinate-wise median")
+does("python -m pytest -q -p no:cacheprovider test_my_methods.py", "1 passed")
+does("python -m pytest -q -p no:cacheprovider test_broken.py", "no_lora fails", "1 failed", code=1)
+refuses(f"fs-lowrank run --cfg reviews.yaml {few} median_lara", "did you mean 'median_lora'")
+refuses(f"fs-lowrank run --cfg reviews.yaml {few} median_lora lowrank.trim 3", "lowrank.trim")
 refuses(
-    "fs-lowrank run --cfg reviews.yaml outdir b fedopt.use True", "median_lora's server step is not a weighted mean"
+    f"fs-lowrank run --cfg reviews.yaml {few} median_lora fedopt.use True",
+    "median_lora's server step is not a weighted mean",
 )
-shutil.rmtree(site / "my_methods-1.0.dist-info")
-(site / "my_methods.py").unlink()
+does(
+    f"fs-lowrank compare --cfg reviews.yaml --methods median_lora,fedlora {few} fedlora outdir runs/both",
+    "round 2/2",
+    "median_lora",
+)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import yaml
-from steps import does, exists, file, refuses
+from steps import does, exists, file, is_killed, refuses
 
 from fs_lowrank.testing import small
 
@@ -13,9 +13,22 @@ file("benchmark/__init__.py", "raise SystemExit('the user\\'s benchmark ran')\n"
 does("fs-lowrank init reviews.csv --model encoder --clients 3")
 config = yaml.safe_load(Path("reviews.yaml").read_text())
 config["federate"]["total_round_num"] = config["train"]["local_update_steps"] = 2
-file("mine.yaml", yaml.safe_dump({"config": config, "methods": ["fedlora", "rolora"], "metrics": ["test_acc"]}))
-refuses("python -m fs_lowrank benchmark run nix.yaml", "nix")
-does("python -m fs_lowrank benchmark list mine.yaml", "mine")
-does("python -m fs_lowrank benchmark run mine.yaml", "2 done, 0 failed")
-does("python -m fs_lowrank benchmark report mine.yaml", "report.html")
-exists("results/report.html")
+suite = {"config": config, "methods": ["fedlora", "rolora"], "metrics": ["test_acc"]}
+file("mine.yaml", yaml.safe_dump(suite))
+file("misspelt.yaml", yaml.safe_dump({**suite, "metods": ["fedlora"]}))
+file("unknown.yaml", yaml.safe_dump({**suite, "methods": ["fedlora", "rolara"]}))
+file("wrong.yaml", yaml.safe_dump({**suite, "config": {**config, "train": {"local_update_step": 2}}}))
+
+refuses("fs-lowrank benchmark", "list", "run", "report")
+refuses("fs-lowrank benchmark run mime.yaml", "mime.yaml", "did you mean 'mine.yaml'")
+refuses("fs-lowrank benchmark run misspelt.yaml", "did you mean 'methods'")
+refuses("fs-lowrank benchmark run unknown.yaml", "did you mean 'rolora'")
+refuses("fs-lowrank benchmark run wrong.yaml", "did you mean 'train.local_update_steps'")
+refuses("fs-lowrank benchmark run mine.yaml --only man", "did you mean 'main'")
+refuses("fs-lowrank benchmark report mine.yaml", "run a suite first: fs-lowrank benchmark run mine.yaml")
+does("fs-lowrank benchmark list mine.yaml", "mine")
+is_killed("fs-lowrank benchmark run mine.yaml", after="fedlora")
+hint = does("fs-lowrank benchmark run mine.yaml", "0 failed, 0 remain", "next: fs-lowrank benchmark report mine.yaml")
+does(hint.partition("next: ")[2].strip(), "report.html")  # what the last line says works as it stands
+does("fs-lowrank benchmark run mine.yaml", "0 done, 0 failed, 0 remain, 2 were done before")
+exists("results/report.html", "results/report.md")

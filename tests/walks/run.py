@@ -1,63 +1,97 @@
-"""Builds the wheel, installs it into a folder, and runs the walks, each in an empty folder.
+"""Builds the wheel, and runs the walks, each in an empty folder and in an environment that the wheel is installed in.
 
-    python tests/walks/run.py [WALK…]
+    python tests/walks/run.py [WALK…] [--jobs N]
 
 The libraries that the package stands on are those of the Python that runs this.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import site
 import subprocess
 import sys
 import tempfile
-import zipfile
+import time
+import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-WALKS = ("own_csv", "own_instructions", "own_model", "own_method", "own_suite", "own_search")
+#: the longest first, so that two at a time end together
+WALKS = ("own_csv", "own_method", "own_search", "own_suite", "own_instructions", "own_model", "first_hour")
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-python-version-warning")
 
 
-def install(folder: Path) -> Path:
-    """The wheel of this tree, unpacked with its commands, in ``folder``."""
+def build(folder: Path) -> Path:
+    """The wheel of this tree; nothing is left in the tree."""
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder), "build", "--build-base"]
     command += [str(folder / "build"), "bdist_wheel", "--dist-dir", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"the wheel was not built:\n{done.stdout}{done.stderr}")
     (wheel,) = folder.glob("*.whl")
-    site = folder / "site"
-    zipfile.ZipFile(wheel).extractall(site)
-    start = site / "bin" / "fs-lowrank"
-    start.parent.mkdir()
-    start.write_text(f"#!{sys.executable}\nimport sys\nfrom fs_lowrank.cli import main\nsys.exit(main())\n")
-    start.chmod(0o755)
-    return site
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> None:
+    """A virtual environment in ``folder`` with the wheel, and with the libraries of this Python."""
+    venv.create(folder, with_pip=False)
+    (place,) = folder.glob("lib/python*/site-packages")
+    libraries = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+    # Lines of a file .pth are added to the path; files .pth in there, such as that of an editable install, are not read.
+    (place / "libraries.pth").write_text("\n".join(libraries or site.getsitepackages()) + "\n")
+    command = [*PIP, "--python", str(folder / "bin" / "python"), "install", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--ignore-installed", str(wheel)], check=True)
+
+
+def walk(name: str, wheel: Path, folder: Path, threads: int) -> tuple[bool, str]:
+    """Run one walk; returns whether it passed, and what it printed."""
+    installed, place = folder / name / "environment", folder / name / "empty"
+    install(wheel, installed)
+    place.mkdir()
+    environment = {
+        **os.environ,
+        "PATH": f"{installed / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(HERE),  # the tools of the walks; this tree is not on the path
+        "PYTHONUNBUFFERED": "1",
+        "FS_LOWRANK_HOME": str(folder / name / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "COLUMNS": "200",
+        # What `pip install .` of a user's package needs is here, and no index is asked.
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+    begun = time.monotonic()
+    command = [str(installed / "bin" / "python"), str(HERE / f"{name}.py")]
+    done = subprocess.run(
+        command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    seconds = time.monotonic() - begun
+    return not done.returncode, f"== {name}: {seconds:.0f} s\n{done.stdout}"
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or list(WALKS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("walks", nargs="*", metavar="WALK", help=f"default: {' '.join(WALKS)}")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N", help="walks at a time")
+    args = parser.parse_args()
+    wanted = args.walks or list(WALKS)
     unknown = [name for name in wanted if name not in WALKS]
     if unknown:
-        print(f"error: no walk {unknown[0]!r}; there are: {', '.join(WALKS)}", file=sys.stderr)
-        return 2
+        parser.error(f"no walk {unknown[0]!r}; there are: {', '.join(WALKS)}")
+    threads = max(1, (os.cpu_count() or 1) // args.jobs)
     failed = []
-    with tempfile.TemporaryDirectory() as folder:
-        site = install(Path(folder))
-        environment = {
-            **os.environ,
-            "PATH": f"{site / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            # The tools of the walks come after the package, and this tree is not on the path.
-            "PYTHONPATH": f"{site}{os.pathsep}{HERE}",
-            "FS_LOWRANK_HOME": str(Path(folder) / "home"),
-            "HF_HUB_OFFLINE": "1",
-            "COLUMNS": "200",
-        }
-        for name in wanted:
-            print(f"== {name}", flush=True)
-            place = Path(folder) / name
-            place.mkdir()
-            if subprocess.run([sys.executable, str(HERE / f"{name}.py")], cwd=place, env=environment).returncode:
-                failed.append(name)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+        folder = Path(temporary)
+        wheel = build(folder)
+        for name, (passed, printed) in zip(wanted, pool.map(lambda n: walk(n, wheel, folder, threads), wanted)):
+            print(printed, flush=True)
+            failed += [] if passed else [name]
     print(f"failed: {', '.join(failed)}" if failed else f"{len(wanted)} walks, none failed")
     return bool(failed)
 
