@@ -51,7 +51,7 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_named(tmp_path, caplog, cu
 
 
 @pytest.mark.parametrize("line", ["{", "3", "{}", '{"round": 1}', "[" * 100_000, "\0" * 9, "\ud800", ""])
-def test_a_line_that_is_no_record_is_named(tmp_path, line):
+def test_a_line_that_is_not_a_record_is_named(tmp_path, line):
     path = tmp_path / "rounds.jsonl"
     path.write_text(f"{json.dumps(record(1))}\n{line}\n{json.dumps(record(3))}\n", errors="surrogatepass")
     with pytest.raises(UserError, match=r"rounds.jsonl, line 2: expected the record of a round .*another outdir"):
@@ -62,7 +62,7 @@ def test_figures_that_were_changed_by_hand_are_named(tmp_path):
     records = Records(tmp_path / "rounds.jsonl")
     for round in (1, 2, 3):
         records.add(record(round))
-    assert len(read_records(records.path, 3, records.digests[:2])) == 3, "what came after the checkpoint is not known"
+    assert len(read_records(records.path, 3, records.digests[:2])) == 3, "round 3 has no checksum"
     text = records.path.read_text()
     records.path.write_text(text.replace('"round": 2, "loss": 0.5', '"round": 2, "loss": 0.4'))
     with pytest.raises(UserError, match="rounds.jsonl, line 2: the record of round 2 is not what the run wrote there"):
@@ -70,7 +70,7 @@ def test_figures_that_were_changed_by_hand_are_named(tmp_path):
 
 
 def test_metrics_that_are_not_finite_are_null_in_the_file_and_nan_in_memory(tmp_path):
-    """JSON has no word for NaN, and a reader that finds one stops; ours compute with numbers."""
+    """JSON has no NaN, at which readers stop; in memory, metrics are always numbers."""
 
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
@@ -113,7 +113,7 @@ def test_figures_of_a_run():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("majority, metrics", [(0.6, "all"), (None, "some"), (None, "none")])
-def test_curves_are_drawn_from_whatever_there_is(tmp_path, majority, metrics):
+def test_curves_are_drawn_from_incomplete_histories(tmp_path, majority, metrics):
     def history(method):
         return [
             record(r) if metrics == "all" or (metrics == "some" and r == 3) else record(r, metrics={})
@@ -124,7 +124,7 @@ def test_curves_are_drawn_from_whatever_there_is(tmp_path, majority, metrics):
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
-def test_a_fingerprint_sees_names_shapes_dtypes_and_values():
+def test_a_fingerprint_depends_on_names_shapes_dtypes_and_values():
     def fingerprint(change):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 4))
