@@ -37,9 +37,6 @@ def draw_all(results: ExperimentResults, folder: Path) -> dict[str, Path]:
 
 
 def _figure(width: float, height: float):
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -11,6 +11,7 @@ from typing import Any
 
 from fs_lowrank import UserError
 from fs_lowrank.runs.environment import versions
+from fs_lowrank.seeds import generators_kept
 from fs_lowrank.versions import SCHEMA
 
 
@@ -48,7 +49,8 @@ def script(
         folder.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         try:
-            found = study(**given, **more)
+            with generators_kept():
+                found = study(**given, **more)
         except UserError as error:
             parser.exit(2, f"error: {error}\n")
         result = {

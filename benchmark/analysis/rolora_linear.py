@@ -157,15 +157,6 @@ def largest_step(delta0: float) -> float:
     return 1.0 - (1.0 - delta0**2) / 4.0
 
 
-def population_step(delta: float, step: float) -> float:
-    """delta_{t+1} from delta_t with unlimited data and step = eta ||b*||^2 (Algorithm 2 in expectation).
-
-    Then b = cos * b* and the gradient is 2 (a ||b||^2 - a* b*^T b), which is orthogonal to a.
-    """
-    cos2 = 1.0 - delta**2
-    return delta * abs(1.0 - 2.0 * step * cos2) / math.sqrt(1.0 + 4.0 * step**2 * delta**2 * cos2)
-
-
 def c_tilde(num_clients: int, samples: int) -> float:
     """Proposition 4.6's constant (eq. 199), (N(4 - m) - 2) / (N^2 m (m - 2)): negative for m > 4, near -1/(N m)."""
     n, m = num_clients, samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -151,8 +152,11 @@ def test_exit_codes_and_messages_of_a_command(raised, code, line, capsys, tmp_pa
     for file in tmp_path.iterdir():
         assert bug and str(file) in printed and "in do" in file.read_text() and "KeyError" in file.read_text()
     assert len(list(tmp_path.iterdir())) == bug
+    root, ours = logging.getLogger(), logging.getLogger("fs_lowrank")
+    before = [*root.handlers], root.level, ours.level, logging.raiseExceptions
     shell.run(make_parser, ["go", "--debug"], console, folder=lambda args: tmp_path)
     assert ("Traceback" in "".join(capsys.readouterr())) == (code in (1, 2))
+    assert ([*root.handlers], root.level, ours.level, logging.raiseExceptions) == before
 
 
 def test_a_traceback_goes_to_the_folder_for_temporary_files_if_the_run_has_none(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from fs_lowrank.errors import UserError
 from fs_lowrank.runs.environment import environment, model_fingerprint
 from fs_lowrank.runs.plots import plot_curves
 from fs_lowrank.runs.records import Records, read_records
+from fs_lowrank.runs.result import RunResult
 from fs_lowrank.runs.summary import human_bytes, per_client_and_round, seconds
 
 
@@ -109,6 +111,17 @@ def test_figures_of_a_run():
         "2.2 GB",
         "3000.0 GB",
     ]
+
+
+def test_bytes_until_a_target_is_reached():
+    def evaluated(round, acc, loss):
+        return {**record(round), "metrics": {"test": {"acc": acc, "loss": loss}} if acc else {}}
+
+    history = [evaluated(1, 0.5, 0.9), evaluated(2, None, None), evaluated(3, 0.8, 0.4)]
+    result = RunResult(history, {}, Path(), torch.nn.Linear(1, 1), base_changed=False)
+    sent = [r["uplink_bytes"] + r["downlink_bytes"] for r in history]
+    assert result.bytes_to(0.5) == sent[0] and result.bytes_to(0.6) == sum(sent) and result.bytes_to(0.9) is None
+    assert result.bytes_to(0.9, "test_loss") == sent[0] and result.bytes_to(0.4, "test_loss") == sum(sent)
 
 
 @pytest.mark.filterwarnings("error")
