@@ -274,10 +274,10 @@ def _search(search: Search, progress: Progress) -> dict:
 
 
 def _study(search: Search, name: str, space: Mapping, progress: Progress, diverges: bool = False) -> dict:
-    """The result of one study of a search.
+    """What one study of a search found.
 
     Args:
-        diverges: whether all of its trials may diverge, so that it has no winner.
+        diverges: whether it may have no winner because all of its trials diverged.
     """
     import hpo
 

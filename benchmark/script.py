@@ -11,7 +11,6 @@ from typing import Any
 
 from fs_lowrank import UserError
 from fs_lowrank.runs.environment import versions
-from fs_lowrank.seeds import generators_kept
 from fs_lowrank.versions import SCHEMA
 
 
@@ -49,8 +48,7 @@ def script(
         folder.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         try:
-            with generators_kept():
-                found = study(**given, **more)
+            found = study(**given, **more)
         except UserError as error:
             parser.exit(2, f"error: {error}\n")
         result = {

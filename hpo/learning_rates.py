@@ -19,9 +19,8 @@ from typing import Any
 
 from optuna.storages import BaseStorage
 
-from fs_lowrank import Config, UserError, load_config
+from fs_lowrank import Config, RunFailed, UserError, load_config
 from fs_lowrank.jobs.files import write_text
-from fs_lowrank.jobs.shell import explain
 from fs_lowrank.settings import parse_overrides
 from fs_lowrank.versions import SCHEMA
 
@@ -185,7 +184,8 @@ def main(argv: list[str] | None = None) -> int:
         with reported(args.dir):
             return run(args)
     except UserError as error:
-        return explain(error)
+        print(f"error: {error}")
+        return 1 if isinstance(error, RunFailed) else 2
 
 
 def run(args: argparse.Namespace) -> int:

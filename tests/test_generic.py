@@ -97,7 +97,7 @@ def test_it_learns_and_saves_only_the_files_of_its_configuration(bench, method):
 
 
 @pytest.mark.parametrize("method, task", EACH)
-def test_a_resumed_run_is_equal_to_the_bit(bench, method, task):
+def test_a_resumed_run_is_the_run_to_the_bit(bench, method, task):
     checks.check_resume(bench, method, task)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from fs_lowrank import UserError
 from fs_lowrank.jobs.files import write_text
-from fs_lowrank.jobs.shell import explain
 from fs_lowrank.versions import SCHEMA, check_schema
 
 from . import machine
@@ -82,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
                 )
         write_text(args.out / "README.md", table(args.out))
     except UserError as error:
-        return explain(error)
+        print(f"error: {error}")
+        return 1
     return 0
 
 

@@ -2,9 +2,6 @@
 
 from html.parser import HTMLParser
 
-import matplotlib
-
-from benchmark import figures
 from benchmark.report import heading, image, page, table
 
 
@@ -37,10 +34,3 @@ def test_the_page_has_all_that_the_markdown_has():
 
 def test_a_vertical_bar_in_a_cell_does_not_end_the_cell():
     assert table([("a|b", 1)]) == "| a\\|b | 1 |\n| --- | --- |"
-
-
-def test_drawing_leaves_matplotlibs_backend_as_it_was():
-    with matplotlib.rc_context():
-        matplotlib.use("svg")
-        figures._figure(2, 2)
-        assert matplotlib.get_backend() == "svg"

@@ -91,6 +91,17 @@ def test_metrics_that_are_not_finite_are_null_in_the_file_and_nan_in_memory(tmp_
     plot_curves({"x": records.history}, tmp_path / "curves.png")
 
 
+def test_bytes_until_a_target_is_reached():
+    def evaluated(round, acc, loss):
+        return {**record(round), "metrics": {"test": {"acc": acc, "loss": loss}} if acc else {}}
+
+    history = [evaluated(1, 0.5, 0.9), evaluated(2, None, None), evaluated(3, 0.8, 0.4)]
+    result = RunResult(history, {}, Path(), torch.nn.Linear(1, 1), base_changed=False)
+    sent = [r["uplink_bytes"] + r["downlink_bytes"] for r in history]
+    assert result.bytes_to(0.5) == sent[0] and result.bytes_to(0.6) == sum(sent) and result.bytes_to(0.9) is None
+    assert result.bytes_to(0.9, "test_loss") == sent[0] and result.bytes_to(0.4, "test_loss") == sum(sent)
+
+
 def test_figures_of_a_run():
     history = [record(1), record(2), record(3)]
     assert per_client_and_round(history) == {
@@ -113,20 +124,9 @@ def test_figures_of_a_run():
     ]
 
 
-def test_bytes_until_a_target_is_reached():
-    def evaluated(round, acc, loss):
-        return {**record(round), "metrics": {"test": {"acc": acc, "loss": loss}} if acc else {}}
-
-    history = [evaluated(1, 0.5, 0.9), evaluated(2, None, None), evaluated(3, 0.8, 0.4)]
-    result = RunResult(history, {}, Path(), torch.nn.Linear(1, 1), base_changed=False)
-    sent = [r["uplink_bytes"] + r["downlink_bytes"] for r in history]
-    assert result.bytes_to(0.5) == sent[0] and result.bytes_to(0.6) == sum(sent) and result.bytes_to(0.9) is None
-    assert result.bytes_to(0.9, "test_loss") == sent[0] and result.bytes_to(0.4, "test_loss") == sum(sent)
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("majority, metrics", [(0.6, "all"), (None, "some"), (None, "none")])
-def test_curves_are_drawn_from_incomplete_histories(tmp_path, majority, metrics):
+def test_curves_are_drawn_from_whatever_there_is(tmp_path, majority, metrics):
     def history(method):
         return [
             record(r) if metrics == "all" or (metrics == "some" and r == 3) else record(r, metrics={})
@@ -137,7 +137,7 @@ def test_curves_are_drawn_from_incomplete_histories(tmp_path, majority, metrics)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
-def test_a_fingerprint_depends_on_names_shapes_dtypes_and_values():
+def test_a_fingerprint_sees_names_shapes_dtypes_and_values():
     def fingerprint(change):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 4))

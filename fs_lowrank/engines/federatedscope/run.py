@@ -39,7 +39,7 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
     outdir = outdir / f"client_{max(cfg.distribute.data_idx, 0)}" if is_client else outdir
     outdir.mkdir(parents=True, exist_ok=True)
     cfg.outdir = str(outdir)
-    threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
+    threads = torch.get_num_threads()
     with LogTo(outdir / "exp_print.log", config.verbose):
         try:
             setup_seed(cfg.seed)
@@ -63,5 +63,4 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
             return session.result or session.client_result()
         finally:
             sessions.close_session()
-            torch.set_num_threads(threads)  # the framework has set both
-            torch.backends.cudnn.deterministic = deterministic
+            torch.set_num_threads(threads)  # the framework has set it to 1

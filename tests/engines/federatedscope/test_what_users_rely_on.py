@@ -281,10 +281,3 @@ def test_the_downlink_counts_what_clients_receive(quick, settings, cluster, tmp_
     assert sent == received and all(received.values())
     alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
     assert [r["downlink_bytes"] for r in alone.history] == [r["downlink_bytes"] for r in workers[0].history]
-
-
-def test_a_run_restores_what_the_framework_sets_for_the_process(quick, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    threads = torch.get_num_threads()
-    fs_lowrank.run(quick("run", {"federate.method": "rolora", "federate.total_round_num": 1}), "federatedscope")
-    assert not torch.backends.cudnn.deterministic and torch.get_num_threads() == threads
