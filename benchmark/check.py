@@ -82,7 +82,7 @@ def _looks(job: Job, options: Options, found: dict[tuple, Any]) -> Iterator[tupl
     config = job.config
     if job.experiment.training_file is not None:
         yield "training file", repr(job.experiment.training_file), lambda: make_training_file(job)
-    yield "engine", options.engine, lambda: get_engine(options.engine)  # importing it says what it lacks
+    yield "engine", options.engine, lambda: get_engine(options.engine)  # an import may fail
     method = (config.federate.method, repr(config.method_params))
     yield "method", method, lambda: _method(config)
     data = (config.data.type, config.data.root, repr(config.data.args))
@@ -135,8 +135,8 @@ def _facts(config: Config) -> tuple[int, bool, bool]:
 
 
 def _check_use(job: Cell | Search, facts: tuple[int, bool, bool], tested: bool, scored: bool) -> None:
-    """Check that the data of ``_facts`` have rows for all clients, a test set if the job is tested on one, and text to
-    continue if a scorer needs it."""
+    """Check that the data of ``_facts`` have rows for all clients, a test set if the job uses one, and text to continue
+    if a scorer needs it."""
     config, (rows, official, causal) = job.config, facts
     if config.federate.client_num > rows:
         raise UserError(

@@ -142,8 +142,8 @@ def train(config: Config, engine: str, progress: Progress) -> RunResult:
 def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict[str, list[int]]]:
     """Loss and accuracy of the final model on the test set, which the run did not use.
 
-    Also, for text, ``test_rows_in_training``: the number of test rows that are in the training data as well, up to
-    case, punctuation and blanks, and the number of all test rows. They are not left out of the metrics.
+    For text, ``test_rows_in_training`` has the number of test rows that are also in the training data, up to case,
+    punctuation and blanks, and the number of all test rows. The metrics include these rows.
 
     The data are built for a single client, because the held-out rows do not depend on the clients.
     """
@@ -180,7 +180,7 @@ def _samples(history: Sequence[Mapping]) -> dict:
 
 
 def curve(history: list[dict]) -> dict:
-    """The loss of each round; the metrics of each evaluated round, with the bytes and seconds until then."""
+    """The loss of each round, and the metrics of each evaluated round with the bytes and seconds so far."""
     points, total = [], {"uplink": 0, "downlink": 0, "uplink_without_head": 0, "downlink_without_head": 0}
     spent = 0.0
     for record in history:
@@ -226,7 +226,7 @@ def permitted(spec: dict, unsafe_code: bool) -> dict:
 
 
 def _search(search: Search, progress: Progress) -> dict:
-    """Try the grid, then single points beyond the end that the winner is at, until the winner is inside.
+    """Try the grid, then single points beyond its end if the winner is there, until the winner is inside.
 
     There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has.
     """
@@ -322,8 +322,8 @@ def _best(studies: Sequence[Mapping]) -> dict:
 
 
 def _beyond(values: Iterable[float], end: int) -> float | None:
-    """The next value below (-1) or above (1) two or more numbers, at the ratio of the last two; None if it is no number
-    above 0."""
+    """The next value below (-1) or above (1) two or more numbers, at the ratio of the last two; None if it is not above
+    0."""
     ordered = sorted(set(values), reverse=end < 0)
     before, last = ordered[-2:]
     if before <= 0 or last <= 0:
@@ -341,7 +341,7 @@ def _script(job: Job) -> dict:
     out.mkdir(parents=True)
     environment = dict(os.environ)
     root = str(Path(__file__).resolve().parents[1])
-    # The user's own folder comes last: a file of theirs that is called as a package of ours is not run in its place.
+    # The working folder comes last, so that a file of the user does not replace a package of the same name.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH"), os.getcwd()]))
     environment["PYTHONSAFEPATH"] = "1"
     process = subprocess.Popen(
@@ -383,7 +383,7 @@ def _script(job: Job) -> dict:
 
 
 def _forget_peak() -> None:
-    """Reset the peak of memory, because a worker runs many cells."""
+    """Reset the peak memory of the process, because a worker runs many cells."""
     with contextlib.suppress(OSError):  # if the kernel does not allow it, the peak is that of the whole worker
         Path("/proc/self/clear_refs").write_text("5")
     import torch

@@ -1,10 +1,10 @@
 """Figures over seeds, and the confidence intervals of their means, differences and quotients.
 
 Intervals are two-sided at 95 %, with Student's t quantiles. Two methods in one setting have the same split, clients and
-batches for a seed, so the interval of their difference is that of the differences by seed, over the seeds that both
-have. Otherwise the two variances are added, with the degrees of freedom of the smaller number of seeds (Welch's are
-more, and too many where one spread is far larger). So two equal methods are told apart in at most 5 % of cases, for any
-number of seeds.
+batches with the same seed, so the interval of their difference is that of the differences by seed, over the seeds that
+both have. Otherwise the two variances are added, with the degrees of freedom of the smaller number of seeds. (Welch's
+formula gives more, which are too many if one spread is far larger.) Two equal methods are therefore told apart in at
+most 5 % of cases, for any number of seeds.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import cache
 
 LEVEL = 0.95
-#: relative to the figures: a smaller spread over seeds is rounding, and says nothing
+#: relative to the figures; a smaller spread over seeds is due to rounding and gives no interval
 _ROUNDING = 1e-9
-#: the number of seeds beyond which the report does not count
+#: the report names no larger number of seeds that would decide
 _MANY = 1000
 
 
@@ -53,7 +53,7 @@ class Figure:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know beside the mean and spread."""
+        """What a reader must know besides the mean and spread."""
         notes = []
         if self.collapsed:
             values = ", ".join(f"{value:.4g}" for value in self.collapsed)

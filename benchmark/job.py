@@ -74,7 +74,7 @@ class Job:
 
     @property
     def revisions(self) -> dict[str, int]:
-        """Revisions above 1 of the methods it uses. A result of another revision does not belong to this job."""
+        """The revisions above 1 of its methods. A result of another revision does not belong to this job."""
         return {}
 
     @cached_property
@@ -239,7 +239,7 @@ def decisive(config: Config) -> dict:
 
 
 def _own(config: Config) -> dict:
-    """The settings that affect a result and are not defaults, so that a new key in the library changes no hash."""
+    """The settings that affect a result and are not defaults, so that a new key does not change hashes."""
     defaults = _defaults(config.federate.method)
     return {k: v for k, v in decisive(config).items() if k not in defaults or defaults[k] != v}
 

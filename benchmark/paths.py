@@ -19,7 +19,7 @@ def dig(found: Mapping, path: str) -> float:
     """The number at ``file.key.0.key``; ``*`` means over a list or mapping, ``-10:`` over the last ten entries.
 
     Raises:
-        UserError: the path does not exist, or its value is no number.
+        UserError: the path does not exist, or its value is not a number.
     """
     nodes: list[Any] = [found]
     for part in path.split("."):

@@ -117,7 +117,7 @@ class ExperimentResults:
         return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
 
     def look(self, method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
-        """The figure at these labels; None unless they determine one setting."""
+        """The figure at these labels; None if they do not determine one setting."""
         column = self._column(labels)
         return None if column is None else self.figure(method, column, metric)
 
@@ -200,7 +200,7 @@ def value(record: Mapping, metric: str) -> float | None:
     """The value of a metric in a result; None if it has none.
 
     ``test_acc`` and the like; ``uplink`` … ``downlink_without_head`` and ``traffic`` (both directions), bytes per
-    client and round; ``formula``, the papers' estimate of ``traffic``, twice what goes up; ``aggregation``,
+    client and round; ``formula``, the papers' estimate of ``traffic``, twice the uplink; ``aggregation``,
     ``training``, ``memory``; ``bytes_to:val_acc:0.7``, all bytes until a value is reached; ``SCORER:TASK:METRIC``.
     """
     kind, _, rest = metric.partition(":")

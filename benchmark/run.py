@@ -18,7 +18,7 @@ from .job import Job, Options
 from .plan import plan
 from .store import Store
 
-#: seconds until a worker that was told to stop is killed; the next call continues from its checkpoint
+#: seconds after which a worker that does not stop is killed; the next call continues from its checkpoint
 _PATIENCE = 15.0
 
 

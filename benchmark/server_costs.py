@@ -7,7 +7,7 @@ matter to the server, so only they are created; updates are random. Bytes are th
 and receives, at their dtype; ``head`` is RoBERTa-large's classifier for three classes, the same for every method.
 
 Differs from the paper: it reports 1500.8 kB for LoRA, both directions together. 18 modules of 1024 x 1024 at rank 4 in
-float32 are 589.8 kB a direction; the paper does not say what else it counted.
+float32 are 589.8 kB per direction; the paper does not say what else it counted.
 """
 
 from __future__ import annotations

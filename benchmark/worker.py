@@ -70,7 +70,7 @@ def work(options: Options) -> int:
                     _do(store, ready)
                 if claimed:
                     jobs.remove(job)
-                    break  # an earlier job may be ready now
+                    break  # an earlier job may have become ready
                 waiting = True
         else:
             if not waiting:

@@ -1,4 +1,4 @@
-"""Small real models and small data that every test may use; built once a session, in seconds."""
+"""Small real models and small data for all tests, built once per session in seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_states_apart(tmp_path_factory):
-    """Frozen layers' states that the tests keep for other runs are not those of the user's own runs."""
+    """Tests have a folder of their own for cached states of frozen layers, instead of that of the user."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FS_LOWRANK_FROZEN", str(tmp_path_factory.mktemp("frozen")))
         yield
@@ -64,7 +64,7 @@ def settings(tiny_encoder, reviews_csv, tmp_path):
 
 @pytest.fixture
 def causal_settings(tiny_causal, instructions_jsonl, tmp_path):
-    """The same as an instruction-tuning run of a causal LM."""
+    """Like ``settings``, for the instruction tuning of a causal language model."""
     return small.causal_settings(tiny_causal, instructions_jsonl, tmp_path / "run")
 
 
@@ -76,7 +76,7 @@ def tiny_images(tmp_path_factory):
 
 @pytest.fixture
 def vision_settings(tiny_images, tmp_path, monkeypatch):
-    """The same as a run of a narrow ResNet-10 with batch-norm, from scratch."""
+    """Like ``settings``, for a narrow ResNet-10 with batch-norm, trained from scratch."""
     monkeypatch.setenv("FS_LOWRANK_HOME", str(tiny_images.parent / "home"))
     return small.vision_settings(tiny_images, tmp_path / "run")
 

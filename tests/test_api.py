@@ -56,7 +56,7 @@ def runs(monkeypatch):
     return seen
 
 
-# -- what is taken -------------------------------------------------------------------------------------
+# -- accepted arguments -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -71,13 +71,13 @@ def test_a_path_in_place_of_a_configuration(path, runs, as_text):
 
 
 @pytest.mark.parametrize("wrong", [None, 3, {"seed": 3}])
-def test_what_is_no_configuration(wrong):
+def test_other_values_in_place_of_a_configuration(wrong):
     for call in (lambda: fs_lowrank.run(wrong), lambda: fs_lowrank.compare(wrong, ["rolora"])):
         with pytest.raises(UserError, match="(?s)config = .*: expected a Config from load_config, or the path"):
             call()
 
 
-# -- what every method is given ------------------------------------------------------------------------
+# -- the keys of each method ---------------------------------------------------------------------------
 
 
 def params(runs):
@@ -155,7 +155,7 @@ def test_a_key_without_a_default(path, runs, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("as_config", [True, False])
-def test_an_override_that_no_method_takes(path, runs, overrides, message, as_config):
+def test_an_override_that_no_method_has(path, runs, overrides, message, as_config):
     with pytest.raises(UserError) as caught:
         fs_lowrank.compare(load_config(path) if as_config else path, ["rolora", "flexlora"], overrides=overrides)
     assert message in str(caught.value) and not runs
@@ -166,7 +166,7 @@ def test_methods_without_keys_of_their_own(path, runs):
         fs_lowrank.compare(path, ["fedavg", "ffa_lora"], overrides={"lowrank.ranks": [1]})
 
 
-# -- what cannot be written ----------------------------------------------------------------------------
+# -- files that cannot be written ----------------------------------------------------------------------
 
 
 def test_a_comparison_that_cannot_be_written(path, tmp_path):
@@ -192,7 +192,7 @@ def test_a_disk_that_is_full_at_the_end(path, runs, monkeypatch, where):
         fs_lowrank.compare(path, ["rolora"])
 
 
-def test_a_run_leaves_what_is_global_as_it_was(settings, no_curves):
+def test_a_run_restores_the_global_state_of_the_process(settings, no_curves):
     import random
 
     import numpy as np

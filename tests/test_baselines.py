@@ -18,7 +18,7 @@ def few(settings):
     return {**settings, "federate": federate, "train": {**settings["train"], "local_update_steps": 2}}
 
 
-def test_with_one_client_all_three_are_the_same_training(few):
+def test_with_one_client_the_method_and_both_rows_are_the_same_training(few):
     one = {**few, "federate": {**few["federate"], "client_num": 1}, "data": {**few["data"], "splitter": "iid"}}
     one["data"] = {k: v for k, v in one["data"].items() if k != "splitter_args"}
     results = fs_lowrank.compare(fs_lowrank.load_config(one), ["fedlora", "local", "pooled"])
@@ -42,7 +42,7 @@ def test_rows_have_the_same_data_and_nothing_to_send(few, no_curves):
     )
     assert results["local"].facts["clients"] == results["rolora"].facts["clients"]
     alone = json.loads((outdir / "local" / "local.json").read_text())
-    assert alone["rounds_of_a_client"] == 2  # 2 rounds of 2 in 3 clients, rounded up
+    assert alone["rounds_of_a_client"] == 2  # 2 rounds of 2 of 3 clients, rounded up
     scores = [client["test"]["acc"] for client in alone["clients"]]
     assert len(scores) == 3 and results["local"].final["test_acc"] == pytest.approx(sum(scores) / 3)
     assert results["local"].final["client_test_acc_mean"] == pytest.approx(

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, and with which exit code."""
+"""The command line: its output, the commands that it refuses, and its exit codes."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def command(capsys, monkeypatch):
 
 
 def squeeze(text):
-    """The text without the borders of tables and the breaks of lines."""
+    """The text without borders of tables and line breaks."""
     return " ".join("".join(" " if c in "│┃|" else c for c in text).split())
 
 
@@ -165,7 +165,7 @@ def test_compare_with_the_methods_own_keys(command, config_file, tmp_path, monke
 
 
 def results_of(methods):
-    """Results like those of ``compare``, with all figures different."""
+    """Results like those of ``compare``, in which all figures differ."""
     names = [f"{split}_{metric}" for split in ("test", "val") for metric in ("acc", "acc_last5", "loss")]
     results = {}
     for i, method in enumerate(methods):
@@ -202,7 +202,7 @@ def test_no_width_cuts_the_table(command, capsys, monkeypatch, width, in_a_table
     cli._print_results(results_of(methods))
     lines = [squeeze(line) for line in capsys.readouterr().out.splitlines()]
     text = " ".join(lines)
-    assert "…" not in text and ("test acc last5" in text) == (width < 250), "turned only where it has to be"
+    assert "…" not in text and ("test acc last5" in text) == (width < 250), "turned only if too wide"
     for i, method in enumerate(methods):
         figures = [
             *(f"{0.1 + i / 10 + k / 1000:.3f}" for k in range(6)),
@@ -267,7 +267,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_use_ends_with_two_and_a_sentence(command, config_file, tmp_path, what):
+def test_wrong_usage_is_one_line_and_exit_code_2(command, config_file, tmp_path, what):
     import torch
 
     if what == "no GPU" and torch.cuda.is_available():
@@ -350,7 +350,7 @@ def test_a_client_of_one_sample_and_one_of_one_class(command, config_file, tmp_p
         "eval.split",
         "[test]",
     )
-    if code:  # the partitioner by a field may go by another name; then it has to say which there are
+    if code:  # the partitioner by a field may have another name; the message then lists the columns
         assert code == 2 and "data.splitter" in err
         pytest.fail(err)
     sizes = json.loads((tmp_path / "run" / "summary.json").read_text())["clients"]
@@ -384,7 +384,7 @@ def test_the_parsers_own_refusals(command, arguments):
         (("doctor", "x"), "unrecognised: x"),
     ],
 )
-def test_what_is_no_option(command, arguments, message):
+def test_unknown_options(command, arguments, message):
     code, _, err = command(*arguments)
     assert code == 2 and message in squeeze(err) and f"usage: fs-lowrank {arguments[0]}" in err
 
@@ -413,7 +413,7 @@ def taken(monkeypatch):
         "--cfg {} federate.sample_client_num -1 --resume seed 5 grad.grad_clip -1 data.subsample .5",
     ],
 )
-def test_overrides_stand_anywhere(command, config_file, taken, arguments):
+def test_overrides_may_be_anywhere_on_the_command_line(command, config_file, taken, arguments):
     code, _, err = command("run", *arguments.format(config_file).split())
     assert "enough" in err and code == 2
     (config,) = taken
@@ -431,7 +431,7 @@ def test_a_key_that_is_a_number(command, config_file):
 
 
 @pytest.mark.parametrize("error, expected", [(UserError("asked wrongly"), 2), (RunFailed("the disk is full"), 1)])
-def test_what_was_asked_wrongly_and_what_failed(command, config_file, monkeypatch, error, expected):
+def test_wrong_usage_and_failures_have_different_exit_codes(command, config_file, monkeypatch, error, expected):
     import fs_lowrank.engines.local as local
 
     def run(*args, **options):
@@ -442,7 +442,7 @@ def test_what_was_asked_wrongly_and_what_failed(command, config_file, monkeypatc
     assert code == expected and f"error: {error}" in err
 
 
-# -- what it says --------------------------------------------------------------------------------------
+# -- information ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [(), ("run",), ("compare",), ("methods",), ("doctor",), ("fetch",)])

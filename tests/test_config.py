@@ -66,7 +66,7 @@ METHODS = {cls.name: cls for cls in (FedAvg, FedLoRA, RoLoRA, Ranked, Needy)}
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """A registry of a few methods that stay as they are."""
+    """A registry of a few methods that do not change with the package."""
 
     def get_method_class(name):
         name = {"fedit": "fedlora"}.get(name, name)
@@ -94,7 +94,7 @@ def make(overrides=None, **keys):
 
 
 def refused(*parts):
-    """The message must hold every part."""
+    """The configuration is refused with a message that contains every part."""
     return pytest.raises(UserError, match="(?s)" + "".join(f"(?=.*{re.escape(p)})" for p in parts))
 
 
@@ -390,7 +390,7 @@ def test_the_servers_learning_rate_depends_on_its_type_unless_it_is_given():
     assert rate(plain) == 1 and rate(plain.replace(fedopt__optimizer__type="Adam")) == 0.01
     assert rate(make(fedopt__use=True, fedopt__optimizer__lr=0.01)) == 0.01
     assert plain.fingerprint() == make(fedopt__use=True, fedopt__optimizer__lr=1.0).fingerprint()
-    # without a server optimizer it stays what it was, and is decided when one is turned on
+    # without a server optimizer the value is kept, and it is resolved when one is turned on
     assert rate(make()) == 0.01 and make().fingerprint() == make(fedopt__optimizer__lr=0.01).fingerprint()
     assert rate(make().replace(fedopt__use=True)) == 1
 
@@ -727,7 +727,7 @@ def test_replace(write):
 def test_replace_the_method(write):
     config = load_config(write(FILE), lowrank__tau=3)
     assert config.replace(federate__method="ranked").method_params == {"ranks": (), "split": "b", "tau": 3}
-    # rolora's default for tau is not a choice of the user's
+    # tau was a default of rolora, and not chosen by the user
     assert load_config(write(FILE)).replace(federate__method="ranked").method_params["tau"] == 7
     assert config.replace(federate__method="fedlora").method_params == {}
     full = config.replace(federate__method="fedavg")

@@ -1,4 +1,4 @@
-"""Failures during a run, and the results that are required in spite of them."""
+"""Failures during a run, and the results that are required nevertheless."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ RUNS = {
 
 @pytest.fixture
 def make(settings, tmp_path, no_curves):
-    """``make(folder, **keys)``: an engine of 4 clients, 2 a round, 4 rounds; curves are not drawn."""
+    """``make(folder, **keys)``: an engine with 4 clients, 2 per round, and 4 rounds; curves are not drawn."""
     common_keys = {
         "federate.client_num": 4,
         "federate.sample_client_num": 2,
@@ -72,13 +72,13 @@ def tensors_of(engine):
 
 
 def records_of(folder):
-    """The records on disk, without times."""
+    """The records on disk, without durations."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in lines]
 
 
 def saved_by(folder):
-    """Every tensor in every file that the run leaves for its user, and in its last checkpoint."""
+    """Every tensor in the files that a run leaves, and in its last checkpoint."""
     files = [
         *folder.glob("adapter/*.safetensors"),
         *folder.glob("model/*.safetensors"),
@@ -113,7 +113,7 @@ def check_equal_runs(engine, reference):
 
 # -- killed --------------------------------------------------------------------------------------------
 
-#: every step of a round that touches the disk, and the training between them
+#: every step of a round that writes to the disk, and the training between them
 STEPS = [
     (site, "train_client"),
     (Round, "finish"),
@@ -161,7 +161,7 @@ def in_child(work):
 
 
 def ended(child):
-    """The exit status of a forked process; it is killed where it takes longer than ten minutes."""
+    """The exit status of a forked process, which is killed after ten minutes."""
     descriptor = os.pidfd_open(child)
     try:
         if not wait([descriptor], 600):
@@ -207,7 +207,7 @@ def test_killed_in_the_middle_of_a_file(make, file):
     def die():
         replace = os.replace
 
-        def cut(source, target):  # as if the last thing that reached the disk had been half a file
+        def cut(source, target):  # as if only half of a file had reached the disk
             if str(target).endswith("round_000002"):
                 os.truncate(Path(source) / file, (Path(source) / file).stat().st_size // 2)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -224,7 +224,7 @@ def test_killed_in_the_middle_of_a_file(make, file):
     assert not list(engine.keeper.outdir.glob("checkpoint/.*"))
 
 
-def test_killed_again_and_again(make, monkeypatch):
+def test_killed_several_times(make, monkeypatch):
     keys = RUNS["rolora under FedAdam"]
     reference = make("whole", keys)
     reference.run()
@@ -248,7 +248,7 @@ def test_killed_again_and_again(make, monkeypatch):
 
 @pytest.fixture
 def config_file(settings, tmp_path):
-    """The same as a file, with enough rounds to be stopped in the middle."""
+    """The configuration as a file, with enough rounds to be stopped in the middle."""
     path = tmp_path / "run.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -298,13 +298,13 @@ def test_the_command_killed_and_resumed(config_file, tmp_path, capsys):
     assert cli.main([*arguments, "outdir", str(tmp_path / "whole")]) == 0
     assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
     equal(saved_by(tmp_path / "run"), saved_by(tmp_path / "whole"))
-    # A run that has ended can be resumed too: nothing is left to do.
+    # A run that has ended can be resumed too, and does nothing.
     assert cli.main([*arguments, "--resume"]) == 0
     assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
 
 
 def test_interrupted_from_the_keyboard(config_file, tmp_path):
-    # Slow enough that the signal comes within the run.
+    # Slow enough that the signal arrives during the run.
     output = tmp_path / "output"
     child = os.fork()
     if child == 0:
@@ -375,7 +375,7 @@ def test_a_record_cut_short(make):
 
 
 def test_a_run_of_another_revision_of_its_method_is_not_continued(make, monkeypatch):
-    """The configuration is the same, and what it computes is not."""
+    """The configuration is the same, but the method computes something else."""
     keys = {"federate.method": "rolora", "federate.total_round_num": 3}
     make("earlier", {**keys, "federate.total_round_num": 2}).run()
     make("both", {**keys, "federate.total_round_num": 2}).run()
@@ -395,7 +395,7 @@ def test_a_run_of_another_revision_of_its_method_is_not_continued(make, monkeypa
 
 
 def test_the_papers_formula_counts_what_each_round_sends(make):
-    """RoLoRA sends B and A in turn, whose sizes differ in layers that are not square."""
+    """RoLoRA sends B and A alternately, and their sizes differ in layers that are not square."""
     engine = make("formula", {"federate.method": "rolora", "federate.total_round_num": 3})
     result = engine.run()
     halves = {half: 0 for half in ("lora_A", "lora_B", "classifier")}
@@ -408,11 +408,11 @@ def test_the_papers_formula_counts_what_each_round_sends(make):
     assert result.facts["formula_bytes"] == 2 * 2 * sent == 2 * result.bytes["uplink_bytes"]
 
 
-# -- no room -------------------------------------------------------------------------------------------
+# -- full disks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["save_file", "add", "dump"])
-def test_no_room_while_writing(make, monkeypatch, call):
+def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
     reference = make("whole")
     reference.run()
     owner = {"save_file": checkpoint, "add": Records, "dump": Settings}[call]
@@ -435,7 +435,7 @@ def test_no_room_while_writing(make, monkeypatch, call):
     check_equal_runs(engine, reference)
 
 
-def test_a_disk_that_is_truly_full(make, tmp_path):
+def test_a_full_disk(make, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     try:
@@ -467,7 +467,7 @@ def test_a_disk_that_is_truly_full(make, tmp_path):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-# -- resumed as another run ----------------------------------------------------------------------------
+# -- resumed with other keys ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -492,19 +492,19 @@ def test_another_configuration_is_named(make, keys, message):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_more_rounds_may_be_asked_for(make, run):
+def test_a_run_can_be_resumed_with_more_rounds(make, run):
     short, whole = {**RUNS[run], "federate.total_round_num": 2}, RUNS[run]
     reference = make("whole", whole)
     reference.run()
     make("run", short).run()
     longer = make("run", {**whole, "lowrank.checkpoint_freq": 2, "lowrank.keep_checkpoints": 1})
     longer.run(resume=True)
-    # Not to the bit: what is worth keeping of the frozen layers' output depends on how often it will be used.
+    # Not to the bit: whether states of frozen layers are cached depends on how often they will be used.
     for name, value in tensors_of(reference).items():
         torch.testing.assert_close(tensors_of(longer)[name], value, atol=1e-5, rtol=1e-4)
 
 
-def test_rounds_that_were_planned_for_may_not_change(make):
+def test_the_number_of_rounds_cannot_change_if_the_method_depends_on_it(make):
     keys = {"federate.method": "rolora", "lowrank.mix": 0.5, "federate.total_round_num": 2}
     make("run", keys).run()
     with pytest.raises(UserError, match="another federate.total_round_num"):
@@ -512,7 +512,7 @@ def test_rounds_that_were_planned_for_may_not_change(make):
 
 
 @pytest.mark.parametrize("keys", [{"train.cache_frozen": "off"}, {"lowrank.save_merged": True}])
-def test_what_decides_no_result_may_change(make, keys):
+def test_keys_that_do_not_affect_the_result_may_change(make, keys):
     reference = make("whole")
     reference.run()
     make("run", {"federate.total_round_num": 2}).run()
@@ -535,7 +535,7 @@ def without_client_2(monkeypatch, rounds=(2,)):
 
 
 def failing(monkeypatch, rounds=(2,), client=2):
-    """``client`` fails after training, so that the single model holds its tensors."""
+    """Let ``client`` fail after training, when the shared model holds its tensors."""
     seen = []
 
     def train(model, examples, phases, config, *, owner, **options):
@@ -589,7 +589,7 @@ def spoiled(tensors, how):
 
 @pytest.fixture(scope="module")
 def left_without():
-    """By run: the tensors where client 2 was absent."""
+    """The tensors of runs in which client 2 was absent."""
     return {}
 
 
@@ -653,7 +653,7 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
     assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
 
 
-def test_past_a_round_that_too_few_clients_finish(make):
+def test_a_run_is_resumed_after_a_round_with_too_few_clients(make):
     keys = {"lowrank.drop_rate": 0.3, "lowrank.min_clients": 2, "federate.total_round_num": 6, "seed": 5}
     with pytest.raises(UserError, match="smaller lowrank.min_clients"):
         make("run", keys).run()
@@ -676,7 +676,7 @@ def test_too_few_clients_from_the_first_round(config_file, monkeypatch, capsys, 
 
 
 def test_everyone_diverges(make):
-    # A learning rate that makes every update NaN: no global model of NaN, but an end that says why.
+    # With this learning rate every update is NaN: the run ends with the reason, and the model is not NaN.
     with pytest.raises(UserError, match="(?s)usable updates.*NaN or Inf"):
         make("run", {**ALL, "train.optimizer": {"type": "SGD", "lr": 1e30}, "federate.method": "fedavg"}).run()
     found = load_checkpoint(make("run").keeper.outdir / "checkpoint")
@@ -687,7 +687,7 @@ def test_everyone_diverges(make):
 
 
 def breaking(monkeypatch, engine, rounds):
-    """The server step raises in ``rounds``, after using the model like methods that select."""
+    """Let the server step raise in ``rounds``, after using the model as methods with validation do."""
     aggregate = engine.method.aggregate
 
     def broken(updates, state, round):
@@ -725,7 +725,7 @@ def test_a_bad_round_stops_the_run_and_leaves_the_last_good_one(make, monkeypatc
 
 
 @pytest.mark.parametrize("run", [*RUNS, "with personal parts"])
-def test_a_bad_round_is_left_out_if_the_user_says_so(make, monkeypatch, run):
+def test_a_bad_round_is_skipped_with_on_bad_round_skip(make, monkeypatch, run):
     keys = {
         **RUNS.get(run, PERSONAL),
         "federate.sample_client_num": 4,
@@ -740,7 +740,7 @@ def test_a_bad_round_is_left_out_if_the_user_says_so(make, monkeypatch, run):
     engines.append(make("run", keys, on_round=note))
     breaking(monkeypatch, engines[0], (2,))
     history = engines[0].run().history
-    equal(seen[1][0], seen[0][0])  # state, model and personal parts
+    equal(seen[1][0], seen[0][0])  # state, model and personal tensors
     assert seen[1][1] == seen[0][1] and engines[0].ledger.synced == dict.fromkeys((1, 2, 3, 4), 1)
     good, bad, later = history
     assert bad["skipped"] == "round 2: the server's step failed: ArithmeticError: no convergence"
@@ -749,9 +749,9 @@ def test_a_bad_round_is_left_out_if_the_user_says_so(make, monkeypatch, run):
     assert "skipped" not in good and "skipped" not in later and later["clients"] == [1, 2, 3, 4]
     if bad["metrics"] and good["metrics"]:
         assert bad["metrics"] == good["metrics"]
-    # Whatever went down in the bad round has arrived: nothing of it travels again.
+    # What was sent to clients in the bad round has arrived, and is not sent again.
     assert bad["downlink_bytes"] > 0 and later["downlink_bytes"] == 0
-    # Stopped in the bad round, and resumed with the word to leave it out: the same run.
+    # A run that stops in the bad round and is resumed with ``skip`` is the same run.
     engines.append(make("resumed", {**keys, "lowrank.on_bad_round": "stop"}))
     breaking(monkeypatch, engines[1], (2,))
     with pytest.raises(RunFailed):
@@ -760,7 +760,7 @@ def test_a_bad_round_is_left_out_if_the_user_says_so(make, monkeypatch, run):
     breaking(monkeypatch, engines[2], (2,))
     engines[2].run(resume=True)
     check_equal_runs(engines[2], engines[0])
-    # And resumed after it.
+    # So is one that is resumed after it.
     engines.append(make("after", {**keys}, on_round=lambda record: record["round"] == 2))
     breaking(monkeypatch, engines[3], (2,))
     engines[3].run()
@@ -800,7 +800,7 @@ def test_a_huge_update_is_refused_where_norms_are_bounded(make, monkeypatch, run
 
 
 def test_one_client_does_not_end_a_run(make, monkeypatch, capsys):
-    """FlexLoRA's decomposition of a product beyond float32; what a bound refuses, the round's failure catches."""
+    """FlexLoRA cannot decompose a product beyond float32; without a bound on norms, the round is a bad one."""
     keys = {**RUNS["flexlora of three ranks"], **ALL, "federate.total_round_num": 3, "lowrank.on_bad_round": "skip"}
     engine = make("run", keys)
     huge(engine, monkeypatch, size=3e38)
@@ -822,12 +822,12 @@ def test_data_of_another_task_than_the_models(make, causal_settings, settings):
         make("run", {**{k: causal_settings[k] for k in ("model", "llm")}, "data": settings["data"]})
 
 
-def test_a_users_mistake_in_a_client_ends_the_run(make):
+def test_an_error_of_the_user_in_a_client_ends_the_run(make):
     with pytest.raises(UserError, match="unknown key .train.optimizer.beta."):
         make("run", {"train.optimizer": {"type": "SGD", "lr": 0.1, "beta": 3}}).run()
 
 
-# -- a folder that is not free -------------------------------------------------------------------------
+# -- a folder in use -----------------------------------------------------------------------------------
 
 
 def test_two_runs_do_not_write_into_one_folder(make):
@@ -840,7 +840,7 @@ def test_two_runs_do_not_write_into_one_folder(make):
 
     result = make("run", on_round=second).run()
     assert len(said) == len(result.history) == 4
-    assert make("run").run(resume=True)  # free again
+    assert make("run").run(resume=True)  # the folder is free again
 
 
 def test_records_of_two_runs_in_one_file(make):
@@ -853,7 +853,7 @@ def test_records_of_two_runs_in_one_file(make):
 
 
 def test_a_model_of_huge_weights_is_recorded_in_valid_json(make, monkeypatch):
-    """Its weights are finite and its loss is not: the run goes on, and every file that it writes can be read."""
+    """Its weights are finite but its loss is not: the run continues, and all of its files can be read."""
 
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
@@ -916,4 +916,4 @@ def test_early_stopping_is_the_same_after_a_resume(make):
     engine.run(resume=True)
     check_equal_runs(engine, reference)
     make("run", keys).run(resume=True)
-    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)  # it had ended, and ends there again
+    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)  # it ends there again

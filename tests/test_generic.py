@@ -14,9 +14,9 @@ from fs_lowrank.training import train_client
 
 METHODS = list_methods()
 RANKED = [n for n in METHODS if "ranks" in get_method_class(n).Params.__dataclass_fields__]
-#: those that take only plain chains of layers
+#: methods that support only plain chains of layers
 CHAINS = ("otfusion", "pfnm")
-#: every method as it is, and again where a hyperparameter changes what travels
+#: every method with its defaults, and again with hyperparameters that change what is sent
 CASES = [*((m, {}) for m in METHODS), *((m, {"lowrank.ranks": (1, 3, 2)}) for m in RANKED)]
 CASES += [(m, {"lowrank.tau": 2}) for m in ("fedloru", "pfedloru")]
 CASES += [
@@ -34,14 +34,14 @@ CASES += [
     for m in ("mfedloru", "pmfedloru")
 ]
 CASES += [("pfedlora", {"lowrank.variant": 2}), ("fedhm", {"lowrank.rank_factors": (2, 8, 4)})]
-#: of the methods that can work on little: what they send beside the weights, and within the bytes of averaging
+#: hyperparameters of one-shot methods that change what is sent besides the weights, or compress it
 CASES += [
     (m, {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": c})
     for m in METHODS
     for c in (False, True)
     if "fisher" in get_method_class(m).Params.__dataclass_fields__
 ]
-#: every method with every kind of model that it takes
+#: every method with every kind of model that it supports
 EACH = [(m, task) for task in TASKS for m in METHODS if TASKS[task] in requirements(m).tasks]
 ENCODER = [m for m, task in EACH if task == "encoder"]
 #: the same, but what is asked of a method with further kinds of models takes long
@@ -51,7 +51,7 @@ FIRST = [
 
 
 def keys_of(method):
-    """Keys without which a method would take no model of the bench, or long."""
+    """Keys with which a method supports the models of the bench, or takes less time."""
     plain = {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5} if method in CHAINS else {}
     if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
         plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
@@ -75,17 +75,17 @@ def make(bench):
 
 
 @pytest.mark.parametrize("method, task", EACH)
-def test_a_run_what_it_saves_and_the_same_again(bench, method, task):
+def test_a_run_its_files_and_a_repetition(bench, method, task):
     checks.check_run(bench, method, task)
 
 
 @pytest.mark.parametrize("method, task", EACH)
-def test_another_seed_is_another_split_and_start(bench, method, task):
+def test_another_seed_gives_another_split_and_start(bench, method, task):
     checks.check_seed(bench, method, task)
 
 
 @pytest.mark.parametrize("method", ENCODER)
-def test_it_learns_and_saves_no_more_than_was_asked(bench, method):
+def test_it_learns_and_saves_only_the_files_of_its_configuration(bench, method):
     engine, result = checks.check_learns(bench, method, "encoder")
     own = {"personal"} if engine.site.personal.untrained else set()
     assert set(result.saved) == {"model" if result.base_changed else "adapter"} | own
@@ -127,11 +127,11 @@ def factors_only(message, rank_factors, client):
 
 
 @pytest.mark.parametrize("method, keys", [c for c in CASES if c[0] in ENCODER])
-def test_bytes_are_what_was_handed_over(bench, method, keys):
+def test_bytes_are_those_of_the_tensors_that_were_sent(bench, method, keys):
     ranks = keys.get("lowrank.ranks")
 
     def cut(lacks, client):
-        """What a client is sent, by the definition of the methods and not by their ``tailor``."""
+        """What a client is sent, by the definitions of the methods, without their ``tailor``."""
         rank = ranks[(client - 1) % 3] if ranks else None
         got = {
             n: t if n.startswith("merge:") else t[:rank] if ".lora_A." in n else t[:, :rank] if ".lora_B." in n else t
@@ -153,7 +153,7 @@ def test_rolora_sends_half_of_fedlora(make, task):
     assert uplink("ffa_lora") == [halves[0]] * 2
 
 
-# -- who takes part ------------------------------------------------------------------------------------
+# -- clients of a round --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task, ranks", [("encoder", (1, 3, 2)), ("encoder", (4,)), ("causal", (5, 1, 1, 2, 3))])

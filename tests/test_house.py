@@ -1,4 +1,4 @@
-"""How the files of the three packages may import each other: no circles, and one direction among the rooms.
+"""Imports among the files of the three packages: no circles, and one direction among the rooms.
 
 All imports count: at the top and inside functions, absolute and relative, names given to ``import_module`` as text,
 and lists of names that a file imports in a loop.
@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fs_lowrank", "benchmark", "hpo")
 
-#: rooms from the floor up; a file may import from rooms of lower rows, and from its own room. Rooms of one row do
-#: not know each other. The package itself (``fs_lowrank/__init__.py``) hands out what is public, so it is above them
+#: the rooms; a file may import from rooms of earlier rows and from its own room, but not from other rooms of the same
+#: row. ``fs_lowrank/__init__.py`` exports the public names, so it comes late
 ROWS = (
     ("fs_lowrank.errors",),
     ("fs_lowrank.seeds", "fs_lowrank.versions"),
@@ -61,7 +61,7 @@ def imports(name: str, known: Mapping[str, Path]) -> dict[str, int]:
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
 
     def note(target: str, line: int) -> None:
-        while target and target not in known:  # a name in a module: the module
+        while target and target not in known:  # of a name in a module, the module
             target = target.rpartition(".")[0]
         if target and target != name:
             found.setdefault(target, line)
@@ -85,8 +85,8 @@ def imports(name: str, known: Mapping[str, Path]) -> dict[str, int]:
 def by_text(tree: ast.Module, package: str) -> Iterator[tuple[str, int]]:
     """Names that may be imported through ``import_module``.
 
-    A literal is one. Of a name that is computed, all texts that stand in the file's lists, tuples and dicts may be
-    one; below the package where the call puts the package's name in front.
+    A literal argument is one. If the argument is computed, all strings in lists, tuples and dicts of the file count,
+    with the name of the package in front if the call adds it.
     """
     calls = [
         node
@@ -117,7 +117,7 @@ def room(name: str) -> str:
 
 
 def circle(edges: Mapping[str, Mapping[str, int]]) -> str:
-    """A circle of imports, in words, with the lines; nothing where there is none."""
+    """A description of a circle of imports, with lines; empty if there is none."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -127,7 +127,7 @@ def circle(edges: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def against(edges: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Imports that go up, or across from one room to another of the same row."""
+    """Imports from a room of a later row, or from another room of the same row."""
     return [
         f"{a}, line {line}, imports {b}"
         for a, targets in edges.items()
@@ -159,7 +159,7 @@ def test_no_file_is_longer_than_500_lines():
     assert not {name: length for name, length in lengths.items() if length > 500}
 
 
-def test_names_that_are_given_as_text_count(edges):
+def test_imports_by_name_count(edges):
     assert "fs_lowrank.methods.one_shot.fedfisher" in edges["fs_lowrank.methods.catalogue"]
     assert {"fs_lowrank.config", "fs_lowrank.api"} <= edges["fs_lowrank"].keys()
     assert {"fs_lowrank.engines.local", "fs_lowrank.engines.federatedscope.run"} <= edges[

@@ -1,4 +1,4 @@
-"""The reference of keys: it is whole, says something of every key, and the page of the documentation is it."""
+"""The reference of keys is complete, describes every key, and is the page of the documentation."""
 
 import subprocess
 import sys
@@ -14,15 +14,15 @@ from fs_lowrank.keys import find, markdown, others, reference, sentences
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_page_is_what_the_schema_says():
+def test_the_page_is_made_from_the_schema():
     page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
-    # In a process of its own, without the methods that other tests register.
+    # In a new process, without the methods that other tests register.
     command = [sys.executable, "-m", "fs_lowrank", "keys", "--markdown"]
     written = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=ROOT).stdout
     assert page == written, "write it anew: fs-lowrank keys --markdown > docs/keys.md"
 
 
-def test_every_key_is_there_and_has_a_sentence():
+def test_every_key_is_listed_with_a_description():
     entries = reference()
     assert not [e.name for e in entries if not e.meaning.endswith((".", "!", "?"))]
     names = {e.name for e in [*entries, *others()]}
@@ -56,7 +56,7 @@ def test_a_section_a_name_and_a_method_are_found():
         find("train.optimiser.lr")
 
 
-def test_what_is_written_of_a_field_is_found_wherever_it_stands():
+def test_the_description_of_a_field_is_found_in_docstrings_and_comments():
     from dataclasses import dataclass, field
 
     @dataclass

@@ -1,4 +1,4 @@
-"""A configuration from a file: what is guessed, what is refused, and that it runs."""
+"""Configurations written for a file of the user: what is guessed, what is refused, and that they run."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from fs_lowrank.testing.small import make_reviews
 
 @pytest.fixture
 def at(tmp_path, monkeypatch):
-    """``at(name, table)``: a file in an empty folder that is the working folder."""
+    """``at(name, table)`` writes a file to the working folder, which is otherwise empty."""
     monkeypatch.chdir(tmp_path)
 
     def write(name, table):
@@ -85,7 +85,7 @@ def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, ins
         (make_reviews(60), {"instruction": "text"}, "which column is the output. say --output COLUMN"),
     ],
 )
-def test_what_cannot_be_guessed_or_is_wrong_is_asked_for(at, tiny_encoder, table, said, message):
+def test_errors_name_the_option_to_give(at, tiny_encoder, table, said, message):
     with pytest.raises(UserError, match=message) as error:
         draft(Given(at("own.csv", table), model=str(tiny_encoder), **said))
     assert "\n" not in str(error.value)
@@ -131,7 +131,7 @@ def test_wrong_use_is_one_line(at, capsys, arguments, said):
     assert said in told and len(told.splitlines()) == 1, told
 
 
-def test_a_name_in_yaml_is_quoted_where_it_must_be(at, tiny_encoder):
+def test_names_are_quoted_in_yaml_if_necessary(at, tiny_encoder):
     table = make_reviews(60).rename(columns={"text": "the: text #1", "label": "1.0"})
     tree, text = made(at("own.csv", table), tiny_encoder, text="the: text #1", label="1.0")
     assert tree["data"]["args"] == [{"text": "the: text #1", "label": "1.0"}] and re.search('"1.0"', text)

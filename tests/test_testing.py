@@ -1,4 +1,4 @@
-"""The generic suite as it is shipped: the README's method passes it, and methods with a defect fail it in words."""
+"""The shipped generic suite: the method of the README passes it, and defective methods fail with a description."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ def registered(monkeypatch):
 
 
 def test_the_example_of_the_readme_passes_as_it_stands_there(tmp_path):
-    """The two files of the README, in an empty folder, by the command that the README gives."""
+    """The two files of the README are run in an empty folder, with the command that it gives."""
     for name in ("my_methods.py", "test_my_methods.py"):
         code = re.search(rf"```python\n# {name}\n(.*?)```", README, re.S)[1]
         (tmp_path / name).write_text(code)
@@ -39,7 +39,7 @@ class Median(Gathering):
 
 
 class Remembers(Averaging):
-    """Keeps what lasts in an attribute instead of the state."""
+    """Keeps its state in an attribute."""
 
     def settle(self, mean, state, round):
         self.rounds = getattr(self, "rounds", 0) + 1
@@ -55,14 +55,14 @@ class Overwrites(Averaging):
 
 
 class Equal(Averaging):
-    """Weighs all clients equally, whatever is configured."""
+    """Weights all clients equally, whatever is configured."""
 
     def weights(self, updates):
         return [1 / len(updates)] * len(updates)
 
 
 class Noisy(Averaging):
-    """Draws from a generator that the seed does not decide."""
+    """Draws from a generator that does not depend on the seed."""
 
     def settle(self, mean, state, round):
         mean = {n: t + 1e-3 * torch.randn(t.shape, generator=_GENERATOR) for n, t in mean.items()}
@@ -70,14 +70,14 @@ class Noisy(Averaging):
 
 
 class Frozen(Averaging):
-    """Throws away what was trained."""
+    """Discards what was trained."""
 
     def aggregate(self, updates, state, round):
         return state, {n: state[n] for n in updates[0].tensors}
 
 
 class Tailors(Averaging):
-    """Sends more than it says it sends."""
+    """Sends more than ``expected`` declares."""
 
     def upload(self, model, round, client):
         return {n: torch.cat([t, t]) for n, t in super().upload(model, round, client).items()}
@@ -99,14 +99,14 @@ _GENERATOR = torch.Generator()
         (Tailors, "bytes", "RunFailed.*shape"),
     ],
 )
-def test_a_method_with_a_defect_fails_the_check_that_is_about_it(cls, check, said):
+def test_a_defective_method_fails_the_check_for_its_defect(cls, check, said):
     method = register_method(f"with_a_defect_{cls.__name__.lower()}")(type(cls.__name__, (cls,), {}))
     with pytest.raises(AssertionError, match="fails 1 of 1 checks|fails [1-3] of 3 checks") as failed:
         check_method(method, only=check)
     assert re.search(said, str(failed.value)), str(failed.value)
 
 
-def test_what_is_asked_depends_on_the_kind_of_method():
+def test_the_checks_depend_on_the_kind_of_method():
     class ForImages(Averaging):
         @classmethod
         def requires(cls, params):

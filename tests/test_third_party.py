@@ -1,4 +1,4 @@
-"""The README's example of a third-party method works."""
+"""The example of a method in the README works as an installed package."""
 
 import os
 import re
@@ -15,7 +15,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 @pytest.fixture
 def package(tmp_path):
-    """A folder for ``PYTHONPATH`` that holds the README's method as an installed package would."""
+    """A folder for ``PYTHONPATH`` with the method of the README as an installed package."""
     code = re.search(r"```python\n# my_methods.py\n(.*?)```", README.read_text(encoding="utf-8"), re.S)[1]
     folder = tmp_path / "site"
     (folder / "my_methods-1.0.dist-info").mkdir(parents=True)
@@ -38,10 +38,10 @@ def _command(package, *args):
 
 @pytest.fixture
 def installed(package, monkeypatch):
-    """The package on the path of this process; its registrations are removed after the test."""
+    """Adds the package to the path of this process; its registrations are removed after the test."""
     from fs_lowrank.methods import list_methods, registry
 
-    list_methods()  # the built-in ones are registered once, not into the copy
+    list_methods()  # the built-in methods are registered once, not in the copy
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     monkeypatch.delitem(sys.modules, "my_methods", raising=False)
@@ -70,7 +70,7 @@ def test_it_is_listed(package):
     assert "median_lora" in _command(package, "methods").stdout
 
 
-def test_a_broken_package_is_named(package):
+def test_an_error_in_a_method_names_its_package(package):
     (package / "my_methods.py").write_text("import no_such_module_at_all\n")
     done = _command(package, "methods")
     assert done.returncode == 2 and "median_lora" in done.stderr and "Traceback" not in done.stderr

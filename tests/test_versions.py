@@ -1,4 +1,4 @@
-"""One place for the version, and files that say which schema they have: older ones are read, newer ones refused."""
+"""The version is written once, and files have a schema version: older files are read, newer ones refused."""
 
 import json
 import subprocess
@@ -29,18 +29,18 @@ def test_the_version_is_written_once():
     assert f"\n## {release} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_a_file_without_a_schema_is_of_the_first():
+def test_a_file_without_a_schema_has_the_first_one():
     check_schema({}, "summary.json")
     check_schema({"schema": SCHEMA}, "summary.json")
 
 
 @pytest.mark.parametrize("value", ["1", 0, -1, 1.5, True, None])
-def test_a_schema_that_is_none_is_named(value):
+def test_an_invalid_schema_is_an_error(value):
     with pytest.raises(UserError, match=r"summary.json: schema = .*expected a whole number above 0"):
         check_schema({"schema": value}, "summary.json")
 
 
-def test_a_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path):
+def test_a_checkpoint_of_a_newer_version_is_not_skipped(tmp_path):
     for number in (1, 2):
         save_checkpoint(tmp_path, number, {}, {})
     path = tmp_path / "round_000002" / "meta.json"
@@ -76,7 +76,7 @@ def test_a_speed_table_of_a_newer_version_is_refused(tmp_path):
         table(tmp_path)
 
 
-def test_what_a_newer_search_left_is_refused(tmp_path):
+def test_files_of_a_newer_search_are_refused(tmp_path):
     path = tmp_path / "best.yaml"
     path.write_text("# hpo: " + json.dumps({"schema": SCHEMA + 1}) + "\n")
     with pytest.raises(NewerSchema, match=f"best.yaml: {NEWER}"):

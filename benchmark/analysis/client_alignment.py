@@ -7,7 +7,7 @@ Regularization", Appendix F.5, Figure 8:
 
 with W the global weights before the round, W_k those of a client after training, and W' the new global weights, all as
 the network uses them: for an adapted layer, W + s B A, so methods with and without an adapter can be compared. The
-paper says "model weights were vectorized" and leaves this open. Weights that do not change add nothing.
+paper says "model weights were vectorized" and leaves this open. Weights that do not change do not contribute.
 
 The updates are recorded by a subclass of the method that is registered under another name.
 
@@ -93,7 +93,7 @@ def runs(
     rates: Mapping[str, float] = RATES,
     tau: int = 10,
 ) -> list[dict[str, Any]]:
-    """One run per method and seed; for a seed, all have the same split, clients and batches."""
+    """One run per method and seed; with the same seed, all methods have the same split, clients and batches."""
     results = []
     for method in methods:
         keys = {"federate.method": method, "train.optimizer.lr": rates[method]}

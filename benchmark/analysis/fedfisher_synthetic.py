@@ -1,15 +1,15 @@
-"""FedFisher with the full Fisher on a two-layer ReLU net: its loss against the width and against local steps.
+"""FedFisher with the full Fisher on a two-layer ReLU network: its loss by width and by number of local steps.
 
 Jhunjhunwala et al., "FedFisher", AISTATS 2024, section 3, Figure 1, with the details of appendix D.1.
 
-Two clients with 100 samples each in two dimensions: x ~ N(b_i, diag(1, 2^-1.2)) brought to length 1, y = w_iᵀ x, where
-w_i ~ N(u_i, I), b_i ~ N(v_i, I), u_i, v_i ~ N(0, 1). The net is f(x) = Σ_r a_r relu(w_rᵀ x) with a_r = ±1/√m at random
-and fixed, w_r ~ N(0, 1/2). Each client takes K steps of gradient descent, rate 0.1, on (1/n) Σ (y - f(x))² / 2; its
-Fisher is (1/n) Σ ∇f ∇fᵀ there. The global model comes from gradient descent on Σ_i (W - W_i)ᵀ F_i (W - W_i) from the
-mean of the W_i, rate 0.001 (Algorithm 1, line 14). The paper does not say how many steps the server takes, and much
-depends on it: the limit, which is the minimiser nearest to the mean (Lemma 1), lies far out along the directions in
-which ΣF_i is all but zero. So the figure is drawn for several numbers of steps; the iterate after any number of them is
-had exactly from the eigenvalues of ΣF_i.
+Two clients have 100 samples each in two dimensions: x ~ N(b_i, diag(1, 2^-1.2)), scaled to length 1, and y = w_iᵀ x,
+where w_i ~ N(u_i, I), b_i ~ N(v_i, I), u_i, v_i ~ N(0, 1). The network is f(x) = Σ_r a_r relu(w_rᵀ x), where the
+a_r = ±1/√m are random and fixed, and w_r ~ N(0, 1/2). Each client takes K steps of gradient descent at rate 0.1 on
+(1/n) Σ (y - f(x))² / 2; its Fisher at the end is (1/n) Σ ∇f ∇fᵀ. The global model is the result of gradient descent on
+Σ_i (W - W_i)ᵀ F_i (W - W_i) from the mean of the W_i at rate 0.001 (Algorithm 1, line 14). The paper does not give the
+number of server steps, on which the result depends strongly: the limit, which is the minimiser nearest to the mean
+(Lemma 1), is far from the mean in the directions in which ΣF_i is almost zero. The figure is therefore drawn for
+several numbers of steps; the iterate after any number of steps is computed exactly from the eigenvalues of ΣF_i.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..script import script
 from . import panels
 
 CLIENTS, SAMPLES, RATE, SERVER_RATE = 2, 100, 0.1, 0.001
-#: of the server; the claims are checked for the first
+#: numbers of server steps; the claims are checked for the first
 SERVER_STEPS = (10_000, 100_000, 1_000_000)
 WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
 STEPS = (16, 64, 256, 1024, 2048, 4096, 8192)
@@ -97,7 +97,7 @@ def loss(first: Tensor, second: Tensor, x: Tensor, y: Tensor) -> float:
 
 
 def trial(width: int, steps: int, seed: int) -> dict[str, float]:
-    """Losses of one seed: of FedFisher's model by its server's steps, of the mean, and the clients' own at home."""
+    """Losses of one seed: of FedFisher by number of server steps, of the mean, and of clients on their own data."""
     (x, y), (first, second) = make_data(seed), make_net(width, seed)
     local = train(first, second, x, y, steps)
     fused = {f"fedfisher {t}": loss(fuse(local, second, x, t), second, x, y) for t in SERVER_STEPS}
@@ -109,7 +109,7 @@ def trial(width: int, steps: int, seed: int) -> dict[str, float]:
 
 
 def sweep(settings: list[tuple[int, int]], seeds: int) -> list[dict]:
-    """One entry a setting ``(width, steps)``: mean, median and standard error of every loss over the seeds."""
+    """For each setting ``(width, steps)``, the mean, median and standard error of every loss over the seeds."""
     entries = []
     for width, steps in settings:
         trials = [trial(width, steps, seed) for seed in range(seeds)]

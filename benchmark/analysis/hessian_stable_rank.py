@@ -1,18 +1,18 @@
-"""Stable rank of the loss Hessian against the amount of data.
+"""Stable rank of the loss Hessian by amount of data.
 
 Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
 Regularization", Theorem 3.2, Figure 1 and Appendix D.3: on fewer samples, ||H||_F^2 / ||H||_2^2 is larger.
 
 Two studies on a small network:
 
-    same weights   H on N samples that training has not seen, of one network: what the theorem speaks of
-    own training   a network trained on its N samples only, H on these as training goes on: the paper's figure
+    same weights   H of one network on N samples that were not used for training, which is the case of the theorem
+    own training   H of a network on its N training samples during training, which is the paper's figure
 
-The paper counts training in epochs, of which a larger sample has more steps; here the axis is steps, so that both can
-be read off (an epoch is N / 50 steps).
+The paper counts training in epochs, which have more steps for a larger sample. Here the axis is steps, from which both
+can be read (an epoch is N / 50 steps).
 
-Products H v come from curvlinops. ||H||_2 is the largest Ritz value of Lanczos from a random start. For ||H||_F^2 the
-leading Ritz vectors Q are taken exactly and the rest by random probes g (Hutch++, Meyer et al., 2021):
+Products H v are computed by curvlinops. ||H||_2 is the largest Ritz value of Lanczos from a random start. ||H||_F^2 is
+exact on the leading Ritz vectors Q and estimated by random probes g on the rest (Hutch++, Meyer et al., 2021):
 
     ||H||_F^2 = ||H Q||_F^2 + E ||H (I - Q Q^T) g||^2
 
@@ -38,7 +38,7 @@ from ..speed import threads
 from . import band, panels, seeds_option
 from .data import DATA, Data, data_options, load
 
-#: Lanczos steps, leading Ritz vectors that are taken exactly, random probes for the rest
+#: Lanczos steps, leading Ritz vectors on which the norm is exact, random probes for the rest
 STEPS, LEADING, PROBES = 40, 20, 10
 #: of training
 LR, MOMENTUM, BATCH = 0.05, 0.9, 50
@@ -56,7 +56,7 @@ def hessian(model: nn.Module, loss: nn.Module, x, y: torch.Tensor) -> tuple[Call
 
 
 def lanczos(matmul: Callable, dim: int, steps: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ritz values (at most ``steps``, by falling magnitude) and vectors (dim, ...) from a random start.
+    """Ritz values (at most ``steps``, by decreasing magnitude) and vectors (dim, ...) from a random start.
 
     Every new vector is made orthogonal to all before it, twice, so that no Ritz value appears more than once.
     """
@@ -102,7 +102,7 @@ def stable_rank(
 
 
 def network(inputs: int, hidden: int, classes: int, seed: int) -> nn.Module:
-    """Two hidden layers with ReLU, PyTorch's initialisation."""
+    """A network with two hidden layers, ReLU and PyTorch's initialisation."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)
@@ -110,7 +110,7 @@ def network(inputs: int, hidden: int, classes: int, seed: int) -> nn.Module:
 
 
 def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, generator: torch.Generator) -> Iterator[int]:
-    """SGD on cross-entropy, epoch after epoch; yields the number of steps done, 0 first."""
+    """Train with SGD on cross-entropy over epochs; yields the number of steps done, starting with 0."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     order, done = iter(()), 0
     yield done
@@ -140,7 +140,7 @@ def curves(
     steps: int,
     hidden: int,
 ) -> dict:
-    """Both studies; see the module's docstring. ``steps`` of training on ``trained_on`` samples for the first."""
+    """Both studies of the module's docstring; the first one trains ``steps`` steps on ``trained_on`` samples."""
     classes = int(data.y.max()) + 1
     same, own = [], []
     for seed in range(seeds):
@@ -151,7 +151,7 @@ def curves(
         fresh_x, fresh_y = x[trained_on:], y[trained_on:]
         for done in train(model, x[:trained_on], y[:trained_on], steps, generator):
             for size in sizes if done in (0, steps) else ():
-                # Small samples vary more, so up to four disjoint ones are averaged.
+                # Small samples vary more, so up to four disjoint samples are averaged.
                 parts = torch.randperm(max(sizes), generator=generator).split(size)[:4]
                 found = [measure(model, fresh_x[rows], fresh_y[rows], seed)["stable_rank"] for rows in parts]
                 same.append({"seed": seed, "steps": done, "samples": size, "stable_rank": sum(found) / len(found)})
@@ -174,7 +174,7 @@ def curves(
 
 
 def by_size(result: dict, steps: int) -> torch.Tensor:
-    """The first study's stable ranks after ``steps`` of training (seeds, sizes)."""
+    """The stable ranks of the first study after ``steps`` of training (seeds, sizes)."""
     sizes, seeds = result["settings"]["sizes"], range(result["settings"]["seeds"])
     found = {(e["seed"], e["samples"]): e["stable_rank"] for e in result["same_weights"] if e["steps"] == steps}
     return torch.tensor([[found[seed, size] for size in sizes] for seed in seeds])
@@ -217,7 +217,7 @@ def study(data: str, root: Path | None, **settings) -> dict:
 
 
 def stable_ranks(result: dict, size: int) -> torch.Tensor:
-    """The second study's on ``size`` samples (seeds, points)."""
+    """The stable ranks of the second study on ``size`` samples (seeds, points)."""
     runs = [e["curve"] for e in result["own_training"] if e["samples"] == size]
     return torch.tensor([[point["stable_rank"] for point in curve] for curve in runs])
 

@@ -1,4 +1,4 @@
-"""FedLoRU's two theorems on Hessians with random error, as a numerical experiment with known expectations.
+"""FedLoRU's two theorems on Hessians with random error, in a numerical experiment with known expectations.
 
 Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
 Regularization", Proposition 3.1, Theorems 3.2 and 3.3.
@@ -15,7 +15,7 @@ cosine, eqs. 54 and 57.
 
 Two remarks on the paper.
 * Its condition for an eigenvalue to leave the bulk, theta + sigma^2 s^2 / theta > 2 sigma s (eq. 2), holds for every
-  positive theta but sigma s. The condition that the result rests on (Benaych-Georges and Nadakuditi, 2011) is
+  positive theta except sigma s. The condition of the result that it uses (Benaych-Georges and Nadakuditi, 2011) is
   |theta| > sigma s; a smaller theta stays at the edge of the bulk, 2 sigma s.
 * The bound of Theorem 3.2 counts every eigenvalue of the bulk at the edge. The mean square over the bulk is
   sigma^2 s^2, a quarter of that, so the gap has the sign of the theorem and may lie below the bound.
@@ -51,7 +51,7 @@ def draw(theta: tuple[float, ...], dim: int, s: float, generator: torch.Generato
 
 
 def outlier(theta: float, s: float, sigma: float = SIGMA) -> float:
-    """Where the eigenvalue ``theta`` ends up; the edge of the bulk if it is too small to leave it."""
+    """The limit of the eigenvalue ``theta``; the edge of the bulk if it is too small to leave it."""
     if abs(theta) <= sigma * s:
         return math.copysign(2 * sigma * s, theta)
     return theta + sigma**2 * s**2 / theta
@@ -104,7 +104,7 @@ def cosines(theta, dim: int, s: float, ranks, clients: int, alpha: float, beta: 
 
 
 def expected_cosine(theta, s: float, rank: int, alpha: float, beta: float, sigma: float = SIGMA) -> float:
-    """Eq. 54 up to as many outliers as there are, eq. 57 beyond."""
+    """Eq. 54 for ranks up to the number of outliers, eq. 57 beyond."""
     out = sorted((abs(t) for t in theta), reverse=True)
     kept = [alpha**2 * max(0.0, 1 - (sigma * s / t) ** 2) for t in out[:rank]]
     return sum(kept) / (alpha**2 * len(kept) + beta**2 * max(0, rank - len(out)))

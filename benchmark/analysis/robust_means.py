@@ -1,19 +1,19 @@
-"""Which robust mean survives which kind of malicious client: a table of test accuracies.
+"""Robust means against malicious clients: a table of test accuracies by rule and attack.
 
 Of 10 clients, 2 are malicious. All train a network of two hidden layers on a mixture of Gaussians (10 classes in 20
 dimensions, split by a Dirichlet distribution), with LoRA pairs on the hidden layers. The malicious clients send
 something else than the result of their training:
 
 - ``label flip``: they train on wrong labels (9 − y);
-- ``scaled``: the change of a client with wrong labels, 50 times, as for the replacement of a model;
-- ``sign flip``: minus 3 times the change of an honest training;
+- ``scaled``: 50 times the change of a client with wrong labels, to replace the model;
+- ``sign flip``: minus 3 times the change after honest training;
 - ``opposite mean``: minus the mean change of all honest clients, which they know;
 - ``a little``: the mean of the honest clients minus 1.5 standard deviations, value by value (Baruch et al., "A Little
   Is Enough", NeurIPS 2019);
-- ``noise``: normal noise of standard deviation 1; ``zeros``; ``huge``: 10³⁰ everywhere.
+- ``noise``: normal noise of standard deviation 1; ``zeros``: only zeros; ``huge``: only values of 10³⁰.
 
-A rule survives an attack if its accuracy is within 5 points of the weighted mean's without an attack. The rules know
-the number of malicious clients.
+A rule survives an attack if its accuracy is at most 5 points below that of the weighted mean without an attack. The
+rules are given the number of malicious clients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..script import script
 
 CLIENTS, MALICIOUS, CLASSES, WIDTH = 10, 2, 10, 20
 RULES = ("none", "median", "trimmed_mean", "norm_bound", "krum", "multi_krum")
-#: of the clients' gradient descent
+#: learning rate of the clients
 LR = 0.3
 #: points of accuracy that a rule may lose
 MARGIN = 0.05
@@ -81,7 +81,7 @@ FLIPPED = ("label flip", "scaled")
 
 
 def data(seed: int) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
-    """The training data of each client, ``(samples, 20)`` and labels, and test data."""
+    """The training data of each client, ``(samples, 20)`` with labels, and the test data."""
     draw = torch.Generator().manual_seed(seed)
     centres = 1.1 * torch.randn(CLASSES, WIDTH, generator=draw)
 

@@ -1,4 +1,4 @@
-"""RoLoRA on a federated linear regressor: the theory's known answers, in float64.
+"""RoLoRA on a federated linear regressor, in float64, with the results that its theory predicts.
 
 Chen et al., "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA" (RoLoRA):
 section 4.1, Algorithm 2, Lemma 4.3, Theorem 4.5, Proposition 4.6.
@@ -42,7 +42,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """Curves over iterations t = 0..T; entry t belongs to a^t and the averaged b that answers it, b^{t+1}.
+    """Curves over iterations t = 0..T; entry t belongs to a^t and the averaged b for it, b^{t+1}.
 
     sin_angle: delta_t (Definition 4.2). loss: global loss (eq. 6). error: ||a b^T - a* b*^T||_F (Theorem 4.5).
     a_norm: ||a^t||. eta, b_norm: the step size and ||b*||.
@@ -67,13 +67,13 @@ def start_at_angle(a_star: torch.Tensor, delta0: float, generator: torch.Generat
     if not 0.0 < delta0 < 1.0:
         raise ValueError(f"delta0 must lie in (0, 1), got {delta0}")
     u = torch.randn(a_star.shape, generator=generator, dtype=a_star.dtype)
-    for _ in range(2):  # a second pass removes the first one's rounding
+    for _ in range(2):  # a second pass removes the rounding error of the first
         u = u - a_star * (a_star @ u)
     return math.sqrt(1.0 - delta0**2) * a_star + delta0 * u / u.norm()
 
 
 def sin_angle(a: torch.Tensor, a_star: torch.Tensor) -> float:
-    """||(I - a a^T) a*|| (eq. 7), as written: it is a sine only if `a` has unit length."""
+    """||(I - a a^T) a*|| (eq. 7), which is a sine only if `a` has unit length."""
     return (a_star - a * (a @ a_star)).norm().item()
 
 
@@ -157,15 +157,6 @@ def largest_step(delta0: float) -> float:
     return 1.0 - (1.0 - delta0**2) / 4.0
 
 
-def population_step(delta: float, step: float) -> float:
-    """delta_{t+1} from delta_t with unlimited data and step = eta ||b*||^2 (Algorithm 2 in expectation).
-
-    Then b = cos * b* and the gradient is 2 (a ||b||^2 - a* b*^T b), which is orthogonal to a.
-    """
-    cos2 = 1.0 - delta**2
-    return delta * abs(1.0 - 2.0 * step * cos2) / math.sqrt(1.0 + 4.0 * step**2 * delta**2 * cos2)
-
-
 def c_tilde(num_clients: int, samples: int) -> float:
     """Proposition 4.6's constant (eq. 199), (N(4 - m) - 2) / (N^2 m (m - 2)): negative for m > 4, near -1/(N m)."""
     n, m = num_clients, samples
@@ -177,8 +168,8 @@ def measure_c_tilde(
 ) -> tuple[float, float]:
     """Monte Carlo mean of FFA-LoRA's loss / (||b*||^2 delta0^2) - 1, with its standard error.
 
-    Each draw subtracts the loss at b = (a^T a*) b*, whose expectation is exactly ||b*||^2 delta0^2: without that the
-    spread of one draw, sqrt(2 / (N m)), hides a constant of order 1 / (N m).
+    Each draw subtracts the loss at b = (a^T a*) b*, whose expectation is exactly ||b*||^2 delta0^2. Otherwise the
+    spread of one draw, sqrt(2 / (N m)), would hide a constant of order 1 / (N m).
     """
     generator = torch.Generator().manual_seed(seed)
     target = make_target(dim, 1.0, generator)

@@ -14,12 +14,12 @@ round trains the halves below from the server's copy, then averages each with we
 
 Here A is (d, r): PEFT's lora_A transposed.
 
-The paper leaves open: the start, the learning rates, the number of rounds. Here all three matrices start uniform within
-1/sqrt(fan_in). B cannot start at zero, as LoRA's does: ReLU'(0) = 0 would stop both gradients. Each method gets its own
-learning rate, chosen from one grid by the accuracy on held-out training samples. `--clients 1` is the control: what a
-method reaches with no skew and no averaging.
+The paper does not give the initial values, the learning rates and the number of rounds. Here all three matrices start
+uniform within 1/sqrt(fan_in). B cannot start at zero as in LoRA, because ReLU'(0) = 0 would make both gradients zero.
+The learning rate of each method is chosen from one grid by the accuracy on held-out training samples. `--clients 1` is
+the control without label skew and averaging.
 
-All clients advance together in batched products; one that has run out of samples in an epoch takes no step.
+All clients are trained together in batched products; a client without samples left in an epoch takes no step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Model:
 
 
 def subsample(data: Data, samples: int | None, seed: int) -> Data:
-    """A random subset of `samples` training samples; the test set stays whole."""
+    """A random subset of `samples` training samples; the test set does not change."""
     if samples is None or samples >= len(data.y):
         return data
     keep = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(seed))[:samples]
@@ -69,14 +69,14 @@ def subsample(data: Data, samples: int | None, seed: int) -> Data:
 
 
 def hold_out(data: Data, share: float, seed: int) -> Data:
-    """Training data split in two: the second part, a random `share`, takes the test set's place."""
+    """Split the training data in two: the second part, a random `share`, replaces the test set."""
     order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(seed))
     kept, held = order[int(share * len(order)) :], order[: int(share * len(order))]
     return Data(data.x[kept], data.y[kept], data.x[held], data.y[held])
 
 
 def split_by_label(data: Data, num_clients: int) -> Clients:
-    """Client k gets the k-th run of consecutive labels, all its samples, no label twice."""
+    """Client k gets all samples of the k-th group of consecutive labels; no label is in two groups."""
     classes = int(data.y.max()) + 1
     if classes % num_clients:
         raise ValueError(f"{classes} labels cannot be dealt evenly to {num_clients} clients")
@@ -92,7 +92,7 @@ def split_by_label(data: Data, num_clients: int) -> Clients:
 
 
 def start(dim: int, rank: int, classes: int, generator: torch.Generator) -> Model:
-    """Uniform within 1/sqrt(fan_in), each matrix."""
+    """A model whose matrices are uniform within 1/sqrt(fan_in)."""
 
     def uniform(rows: int, columns: int) -> torch.Tensor:
         return (2 * torch.rand(rows, columns, generator=generator) - 1) / math.sqrt(rows)
@@ -101,7 +101,7 @@ def start(dim: int, rank: int, classes: int, generator: torch.Generator) -> Mode
 
 
 def halves_of(method: str, round_number: int) -> tuple[str, ...]:
-    """Which of "a", "b" the clients train in this round; rounds count from 1."""
+    """The halves, of "a" and "b", that clients train in this round; rounds count from 1."""
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
     if method == "lora":
@@ -117,7 +117,7 @@ def gradients(
     model: Model,
     halves: tuple[str, ...],
 ) -> dict[str, torch.Tensor]:
-    """Gradients of each client's mean cross-entropy over its valid samples, for the halves asked for.
+    """Gradients of each client's mean cross-entropy over its valid samples, for the given halves.
 
     x (N, m, d), projected = x A (N, m, r), labels and valid (N, m); a (N, d, r), b (N, r, d): each may lack its N.
     """
@@ -189,7 +189,7 @@ def train(
     batch: int = 64,
     after_round=None,
 ) -> list[float]:
-    """Test accuracy before round 1 and after every round. One seed gives every method the same start.
+    """Test accuracy before round 1 and after every round. With the same seed, all methods have the same start.
 
     `after_round(round_number, before, local, after)`, if given, sees both server models and the clients' halves.
     """
@@ -209,14 +209,14 @@ def train(
 
 
 def tail(curve: list[float]) -> float:
-    """Mean over the last quarter of the rounds: one round's accuracy jumps under label skew."""
+    """Mean over the last quarter of the rounds, since the accuracy varies between rounds under label skew."""
     return statistics.fmean(curve[-max(1, len(curve) // 4) :])
 
 
 def choose_rate(
     data: Data, method: str, num_clients: int, *, grid: tuple[float, ...], share: float = 0.1, seed: int = 0, **options
 ) -> tuple[float, dict[str, float]]:
-    """The grid's rate with the best `tail` accuracy on held-out training samples, and every score."""
+    """The rate of the grid with the best `tail` accuracy on held-out training samples, and all scores."""
     part = hold_out(data, share, seed)
     clients = split_by_label(part, num_clients)
     scores = {f"{lr:g}": tail(train(part, clients, method, lr=lr, seed=seed, **options)) for lr in grid}
@@ -233,7 +233,7 @@ def compare(
     grid: tuple[float, ...] = GRID,
     **options,
 ) -> list[dict]:
-    """One entry per number of clients and method: rate, scores of the grid, curves, and their summary over seeds."""
+    """For each number of clients and method: rate, scores of the grid, curves, and their summary over seeds."""
     entries = []
     for num_clients in clients:
         for method in METHODS:

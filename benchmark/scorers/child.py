@@ -1,8 +1,8 @@
 """The two processes that decide whether a program written by a model solves a problem. ``humaneval`` runs this file.
 
 ``program`` runs the model's code and answers calls of its function. ``judge`` has the problem's tests, calls the
-function by sending its arguments, and decides by the values that come back. Arguments and values cross as Python
-literals, so no object of the program reaches the judge; what else the program writes, and how it ends, is only data.
+function by sending its arguments, and decides by the values that come back. Arguments and values are sent as Python
+literals, so no object of the program reaches the judge. Other output of the program, and its exit, are only data.
 
 Limits on both, all set before the tests or the program start:
 
@@ -67,7 +67,7 @@ def filter_calls() -> bool:
     steps = [(load, 0, 0, 4), (equal, 1, 0, 0xC000003E), (answer, 0, 0, kill), (load, 0, 0, 0)]
     steps += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the x32 calls
     for number in (int(n) for group in _REFUSED.values() for n in group.split()):
-        # glibc falls back to clone, whose flags can be looked at, if clone3 is not there.
+        # without clone3, glibc uses clone, whose flags can be checked
         steps += [(equal, 0, 1, number), (answer, 0, 0, 0x00050000 | 38 if number == 435 else refuse)]
     for number, argument, bits, with_bits, without in (
         (56, 0, _THREAD, allow, refuse),
@@ -123,7 +123,7 @@ def to_literal(value: object) -> str:
     """``value`` as a Python literal. Instances of subclasses of the built-in types, and numpy's scalars, are converted.
 
     Raises:
-        TypeError: it is no number, text, bytes, None, or collection of these; NaN included, which has no literal.
+        TypeError: it is not a number, text, bytes, None, or a collection of these. NaN has no literal either.
     """
     if hasattr(value, "item") and not isinstance(value, (int, float, complex)) and getattr(value, "ndim", 1) == 0:
         value = value.item()  # a scalar of numpy
@@ -181,11 +181,11 @@ def program() -> None:
 
 
 class Unsolved(Exception):
-    """What the program did instead of returning a value, in words."""
+    """The program returned no value; the message describes what it did instead."""
 
 
 class Candidate:
-    """The program's function, as the tests call it: every call is a line to the program and one from it."""
+    """The function of the program for the tests; each call writes a line to the program and reads one from it."""
 
     def __init__(self, calls: int, answers: int):
         self.calls, self.answers = calls, os.fdopen(answers, "rb")

@@ -86,7 +86,7 @@ def split_row(task: str, row: dict) -> Question:
     text = text[len(form.start) : len(text) - len(form.last)]
     options: list[str] = []
     if form.word:
-        # From the right: a number in the question then cuts nothing off the options. Some ARC rows have five
+        # Search from the right, so that a number in the question is not taken for an option. Some ARC rows have five
         # options, or three, and an answer format of four.
         number = next((n for n in range(9, 0, -1) if f"{form.word}{n}: " in text), 0)
         for n in range(number, 0, -1):

@@ -22,7 +22,7 @@ from fs_lowrank.errors import UserError, nearest
 
 from . import commonsense, decode
 
-#: lm-eval's names mean the same tasks
+#: lm-eval's names of the same tasks
 ALIASES = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge", "social_iqa": "social_i_qa"}
 
 
@@ -101,7 +101,7 @@ def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[in
             f"{int((~kept).sum())} of {len(rows)} prompts are longer than the model's limit of "
             f"{tokenizer.model_max_length} tokens"
         )
-    # What carries no loss is the prompt.
+    # The prompt is the part without loss.
     return [
         ids[labels == -100].tolist() for ids, labels in zip(examples.columns["input_ids"], examples.columns["labels"])
     ]

@@ -123,7 +123,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
 def pass_at(k: int, samples: int, solved: int) -> float:
     """The unbiased estimate of pass@k from ``solved`` of ``samples`` solutions (Chen et al., 2021, equation 1).
 
-    It is the share of the sets of k solutions that contain a right one.
+    It is the share of the sets of k solutions that contain a correct one.
     """
     return 1 - math.comb(samples - solved, k) / math.comb(samples, k)
 
@@ -208,7 +208,7 @@ def run(problem: Mapping[str, str], completion: str, timeout: int = 10, memory_m
 
 
 _CHILD = Path(__file__).with_name("child.py")
-#: no secrets of the parent's, and one thread for libraries that would reserve memory for many
+#: the environment without secrets of the parent; one thread, because libraries reserve memory for each
 _ENVIRONMENT = {
     "PATH": PATH,
     "LANG": "C.UTF-8",

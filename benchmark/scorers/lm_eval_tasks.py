@@ -58,7 +58,7 @@ def check(options: Options, root: Path) -> None:
             raise UserError(
                 f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` shows them all"
             )
-        # Before the task is built: HumanEval's definition asks a hub for its metric when it is read.
+        # Checked before the task is built, because HumanEval's definition asks a hub for its metric.
         if entry is not None and (entry.cfg or {}).get("unsafe_code"):
             raise _unsafe(name)
     with _local_first(root):
@@ -89,7 +89,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     from lm_eval import simple_evaluate
 
     places: dict[str, str] = {}
-    # lm-eval draws progress bars; a live view may own the terminal.
+    # Progress bars of lm-eval would disturb the live view of the benchmark.
     with _local_first(root, places), redirect_stderr(io.StringIO()):
         found = simple_evaluate(
             model=_wrap(model, tokenizer, options),

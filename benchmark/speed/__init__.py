@@ -71,8 +71,8 @@ def row(
     Args:
         case: what was measured. figure: the meaning of ``value``. note: the times.
         agreement: relative difference between fast and slow results.
-        least: a bound that ``value`` should keep; without it or ``most`` there is no target.
-        most: the same from above.
+        least: a lower bound for ``value``; without it and ``most`` there is no target.
+        most: an upper bound.
     """
     target = f"≥ {least:g}" if least is not None else f"≤ {most:g}" if most is not None else "–"
     holds = (least is None or value >= least) and (most is None or value <= most)

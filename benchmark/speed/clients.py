@@ -45,7 +45,7 @@ def measure(settings: dict, train: bool) -> dict:
     imported = peak_bytes()
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(settings, outdir=folder)
-        started = time.process_time()  # with one thread, other load on the machine does not count
+        started = time.process_time()  # with one thread, processor time does not include other load on the machine
         engine = LocalEngine(config)
         measured: dict[str, Any] = {
             "clients": len(engine.site.clients),
@@ -88,7 +88,7 @@ def with_federate(settings: dict, **keys) -> dict:
 
 
 def run(settings: dict = SETTINGS, few: int = 10, turns: int = 3) -> dict:
-    """1,000 clients: set-up against that of a few, and a round of all and rounds of some of them."""
+    """Measure 1,000 clients: set-up compared with that of a few, a round of all of them, and rounds of some."""
     many = settings["federate"]["client_num"]
     setups: dict[int, list[float]] = {n: [] for n in (few, many)}
     for _ in range(turns):

@@ -85,7 +85,7 @@ def settings(folder: Path, clients: int, rounds: int) -> dict:
 
 
 def _process(config: dict, keys: dict, engine: str, answers: Any) -> None:
-    """One process of a run; puts the end time of each round, and its processor seconds a round, into ``answers``."""
+    """One process of a run; puts the end time and processor seconds of each round into ``answers``."""
     import torch
 
     torch.set_num_threads(1)
@@ -185,7 +185,7 @@ def measure(
     failed = [a for a in (answer, *others) if isinstance(a, str)]
     if failed:
         return {"status": f"failed: {failed[0]}"}
-    # Differences of the ends of rounds: the first round includes the start.
+    # Differences between the ends of rounds, because the first round includes the start.
     ended, work = answer[0], answer[1] + sum(work for _, work in others)
     seconds = float(np.median(np.diff(ended)))
     return {
@@ -230,11 +230,11 @@ def table(result: dict) -> str:
 
 def study(clients: str, rounds: int) -> dict:
     """The result of the command, as plain data."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that are started
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that it starts
     import fs_lowrank.engines.federatedscope  # noqa: F401 - says what is missing before anything runs
 
     context = multiprocessing.get_context("forkserver")
-    # Imported once and forked: 200 client processes fit into a small machine.
+    # Modules are imported once and processes forked, so that 200 clients fit into a small machine.
     context.set_forkserver_preload(
         [
             "fs_lowrank.engines.federatedscope.run",

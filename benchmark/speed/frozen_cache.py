@@ -1,4 +1,4 @@
-"""Speed of local steps with kept states below the first adapted layer, relative to computing them in every step."""
+"""Speed of local steps with cached states below the first adapted layer, relative to computing them in every step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
     method = engine.method
     data: Any = engine.site.data.clients[0]
     examples = data.select(np.arange(min(samples, len(data))))
-    # A limit of 0 bytes keeps no states.
+    # With a limit of 0 bytes, no states are cached.
     prefixes = {
         "kept": FrozenPrefix(model, {*method.shared}, limit=4e9),
         "computed": FrozenPrefix(model, {*method.shared}, limit=0),

@@ -1,4 +1,4 @@
-"""FedFisher: conjugate gradients against the paper's Adam, the Fisher pass against training, the server's memory."""
+"""FedFisher: conjugate gradients compared with the paper's Adam, the Fisher pass with training, the server's memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trained(kind: str, shape: tuple[int, int, int], data: list[dict[str, Tensor]
 
 
 class Round:
-    """The server after ``clients`` clients have trained and sent; ``params`` are FedFisher's."""
+    """The server with the updates of ``clients`` trained clients; ``params`` are those of FedFisher."""
 
     def __init__(self, clients: int, **params):
         shape = (3, 32, 32)
@@ -87,7 +87,7 @@ class Round:
 
 
 def _solvers() -> list[dict]:
-    """Seconds of the server's step: cg to its tolerance, 2,000 steps of the paper's Adam; neither scores iterates."""
+    """Seconds of the server step: cg to its tolerance, and 2,000 steps of the paper's Adam; no iterates are scored."""
     round = Round(CLIENTS, select=False)
     solutions: dict[str, dict[str, Tensor]] = {}
     parts, weights = [u.tensors for u in round.updates], round.method.weights(round.updates)

@@ -26,8 +26,8 @@ from . import row, threads
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 
-#: a part of the overhead -> functions of this package, none of which calls another of them or the model; the file is
-#: given where other files have functions of the same name
+#: parts of the overhead -> functions of this package that call neither each other nor the model; the file is given if
+#: other files have functions of the same name
 PARTS = {
     "making batches": ("batch",),
     "loading tensors": ("load_tensors",),
@@ -48,7 +48,7 @@ def timers(model: torch.nn.Module) -> Iterator[dict[str, float]]:
     def timed(name, function):
         def wrapper(*args, **kwargs):
             started = time.perf_counter()
-            try:  # the pass that fills the cache of frozen layers ends by an exception
+            try:  # the pass that fills the cache of frozen layers ends with an exception
                 return function(*args, **kwargs)
             finally:
                 spent[name] += time.perf_counter() - started
@@ -86,7 +86,7 @@ def measure(config: Config, rounds: int, profile: bool = False) -> dict:
     with tempfile.TemporaryDirectory() as folder:
 
         def on_client(round, done, clients):
-            if not marks:  # here the first round begins; everything before is set-up
+            if not marks:  # the first round begins here; everything before is set-up
                 marks.append((time.perf_counter(), dict(spent)))
                 if profile:
                     profiler.enable()
@@ -127,7 +127,7 @@ def _parts(profiler: cProfile.Profile) -> dict[str, float]:
 
 
 def run(rounds: int = 4) -> dict:
-    """The demo's first rounds, every other one with an evaluation, for the method it ships with."""
+    """Measure the first rounds of the demo with its own method; every second round has an evaluation."""
     config = load_config(DEMO, eval__freq=2)
     with threads(1):
         plain, profiled = measure(config, rounds), measure(config, 2, profile=True)

@@ -1,4 +1,4 @@
-"""The server's step: the mean against a loop, FlexLoRA against a dense SVD, FLoRA against one product per client."""
+"""Server steps: the mean compared with a loop, FlexLoRA with a dense SVD, FLoRA with one product per client."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def merge_one_by_one(round: Round, weights: dict[str, Tensor], in_place: bool = 
     """FLoRA's sum with one dense product per client, as the formula is written: ``W += p_k s (B_k @ A_k)``.
 
     Args:
-        in_place: the fastest such loop: the factor is part of the addition, and nothing else is allocated.
+        in_place: use the fastest such loop, in which the factor is part of the addition and nothing else is allocated.
     """
     for b, a in pairs(round.state):
         weight = weights[a.split(".lora_A.")[0] + ".base_layer.weight"]
@@ -159,7 +159,7 @@ def flora(clients=50, modules=48, d_out=1024, d_in=1024, rank=4, repeats=5, slow
     merge_one_by_one(round, summed)
     message = round.aggregate()
     round.method.apply(round.model, message, 1)
-    # The sums themselves are compared: as part of the far larger weights they would be rounded.
+    # The sums are compared without the far larger weights, to which they would be rounded.
     merged = {n: t - before[n] for n, t in base_weights(round.model).items()}
     apart = difference(merged, summed)
     del before, merged

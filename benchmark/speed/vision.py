@@ -1,4 +1,4 @@
-"""Convolutions with adapters: a step of ResNet-18 relative to the full-rank step and to PEFT's own, and many clients.
+"""Convolutions with adapters: a step of ResNet-18 relative to the full-rank step and to that of PEFT, and many clients.
 
 The memory of the clients is measured on Fashion-MNIST, resized to 3 × 32 × 32: fs-lowrank fetch fashion_mnist
 """

@@ -185,11 +185,6 @@ class Pipeline:
             args = check_keys(parts[1] if len(parts) == 2 else {}, keys_of(make), origin, f"{at}.1")
             self.steps.append((name, make(**args)))
 
-    @property
-    def is_random(self) -> bool:
-        """Whether a step is random."""
-        return any(name.startswith("Random") for name, _ in self.steps)
-
     def __call__(self, x: Tensor, rng: np.random.Generator | None = None) -> Tensor:
         """Transform bytes ``(n, channels, height, width)`` to float32 of that form.
 

@@ -50,7 +50,7 @@ def run(
         again: the text after Ctrl-C, which says how to continue.
         folder: where the traceback of an error of the package is written, if the error has no ``run_folder``.
     """
-    args, raise_in_logs = None, logging.raiseExceptions
+    args, restore_logging = None, _logging()
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -59,7 +59,6 @@ def run(
         parser, commands = make_parser()
         args = _arguments(parser, commands, argv)
         args.again = shlex.join([*parser.prog.split(), *argv])
-        logging.raiseExceptions = args.debug  # else logging prints a traceback if a message cannot be written
         _log(args, console)
         return args.do(args) or OK
     except KeyboardInterrupt:
@@ -74,7 +73,7 @@ def run(
             Console(stderr=True).print_exception()
         return explain(error, folder(args) if args else None)
     finally:
-        logging.raiseExceptions = raise_in_logs
+        restore_logging()
 
 
 def message_of(error: Exception, folder: Path | None = None) -> str:
@@ -110,8 +109,22 @@ def explain(error: Exception, folder: Path | None = None) -> int:
     return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
 
 
+def _logging() -> Callable[[], None]:
+    """A function that sets back what ``_log`` changes for the process."""
+    root, ours = logging.getLogger(), logging.getLogger("fs_lowrank")
+    handlers, levels, raises = [*root.handlers], (root.level, ours.level), logging.raiseExceptions
+
+    def restore() -> None:
+        root.handlers[:], logging.raiseExceptions = handlers, raises
+        root.setLevel(levels[0])
+        ours.setLevel(levels[1])
+
+    return restore
+
+
 def _log(args: argparse.Namespace, console: Console) -> None:
     """Warnings on the console; with ``-v`` the package's information too, with ``--debug`` all that it logs."""
+    logging.raiseExceptions = args.debug  # else logging prints a traceback if a message cannot be written
     handler = RichHandler(console=console, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     if args.verbose or args.debug:

@@ -7,8 +7,8 @@ Regularization", appendix "Model-heterogeneous FedLoRU", Algorithm 3.
     and sends          A_d (r × r_A), A_u (r_A × d_in), B_d (d_out × r_B), B_u (r_B × r)
     the server takes   A_k = A + s' A_d A_u,  B_k = B + s' B_d B_u,  then goes on as FedLoRU
 
-Up it sends ``r_B (d_out + r) + r_A (d_in + r)`` values a matrix instead of ``r (d_out + d_in)``. A client of
-rank 0 opts out and trains the pair itself. ``s' = α_A / r_A = 1/2`` as in the paper's experiments.
+A client sends ``r_B (d_out + r) + r_A (d_in + r)`` values per layer instead of ``r (d_out + d_in)``. A client of
+rank 0 opts out and trains the pair itself. ``s' = α_A / r_A = α_B / r_B = 1/2`` as in the paper's experiments.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Two finished runs, made once: one of classes, one of instructions."""
+"""Two finished runs, shared by all tests: a classification and an instruction tuning."""
 
 import pytest
 

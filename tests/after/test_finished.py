@@ -1,4 +1,4 @@
-"""A finished run is evaluated on a file and adds predictions to one; its adapter has a card."""
+"""Finished runs: evaluation on a file, predictions for a file, and the card of the adapter."""
 
 import json
 import warnings
@@ -17,7 +17,7 @@ from fs_lowrank.finished import evaluate_rows, load_run, predict_rows, read_rows
 
 @pytest.fixture
 def test_rows(runs, reviews_csv, tmp_path):
-    """The run's own test set as a file."""
+    """The test set of the run, as a file."""
     rows = json.loads((runs["classes"].outdir / "data.json").read_text())["test"]["rows"]
     path = tmp_path / "test.csv"
     pd.read_csv(reviews_csv).iloc[rows].to_csv(path, index=False)
@@ -52,7 +52,7 @@ def test_a_language_model(runs, instructions_jsonl, tmp_path):
     scores = evaluate_rows(run, rows)
     assert scores["perplexity"] == pytest.approx(torch.tensor(scores["loss"]).double().exp().item())
     labels = rows.examples.columns["labels"]
-    assert scores["tokens"] == sum(int((row != -100).sum()) for row in labels)  # the first token is of the prompt
+    assert scores["tokens"] == sum(int((row != -100).sum()) for row in labels)  # the first token belongs to the prompt
     few = tmp_path / "few.jsonl"
     few.write_text("".join(line + "\n" for line in instructions_jsonl.read_text().splitlines()[:3]))
     said = predict_rows(run, read_rows(run, few, labelled=False), tokens=4)["prediction"]
@@ -104,7 +104,7 @@ def test_wrong_use_is_one_line(runs, test_rows, tmp_path, capsys, arguments, sai
     assert said in told and len(lines) == 1, told
 
 
-def test_a_run_that_goes_on_is_named(runs, tmp_path):
+def test_a_run_that_has_not_ended_is_named(runs, tmp_path):
     (tmp_path / "config.yaml").write_bytes((runs["classes"].outdir / "config.yaml").read_bytes())
     with pytest.raises(UserError, match="a run that has not ended"):
         load_run(tmp_path)

@@ -1,4 +1,4 @@
-"""The HTML page of runs: whole in one file, and nothing of a user's name is taken for markup."""
+"""The HTML page of runs: complete in one file, and names from the user are not read as markup."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def page(runs, tmp_path):
     return out.read_text(encoding="utf-8")
 
 
-def test_it_needs_nothing_else_and_has_every_part(page, runs):
+def test_the_page_is_one_file_and_has_every_part(page, runs):
     read = Page(page)
     assert not read.loads
     assert {"summary", "curves", "data", "clients", "settings"} <= read.ids and "failures" not in read.ids
@@ -55,14 +55,14 @@ def test_the_curves_are_the_records(page, runs):
     assert sum(map(sum, (t["y"] for t in bars))) == sum(runs["classes"].facts["clients"])
 
 
-def test_names_are_not_taken_for_markup(runs, tmp_path):
+def test_names_are_not_read_as_markup(runs, tmp_path):
     shown = read_runs([runs["classes"].outdir])
     shown[0].name = "</script><b>bold"
     text = write_page(shown, tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<b>bold" not in text and "&lt;b&gt;bold" in text
 
 
-def test_a_run_that_goes_on(runs, tmp_path, capsys):
+def test_a_run_that_has_not_ended(runs, tmp_path, capsys):
     folder, going = runs["classes"].outdir, tmp_path / "going"
     going.mkdir()
     for name in ("config.yaml", "data.json"):

@@ -1,4 +1,4 @@
-"""Sums of low-rank products against dense float64 matrices."""
+"""Sums of low-rank products compared with dense float64 matrices."""
 
 import numpy as np
 import pytest
@@ -37,14 +37,14 @@ def check(ups, downs, weights, rank):
     u, s, vh = low_rank_sum_svd(ups, downs, weights, rank)
     count = min(rank, sum(b.shape[1] for b in ups), *target.shape)
     assert (u.shape, s.shape, vh.shape) == ((target.shape[0], count), (count,), (count, target.shape[1]))
-    # What rounding is relative to: terms that cancel leave the rounding of the terms.
+    # Rounding errors are relative to the terms, also where these cancel.
     size = sum(w * float(b.norm() * a.norm()) for b, a, w in zip(ups, downs, weights)) + 1e-30
     np.testing.assert_allclose(s.double().numpy(), singular[:count], rtol=0, atol=2e-6 * size)
     assert (s.diff() <= 0).all() and (s >= 0).all()
     for side in (u.T, vh):
         np.testing.assert_allclose((side @ side.T).numpy(), np.eye(count), atol=2e-6)
     product = (u * s) @ vh
-    # Where two singular values nearly meet, the best matrix is not unique, but its distance is.
+    # If two singular values are almost equal, the best matrix is not unique, but its distance is.
     distance = np.linalg.norm(product.double().numpy() - target)
     assert distance <= np.linalg.norm(wanted - target) + 2e-6 * size
     return product.double().numpy(), wanted
@@ -72,7 +72,7 @@ def test_any_shapes_and_ranks(d_out, d_in, ranks, rank, seed):
 
 @pytest.mark.parametrize("d_out, d_in", [(12, 20), (20, 12)])
 def test_both_sides_of_the_dense_fallback(d_out, d_in):
-    # Σr just below the smaller side takes the thin form, at it and above it the dense one.
+    # The thin form is used if Σr is below the smaller side, otherwise the dense one.
     for ranks in ((5, 6), (6, 6), (6, 7), (12, 12, 12)):
         product, wanted = check(*draw(d_out, d_in, ranks), 5)
         np.testing.assert_allclose(product, wanted, atol=1e-4)
@@ -91,7 +91,7 @@ def test_a_transposed_sum_would_be_noticed():
     assert u.shape[0] == 9 and vh.shape[1] == 21
     up, down = stack_pairs(ups, downs, weights)
     assert up.shape == (9, 5) and down.shape == (5, 21)
-    # Square shapes hide a transposition from the shapes, not from the values.
+    # With square matrices, only the values show a transposition.
     ups, downs, weights = draw(15, 15, (2, 3))
     u, s, vh = low_rank_sum_svd(ups, downs, weights, 5)
     np.testing.assert_allclose(((u * s) @ vh).double().numpy(), dense(ups, downs, weights), atol=2e-5)
@@ -146,7 +146,7 @@ def test_the_stacks_keep_every_client_in_order():
         stack_pairs(ups, downs, [1.0])
 
 
-# -- exactly so many components ------------------------------------------------------------------------
+# -- a given number of components ----------------------------------------------------------------------
 
 
 def orthonormal(rows):
@@ -174,11 +174,11 @@ def test_more_components_than_there_are_directions():
     fill = torch.arange(12.0).reshape(6, 2)
     u2, s2, vh2 = top_components(u, torch.tensor([2.0, 1.0]), vh, 6, fill)
     assert u2.shape == (8, 6) and s2.tolist() == [2, 1, 0, 0, 0, 0] and not u2[:, 2:].any()
-    assert torch.equal(vh2, torch.cat([vh, fill[2:]]))  # the rest goes on from what was there
+    assert torch.equal(vh2, torch.cat([vh, fill[2:]]))  # the others are taken from ``fill``
 
 
 def test_dependent_fill_directions():
-    # The rows to continue with may lie in the span already: a client that hardly moved sends what it was given.
+    # The rows of ``fill`` may be in the span already, since a client that hardly trained sends what it received.
     u, vh = torch.eye(5)[:, :2], torch.eye(7)[:2]
     s = torch.tensor([2.0, 1.0])
     for fill in (torch.eye(7)[:4], torch.zeros(4, 7), torch.eye(7)[:1].repeat(4, 1), 1e-12 * torch.eye(7)[2:6]):

@@ -26,7 +26,7 @@ def test_transport_between_clouds_of_two_sizes():
 def test_inputs_move_with_kernels_and_through_a_flattening():
     draw = torch.Generator().manual_seed(1)
     order = torch.randperm(3, generator=draw)
-    plan = torch.eye(3)[order].T  # neuron i goes to the place of order's i
+    plan = torch.eye(3)[order].T  # neuron i moves to position order[i]
     kernel, dense = torch.randn(2, 3, 4, 4, generator=draw), torch.randn(2, 12, generator=draw)
     torch.testing.assert_close(move_inputs(kernel, plan), kernel[:, order])
     torch.testing.assert_close(move_inputs(dense, plan), dense.reshape(2, 3, 4)[:, order].flatten(1))
@@ -48,7 +48,7 @@ def test_matching_permuted_copies(size, copies, seed):
         np.testing.assert_allclose(weights[place], net[order] * copies / (copies + 1))
 
 
-def test_neurons_of_two_kinds_make_a_wider_net():
+def test_different_neurons_make_a_wider_net():
     one, two = np.diag([9.0, 9, 9, 0, 0, 0])[:3], np.diag([0, 0, 9.0, 9, 9, 9])[2:5]
     weights, places = nonparametric_matching([one, two], rng=np.random.default_rng(0))
     assert len(weights) == 5
@@ -59,7 +59,7 @@ def test_neurons_of_two_kinds_make_a_wider_net():
     assert weights[alone].max() == pytest.approx(4.5), "half way to the prior"
 
 
-def test_gamma_decides_how_many():
+def test_gamma_decides_the_width():
     rng = np.random.default_rng(5)
     nets = [rng.normal(size=(10, 4)) for _ in range(3)]
     few, many = (len(nonparametric_matching(nets, gamma=g, rng=np.random.default_rng(0))[0]) for g in (1e-3, 1e6))

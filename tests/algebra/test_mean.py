@@ -1,4 +1,4 @@
-"""The weighted mean against a float64 loop."""
+"""The weighted mean compared with a loop in float64."""
 
 import numpy as np
 import pytest
@@ -53,12 +53,12 @@ def test_any_number_of_clients_and_sizes(sizes, seed):
 
 
 def test_three_unequal_clients_by_hand():
-    # One number a client; anything but 1/8 · 8 + 2/8 · 16 + 5/8 · 32 = 25 is a bug, client 1's own 8 first of all.
+    # One number per client; the only correct result is 1/8 · 8 + 2/8 · 16 + 5/8 · 32 = 25.
     parts = [{"x": torch.tensor([v])} for v in (8.0, 16.0, 32.0)]
     assert weighted_mean(parts, [1 / 8, 2 / 8, 5 / 8])["x"].item() == 25
 
 
-def test_mixed_dtypes_keep_their_own():
+def test_every_tensor_keeps_its_dtype():
     parts = [{**p, "half": p["a"].bfloat16(), "long": p["b"].double()} for p in clients(3)]
     weights = [0.5, 0.2, 0.3]
     result = weighted_mean(parts, weights)
@@ -74,10 +74,10 @@ def test_mixed_dtypes_keep_their_own():
 
 
 def test_half_precision_is_summed_in_float32():
-    # 256 terms of 1/256: a bfloat16 running sum stalls long before 1.
+    # 256 terms of 1/256: a running sum in bfloat16 stops growing long before 1.
     parts = [{"x": torch.full((5,), 1.0, dtype=torch.bfloat16)} for _ in range(256)]
     assert torch.equal(weighted_mean(parts, [1 / 256] * 256)["x"], torch.ones(5, dtype=torch.bfloat16))
-    # Rounded once, at the end: the error is at most half a step of bfloat16.
+    # The result is rounded once: the error is at most half the spacing of bfloat16.
     parts, weights = clients(3, torch.bfloat16, {"x": (4000,)}), [0.2, 0.3, 0.5]
     exact = torch.from_numpy(oracle(parts, weights)["x"])
     half_a_step = torch.exp2(exact.frexp().exponent.double() - 9)
@@ -90,7 +90,7 @@ def test_longer_than_a_block(size):
     same(weighted_mean(parts, weights), oracle(parts, weights), 1e-6)
 
 
-def test_blocks_need_not_meet_tensor_borders(monkeypatch):
+def test_blocks_may_end_inside_a_tensor(monkeypatch):
     monkeypatch.setattr(mean_module, "_BLOCK", 4)
     parts, weights = clients(3), [0.2, 0.5, 0.3]
     same(weighted_mean(parts, weights), oracle(parts, weights), 1e-6)
@@ -160,5 +160,5 @@ def test_packing_a_transposed_tensor_keeps_its_values():
 def test_bytes_of_tensors():
     tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16), "c": torch.empty(4, 4, device="meta")}
     assert nbytes(tensors) == 3 * 5 * 4 + 7 * 2 + 4 * 4 * 4
-    # A view counts what it holds, not the storage behind it.
+    # Only the values of a view count, not all of its storage.
     assert nbytes({"view": torch.zeros(1000)[:3]}) == 12

@@ -36,7 +36,7 @@ def test_a_zero_layer_stays_zero(bits):
 
 
 def test_the_packed_bits_by_hand():
-    # 3 bits: levels -3 … 3 as codes 0 … 6; 1.5, -1.5, 0.5, 0 of a largest 1.5 are 6, 0, 4, 3
+    # 3 bits: the levels -3 … 3 have the codes 0 … 6, so 1.5, -1.5, 0.5 and 0 with a maximum of 1.5 are 6, 0, 4 and 3
     packed, scale = pack(torch.tensor([1.5, -1.5, 0.5, 0.0]), 3)
     assert float(scale) == 1.5 and packed.tolist() == [0b11000010, 0b00110000]
 

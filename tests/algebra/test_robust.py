@@ -1,4 +1,4 @@
-"""Robust means against definitions written out in float64 with NumPy, value by value and client by client."""
+"""Robust means compared with their definitions, written out in float64 with NumPy for each value and client."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The minimisers: conjugate gradients against closed forms, Adam against torch's."""
+"""The solvers: conjugate gradients compared with closed forms, Adam with that of torch."""
 
 from itertools import islice
 
@@ -31,7 +31,7 @@ def test_cg_finds_the_nearest_of_many_solutions():
     matrix = torch.diag(torch.tensor([2.0, 0.0], dtype=torch.float64))
     x, _ = conjugate_gradients(lambda v: matrix @ v, torch.tensor([6.0, 0.0]), torch.tensor([10.0, -4.0]))
     torch.testing.assert_close(x, torch.tensor([3.0, -4.0], dtype=torch.float64))
-    # and where the null space is no axis: F of rank 3 in 10, against the pseudo-inverse
+    # with a null space that is not along an axis: F of rank 3 in 10 dimensions, compared with the pseudo-inverse
     low, start = gram(10, 3), torch.randn(10, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     target = low @ torch.arange(10, dtype=torch.float64)
     x, steps = conjugate_gradients(lambda v: low @ v, target, start, tolerance=1e-12)

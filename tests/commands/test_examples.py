@@ -1,4 +1,4 @@
-"""``fs-lowrank examples``: lists what ships, copies it, and never over a file."""
+"""``fs-lowrank examples`` lists the shipped examples and copies them, but never over a file."""
 
 import subprocess
 import sys

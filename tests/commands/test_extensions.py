@@ -1,4 +1,4 @@
-"""Commands that packages add: found by their entry points, and never replaced by a file of the user's."""
+"""Commands of other packages are found by their entry points, and a file of the user never replaces them."""
 
 import os
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory):
-    """A folder with what an installation of this tree says of itself."""
+    """A folder with the metadata of an installation of this tree."""
     folder = tmp_path_factory.mktemp("metadata")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -46,7 +46,7 @@ def command(*arguments, path=(), cwd=None):
 
 @pytest.fixture
 def at_home(tmp_path):
-    """A user's folder with an ``hpo.py`` and a package ``benchmark`` of their own."""
+    """A working folder with a file ``hpo.py`` and a package ``benchmark`` of the user."""
     (tmp_path / "hpo.py").write_text("raise SystemExit('the user\\'s hpo ran')\n")
     (tmp_path / "benchmark").mkdir()
     (tmp_path / "benchmark" / "__init__.py").write_text("raise SystemExit('the user\\'s benchmark ran')\n")
@@ -57,7 +57,7 @@ def at_home(tmp_path):
     "arguments, said", [(["hpo", "tune", "--help"], "--pruner"), (["benchmark", "run", "--help"], "SUITE")]
 )
 def test_a_file_of_the_user_does_not_take_the_place_of_a_command(metadata, at_home, arguments, said):
-    # `python -m` puts the user's folder before all others.
+    # `python -m` looks in the working folder first.
     done = command(*arguments, path=(metadata, ROOT), cwd=at_home)
     assert done.returncode == 0 and said in done.stdout and f"usage: fs-lowrank {arguments[0]}" in done.stdout
     assert "the user's" not in done.stdout + done.stderr
@@ -100,7 +100,7 @@ def test_the_processes_of_a_command_find_its_package_too(tmp_path):
         ("run = own_tool.cli:main", "main = print", "adds a command 'run' .* has one of this name"),
     ],
 )
-def test_a_package_that_is_broken_is_named_in_one_line(tmp_path, monkeypatch, capsys, entry_points, content, said):
+def test_an_error_in_a_package_is_one_line_that_names_it(tmp_path, monkeypatch, capsys, entry_points, content, said):
     package(tmp_path, "own_tool", entry_points, __init__="", cli=content)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("own_tool", "own_tool.cli"):

@@ -21,7 +21,7 @@ def _words() -> Tokenizer:
 
 @pytest.fixture
 def encoder_tokenizer():
-    """Whole words; [CLS] a [SEP] b [SEP] with token types."""
+    """Each word is a token; pairs are [CLS] a [SEP] b [SEP], with token types."""
     tokenizer = _words()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
@@ -38,7 +38,7 @@ def encoder_tokenizer():
 
 @pytest.fixture
 def causal_tokenizer():
-    """Whole words, no chat template; begins every sequence with <s>."""
+    """Each word is a token; there is no chat template, and every sequence begins with <s>."""
     tokenizer = _words()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
     return PreTrainedTokenizerFast(

@@ -47,11 +47,11 @@ def test_test_seed_fixes_the_test_set(reviews, config, encoder_tokenizer):
 
     (first, seen), (second, also_seen) = held_out(1, 7), held_out(2, 7)
     assert first == second and seen != also_seen
-    assert not set(first) & {*seen, *also_seen}  # what one run chose by is in no run's test set
+    assert not set(first) & {*seen, *also_seen}  # validation data of one run are not in the test set of another
     assert held_out(7, -1) == held_out(7, 7) and held_out(1, -1)[0] != first
 
 
-def test_an_empty_share_gives_none(reviews, config, encoder_tokenizer):
+def test_a_share_of_zero_gives_no_examples(reviews, config, encoder_tokenizer):
     built = build_data(config(reviews, splits=(0.9, 0, 0.1)), encoder_tokenizer)
     assert built.validation is None and len(built.test) == 10
     built = build_data(config(reviews, splits=(0.9, 0.1, 0)), encoder_tokenizer)
@@ -60,7 +60,7 @@ def test_an_empty_share_gives_none(reviews, config, encoder_tokenizer):
 
 def test_record_lists_the_file_rows_of_each_client(reviews, config, encoder_tokenizer):
     lines = reviews.read_text().splitlines()
-    lines[4:4] = ["", ",0,x", " ,1,y"]  # an empty line does not count, a row without a text does
+    lines[4:4] = ["", ",0,x", " ,1,y"]  # empty lines are not counted, but rows without text are
     reviews.write_text("\n".join(lines) + "\n")
     table = [line.split(",") for line in lines[1:] if line]
     built = build_data(config(reviews, clients=3, subsample=0.5, splitter="lda"), encoder_tokenizer)
@@ -136,7 +136,7 @@ def test_the_seed_determines_splits_and_partition(reviews, config, encoder_token
     assert build_data(config(reviews, seed=1), encoder_tokenizer, raw).fingerprint == first.fingerprint
 
 
-def test_the_test_set_does_not_depend_on_what_training_does(reviews, config, encoder_tokenizer):
+def test_the_test_set_does_not_depend_on_settings_of_the_training(reviews, config, encoder_tokenizer):
     plain = build_data(config(reviews), encoder_tokenizer)
     other = build_data(
         config(reviews, clients=5, splitter="lda", splitter_args=[{"alpha": 0.1}], subsample=0.5), encoder_tokenizer

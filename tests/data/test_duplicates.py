@@ -1,4 +1,4 @@
-"""Test rows that are in the training data as well."""
+"""Test rows that are also in the training data."""
 
 import numpy as np
 import pandas as pd

@@ -53,7 +53,7 @@ def test_fashion_mnist_from_the_systems_package(tmp_path, monkeypatch):
     monkeypatch.setitem(module.IMAGE_SETS["fashion_mnist"], "more", [mnist(tmp_path / "system")])
     raw = load("fashion_mnist", tmp_path / "nowhere", tmp_path)
     assert raw.label_names[1] == "Trouser" and len(raw.train) == 12
-    # FederatedScope's way of writing it.
+    # The name that FederatedScope uses.
     assert load("FashionMNIST@torchvision", tmp_path / "nowhere", tmp_path).fingerprint == raw.fingerprint
 
 

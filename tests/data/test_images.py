@@ -56,7 +56,7 @@ def test_random_steps_use_only_the_generator():
     first, again, other = (data.batch(range(40), np.random.default_rng(s))["pixel_values"] for s in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     plain = data.batch(range(40))["pixel_values"]
-    np.testing.assert_allclose(plain.numpy(), data.images / 255, atol=1e-6)  # a crop from the middle is the image
+    np.testing.assert_allclose(plain.numpy(), data.images / 255, atol=1e-6)  # cropped from the middle
     assert not torch.equal(first, plain)
 
 

@@ -168,7 +168,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("name, content, message", BROKEN)
-def test_broken_files(tmp_path, name, content, message):
+def test_invalid_files(tmp_path, name, content, message):
     write(tmp_path / name.split("@")[0], content)
     with pytest.raises(UserError, match=message):
         load(name, tmp_path)

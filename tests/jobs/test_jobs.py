@@ -1,10 +1,11 @@
-"""Files written whole, processes that end with their parent, members of a pool, and how commands end."""
+"""Atomic writes, processes that end with their parent, the members of a pool, and exit codes of commands."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,7 @@ from fs_lowrank.jobs.pool import Member, Pool
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path):
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     write_text(tmp_path / "new" / "a.txt", "one")
     with pytest.raises(ZeroDivisionError), replacing(tmp_path / "new" / "a.txt") as aside:
         aside.write_text("two")
@@ -33,13 +34,13 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path):
     with pytest.raises(RunFailed, match="a.txt/b.txt cannot be written: File exists; make room"):
         write_text(tmp_path / "new" / "a.txt" / "b.txt", "three")
     assert (tmp_path / "new" / "a.txt").read_text() == "one"
-    with replacing(tmp_path / "new") as aside:  # a folder takes the place of a folder
+    with replacing(tmp_path / "new") as aside:  # a folder replaces a folder
         aside.mkdir()
         (aside / "b.txt").write_text("four")
     assert [p.name for p in tmp_path.rglob("*")] == ["new", "b.txt"]
 
 
-def test_a_lock_that_is_held_is_waited_for_until_told_otherwise(tmp_path):
+def test_waiting_for_a_lock_ends_when_the_caller_says_so(tmp_path):
     path, asked = tmp_path / "locks" / "one.lock", []
     with exclusive(path):
         with claimed(path) as ours:
@@ -52,7 +53,7 @@ def test_a_lock_that_is_held_is_waited_for_until_told_otherwise(tmp_path):
 
 
 def echo(connection):
-    """What a member of the pools below runs."""
+    """The function that members of the pools run."""
     while True:
         item = connection.recv_bytes()
         if item == b"die":
@@ -71,7 +72,7 @@ def pool(monkeypatch):
     assert all(member.process.poll() is not None for member in pool.members)
 
 
-def test_members_answer_die_and_fall_silent(pool):
+def test_members_that_answer_die_or_hang(pool):
     pool.members += [Member("test_jobs:echo", 1.0) for _ in range(3)]
     for member, item in zip(pool.members, (b"word", b"die", b"think")):
         member.waiting.append(item)
@@ -132,7 +133,7 @@ def _runs(number: int) -> bool:
     ],
     ids=["success", "wrong use", "failure", "disk full", "bug", "Ctrl-C"],
 )
-def test_how_a_command_ends(raised, code, line, capsys, tmp_path):
+def test_exit_codes_and_messages_of_a_command(raised, code, line, capsys, tmp_path):
     def do(args):
         if raised:
             raise raised
@@ -151,8 +152,11 @@ def test_how_a_command_ends(raised, code, line, capsys, tmp_path):
     for file in tmp_path.iterdir():
         assert bug and str(file) in printed and "in do" in file.read_text() and "KeyError" in file.read_text()
     assert len(list(tmp_path.iterdir())) == bug
+    root, ours = logging.getLogger(), logging.getLogger("fs_lowrank")
+    before = [*root.handlers], root.level, ours.level, logging.raiseExceptions
     shell.run(make_parser, ["go", "--debug"], console, folder=lambda args: tmp_path)
     assert ("Traceback" in "".join(capsys.readouterr())) == (code in (1, 2))
+    assert ([*root.handlers], root.level, ours.level, logging.raiseExceptions) == before
 
 
 def test_a_traceback_goes_to_the_folder_for_temporary_files_if_the_run_has_none(tmp_path, monkeypatch):
@@ -166,7 +170,7 @@ def test_a_traceback_goes_to_the_folder_for_temporary_files_if_the_run_has_none(
 
 
 def broken(options):
-    """What the worker below runs."""
+    """The function that the worker runs."""
     raise ZeroDivisionError("division by zero")
 
 

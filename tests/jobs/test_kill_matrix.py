@@ -1,4 +1,4 @@
-"""Searches and suites that are ended from outside: exit codes, no process left alive, and the same command goes on."""
+"""Searches and suites that are killed: exit codes, no process is left, and the same command continues the work."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc"),
 ]
 ROUNDS = 40
-#: by this variable every process that a command started is found, whoever its parent is now
+#: environment variable by which all processes of a command are found, whatever their parent is
 MARK = "FS_LOWRANK_TEST_FAMILY"
 
 
 class Command:
-    """A search or a suite of one run of 40 rounds."""
+    """A search or a suite with one run of 40 rounds."""
 
     def __init__(self, which: str, folder: Path, settings: dict):
         self.which, self.folder, self.mark = which, folder, str(uuid.uuid4())
@@ -81,28 +81,28 @@ class Command:
         return self.log.read()
 
     def alive(self) -> dict[int, str]:
-        """Command lines of the processes that this command started, and of itself, by number."""
+        """The command lines of this command and of the processes that it started, by process id."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
-                continue  # it is another user's, or has ended meanwhile
+                continue  # of another user, or ended meanwhile
         return found
 
     def checkpoints(self) -> list[Path]:
         return sorted(self.folder.glob("**/checkpoint/round_*"))
 
     def busy(self) -> int:
-        """The worker that trains."""
+        """The process id of the worker that trains."""
         if self.which == "hpo":
             study = load_study(open_storage(str(self.folder / "hpo" / "journal.log")), "s")
             return next(t.user_attrs["worker"]["pid"] for t in study.get_trials() if kind(t) == "running")
         return json.loads(next(self.folder.glob("runs/benchmark/claims/*.json")).read_text())["pid"]
 
     def finish(self, monkeypatch) -> None:
-        """The same command once more, in this process."""
+        """Run the same command again, in this process."""
         monkeypatch.chdir(self.folder)
         if self.which == "hpo":
             options = Search("s", folder=Path("hpo"), confirm=0, workers=0)
@@ -133,9 +133,9 @@ QUICK = {("hpo", "kill -9 of the parent"), ("benchmark", "kill -9 of a worker"),
         for event in EVENTS
     ],
 )
-def test_ended_from_outside(which, event, settings, tmp_path, monkeypatch):
+def test_a_killed_command_leaves_no_process_and_can_be_continued(which, event, settings, tmp_path, monkeypatch):
     command = Command(which, tmp_path, settings)
-    # The second worker has nothing to do but wait, and nobody to wait for once the parent is gone.
+    # The second worker only waits, and must end when the parent has ended.
     parent = command.start(workers=2 if event == "kill -9 of the parent" else 1)
     try:
         deadline = time.monotonic() + 120
@@ -148,7 +148,7 @@ def test_ended_from_outside(which, event, settings, tmp_path, monkeypatch):
         if event == "SIGTERM":
             parent.send_signal(signal.SIGTERM)
         elif event == "two SIGINTs":
-            os.kill(command.busy(), signal.SIGSTOP)  # a worker that does not end when it is told to
+            os.kill(command.busy(), signal.SIGSTOP)  # a worker that does not end on request
             parent.send_signal(signal.SIGINT)
             time.sleep(1)
             parent.send_signal(signal.SIGINT)
@@ -172,7 +172,7 @@ def test_ended_from_outside(which, event, settings, tmp_path, monkeypatch):
             command.finish(monkeypatch)
         command.check_finished()
         after = records.read_text().splitlines()
-        assert len(after) == ROUNDS and after[: len(before)] == before  # seconds and all: they were not run again
+        assert len(after) == ROUNDS and after[: len(before)] == before  # seconds too: not repeated
     finally:
         for number in command.alive():
             os.kill(number, signal.SIGKILL)

@@ -56,7 +56,7 @@ def test_a_causal_model_needs_no_head(tiny_causal):
 
 def test_lora_a_depends_only_on_the_seed(tiny_encoder):
     def drawn(seed):
-        torch.manual_seed(seed * 77)  # what was drawn before must not matter
+        torch.manual_seed(seed * 77)  # numbers drawn before must not matter
         model = encoder(tiny_encoder)
         torch.rand(seed + 3)
         return named_tensors(add_adapter(model, SPEC, seed=seed % 2), ("lora_A",))
@@ -132,13 +132,13 @@ def test_one_model_holds_pairs_of_any_rank(tiny_encoder, rank, rslora):
     with torch.no_grad():
         start = model(input_ids=ids).logits
         load_tensors(model, named_tensors(other, ("adapter", "head")))
-        # The same function as a model that was built with that rank: scaling included.
+        # It computes the same function as a model built with that rank, including the scale.
         torch.testing.assert_close(model(input_ids=ids).logits, other.eval()(input_ids=ids).logits)
         assert not torch.allclose(start, model(input_ids=ids).logits)
 
 
 def test_one_adapter_of_layers_with_different_ranks(tiny_encoder, tmp_path):
-    """Accumulated products may be of other ranks in each layer, or none at all."""
+    """Accumulated products may have different ranks in each layer, and some layers have none."""
     model = add_beside(add_adapter(encoder(tiny_encoder), SPEC, seed=1), ACCUMULATED, 2, r=1)
     pairs = [n for n in all_tensors(model) if ".lora_A.default." in n]
     generator = torch.Generator().manual_seed(0)
@@ -212,7 +212,7 @@ def test_merging_does_not_change_the_output(layer, inputs):
     assert base_weight_name(a) in dict(model.named_parameters())
 
 
-# -- what a name says ----------------------------------------------------------------------------------
+# -- tags of names -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""What this package relies on in other libraries beyond their documented interfaces, each use with its place.
+"""Uses of other libraries beyond their documented interfaces.
 
-A failure here says that a library has changed: look at the place that the message names before anything else.
+If a test fails here, a library has changed; the message names the place that relies on it.
 """
 
 import inspect
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("config", [LoraConfig, LoHaConfig, LoKrConfig])
-def test_peft_s_convolutions_are_what_ours_stand_in_for(config):
+def test_pefts_convolutions_are_those_that_ours_replace(config):
     place = "fs_lowrank/models/convolution.py exchanges the class of PEFT's layer"
     layer = get_peft_model(Net(), config(r=2, target_modules=["conv"])).base_model.model.conv
     assert type(layer) in convolution._FORMS, f"{place}; PEFT puts a {type(layer)} there now"
@@ -57,24 +57,24 @@ def test_a_module_s_forward_can_be_replaced_on_the_instance():
     assert not torch.equal(layer(x), x)
 
 
-#: private names of other libraries that are used, by file; each has its reason there
-#: names with an underscore that are documented: ``os._exit``, and of named tuples
+#: names with an underscore that are documented: ``os._exit`` and a method of named tuples
 DOCUMENTED = {"_exit", "_replace"}
+#: private names of other libraries that are used, by file; the reason is given there or here
 BORROWED = {
     "hpo/storage.py": {"_storage", "_trial_id"},
-    # the framework is one pinned version, checked when it is imported (engines/locate_federatedscope.py)
+    # the version of the framework is pinned, and checked when it is imported (engines/locate_federatedscope.py)
     "fs_lowrank/engines/federatedscope/config.py": {"_immutable"},
     "fs_lowrank/engines/federatedscope/client.py": {"_immutable"},
     "fs_lowrank/engines/federatedscope/parallel.py": {"_immutable", "_monitor"},
-    # what argparse's add_subparsers returns has no public name; it is used in a type only
+    # the type that argparse's add_subparsers returns has no public name; it is used as a type hint only
     "fs_lowrank/commands/__init__.py": {"_SubParsersAction"},
-    # torch has no public way to ask whether a module has hooks; with one, PEFT's own two convolutions run
+    # torch has no public way to ask whether a module has hooks; if it has, PEFT's own forward runs
     "fs_lowrank/models/convolution.py": {"_forward_hooks"},
 }
 
 
 def test_no_other_private_name_of_a_library_is_used():
-    """Attributes with a leading underscore of anything but ``self``, ``cls`` and ``super()``, by reading the code."""
+    """Looks in the code for attributes with a leading underscore that are not defined in our own code."""
     import ast
 
     root = Path(fs_lowrank.__file__).parent.parent

@@ -1,4 +1,4 @@
-"""One convolution gives what PEFT's two give: outputs, gradients, everything that is saved."""
+"""One convolution gives the same outputs, gradients and files as the two of PEFT."""
 
 import copy
 
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def pair(method="lora", monkeypatch=None, **spec):
-    """The same adapted net with our convolutions and with PEFT's, with an adapter that is not zero."""
+    """The same network with our convolutions and with those of PEFT, and an adapter that is not zero."""
     nets = []
     for ours in (True, False):
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_switched_off_and_merged():
 
 @pytest.mark.parametrize("case", ["dropout", "hook", "half"])
 def test_cases_left_to_peft(monkeypatch, case):
-    # What acts inside the pair, or would be rounded away in the sum, must not be bypassed.
+    # Dropout, hooks or biases inside the pair must not be bypassed, nor must the sum lose precision.
     ours, _ = pair(**({"lora_dropout": 0.5} if case == "dropout" else {}))
     x, seen = torch.randn(2, 3, 13, 11), []
     monkeypatch.setattr(ComposedLoRA, "_pays", lambda self, x, rank: True)
@@ -123,14 +123,14 @@ def test_cases_left_to_peft(monkeypatch, case):
         assert len(seen) == 3, "without dropout it is one convolution again"
 
 
-def test_the_count_prefers_what_is_cheaper():
+def test_the_cheaper_form_is_chosen():
     def layer(channels, rank):
         spec = AdapterSpec(r=rank, target_modules=("0",))
         return add_adapter(
             nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1, bias=False)), spec, 0
         ).base_model.model[0]
 
-    # 32 pictures: 64 channels of 32 × 32 at rank 128 are cheaper composed, 512 of 4 × 4 are not.
+    # For 32 images, one convolution is cheaper with 64 channels of 32 × 32 at rank 128, but not with 512 of 4 × 4.
     assert layer(64, 128)._pays(torch.empty(32, 64, 32, 32, device="meta"), 128)
     assert not layer(512, 128)._pays(torch.empty(32, 512, 4, 4, device="meta"), 128)
     assert not layer(256, 16)._pays(torch.empty(32, 256, 8, 8, device="meta"), 16)

@@ -1,4 +1,4 @@
-"""Fisher estimates and Grams against brute-force autograd."""
+"""Fisher estimates and Gram matrices compared with brute-force autograd."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from fs_lowrank.models.curvature import (
 
 
 class Net(nn.Module):
-    """A convolution with padding and stride, then two linear layers; biases and a norm if asked for."""
+    """A convolution with padding and stride, then two linear layers; optionally with biases and a norm."""
 
     def __init__(self, bias=False, norm=False):
         super().__init__()
@@ -43,7 +43,7 @@ class Sequences(nn.Module):
 
 
 class Words(nn.Module):
-    """Repeated words, padding, positions looked up once for all samples, and a layer norm."""
+    """An embedding with repeated words and padding, positions that are looked up once for all samples, and a norm."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Words(nn.Module):
 
 
 class Normed(nn.Module):
-    """Batch-norm by its running statistics."""
+    """A batch-norm that uses its running statistics."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ def test_kronecker_factors_are_their_definition(bias):
     assert layers == dict.fromkeys(("conv", "fc", "last"), bias)
     wanted, found = by_hand(model, batches), kronecker_fisher(model, batches, layers, draws=0)
     for name in layers:
-        # Only the product has a meaning.
+        # Only the product of the factors is defined.
         torch.testing.assert_close(
             torch.kron(*found[name]).double(), torch.kron(*wanted[name]).detach(), atol=1e-7, rtol=1e-3
         )

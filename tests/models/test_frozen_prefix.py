@@ -50,11 +50,11 @@ def test_the_same_logits(kind, layers, depth, folder, tmp_path):
             plain = model(**inputs).logits
             with prefix.states("a", data, batch):
                 kept = model(**inputs).logits
-        if causal:  # what a padded position says is nobody's business
+        if causal:  # values at padded positions have no meaning
             plain, kept = plain[mask], kept[mask]
         torch.testing.assert_close(kept, plain, atol=1e-5, rtol=1e-5)
     assert not folder or not list((tmp_path / "states").iterdir()) if depth else True
-    # And the model is as it was.
+    # The model has not changed.
     with torch.no_grad():
         torch.testing.assert_close(model(**inputs).logits[mask] if causal else model(**inputs).logits, plain)
 
@@ -95,7 +95,7 @@ def test_no_gradient_reaches_below_and_training_is_the_same(kind):
 def test_a_model_that_trains_below_has_no_prefix(tiny_encoder):
     model = model_of(tiny_encoder, (2,))
     assert not FrozenPrefix(model, {"base", "head"}, 1e9)
-    assert FrozenPrefix(model, {"head"}, 1e9).depth == 2, "with a head alone, all but the last block is kept"
+    assert FrozenPrefix(model, {"head"}, 1e9).depth == 2, "all but the last block are below"
     assert not FrozenPrefix(torch.nn.Linear(2, 2), {"base"}, 1e9)
 
 
@@ -107,7 +107,7 @@ def test_an_embedding_that_trains_is_below_the_blocks(tiny_encoder):
         )
         prefix = FrozenPrefix(add_adapter(copy.deepcopy(model), spec, 0), {"adapter", "head"}, 1e9)
         prefix.plan({"a": (examples(), 5)})
-        assert prefix.depth == depth, "states that an embedding enters cannot be kept while it trains"
+        assert prefix.depth == depth, "states that depend on a trained embedding cannot be cached"
 
 
 def test_the_budget_goes_by_order_and_use(tiny_encoder):
@@ -119,7 +119,7 @@ def test_the_budget_goes_by_order_and_use(tiny_encoder):
     assert prefix.budget == {"a": False, "b": True, "c": False, "d": True}
     with prefix.states("c", sets["c"], np.arange(2)):
         pass
-    assert not prefix.kept, "what is not planned for is not kept"
+    assert not prefix.kept, "states beyond the budget are not cached"
 
 
 def test_an_error_in_the_context_restores_the_model(tiny_encoder):
@@ -218,7 +218,7 @@ def random_model(name):
     torch.manual_seed(0)
     loader = AutoModelForCausalLM if name in CAUSAL else AutoModelForSequenceClassification
     model = loader.from_config(AutoConfig.for_model(kind, **sizes))
-    for parameter in model.parameters():  # larger than usual, so that every layer has its say
+    for parameter in model.parameters():  # larger than usual, so that every layer affects the result
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     return add_adapter(model, AdapterSpec(r=2, target_modules=(module,), layers=(2, 3)), seed=0).eval()
@@ -290,7 +290,7 @@ def test_the_cache_is_refused_only_where_results_would_differ(name):
 
 
 def test_the_check_works_with_few_samples():
-    """Where an owner's samples are equally long, none of its batches is padded; one with two lengths decides."""
+    """Batches of samples of equal length are not padded, so an owner with two lengths is tested."""
     draw = np.random.default_rng(0)
 
     def of(*lengths):
@@ -303,7 +303,7 @@ def test_the_check_works_with_few_samples():
         assert prefix.budget == dict.fromkeys(names, kept)
     prefix = FrozenPrefix(random_model("fnet"), {"adapter", "head"}, 1e9)
     prefix.plan({"unequal": (data["unequal"], 0.9), "a": (data["equal"], 5)})
-    assert prefix.budget == {"unequal": False, "a": True}, "what is not kept anyway does not decide"
+    assert prefix.budget == {"unequal": False, "a": True}, "owners that are not cached do not count"
     torch.testing.assert_close(*(logits(prefix, data["equal"], np.arange(3), k) for k in (False, True)))
 
 

@@ -1,4 +1,4 @@
-"""The head is at the top of the model, whatever the names of modules inside the base."""
+"""The head is recognised by its place at the top of the model, also if modules inside the base have such names."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ class NamedLlamaConfig(hf.LlamaConfig):
 
 
 class Output(BertOutput):
-    """BERT's, with its matrix called ``classifier`` and a second, inner ``pre_score``."""
+    """The output layer of BERT with a matrix called ``classifier`` and a module ``pre_score``."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -38,7 +38,7 @@ class Output(BertOutput):
 
 
 class Mlp(LlamaMLP):
-    """Llama's, with a module ``fc`` whose matrices are called ``score`` and ``classifier``."""
+    """The MLP of Llama with a module ``fc`` whose matrices are called ``score`` and ``classifier``."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -140,7 +140,7 @@ def test_what_the_user_names_in_modules_to_save():
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 @pytest.mark.parametrize("method", ["fedlora", "fedavg"])
-def test_a_run_leaves_the_base_alone(kind, method, settings, causal_settings, tiny_encoder, tmp_path, no_curves):
+def test_a_run_does_not_change_the_base(kind, method, settings, causal_settings, tiny_encoder, tmp_path, no_curves):
     if kind == "bert":
         vocabulary, keys = len(hf.AutoTokenizer.from_pretrained(str(tiny_encoder))), settings
         model, suffix = classifier(NamedBertConfig(**{**SIZES, "vocab_size": vocabulary}, num_labels=2)), "transformers"

@@ -1,4 +1,4 @@
-"""A checkpoint that lacks what the model needs, a tokenizer or a length that does not fit it: one line each."""
+"""Checkpoints that lack weights, tokenizers and lengths that do not suit the model: errors of one line."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from fs_lowrank.errors import UserError
 from fs_lowrank.models.build import build_model, build_skeleton, build_tokenizer, positions
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-#: architecture -> its configuration, the names of its head's modules, the tokens it takes
+#: architecture -> its configuration, the modules of its head, the number of tokens that it accepts
 CLASSIFIERS = {
     "bert": (lambda: hf.BertConfig(**SIZES, max_position_embeddings=20), {"classifier"}, 20),
     "electra": (lambda: hf.ElectraConfig(**SIZES, embedding_size=16, max_position_embeddings=20), {"classifier"}, 20),
@@ -74,7 +74,7 @@ def a_config(folder, suffix="transformers", **keys):
 
 
 def change(folder, to, edit):
-    """A copy of ``folder`` at ``to``, its tensors changed in place by ``edit``."""
+    """Copy ``folder`` to ``to``, with its tensors changed in place by ``edit``."""
     shutil.copytree(folder, to)
     tensors = load_file(to / "model.safetensors")
     edit(tensors)
@@ -229,7 +229,7 @@ def test_positions_are_what_the_model_takes(kind, tmp_path):
     model = AutoModel.from_pretrained(str(folder)).eval()
     run = lambda length: model(input_ids=torch.full((1, length), 5))  # noqa: E731
     run(room or 30)
-    if kind not in ("llama", "qwen2", "deberta", "bloom"):  # rotary positions go on, untrained
+    if kind not in ("llama", "qwen2", "deberta", "bloom"):  # rotary positions have no limit, but were not trained
         with pytest.raises((IndexError, RuntimeError)):
             run(room + 1)
 

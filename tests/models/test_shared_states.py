@@ -1,4 +1,4 @@
-"""States of frozen layers that are kept on disk for other runs: the same numbers with and without."""
+"""States of frozen layers that are cached on disk for other runs do not change the results."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def last_layer(settings, tmp_path, no_curves):
-    """``last_layer(name, keys)``: a run that adapts the last layer alone, so that two layers are frozen."""
+    """``last_layer(name, keys)`` runs with an adapter on the last layer only, so two layers are frozen."""
 
     def run(name, keys=None):
         keys = {"llm.adapter.args.0.layers": [2], "outdir": str(tmp_path / name), **(keys or {})}
@@ -30,7 +30,7 @@ def last_layer(settings, tmp_path, no_curves):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The owners whose states were computed."""
+    """Collects the owners whose states are computed."""
     owners, fill = [], FrozenPrefix._filled
     monkeypatch.setattr(
         FrozenPrefix, "_filled", lambda self, owner, *args: owners.append(owner) or fill(self, owner, *args)
@@ -57,7 +57,7 @@ def test_a_second_run_computes_nothing_again(last_layer, computed, folder):
     assert not computed and other.final != first.final
 
 
-def test_what_decides_the_states_has_entries_of_its_own(last_layer, computed):
+def test_other_states_have_other_entries(last_layer, computed):
     last_layer("first")
     for keys in (
         {"llm.adapter.args.0.layers": [1]},  # another depth
@@ -70,7 +70,7 @@ def test_what_decides_the_states_has_entries_of_its_own(last_layer, computed):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
-def test_a_damaged_entry_is_made_again(last_layer, computed, folder, caplog, damage):
+def test_a_damaged_entry_is_computed_again(last_layer, computed, folder, caplog, damage):
     first = last_layer("first")
     entries = SharedStates(folder, 1).entries()
     data = bytearray(entries[0].read_bytes())
@@ -84,18 +84,18 @@ def test_a_damaged_entry_is_made_again(last_layer, computed, folder, caplog, dam
     assert not computed
 
 
-def test_the_least_recently_used_make_room(folder):
+def test_the_least_recently_used_entries_are_removed(folder):
     states = SharedStates(folder, limit=10_000)
-    tensors = {name: torch.full((10, 80), float(i)) for i, name in enumerate("abc")}  # 3,200 bytes each
+    tensors = {name: torch.full((10, 80), float(i)) for i, name in enumerate("abc")}  # 3,200 bytes per entry
     for i, (name, tensor) in enumerate(tensors.items()):
         states.get(name, lambda tensor=tensor: tensor)
         os.utime(folder / f"{name}.safetensors", (i, i))
     assert torch.equal(states.get("a", lambda: pytest.fail("a is there")), tensors["a"])  # used again
     states.get("d", lambda: torch.zeros(10, 80))
     assert {p.stem for p in states.entries()} == {"c", "a", "d"}
-    assert states.size() <= 10_000 + 3 * 200  # and the headers
+    assert states.size() <= 10_000 + 3 * 200  # with the headers of the files
     states.get("large", lambda: torch.zeros(100, 80))
-    assert not (folder / "large.safetensors").exists(), "what is larger than the limit is not kept"
+    assert not (folder / "large.safetensors").exists(), "an entry above the limit is not kept"
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(folder, caplog):
@@ -115,7 +115,7 @@ def _get(folder, start, computed):
     SharedStates(folder, 1e9).get("one", compute)
 
 
-def test_processes_that_need_the_same_entry_make_it_once(folder):
+def test_processes_that_need_the_same_entry_compute_it_once(folder):
     context = multiprocessing.get_context("spawn")
     start, computed = context.Barrier(3), context.Queue()
     processes = [context.Process(target=_get, args=(folder, start, computed)) for _ in range(3)]
@@ -128,7 +128,7 @@ def test_processes_that_need_the_same_entry_make_it_once(folder):
     assert computed.empty()
 
 
-def test_where_they_are(monkeypatch, tmp_path, folder):
+def test_the_folder_of_the_entries(monkeypatch, tmp_path, folder):
     assert shared_folder() == folder
     monkeypatch.delenv("FS_LOWRANK_FROZEN")
     monkeypatch.setenv("FS_LOWRANK_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The networks for images: sizes as published, shapes, saving, weights from a file, and adapters on them."""
+"""Networks for images: published sizes, shapes, saving, weights from a file, and adapters."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_parameters_as_published(kind, shape, classes, total, millions):
         ("resnet18", (3, 32, 32), 100, 128, 4.63, 41),
         ("resnet18", (3, 32, 32), 100, 96, 3.49, 31),
         ("resnet18", (3, 32, 32), 100, 64, 2.35, 21),
-        # The paper has 44 for the first; what trains is 43.35 per cent.
+        # The paper has 44 for the first; 43.35 per cent are trained here.
         ("resnet10", (1, 28, 28), 10, 128, 2.13, 43),
         ("resnet10", (1, 28, 28), 10, 96, 1.60, 33),
         ("resnet10", (1, 28, 28), 10, 64, 1.07, 22),
@@ -162,7 +162,7 @@ def test_wrong_keys(vision_settings, keys, message):
 @pytest.mark.parametrize("kind", VISION_MODELS)
 def test_saved_and_loaded(kind, tmp_path):
     model = build(kind, norm="batch", **SMALL)
-    model.train()(pixel_values=torch.randn(4, 3, 32, 32))  # running statistics move
+    model.train()(pixel_values=torch.randn(4, 3, 32, 32))  # running statistics change
     model.save_pretrained(tmp_path)
     x = torch.randn(2, 3, 32, 32)
     again = load_vision(tmp_path)

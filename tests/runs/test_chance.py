@@ -1,4 +1,4 @@
-"""The level of a constant prediction: by hand, in ``data.json``, and what ``run`` and ``compare`` say at their end."""
+"""The accuracy of a constant prediction: by hand, in ``data.json``, and in the output of ``run`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_chance_by_hand():
     for acc, expected in ((0.1, level), (0.6, level), (level, level), (0.7, 0.7)):
         assert chance.reported("acc", {"acc": acc, "loss": 1.0}) == expected
     for metrics, expected in (
-        ({"acc": 0.6, "loss": 0.2}, chance.loss),  # at the majority class, however sure of it
+        ({"acc": 0.6, "loss": 0.2}, chance.loss),  # the majority class, with any confidence
         ({"acc": 0.7, "loss": 2.0}, chance.loss),
         ({"acc": 0.7, "loss": 0.5}, 0.5),
         ({"loss": 0.5}, 0.5),
@@ -31,7 +31,7 @@ def test_chance_by_hand():
         assert chance.reported("loss", metrics) == expected
 
 
-def test_the_verdict_names_what_did_not_reach_more_than_chance():
+def test_the_verdict_names_methods_that_are_no_better_than_chance():
     chance = Chance.of_counts([60, 40])
     assert chance.verdict({"val_acc": 0.66, "other": None}) == ""
     assert chance.verdict({"val_acc": 0.66, "test_acc": 0.64, "worse": 0.3}) == (
@@ -41,7 +41,7 @@ def test_the_verdict_names_what_did_not_reach_more_than_chance():
 
 
 @pytest.mark.parametrize("command", ["run", "compare"])
-def test_run_and_compare_say_at_their_end_that_nothing_was_learned(settings, tmp_path, capsys, command):
+def test_run_and_compare_report_that_nothing_was_learned(settings, tmp_path, capsys, command):
     keys = {"federate": {"method": "fedlora", "client_num": 2, "total_round_num": 1}}
     train = {**settings["train"], "local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 1e-12}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, **keys, "train": train}))

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, recognised when damaged."""
+"""Checkpoints are complete or absent, and damage is recognised."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ def check(checkpoint, round):
             assert torch.equal(found, tensor) and found.dtype == tensor.dtype
 
 
-def test_there_and_back(tmp_path):
+def test_a_checkpoint_is_restored_as_it_was_saved(tmp_path):
     assert load_checkpoint(tmp_path / "checkpoint") is None
     save(tmp_path / "checkpoint", 1)
     found = load_checkpoint(tmp_path / "checkpoint")
@@ -49,13 +49,13 @@ def test_there_and_back(tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["round_000001"]
 
 
-def test_the_newest_and_no_more_than_asked(tmp_path):
+def test_the_newest_checkpoints_are_kept(tmp_path):
     save(tmp_path, 9, 10, 11)
     check(load_checkpoint(tmp_path), 11)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round_000010", "round_000011"]
     save(tmp_path, 12, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["round_000012"]
-    save(tmp_path, 12)  # a round that is run again takes the place of its own checkpoint
+    save(tmp_path, 12)  # a repeated round replaces its checkpoint
     check(load_checkpoint(tmp_path), 12)
 
 
@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog, how)
 
 
 def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path):
-    # Most of its bytes are digits and letters: a flip leaves valid JSON that says something else.
+    # Most of the bytes are digits and letters, so a flip often gives valid JSON with another content.
     save(tmp_path, 1, 2)
     path = tmp_path / "round_000002" / "meta.json"
     whole = path.read_bytes()
@@ -107,7 +107,7 @@ def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path):
     check(load_checkpoint(tmp_path), 2)
 
 
-def test_what_an_interrupted_write_leaves_is_no_checkpoint(tmp_path):
+def test_files_of_an_interrupted_write_are_not_a_checkpoint(tmp_path):
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "round_000001", tmp_path / ".writing_000002")
     check(load_checkpoint(tmp_path), 1)
@@ -116,7 +116,7 @@ def test_what_an_interrupted_write_leaves_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["save_file", "fsync", "replace", "write_text"])
-def test_a_write_that_fails_leaves_the_last_one_whole(tmp_path, monkeypatch, call):
+def test_a_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch, call):
     save(tmp_path, 1, 2)
 
     def full(*args, **options):
@@ -139,7 +139,7 @@ def test_a_write_that_fails_leaves_the_last_one_whole(tmp_path, monkeypatch, cal
     check(load_checkpoint(tmp_path), 3)
 
 
-def test_on_a_disk_that_is_truly_full(small_disk):
+def test_on_a_full_disk(small_disk):
     folder = small_disk / "checkpoint"
     big = {"state": {"x": torch.zeros(30_000)}}
     save_checkpoint(folder, 1, big, META)
@@ -156,7 +156,7 @@ def test_on_a_disk_that_is_truly_full(small_disk):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of one megabyte; skipped where none can be mounted."""
+    """A file system of one megabyte; the test is skipped if it cannot be mounted."""
     place = tmp_path / "disk"
     place.mkdir()
     try:

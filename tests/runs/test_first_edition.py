@@ -1,7 +1,7 @@
 """Run folders of version 0.1.0, stopped after round 3 of 5, resume with the results of that version.
 
-Each folder holds what the run left (``checkpoint``, ``rounds.jsonl``, ``config.yaml``) and what version 0.1.0 ended
-with when it went on itself: ``ends_with.jsonl`` and, of the global model, ``ends_with.safetensors``.
+Each folder holds the files of the stopped run (``checkpoint``, ``rounds.jsonl``, ``config.yaml``), and the results of
+version 0.1.0 after it had continued the run: ``ends_with.jsonl``, and the global model in ``ends_with.safetensors``.
 """
 
 import json
@@ -22,7 +22,7 @@ def records(path):
 
 
 @pytest.mark.parametrize("name", ["rolora", "fedloru_adam", "mfedloru", "pfedloru"])
-def test_a_run_of_version_0_1_goes_on(tmp_path, monkeypatch, name):
+def test_a_run_of_version_0_1_is_resumed(tmp_path, monkeypatch, name):
     place = tmp_path / "place"
     shutil.copytree(FOLDERS, place)
     monkeypatch.chdir(place)

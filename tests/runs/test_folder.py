@@ -1,4 +1,4 @@
-"""The folder of a run: begun, resumed, replaced, and left as it was by a write that fails."""
+"""The folder of a run: started, resumed, replaced, and not changed by a write that fails."""
 
 import json
 import logging
@@ -46,7 +46,7 @@ def tensors(result):
 # -- replaced ------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_replaced_if_the_user_says_so(config, tmp_path):
+def test_a_run_is_replaced_with_overwrite(config, tmp_path):
     folder = stopped(config)
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds a run already; continue it with --resume, replace it with --overwrite"):
@@ -56,7 +56,7 @@ def test_a_run_is_replaced_if_the_user_says_so(config, tmp_path):
     result = fs_lowrank.run(config.replace({"seed": 9}), overwrite=True)
     assert len(result.history) == 2 and (folder / "notes.txt").read_text() == "mine"
     assert json.loads((folder / "summary.json").read_text())["seed"] == 9
-    assert not {p.name for p in folder.iterdir()} - {*CONTENTS, "notes.txt", ".lock"}, "all that a run leaves is known"
+    assert not {p.name for p in folder.iterdir()} - {*CONTENTS, "notes.txt", ".lock"}, "a file of a run is left"
 
 
 def test_a_run_that_another_process_writes_to_is_not_removed(config):
@@ -129,7 +129,7 @@ def test_a_record_that_was_changed_by_hand_is_named_on_resume(config):
 
 
 def test_checkpoints_that_a_kill_left_over_are_removed_on_resume(config):
-    """Killed after the checkpoint was written and before the oldest one was removed, or while it was written."""
+    """The run was killed while a checkpoint was written, or before the oldest one was removed."""
     config = config.replace({"federate.total_round_num": 3})
     fs_lowrank.run(config)
     folder = Path(config.outdir) / "checkpoint"
@@ -138,7 +138,7 @@ def test_checkpoints_that_a_kill_left_over_are_removed_on_resume(config):
     shutil.copytree(folder / "round_000002", folder / ".round_000004.1.writing")
     fs_lowrank.run(config, resume=True)
     assert sorted(p.name for p in folder.iterdir()) == ["round_000002", "round_000003"]
-    # The checkpoint that the run continues from stays, however many damaged ones are newer.
+    # The checkpoint from which the run continues is kept, even if there are newer, damaged ones.
     shutil.rmtree(folder / "round_000003")
     for newer in ("round_000003", "round_000004"):
         (folder / newer).mkdir()
@@ -148,7 +148,7 @@ def test_checkpoints_that_a_kill_left_over_are_removed_on_resume(config):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_results_depend_on_the_number_of_threads_in_their_last_digits_only(config, caplog, threads):
-    """Equal to the bit under equal threads, to 1e-5 under others; and a resume says that the number changed."""
+    """They are equal to the bit with equal threads and to 1e-5 otherwise; resuming with others is reported."""
     whole = tensors(fs_lowrank.run(config.replace({"outdir": config.outdir + "_whole"})))
     folder = stopped(config)
     before = torch.get_num_threads()
@@ -187,7 +187,7 @@ def test_another_version_is_named_on_resume(config, caplog, monkeypatch):
 
 @pytest.mark.parametrize("what", ["tokenizer", "adapter", "summary"])
 def test_a_disk_that_is_full_at_the_end_of_a_run(config, monkeypatch, what):
-    """One line that names what could not be written; what was there stays, and the run ends when it is resumed."""
+    """The error is one line that names the file; older files remain, and the run ends when it is resumed."""
     fs_lowrank.run(config)
     folder = Path(config.outdir)
     before = files(folder)
@@ -195,7 +195,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_run(config, monkeypatch, what):
 
     def full(*args, **options):
         if what == "tokenizer":
-            raise Exception("No space left on device (os error 28)")  # as the library tokenizers does
+            raise Exception("No space left on device (os error 28)")  # as raised by the library tokenizers
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

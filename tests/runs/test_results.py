@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from fs_lowrank.errors import UserError
 from fs_lowrank.runs.environment import environment, model_fingerprint
 from fs_lowrank.runs.plots import plot_curves
 from fs_lowrank.runs.records import Records, read_records
+from fs_lowrank.runs.result import RunResult
 from fs_lowrank.runs.summary import human_bytes, per_client_and_round, seconds
 
 
@@ -51,7 +53,7 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_named(tmp_path, caplog, cu
 
 
 @pytest.mark.parametrize("line", ["{", "3", "{}", '{"round": 1}', "[" * 100_000, "\0" * 9, "\ud800", ""])
-def test_a_line_that_is_no_record_is_named(tmp_path, line):
+def test_a_line_that_is_not_a_record_is_named(tmp_path, line):
     path = tmp_path / "rounds.jsonl"
     path.write_text(f"{json.dumps(record(1))}\n{line}\n{json.dumps(record(3))}\n", errors="surrogatepass")
     with pytest.raises(UserError, match=r"rounds.jsonl, line 2: expected the record of a round .*another outdir"):
@@ -62,7 +64,7 @@ def test_figures_that_were_changed_by_hand_are_named(tmp_path):
     records = Records(tmp_path / "rounds.jsonl")
     for round in (1, 2, 3):
         records.add(record(round))
-    assert len(read_records(records.path, 3, records.digests[:2])) == 3, "what came after the checkpoint is not known"
+    assert len(read_records(records.path, 3, records.digests[:2])) == 3, "round 3 has no checksum"
     text = records.path.read_text()
     records.path.write_text(text.replace('"round": 2, "loss": 0.5', '"round": 2, "loss": 0.4'))
     with pytest.raises(UserError, match="rounds.jsonl, line 2: the record of round 2 is not what the run wrote there"):
@@ -70,7 +72,7 @@ def test_figures_that_were_changed_by_hand_are_named(tmp_path):
 
 
 def test_metrics_that_are_not_finite_are_null_in_the_file_and_nan_in_memory(tmp_path):
-    """JSON has no word for NaN, and a reader that finds one stops; ours compute with numbers."""
+    """JSON has no NaN, at which readers stop; in memory, metrics are always numbers."""
 
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
@@ -87,6 +89,17 @@ def test_metrics_that_are_not_finite_are_null_in_the_file_and_nan_in_memory(tmp_
     again = Records(tmp_path / "again.jsonl", records.history)
     assert again.digests == records.digests and again.path.read_text() == records.path.read_text()
     plot_curves({"x": records.history}, tmp_path / "curves.png", majority=0.5, sizes={"test": 9})
+
+
+def test_bytes_until_a_target_is_reached():
+    def evaluated(round, acc, loss):
+        return {**record(round), "metrics": {"test": {"acc": acc, "loss": loss}} if acc else {}}
+
+    history = [evaluated(1, 0.5, 0.9), evaluated(2, None, None), evaluated(3, 0.8, 0.4)]
+    result = RunResult(history, {}, Path(), torch.nn.Linear(1, 1), base_changed=False)
+    sent = [r["uplink_bytes"] + r["downlink_bytes"] for r in history]
+    assert result.bytes_to(0.5) == sent[0] and result.bytes_to(0.6) == sum(sent) and result.bytes_to(0.9) is None
+    assert result.bytes_to(0.9, "test_loss") == sent[0] and result.bytes_to(0.4, "test_loss") == sum(sent)
 
 
 def test_figures_of_a_run():

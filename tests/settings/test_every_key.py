@@ -1,4 +1,4 @@
-"""Every key does something, or is refused, or is reported: walks over all sections and all keys."""
+"""Every key has an effect, or is refused, or is reported. The tests go over all sections and keys."""
 
 import ast
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 import fs_lowrank
 from fs_lowrank.config import check_local, known_keys, load_config
 from fs_lowrank.errors import UserError, say_once
-from fs_lowrank.models.vision import VISION_MODELS  # noqa: F401  (imports torch before the walks)
+from fs_lowrank.models.vision import VISION_MODELS  # noqa: F401  (imports torch before the tests)
 from fs_lowrank.settings import Settings, flat_keys, framework
 
 BASE = {"federate.client_num": 4, "federate.method": "fedlora", "model.type": "x@transformers", "data.type": "x.csv"}
 KEYS = known_keys()
 SECTIONS = sorted({key.rpartition(".")[0] for key in KEYS})
-#: keys that are read under another name: through a property of ``Settings``, or a name put together
+#: keys that are read under another name: by a property of ``Settings``, or by a name that is composed
 READ_INDIRECTLY = {
     "federate.sample_client_num",
     "federate.sample_client_rate",
@@ -30,7 +30,7 @@ READ_INDIRECTLY = {
 
 
 def misspelt(section):
-    """A key of the section with its longest name, one letter changed."""
+    """The key with the longest name in the section, with one letter changed."""
     names = [key.rpartition(".")[2] for key in KEYS if key.rpartition(".")[0] == section]
     name = max(names, key=len)
     return name, name[:-1] + ("x" if name[-1] != "x" else "y")
@@ -103,7 +103,7 @@ def test_a_key_of_the_framework_is_refused_or_reported(name, caplog):
 
 
 def used_names():
-    """All attribute names, and parts of dotted texts, in the package without the schema and the plug-in."""
+    """All attribute names, and parts of dotted strings, in the package without the schema and the plug-in."""
     root = Path(fs_lowrank.__file__).parent
     names = set()
     for path in root.rglob("*.py"):
@@ -118,7 +118,7 @@ def used_names():
 
 
 def test_every_key_of_ours_is_used_or_declared_idle():
-    """A key that no module reads must say so by its metadata ``local`` or ``idle``."""
+    """A key that no module reads must have the metadata ``local`` or ``idle``."""
     names = used_names()
     unused = [
         key

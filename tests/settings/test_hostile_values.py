@@ -1,4 +1,4 @@
-"""Values that Python, YAML or a file system cannot hold end with one line that says what came and what is expected."""
+"""Values that Python, YAML or a file system cannot represent are errors of one line with the expected value."""
 
 import pytest
 

@@ -1,9 +1,9 @@
-"""``python -m tests.torture``: what is done to runs, and how they take it.
+"""``python -m tests.torture``: kills, damages and poisons runs at random, and counts how they end.
 
     python -m tests.torture --kinds kills,damage --number 100 --seed 0
 
-Prints a table, and writes it with the shards it was made of to ``results/torture``. Given again, it goes on where it
-was; ``--minutes`` ends it early enough. One case alone: ``--kinds kills --number 1 --seed 17 --show``.
+Prints a table, and writes it with the shards that it summarises to ``results/torture``. The same command continues
+after an interruption; ``--minutes`` limits its time. To repeat one case: ``--kinds kills --number 1 --seed 17 --show``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of: {', '.join(KINDS)}; all by default")
     parser.add_argument("--number", type=int, default=20, help="seeds of each kind")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no shard is begun after so many")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no shard is begun after this time")
     parser.add_argument("--results", default=str(ROOT / "results" / "torture"), help="folder of the shards")
-    parser.add_argument("--bench", help="folder to work in; by default one in memory, removed at the end")
+    parser.add_argument("--bench", help="working folder; by default one in memory that is removed at the end")
     parser.add_argument("--show", action="store_true", help="print every outcome, and write nothing")
     args = parser.parse_args()
     kinds = [name.strip() for name in args.kinds.split(",") if name.strip()]
@@ -37,13 +37,13 @@ def main() -> int:
     if unknown:
         parser.error(f"no kind {unknown[0]!r}; there are: {', '.join(KINDS)}")
     library = shim.preload()
-    if library and not shim.loaded():  # it must be there before the C library is
+    if library and not shim.loaded():  # it must be loaded before the C library
         os.environ["LD_PRELOAD"] = str(library)
         os.execv(sys.executable, [sys.executable, "-m", "tests.torture", *sys.argv[1:]])
     until, results = time.monotonic() + 60 * args.minutes, Path(args.results)
     folder = bench_folder(args.bench)
     failed = False
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the bench is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the working folder is removed
     try:
         _warm(folder)
         for kind in kinds:
@@ -73,7 +73,7 @@ def main() -> int:
     return int("Failed:" in text)
 
 
-#: above the table in the folder of results
+#: the text above the table in the README of the results
 HEAD = """# Torture
 
 What `make torture` did to runs of tiny models, and how they took it. Every case ends in one of: refused with one line
@@ -84,7 +84,7 @@ has failed, and its seed repeats it: `python -m tests.torture --kinds KIND --num
 
 
 def _warm(folder: Path) -> None:
-    """One thread, no network, and a run of every kind of model in this process, before anything is forked."""
+    """Prepare the process from which cases are forked: one thread, no network, and a run of every kind of model."""
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     import torch
 

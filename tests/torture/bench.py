@@ -1,4 +1,4 @@
-"""Where a case works: inputs, references, and a run of a variant as a forked child or through the command line."""
+"""What cases work with: inputs, reference runs, and runs of a variant in a forked child or from the command line."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .shim import Mode, arm, armed_environment, count
 from .tiny import RUNS, make_inputs, settings
 
 ROOT = Path(__file__).parents[2]
-#: of so many cases one goes through the command line instead of a forked child
+#: one of this many cases runs from the command line instead of in a forked child
 COMMAND_LINE = 50
 
-#: how a case ends: refused with one line and exit code 2; the same result; a resumed run with the same result; an
-#: input that was valid after all, and gave what such an input gives; anything else
+#: endings of a case: refused with one line and exit code 2; the same result; a resumed run with the same result; an
+#: input that was valid, with a correct result; anything else
 Ending = Literal["refused", "same", "resumed", "valid", "failed"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one thing that was done to a run ended.
+    """How a run ended after one kind of damage.
 
     Attributes:
-        what: what was done, in words.
-        reason: what was wrong; of a case that did not fail, what was said.
-        seen: of what sort the case was, for the table; may be empty.
+        what: the damage, in words.
+        reason: of a failed case, what was wrong; otherwise, the message of the run.
+        seen: the sort of the case, for the table; may be empty.
     """
 
     ending: Ending
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nothing was done to: what it left, how long it took, how often it touched the disk."""
+    """An undamaged run: its folder, its duration, and its number of calls on the disk."""
 
     folder: Path
     seconds: float
@@ -52,10 +52,10 @@ class Reference:
 
 
 class Bench:
-    """A folder for cases, used by one process at a time; what was made in it before is used again.
+    """The working folder of cases, for one process at a time; inputs and references in it are used again.
 
     Args:
-        folder: is made, with the inputs.
+        folder: is created, with the inputs.
     """
 
     def __init__(self, folder: Path):
@@ -69,13 +69,13 @@ class Bench:
         self.restore_inputs()
 
     def restore_inputs(self) -> None:
-        """The inputs as they were made."""
+        """Restore the inputs to their original state."""
         shutil.rmtree(self.inputs, ignore_errors=True)
         shutil.copytree(self.pristine, self.inputs)
 
     @contextlib.contextmanager
     def place(self) -> Iterator[Path]:
-        """A path for what one case leaves, in a folder of its own that is removed afterwards."""
+        """A path for the files of one case, in a folder that is removed afterwards."""
         self._made += 1
         folder = self.folder / f"case-{os.getpid()}-{self._made}"
         folder.mkdir()
@@ -85,7 +85,7 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
 
     def reference(self, run: str) -> Reference:
-        """The run ``run`` (a name in ``tiny.RUNS``), done once."""
+        """The undamaged run ``run`` (a name in ``tiny.RUNS``); it is run only once."""
         folder = self.folder / "references" / run.replace(" ", "_")
         facts = folder / "facts.yaml"
         if not facts.exists():
@@ -119,18 +119,18 @@ class Bench:
         """``fs-lowrank run`` of ``run`` into ``outdir``.
 
         Args:
-            command_line: as a process of its own, not a forked child.
+            command_line: run it as a command in a new process instead of a forked child.
             kill_at: seconds after which it is killed.
-            fault: the number of a call on the disk, and what happens there.
-            counting: a file to write the number of calls to, where the shim is loaded.
-            beside: the folder for the configuration and what is printed; None: that which ``outdir`` is in.
+            fault: the number of a call on the disk, and the fault that occurs there.
+            counting: a file for the number of calls, if the shim is loaded.
+            beside: the folder for the configuration and the output; None: the parent of ``outdir``.
         """
         beside = beside or outdir.parent
         argv = ["run", "--cfg", str(self.configure(run, outdir, beside)), *(["--resume"] if resume else [])]
         out = beside / "printed.out"
         if command_line:
             armed = armed_environment(outdir, *fault) if fault else {}
-            # What starts Python takes seconds: a kill at an instant of the run comes that much later.
+            # The start of Python takes seconds, by which the kill is delayed.
             late = None if kill_at is None else kill_at + STARTUP
             return self.command(argv, out, late, armed)
 
@@ -153,7 +153,7 @@ class Bench:
     def command(
         self, argv: list[str], out: Path, kill_at: float | None = None, env: Mapping[str, str] | None = None
     ) -> Ended:
-        """``fs-lowrank`` as a process of its own, from the command line."""
+        """Run ``fs-lowrank`` as a command in a new process."""
         inherited = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
         path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH", ""))))
         full = {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -162,10 +162,10 @@ class Bench:
     def judge(
         self, run: str, outdir: Path, ended: Ended, what: str, resumed: bool, seen: str = "", former: Path | None = None
     ) -> Outcome:
-        """The ending of a run that ought to be refused, or to leave what its reference left.
+        """The outcome of a run that should be refused, or leave the same files as its reference.
 
         Args:
-            former: the folder that the run began in, if it has been moved.
+            former: the folder in which the run began, if it has been moved.
         """
         if ended.fault:
             return Outcome("failed", what, ended.fault, seen)
@@ -178,14 +178,14 @@ class Bench:
         except (OSError, ValueError) as error:
             unlike = f"{type(error).__name__}: {error}"
         if unlike:
-            return Outcome("failed", what, f"another result without a word: {unlike}", seen)
+            return Outcome("failed", what, f"another result without an error: {unlike}", seen)
         return Outcome("resumed" if resumed else "same", what, seen=seen)
 
 
-#: seconds that the command line needs before it begins a run, about
+#: seconds that the command line takes before the run begins, approximately
 STARTUP = 4.0
 
 
 def variants(kind: str | None = None) -> list[str]:
-    """Names of the runs whose model is of ``kind``; None: of any."""
+    """Names of the runs with a model of ``kind``; None: all."""
     return [name for name, keys in RUNS.items() if kind is None or keys.get("kind", "encoder") == kind]

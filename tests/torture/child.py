@@ -1,4 +1,4 @@
-"""One command in a forked child of a warm parent: how it ended, and whether what it left is what it should be."""
+"""A command in a forked child of a process that has imported everything: how it ended, and what it left."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: seconds after which a command counts as hanging, without those in which it waited for a processor
+#: seconds after which a command counts as hanging; the time that it waited for a processor does not count
 HANG = 60.0
-#: so many times as long it may take with them
+#: the limit including that time is this factor larger
 BUSY = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the kernel end this process when its parent has ended, so that nothing outlives a torture that is stopped."""
+    """Let the kernel end this process when its parent ends, so that no process outlives an interrupted torture."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -32,7 +32,7 @@ class Ended:
     """How a command ended.
 
     Attributes:
-        code: its exit code; a negative signal; None if it had to be stopped after ``HANG`` seconds.
+        code: its exit code; minus the signal that ended it; None if it was stopped after ``HANG`` seconds.
         out: standard output. err: standard error, without progress bars.
         seconds: how long it took.
     """
@@ -44,12 +44,12 @@ class Ended:
 
     @property
     def refused(self) -> bool:
-        """It ended with one line of an error and exit code 2."""
+        """Whether it ended with an error of one line and exit code 2."""
         return self.code == 2 and not self.fault
 
     @property
     def fault(self) -> str:
-        """What no command may do: hang, print a traceback, die, or fail without one line that says why; else empty."""
+        """What no command may do: hang, print a traceback, die, or fail without a reason of one line; else empty."""
         if self.code is None:
             frames = re.findall(r'File ".*/(\S+)", line (\d+) in (\S+)', self.err)[:4]
             at = ", ".join(f"{file}:{line} {name}" for file, line, name in frames)
@@ -67,7 +67,7 @@ class Ended:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank, at most 300 characters of it."""
+    """The first 300 characters of the last line that is not blank."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else ""
 
@@ -77,7 +77,7 @@ def fork(work: Callable[[], int | None], out: Path, limit: float = HANG, kill_at
 
     Args:
         work: returns the exit code.
-        out: where standard output goes; standard error goes beside it.
+        out: the file for standard output; that for standard error is beside it.
         limit: seconds after which it counts as hanging and is killed; waiting for a processor does not count.
         kill_at: seconds after which it is killed, if it has not ended by itself.
     """
@@ -114,7 +114,7 @@ def fork(work: Callable[[], int | None], out: Path, limit: float = HANG, kill_at
 def spawn(
     argv: Sequence[str], out: Path, env: dict[str, str], limit: float = HANG, kill_at: float | None = None
 ) -> Ended:
-    """Run ``argv`` as a command of its own; the other arguments are those of ``fork``."""
+    """Run ``argv`` as a command in a new process; the other arguments are those of ``fork``."""
     err = out.with_suffix(".err")
     started = time.monotonic()
     child = os.fork()
@@ -131,7 +131,7 @@ def spawn(
 
 
 def _wait(child: int, started: float, out: Path, err: Path, limit: float, kill_at: float | None) -> Ended:
-    """The end of ``child``, by itself or by force."""
+    """Wait until ``child`` has ended, and kill it after ``limit``."""
     status, pause, hanging = None, 0.001, False
     while status is None:
         pid, ended = os.waitpid(child, os.WNOHANG)
@@ -142,7 +142,7 @@ def _wait(child: int, started: float, out: Path, err: Path, limit: float, kill_a
         hanging = passed > limit * BUSY or (passed > limit and passed - _waited(child) > limit)
         if hanging or (kill_at is not None and passed >= kill_at):
             if hanging:
-                os.kill(child, signal.SIGABRT)  # where it hangs is written to its standard error
+                os.kill(child, signal.SIGABRT)  # its stack is written to standard error
                 time.sleep(0.5)
             os.kill(child, signal.SIGKILL)
             status = os.waitpid(child, 0)[1]
@@ -151,7 +151,7 @@ def _wait(child: int, started: float, out: Path, err: Path, limit: float, kill_a
             pause = min(pause * 1.5, 0.05)
     seconds = time.monotonic() - started
     try:
-        os.killpg(child, signal.SIGKILL)  # what it had started and not ended
+        os.killpg(child, signal.SIGKILL)  # processes that it started and did not end
     except ProcessLookupError:
         pass
     code = os.waitstatus_to_exitcode(status)
@@ -159,7 +159,7 @@ def _wait(child: int, started: float, out: Path, err: Path, limit: float, kill_a
 
 
 def _waited(process: int) -> float:
-    """Seconds in which the first thread of ``process`` could have run, and others did."""
+    """Seconds in which the first thread of ``process`` was ready to run while other processes ran."""
     try:
         return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -177,15 +177,15 @@ def _without_bars(text: str) -> str:
 
 # -- what a run leaves ---------------------------------------------------------------------------------
 
-#: files whose content may differ between a run and the same run resumed; that they exist is compared
+#: files whose content may differ between a run and the same run resumed; only their existence is compared
 _DIFFER = (".lock", "environment.json", "curves.png")
 
 
 def difference(folder: Path, reference: Path, former: Path | None = None) -> str:
-    """Where what a run left in ``folder`` differs from what the same run left in ``reference``; empty: nowhere.
+    """The first difference between the files of a run in ``folder`` and those in ``reference``; empty: none.
 
     Args:
-        former: the folder that the run began in, if it has been moved; older files name it.
+        former: the folder in which the run began, if it has been moved; older files name it.
     """
     left, wanted = (_files(f) for f in (folder, reference))
     for name in sorted(wanted - left):
@@ -229,7 +229,7 @@ def _compare(path: Path, other: Path, folders: tuple[Path, ...]) -> str:
 
 
 def _record(line: str) -> dict[str, Any]:
-    """A record without its times."""
+    """A record without durations."""
 
     def constant(name: str) -> None:
         raise ValueError(f"rounds.jsonl holds {name}, which is no JSON")

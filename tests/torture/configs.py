@@ -1,6 +1,6 @@
-"""Broken configurations: the examples, on tiny models and data, with one or two mutations by the schema.
+"""Broken configurations: the examples, with tiny models and data, and with one or two mutations by the schema.
 
-A file that loads is run. What the schema forbids must be refused; anything else is refused, or runs to its end.
+A file that loads is run. What the schema forbids must be refused; everything else is refused or runs to its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .mutations import MUTATIONS, Document, keys_of
 from .tiny import settings
 
 SHARD = 100
-#: the example, and the kind of tiny model that takes the place of its own
+#: the example, and the kind of tiny model that replaces its own
 EXAMPLES = {
     "demo": "encoder",
     "own_data": "encoder",
@@ -31,14 +31,14 @@ EXAMPLES = {
     "fashion_mnist": "vision",
     "one_shot": "vision",
 }
-#: seconds of the processor that reading a file may take
+#: limit in processor seconds for reading a file
 READING = 20.0
-#: bytes that a run may take beside what its parent has
+#: limit in bytes for the memory of a run, in addition to that of its parent
 MEMORY = 6 << 30
 
 
 def example(name: str, bench: Bench, outdir: Path) -> dict[str, Any]:
-    """An example whose model, data and length are tiny."""
+    """An example with a tiny model, tiny data and few rounds."""
     tree = yaml.safe_load((ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8"))
     tiny = settings(bench.inputs, outdir, kind=EXAMPLES[name])
     tree |= {"outdir": str(outdir), "use_gpu": False}
@@ -68,7 +68,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
         kinds = draw.choices(sorted(MUTATIONS), k=1 if draw.random() < 0.8 else 2)
         for kind in kinds:
             before = len(doc.done)
-            while len(doc.done) == before:  # a mutation that finds nothing to change draws again
+            while len(doc.done) == before:  # if a mutation finds nothing to change, another is drawn
                 MUTATIONS[kind](doc)
         what, file = f"{name}: {'; '.join(doc.done)}", outdir.with_name("config.yaml")
         file.write_bytes(doc.content())
@@ -82,7 +82,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in the block once it has used so many seconds of the processor."""
+    """Raise ``TimeoutError`` in the block when it has used this many processor seconds."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"more than {seconds:.0f} s of the processor")
@@ -124,5 +124,5 @@ def _run(file: Path, outdir: Path, bench: Bench, what: str, seen: str, command_l
         return Outcome("failed", what, ended.fault, seen)
     if ended.code == 2:
         return Outcome("refused", what, ended.err[:300], seen)
-    # A valid configuration may be one that cannot go on: exit code 1 and one line.
+    # A run with a valid configuration may fail, with exit code 1 and one line.
     return Outcome("valid", what, last_line(ended.err) if ended.code else "", seen)

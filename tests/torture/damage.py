@@ -1,4 +1,4 @@
-"""Damaged files: of a run that was stopped after its second round, one file that it reads is damaged; it is resumed."""
+"""Damaged files: a run is stopped after its second round, a file that it reads is damaged, and it is resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARD = 25
 
 
 def half(run: str, bench: Bench) -> Path:
-    """The folder of ``run`` as it was left by a process that ended after round 2 of 3."""
+    """The folder of ``run`` after its process has ended in round 2 of 3."""
     place = bench.folder / "halves" / run.replace(" ", "_")
     folder = place / "run"
     if not (place / "ready").exists():
@@ -41,7 +41,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
     run = draw.choice(variants())
     with bench.place() as outdir:
         source = half(run, bench)
-        for path in source.parent.glob("run*"):  # with the folders beside it that are the run's too
+        for path in source.parent.glob("run*"):  # with the folders beside it that belong to the run
             shutil.copytree(path, outdir.with_name(path.name))
         target = draw.choice(_groups(run, bench, outdir, draw))
         damages = [d for d in DAMAGES if target.suffix != ".png" or d is not _flip]
@@ -54,12 +54,12 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
             if target.is_file() and target.read_bytes() == before:
                 return [Outcome("valid", what, "nothing changed", seen)]
             ended = bench.start(run, outdir, resume=True, command_line=seed % COMMAND_LINE == 0)
-            stopped = ended.code == 1 and not ended.fault  # it says what to mend, and that the run can be resumed
+            stopped = ended.code == 1 and not ended.fault  # the message says what to repair
             if not stopped:
                 outcome = bench.judge(run, outdir, ended, what, resumed=True, seen=seen, former=source)
         finally:
             _put_back(target, before)
-        if stopped or (outcome.ending == "refused" and seed % 5 == 0):  # the file is whole again, and the run goes on
+        if stopped or (outcome.ending == "refused" and seed % 5 == 0):  # the file is restored, and the run continues
             again = bench.start(run, outdir, resume=True)
             mended = bench.judge(run, outdir, again, what, resumed=True, seen=seen, former=source)
             if mended.ending != "resumed":
@@ -69,7 +69,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
 
 
 def _groups(run: str, bench: Bench, outdir: Path, draw: random.Random) -> list[Path]:
-    """The files of one kind: of the run's folder, of the folders beside it, or of its inputs."""
+    """Groups of files: in the folder of the run, in the folders beside it, and its inputs."""
     kind = RUNS[run].get("kind", "encoder")
     inputs = {
         "encoder": ["encoder", "reviews.csv"],
@@ -94,7 +94,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _others(target: Path, bench: Bench, draw: random.Random) -> list[Path]:
-    """Files that could be taken for ``target``: its neighbours, and those of its name in other runs."""
+    """Files that could be mistaken for ``target``: those in its folder, and those with its name in other runs."""
     near = [p for p in target.parent.iterdir() if p.is_file() and p != target]
     far = [p for folder in ("halves", "references", "pristine") for p in (bench.folder / folder).rglob(target.name)]
     content = target.read_bytes()
@@ -110,7 +110,7 @@ def _put_back(target: Path, content: bytes) -> None:
     target.write_bytes(content)
 
 
-# -- kinds of damage: each changes the file, and says where ------------------------------------------------
+# -- kinds of damage: each changes the file, and returns where ---------------------------------------------
 
 Damage = Callable[[Path, random.Random, list[Path]], str]
 
@@ -140,7 +140,7 @@ def _append(path: Path, draw: random.Random, others: list[Path]) -> str:
 
 
 def _zeros(path: Path, draw: random.Random, others: list[Path]) -> str:
-    """A page that never reached the disk."""
+    """Zeros in place of a page that was not written to the disk."""
     content = bytearray(path.read_bytes())
     start = draw.randrange(len(content)) if content else 0
     end = min(start + draw.choice((8, 512, 4096)), len(content))

@@ -1,4 +1,4 @@
-"""Full disks: the run writes to a file system of memory that is too small, and goes on when there is room."""
+"""Full disks: the run writes to a file system in memory that is too small, and is resumed when there is space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLONE_NEWNS, _MS_REMOUNT, _MS_PRIVATE, _MS_REC, _MNT_DETACH = 0x00020000, 32, 1
 
 
 def usable() -> str:
-    """Why this kind cannot be had here; empty if it can. Afterwards mounts are this process's alone."""
+    """Why this kind cannot run here; empty if it can. Afterwards, mounts are visible to this process only."""
     try:
         _call("unshare", _CLONE_NEWNS)
         _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
@@ -33,7 +33,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
     try:
         outdir = disk / "run"
         with bench.place() as path:
-            beside = path.parent  # the configuration and what is printed are not on the full disk
+            beside = path.parent  # the configuration and the output are not on the full disk
             first = bench.start(run, outdir, beside=beside)
             if first.fault:
                 return [Outcome("failed", what, first.fault)]
@@ -50,7 +50,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """A call of the C library that returns 0 where it succeeds."""
+    """Call a function of the C library that returns 0 on success."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,7 +1,7 @@
-"""Goes through the cases of a kind, in shards that can be resumed; nothing can hang.
+"""Runs the cases of a kind, in shards that can be resumed, with a limit on every case.
 
-Every shard is worked off by a forked child of this warm process, case by case. A case that dies, or takes longer than
-its limit, is counted as failed, and another child goes on after it.
+A forked child of this process, which has imported everything, runs the cases of a shard in order. A case whose process
+dies, or that takes longer than its limit, counts as failed, and another child continues with the next case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from .bench import ROOT, Bench, Outcome
 from .child import die_with_parent
 
-#: what is tortured, in the order of the table: module name, and what it counts
+#: the kinds, in the order of the table: name of the module, and what its cases are
 KINDS = {
     "kills": "kills at random instants",
     "writes": "faults inside the writing",
@@ -38,11 +38,11 @@ KINDS = {
     "peers": "hostile messages",
 }
 ENDINGS = ("refused", "same", "resumed", "valid", "failed")
-#: seconds after which a case counts as hanging: its commands have limits of their own, which are shorter
+#: seconds after which a case counts as hanging; the limits of its commands are shorter
 LIMIT = 900.0
 
 
-#: a seed, its outcomes, seconds by the clock, seconds of the processor
+#: a seed, its outcomes, seconds of wall-clock time, processor seconds
 Done = tuple[int, list[Outcome], float, float]
 
 
@@ -51,7 +51,7 @@ def module_of(kind: str) -> ModuleType:
 
 
 def code_fingerprint(kind: str) -> str:
-    """A hash over the package's source and that of the torture of ``kind``: counts are of one version of the code."""
+    """A hash of the source of the package and of the torture of ``kind``: counts belong to one version of the code."""
     digest, others = hashlib.sha256(), set(KINDS) - {kind}
     own = [path for path in Path(__file__).parent.glob("*.py") if path.stem not in others]
     for path in sorted([*(ROOT / "fs_lowrank").rglob("*.py"), *own]):
@@ -60,10 +60,10 @@ def code_fingerprint(kind: str) -> str:
 
 
 def worked_off(kind: str, seeds: range, folder: Path) -> Iterator[Done]:
-    """The outcomes of every seed, and the seconds that it took, by the clock and of the processor.
+    """The outcomes of every seed, with its wall-clock and processor seconds.
 
     Args:
-        folder: for the bench; kept from shard to shard.
+        folder: the working folder, which all shards use.
     """
     left = list(seeds)
     while left:
@@ -81,7 +81,7 @@ def worked_off(kind: str, seeds: range, folder: Path) -> Iterator[Done]:
 
 
 def _work(kind: str, seeds: list[int], folder: Path, writer: int) -> None:
-    """In the child: the cases in turn, each as a line of JSON."""
+    """In the child: run the cases in order, and write each result as a line of JSON."""
     code = 99
     try:
         die_with_parent()
@@ -108,13 +108,13 @@ def _work(kind: str, seeds: list[int], folder: Path, writer: int) -> None:
 
 
 def _processor() -> float:
-    """Seconds of the processor that this process and the children it has waited for have used."""
+    """Processor seconds of this process and of the children that it has waited for."""
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
 def _heard(pipe: Any, seeds: list[int], limit: float, child: int) -> Iterator[Done]:
-    """What the child says, and of the case at which it hung or died, that."""
+    """The results from the child; a case in which it hung or died is a failure."""
     waiting, buffer, started = list(seeds), b"", time.monotonic()
     while waiting:
         ready, _, _ = select.select([pipe], [], [], max(started + limit - time.monotonic(), 0))
@@ -144,10 +144,10 @@ def shard_file(results: Path, kind: str, first: int) -> Path:
 def run_kind(
     kind: str, number: int, seed: int, results: Path, folder: Path, until: float, say: Callable[[str], None]
 ) -> bool:
-    """The shards of ``number`` cases from ``seed`` on; those that are done for this code are left out.
+    """Run ``number`` cases from ``seed`` on, in shards; those that are done for this version of the code are left out.
 
     Args:
-        until: the time (``time.monotonic``) after which no shard is begun.
+        until: the time (``time.monotonic``) after which no shard begins.
     Returns:
         Whether all are done.
     """
@@ -200,7 +200,7 @@ def _shard(kind: str, seeds: range, folder: Path, say: Callable[[str], None]) ->
 
 
 def table(results: Path) -> str:
-    """Markdown: a row for every kind, and the failures with their seeds."""
+    """The table in Markdown: a row for every kind, and the failures with their seeds."""
     rows, notes = [], []
     for kind, words in KINDS.items():
         shards = [json.loads(p.read_text()) for p in sorted((results / kind).glob("*.json"))]
@@ -228,13 +228,13 @@ def table(results: Path) -> str:
 
 
 def alike(reason: str) -> str:
-    """A failure's reason without what differs from case to case."""
+    """The reason of a failure without the parts that differ between cases."""
     text = re.sub(r"/\S+/", "…/", reason.replace("|", "\\|").replace("\n", " "))
     return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)[:240]
 
 
 def bench_folder(given: str | None) -> Path:
-    """Where benches are; in memory where the machine has such a place."""
+    """The default folder to work in: in memory if the machine has such a file system."""
     if given:
         return Path(given)
     memory = Path("/dev/shm")

@@ -1,7 +1,7 @@
-"""A hostile client in a whole run through the command line: a method of a third party whose upload is poisoned.
+"""A hostile client in a run from the command line: a method of another package, whose upload is poisoned.
 
-``python -m fs_lowrank`` finds it as it finds any installed package. The environment says whom it imitates and what it
-sends: ``TORTURE_HOSTILE``, the seed of a case of ``updates``, of whose examples it is the last.
+``python -m fs_lowrank`` finds it like any installed package. The environment variable ``TORTURE_HOSTILE`` is the seed
+of a case of ``updates``, whose last example gives the method that is imitated and the poison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE = "TORTURE_HOSTILE"
 
 
 def made() -> type:
-    """The class that the environment asks for; called when the package's entry point is loaded."""
+    """The class for the environment variable; called when the entry point of the package is loaded."""
     from fs_lowrank.methods import register_method
     from fs_lowrank.methods.registry import registered
 
@@ -42,7 +42,7 @@ def made() -> type:
 
 
 def install(folder: Path) -> None:
-    """A folder for ``PYTHONPATH`` with what an installed package says of itself."""
+    """A folder for ``PYTHONPATH`` with the metadata of an installed package."""
     about = folder / "hostile-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile\nVersion: 1.0\n")
@@ -50,7 +50,7 @@ def install(folder: Path) -> None:
 
 
 def run(number: int, example: tuple[tuple[str, str], int, list[Poison]], keys: dict[str, Any], bench: Bench) -> Outcome:
-    """The run of three rounds, in each of which the same client is hostile: the last ``example`` of a seed."""
+    """A run of three rounds with the same hostile client in each, by the last ``example`` of a seed."""
     target, client, changes = example
     what = f"{target[0]} ({target[1]}), client {client} in a whole run: {changes!r}"[:400]
     with bench.place() as outdir:
@@ -72,7 +72,7 @@ def run(number: int, example: tuple[tuple[str, str], int, list[Poison]], keys: d
 
 
 def _wrong(outdir: Path) -> str:
-    """What a run must not leave: a record that is no JSON, a model that is not finite."""
+    """Whether a run left a record that is not JSON, or a model that is not finite; empty: neither."""
     from safetensors.torch import load_file
 
     def constant(name: str) -> float:

@@ -1,4 +1,4 @@
-"""What the entry point of the hostile package names: importing it registers the method."""
+"""The module that the entry point of the hostile package names; importing it registers the method."""
 
 from .hostile import made
 

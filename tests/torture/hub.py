@@ -1,4 +1,4 @@
-"""A slow hub: a local server that accepts and never answers, or answers badly, in place of a hub or a package index."""
+"""Slow hubs: a local server that never answers, or answers wrongly, in place of a hub or a package index."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OK = (
     + b"\r\n\r\n"
 )
 _JSON, _HTML = b"application/json", b"text/html"
-#: what the server does once a request has come, by name: bytes to send at once; then a byte a second; then it waits
-#: for ever, or closes
+#: behaviours of the server after a request, by name: bytes that it sends at once, bytes that it sends one per second,
+#: and whether it then waits for ever or closes the connection
 ANSWERS: dict[str, tuple[bytes, bytes, bool]] = {
     "never answers": (b"", b"", False),
     "closes at once": (b"", b"", True),
@@ -47,7 +47,7 @@ ASKS = ("model", "data", "fetch")
 
 @contextlib.contextmanager
 def server(answer: str) -> Iterator[str]:
-    """The address of a server that answers in one way."""
+    """The address of a server with one behaviour."""
     first, slowly, closes = ANSWERS[answer]
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     open_: list[socket.socket] = []

@@ -1,4 +1,4 @@
-"""Kills at random instants: the run is killed once or several times, and resumed to its end."""
+"""Kills at random times: a run is killed once or several times, and then resumed to its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
     seconds, done = bench.reference(run).seconds, []
     with bench.place() as outdir:
         for number in range(1 if command_line else draw.choice((1, 1, 2, 3))):
-            # The instants are those of a run that is not resumed: later ones find a run that has ended.
+            # The times are relative to a run that is not resumed, so later kills may come after the end.
             moment = draw.uniform(0.02, seconds)
             ended = bench.start(run, outdir, resume=number > 0, command_line=command_line, kill_at=moment)
             done.append(f"{run}: killed after {ended.seconds:.3f} s")

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-#: keys whose large values make a run long, which is no fault
+#: keys with which a run takes long, which is not a fault
 LENGTHS = {
     *("federate.total_round_num", "train.local_update_steps", "grad.grad_accum_count", "federate.client_num"),
     *(
@@ -28,13 +28,13 @@ LENGTHS = {
     *("lowrank.personal_steps", "lowrank.global_steps", "lowrank.channels", "lowrank.latent", "lowrank.width"),
     *("dataloader.num_workers", "federate.process_num"),
 }
-#: keys that decide where files are; what is made of them stands outside the case's folder
+#: keys that name files, with which a run would write outside the folder of the case
 PLACES = {"outdir", "expname", "data.root", "lowrank.reuse_clients", "train.cache_frozen_dir", "federate.save_to"}
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a configuration: its dotted name, its type as annotated, its bounds and choices, its default."""
+    """A key of a configuration: its dotted name, annotated type, bounds and choices, and default."""
 
     name: str
     hint: Any
@@ -43,7 +43,7 @@ class Key:
 
 
 def keys_of(method: str) -> list[Key]:
-    """The keys that a file for ``method`` may have, with their types."""
+    """The keys that a file for ``method`` may have."""
     from fs_lowrank.methods import get_method_class
     from fs_lowrank.settings import Settings
     from fs_lowrank.settings.check import hints_of
@@ -74,14 +74,14 @@ def keys_of(method: str) -> list[Key]:
 
 
 class Document:
-    """A configuration as it is broken: a tree, what text or bytes become of it, and what has been done."""
+    """A configuration that is being broken: nested data, changes of its text and bytes, and what was changed."""
 
     def __init__(self, tree: dict[str, Any], draw: random.Random, keys: list[Key]):
         self.tree, self.draw, self.keys = copy.deepcopy(tree), draw, keys
         self.done: list[str] = []
-        #: whether the schema forbids it; None: it may be right
+        #: whether the schema forbids it; None: unknown
         self.forbidden: bool | None = None
-        #: changes of the text, then of the bytes
+        #: changes of the text, and then of the bytes
         self.text: list[Callable[[str], str]] = []
         self.bytes: Callable[[str], bytes] = lambda text: text.encode("utf-8", "surrogatepass")
 
@@ -92,7 +92,7 @@ class Document:
         return self.bytes(text)
 
     def set(self, name: str, value: Any) -> None:
-        """Put a value at a dotted name; sections that are no mappings are replaced."""
+        """Set the value of a dotted name; sections that are not mappings are replaced."""
         *sections, last = name.split(".")
         node: Any = self.tree
         for section in sections:
@@ -109,7 +109,7 @@ class Document:
                 del node[long]
 
     def sections(self) -> list[tuple[dict[str, Any], Any]]:
-        """Every mapping and a key of it whose value is one too."""
+        """Every mapping, with a key of it whose value is a mapping as well."""
         found: list[tuple[dict[str, Any], Any]] = []
 
         def walk(node: Any) -> None:
@@ -122,7 +122,7 @@ class Document:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes also what a configuration must not hold."""
+    """Writes values of any type, also those that a configuration must not have."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -146,7 +146,7 @@ _WRONG: dict[Any, list[Any]] = {
 
 
 def of_type(doc: Document) -> None:
-    """A value of a type that the key does not take."""
+    """A value of a type that the key does not accept."""
     key = doc.draw.choice(doc.keys)
     kinds = {typing.get_origin(part) or part for part in parts(key.hint)}
     wrong = [v for kind in kinds for v in _WRONG.get(kind, [])]
@@ -164,7 +164,7 @@ def of_type(doc: Document) -> None:
         )
 
     wrong = [v for v in wrong if not taken(v)]
-    if key.name.endswith(("modules", "layers")):  # one name, one number are taken for a list of one
+    if key.name.endswith(("modules", "layers")):  # a single name or number is read as a list of one
         wrong = [v for v in wrong if not isinstance(v, (str, int)) or isinstance(v, bool)]
     if not wrong:
         return
@@ -175,7 +175,7 @@ def of_type(doc: Document) -> None:
 
 
 def of_range(doc: Document) -> None:
-    """A value outside the key's bounds or choices, or at their edge."""
+    """A value outside the bounds or choices of the key, or at a bound."""
     key, draw = doc.draw.choice(doc.keys), doc.draw
     whole = int in parts(key.hint) or key.hint in (list[int], tuple[int, ...])
     many = typing.get_origin(key.hint) in (list, tuple)
@@ -215,7 +215,7 @@ def of_range(doc: Document) -> None:
 
 
 def of_name(doc: Document) -> None:
-    """A key under another name, or one that does not exist."""
+    """A key with another name, or one that does not exist."""
     node, key = doc.draw.choice(doc.sections())
     if not isinstance(key, str):
         return
@@ -252,7 +252,7 @@ def of_name(doc: Document) -> None:
 
 
 def of_nesting(doc: Document) -> None:
-    """A section that is something else, or stands elsewhere."""
+    """A section that is not a mapping, or is in another place."""
     node, key = doc.draw.choice(doc.sections())
     value = node[key]
     deep: Any = 1
@@ -285,7 +285,7 @@ def of_nesting(doc: Document) -> None:
 
 
 def of_encoding(doc: Document) -> None:
-    """What the file is made of."""
+    """A change of the text or the bytes of the file."""
     draw = doc.draw
 
     def at_line(insert: Callable[[str], str]) -> Callable[[str], str]:

@@ -1,5 +1,5 @@
-"""Hostile messages: during a distributed run of the framework's engine a stranger sends bytes, and messages whose
-fields are wrong, to the server and to both clients. The run must end as if nobody had.
+"""Hostile messages: during a distributed run on the framework's engine, random bytes and messages with wrong fields
+are sent to the server and to both clients. The run must end as it does without them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _METHOD = "/gRPCComServeFunc/sendMessage"
 
 
 def usable() -> str:
-    """Why this kind cannot be had here; empty if it can."""
+    """Why this kind cannot run here; empty if it can."""
     root = os.environ.get("FEDERATEDSCOPE_ROOT")
     if not root or not (Path(root) / "federatedscope").is_dir():
         return "FEDERATEDSCOPE_ROOT is not set to a checkout of the framework"
@@ -45,7 +45,7 @@ def usable() -> str:
 
 @cache
 def _proto() -> SimpleNamespace:
-    """The framework's messages as protobuf, from what its generated file describes, without importing the framework."""
+    """The protobuf classes of the framework's messages, from its generated file, without importing the framework."""
     from google.protobuf import descriptor_pool, message_factory
 
     path = Path(os.environ["FEDERATEDSCOPE_ROOT"]) / "federatedscope/core/proto/gRPC_comm_manager_pb2.py"
@@ -64,7 +64,7 @@ _TEXTS = ["", "{}", "[]", "null", "NaN", "\x00", "é" * 1000, "a" * 100_000, "AA
 
 
 def _value(proto: Any, draw: random.Random, depth: int = 0) -> Any:
-    """A field's value of any kind."""
+    """A random value for a field, of any type."""
     value = proto.MsgValue()
     kind = draw.choice(
         "int text float list map numbers deep nothing".split() if depth < 3 else ["int", "text", "float"]
@@ -105,7 +105,7 @@ def _request(draw: random.Random) -> str:
 
 
 def _parcel(draw: random.Random) -> str:
-    """A parcel of tensors as text, right in its form or nearly."""
+    """A parcel of tensors as text, valid or almost valid."""
     import base64
     import struct
 
@@ -116,7 +116,7 @@ def _parcel(draw: random.Random) -> str:
 
 
 def _message(proto: Any, draw: random.Random) -> bytes:
-    """A message as it travels: well formed, with some fields wrong or missing, or a few of its bytes changed."""
+    """A serialised message: well formed, with wrong or missing fields, or with some bytes changed."""
     request = proto.MessageRequest()
     request.msg["sender"].single_msg.int_value = draw.choice([0, 1, 2, 3, -1])
     request.msg["receiver"].single_msg.int_value = draw.choice([0, 1, 2])
@@ -141,7 +141,7 @@ def _message(proto: Any, draw: random.Random) -> bytes:
 
 
 def _raw(draw: random.Random) -> bytes:
-    """Bytes that are no message at all."""
+    """Bytes that are not a message."""
     return draw.choice(
         [
             b"",
@@ -155,7 +155,7 @@ def _raw(draw: random.Random) -> bytes:
 
 
 def _attack(ports: list[int], draw: random.Random, over: Callable[[], bool], sent: list[int]) -> None:
-    """Send until all is sent or the run is over; connections of raw bytes stay open."""
+    """Send until everything is sent or the run has ended; connections with raw bytes remain open."""
     import grpc
 
     proto, open_ = _proto(), []
@@ -182,7 +182,7 @@ def _attack(ports: list[int], draw: random.Random, over: Callable[[], bool], sen
 
 
 def _distributed(bench: Bench, outdir: Path, draw: random.Random | None) -> tuple[list[Ended], int]:
-    """A server and two clients through the command line, under attack if there is a ``draw``."""
+    """Run a server and two clients from the command line, and attack them if ``draw`` is given."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     ports = [s.getsockname()[1] for s in sockets]
     for each in sockets:
@@ -246,5 +246,5 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
                 return [Outcome("failed", what, f"{name}: {each.fault or each.err}")]
         unlike = difference(outdir / "adapter", reference / "adapter")
         if unlike:
-            return [Outcome("failed", what, f"another result without a word: {unlike}")]
+            return [Outcome("failed", what, f"another result without an error: {unlike}")]
         return [Outcome("same", what)] * sent

@@ -1,4 +1,4 @@
-"""What a hostile client may send in place of an honest update, as Hypothesis draws it."""
+"""Updates of a hostile client in place of an honest one, as Hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Poison:
 
     Attributes:
         kind: a name in ``KINDS``.
-        at: which tensor, counted modulo their number.
-        value: what the kind needs.
+        at: the index of the tensor, modulo their number.
+        value: depends on the kind.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Poison:
 
 @dataclass
 class Answer:
-    """What a client hands in: for ``Round.take``."""
+    """The arguments with which an answer is handed to ``Round.take``."""
 
     client: Any
     tensors: Any
@@ -40,7 +40,7 @@ class Answer:
 
 
 class Subclass(Tensor):
-    """A subclass of a tensor."""
+    """A subclass of ``Tensor``."""
 
 
 _NUMBERS: list[Any] = [
@@ -70,7 +70,7 @@ _DTYPES = [
 
 
 def _kinds_of_tensors() -> dict[str, Callable[[Tensor], Any]]:
-    """Things that stand for a tensor; those under ``harmless`` are plain tensors of the same values."""
+    """Values in place of a tensor; those under ``harmless`` are plain tensors with the same values."""
 
     def storage_gone(t: Tensor) -> Tensor:
         own = t.clone()
@@ -114,7 +114,7 @@ def _inference(tensor: Tensor) -> Tensor:
 TENSOR_KINDS = _kinds_of_tensors()
 
 
-# -- what each kind does to an answer ---------------------------------------------------------------------
+# -- the kinds: each changes an answer --------------------------------------------------------------------
 
 
 def _name(answer: Answer, name: str, value: Any) -> None:
@@ -187,7 +187,7 @@ def _whole(answer: Answer, name: str, value: Any) -> None:
 def _fact(answer: Answer, name: str, value: tuple[str, Any]) -> None:
     fact, new = value
     if fact == "client":
-        # Who may speak for whom is for an engine to know: here it is the client's own number, or none.
+        # Engines check the sender of an answer, so the number here is that of the client, or none.
         answer.client = answer.client if type(new) is int and 0 < new < 4 else new
     elif fact == "twice":
         answer.twice = True
@@ -229,16 +229,16 @@ poisons = st.sampled_from(sorted(KINDS)).flatmap(
 
 
 def _plain(tensor: Any) -> bool:
-    """Whether it can still be worked on: no other class or layout, and with its values."""
+    """Whether further changes are possible: a plain dense tensor that still has its values."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return False
     return not tensor.is_quantized and (not tensor.numel() or tensor.untyped_storage().nbytes() > 0)
 
 
 def poison(answer: Answer, changes: list[Poison]) -> None:
-    """Apply ``changes`` to an honest answer, in place. A change that finds nothing to work on is left out.
+    """Apply ``changes`` to an honest answer, in place. Changes that cannot be applied are left out.
 
-    What the tensors hold is changed before what they are.
+    Values of tensors are changed before their types.
     """
     for change in sorted(changes, key=lambda change: list(KINDS).index(change.kind)):
         tensors = answer.tensors if isinstance(answer.tensors, dict) else {}

@@ -1,4 +1,4 @@
-"""The library that stands before the C library's calls on a disk: built, loaded and armed."""
+"""Builds, loads and arms a library that replaces the calls of the C library on a disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("shim.c")
 
 
 class Mode(IntEnum):
-    """What happens at the n-th call that writes, renames, creates, removes or syncs below a folder."""
+    """The fault at the n-th call that writes, renames, creates, removes or syncs below a folder."""
 
     #: calls are counted
     COUNT = 0
@@ -26,14 +26,14 @@ class Mode(IntEnum):
     KILL_AFTER = 2
     #: the call fails with EIO, as on a bad disk; later ones succeed
     EIO_ONCE = 3
-    #: the disk is full: half of a write succeeds, then nothing that needs room
+    #: the disk is full: half of a write succeeds, then no call that needs space
     FULL = 4
-    #: half of a write succeeds, which is no error; any other call succeeds whole
+    #: half of a write succeeds, which is not an error; all other calls succeed completely
     SHORT = 5
 
 
 def preload() -> Path | None:
-    """The built library; None where there is no compiler."""
+    """The path of the library, which is built first; None if there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         return None
@@ -49,24 +49,24 @@ def preload() -> Path | None:
 
 
 def loaded() -> bool:
-    """Whether the library stands before the C library of this process."""
+    """Whether the library is loaded in this process."""
     return hasattr(ctypes.CDLL(None), "torture_arm")
 
 
 def arm(folder: Path, n: int = 0, mode: Mode = Mode.COUNT) -> None:
-    """From now on, the ``n``-th call of this process below ``folder``, and paths that begin with it, meets ``mode``."""
+    """Let ``mode`` occur at the ``n``-th call from now on below ``folder`` and paths that begin with it."""
     ctypes.CDLL(None).torture_arm(os.fsencode(folder), ctypes.c_long(n), int(mode))
 
 
 def count() -> int:
-    """How many calls there have been since ``arm``."""
+    """The number of calls since ``arm``."""
     counted = ctypes.CDLL(None).torture_count
     counted.restype = ctypes.c_long
     return int(counted())
 
 
 def armed_environment(folder: Path, n: int, mode: Mode) -> dict[str, str]:
-    """Environment variables under which a process of its own is armed from its start."""
+    """Environment variables with which a new process is armed from its start."""
     library = preload()
     if library is None:
         raise RuntimeError("there is no compiler to build the shim with")

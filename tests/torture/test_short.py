@@ -1,4 +1,4 @@
-"""A short torture: a few cases of every kind that needs neither a network nor root, by the torture's own command."""
+"""A short torture: a few cases of every kind that needs neither network nor root, by ``python -m tests.torture``."""
 
 import json
 import os
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 KINDS = ("kills", "writes", "damage", "updates", "configs")
 
 
-@pytest.mark.slow  # kills come at random instants, so it may find something new at any time
+@pytest.mark.slow  # kills come at random times, so a run may find a new failure
 def test_a_short_torture(tmp_path):
     command = [sys.executable, "-m", "tests.torture", "--kinds", ",".join(KINDS), "--number", "2", "--seed", "3"]
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""A tiny model, tiny data, and the runs of them that are tortured."""
+"""Tiny models, tiny data, and the configurations of the runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 WORDS = "good great fine happy bad poor awful sad the a film book day it was is very quite story tea".split()
 
-#: variants of a run, by name: keys that replace those of ``settings``. The encoder takes all but the last three.
+#: variants of a run by name: keys that replace those of ``settings``. All but the last three use the encoder.
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {"federate.method": "fedavg"},
     "fedlora under FedAdam": {

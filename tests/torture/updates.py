@@ -1,4 +1,4 @@
-"""Poisoned updates: one client of three, at the server of every method, hands in what Hypothesis draws."""
+"""Poisoned updates: for every method, one of three clients hands in an update that Hypothesis draws."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SHARD = 50
 LIMIT = 360.0
 #: updates for each seed
 EXAMPLES = 20
-#: of so many seeds one has a whole run through the command line too
+#: one of this many seeds also has a complete run from the command line
 HOSTILE_RUNS = 3
 
 _SMALL = {"lowrank.epochs": 1, "lowrank.generator_steps": 1, "lowrank.images": 4, "lowrank.channels": 2}
-#: further keys for methods that need them, or have more to go wrong with them
+#: further keys for methods that need them, or for which they lead to more code
 _KEYS: dict[str, dict[str, Any]] = {
     "flexlora": {"lowrank.ranks": [1, 3, 2]},
     "flora": {"lowrank.ranks": [1, 3, 2]},
@@ -43,7 +43,7 @@ _KEYS: dict[str, dict[str, Any]] = {
 
 @cache
 def targets() -> list[tuple[str, str]]:
-    """Every method with every kind of model that it takes."""
+    """Every method with every kind of model that it supports."""
     from fs_lowrank.methods import list_methods, requirements
 
     kinds = {"encoder": "SequenceClassification", "causal": "CausalLM", "vision": "ImageClassification"}
@@ -52,14 +52,14 @@ def targets() -> list[tuple[str, str]]:
 
 @dataclass
 class Server:
-    """The engine of a run before round 1, what its clients would send, and the state without client K, by K."""
+    """An engine before round 1, the honest updates of its clients, and the state after a round without each client."""
 
     engine: Any
     honest: dict[int, Answer]
     without: dict[int | None, dict[str, Any]]
 
     def ledger(self) -> Any:
-        """As before round 1."""
+        """A new ledger, in the state before round 1."""
         from fs_lowrank.rounds.ledger import Ledger
 
         e = self.engine
@@ -71,7 +71,7 @@ _SERVERS: dict[tuple[str, str], Server] = {}
 
 
 def server_of(method: str, kind: str, bench: Bench) -> Server:
-    """Made once in a process; the clients' training is real."""
+    """The server for a method and kind of model, created once per process; the clients are really trained."""
     if (method, kind) not in _SERVERS:
         from fs_lowrank import load_config
         from fs_lowrank.engines.local import LocalEngine
@@ -93,7 +93,7 @@ def server_of(method: str, kind: str, bench: Bench) -> Server:
 
 
 def _finished(server: Server, left_out: int | None) -> dict[str, Any]:
-    """The state after a round of honest answers, without that of one client."""
+    """The state after a round with the honest answers of all clients but one."""
     round = _asked(server)
     for client, answer in server.honest.items():
         if client == left_out:
@@ -128,7 +128,7 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def suffered(server: Server, client: int, changes: list[Poison]) -> tuple[Ending, str]:
-    """The ending of a round in which ``client`` hands in a poisoned answer, and the reason."""
+    """How a round ends in which ``client`` hands in a poisoned answer, and the reason."""
     honest = server.honest[client]
     answer = Answer(honest.client, {n: t.clone() for n, t in honest.tensors.items()}, dict(honest.facts))
     poison(answer, changes)
@@ -155,7 +155,7 @@ def suffered(server: Server, client: int, changes: list[Poison]) -> tuple[Ending
         return "failed", f"it counts as {said[0]['kind']}"
     if not took:
         round.fail(client, "absent", "nothing that can be used")
-        _hand_in(round, honest)  # too late: it must not count
+        _hand_in(round, honest)  # it is late and must not count
     if took and client in round.waiting:
         return "failed", "it was taken, and is waited for"
     for other in list(round.waiting):
@@ -196,7 +196,7 @@ Drawn = tuple[tuple[str, str], int, list[Poison]]
 
 
 def drawn(number: int) -> list[Drawn]:
-    """What Hypothesis draws with the seed ``number``: the method and kind of model, the client, and what it does."""
+    """What Hypothesis draws with the seed ``number``: method, kind of model, client and changes."""
     examples: list[Drawn] = []
 
     @seed(number)
@@ -212,12 +212,12 @@ def drawn(number: int) -> list[Drawn]:
         examples.append((target, client, changes))
 
     note()
-    return examples[1:]  # the first is the simplest there is, whatever the seed
+    return examples[1:]  # the first example is the simplest one, with any seed
 
 
 def case(number: int, bench: Bench) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    logging.getLogger("fs_lowrank").setLevel(logging.CRITICAL)  # every refusal is a warning
+    logging.getLogger("fs_lowrank").setLevel(logging.CRITICAL)  # every refusal logs a warning
     examples = drawn(number)
     if number % HOSTILE_RUNS == 0:
         outcomes.append(hostile.run(number, examples[-1], _KEYS.get(examples[-1][0][0], {}), bench))
@@ -226,7 +226,7 @@ def case(number: int, bench: Bench) -> list[Outcome]:
         try:
             server = server_of(*target, bench)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # prototypes of torch that the poison is made of
+                warnings.simplefilter("ignore")  # prototype features of torch that the poisons use
                 ending, reason = suffered(server, client, changes)
         except Exception as error:
             ending, reason = "failed", f"{type(error).__name__}: {error}"

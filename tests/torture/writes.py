@@ -1,6 +1,6 @@
-"""Faults inside the writing: at the n-th call on the disk the run is killed, or the call fails; for every n.
+"""Faults during writing: at the n-th call on the disk the run is killed or the call fails, for every n.
 
-Seeds go through all calls of the first variant, each with every kind of fault, then through those of the next.
+The seeds enumerate all calls of the first variant with every kind of fault, then those of the next variant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MODES = (Mode.KILL_BEFORE, Mode.KILL_AFTER, Mode.EIO_ONCE, Mode.FULL, Mode.SHORT
 
 
 def where(seed: int, bench: Bench) -> tuple[str, int, Mode]:
-    """The variant, the number of the call, and what happens there."""
+    """The variant, the number of the call, and the fault."""
     for run in itertools.cycle(variants()):
         cases = bench.reference(run).calls * len(MODES)
         if seed < cases:
@@ -39,6 +39,6 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
         elif not first.code:
             return [bench.judge(run, outdir, first, what, resumed=False, seen=seen)]
         outcome = bench.judge(run, outdir, bench.start(run, outdir, resume=True), what, resumed=True, seen=seen)
-        if outcome.ending == "refused":  # the disk is well again
+        if outcome.ending == "refused":  # the disk works again
             outcome = Outcome("failed", what, f"refused to go on: {outcome.reason}; before: {first.err}", seen)
         return [outcome]

@@ -1,4 +1,4 @@
-"""Local training, evaluation and learning rates against plain loops."""
+"""Local training, evaluation and learning rates compared with plain loops."""
 
 import math
 
@@ -65,7 +65,7 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("kind, extra", OPTIMIZERS)
 @pytest.mark.parametrize("half, frozen", [("lora_B", "lora_A"), ("lora_A", "lora_B")])
 def test_the_frozen_half_does_not_change(model, kind, extra, half, frozen):
-    for n, p in model.named_parameters():  # with B = 0 an A round has no gradient
+    for n, p in model.named_parameters():  # with B = 0, A has no gradient
         if "lora_B" in n:
             p.data.normal_()
     before = snapshot(model)
@@ -106,7 +106,7 @@ def test_a_phase_without_the_head_does_not_change_it(model):
 
 
 def test_against_a_plain_loop(model):
-    """The same batches, in torch's own words."""
+    """The same batches are trained with plain torch."""
     import copy
 
     other = copy.deepcopy(model)
@@ -267,7 +267,7 @@ def test_device_arguments_are_not_tried():
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_evaluation_of_a_classifier(model, size):
     examples = data(11)
-    model.train()  # evaluation turns dropout off itself
+    model.train()  # evaluation disables dropout by itself
     found = evaluate(model, examples, size)
     losses, right = [], 0
     model.eval()
@@ -292,7 +292,7 @@ def test_evaluation_of_a_causal_model_is_per_token(tiny_causal):
     for row, wanted in zip(rows, labels):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(row)[None]).logits[0].double()
-        for at in range(1, len(row)):  # position at − 1 predicts the token at
+        for at in range(1, len(row)):  # position ``at − 1`` predicts the token ``at``
             if wanted[at] != -100:
                 losses.append(float(torch.logsumexp(logits[at - 1], 0) - logits[at - 1, wanted[at]]))
                 right += int(logits[at - 1].argmax()) == wanted[at]
