@@ -292,8 +292,9 @@ def _run(args: argparse.Namespace) -> None:
         result = run(
             config,
             args.engine,
-            resume=args.resume,
+            resume="auto" if args.resume else False,
             overwrite=args.overwrite,
+            progress=False,
             on_round=live.on_round,
             on_client=live.on_client,
         )
@@ -339,6 +340,7 @@ def _compare(args: argparse.Namespace) -> None:
             overrides=args.overrides,
             resume=args.resume,
             overwrite=args.overwrite,
+            progress=False,
             on_method=lambda name: _announce(config, name),
             on_round=live.on_round,
             on_client=live.on_client,

@@ -273,6 +273,6 @@ def check_local(config: Config) -> None:
             f"{name} = {show(value)}" + (f" (line {lines[name]})" if name in lines else "") for name, value in refused
         ]
         raise UserError(
-            f"{file + ': ' if file else ''}honoured only by --engine federatedscope; remove, or run with "
+            f"{file + ': ' if file else ''}honoured only by engine='federatedscope'; remove, or run with "
             "that engine:\n  " + "\n  ".join(listed)
         )

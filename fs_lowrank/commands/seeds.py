@@ -49,9 +49,8 @@ def compare_seeds(
     for seed in seeds:
         announce(f"seed {seed}")
         own = [*args.overrides, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
-        results = compare(
-            args.cfg, methods, args.engine, overrides=own, resume=args.resume, overwrite=args.overwrite, **callbacks
-        )
+        existing = {"resume": args.resume, "overwrite": args.overwrite}
+        results = compare(args.cfg, methods, args.engine, overrides=own, progress=False, **existing, **callbacks)
         for name, result in results.items():
             for metric, value in result.final.items():
                 values.setdefault(name, {}).setdefault(metric, []).append(value)

@@ -142,7 +142,7 @@ class LocalEngine:
             return self._run(resume)
         except (OSError, SafetensorError) as error:
             raise RunFailed(
-                f"the run in {self.keeper.outdir} stopped: {error}; when that is mended, run again with --resume"
+                f"the run in {self.keeper.outdir} stopped: {error}; when that is mended, run again with resume=True"
             ) from error
         finally:
             self.trains.end()

@@ -107,7 +107,7 @@ class RecordKeeper:
         if round > 1 and not self.checkpoint_due(round - 1):
             self.save(round - 1)
         kept = (
-            f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, "
+            f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with resume=True, "
             f"and {error.remedy}"
             if round > 1
             else f"no round was completed; start again, and {error.remedy}"
@@ -151,7 +151,8 @@ class RecordKeeper:
             if [record["round"] for record in history] != list(range(1, checkpoint.round + 1)):
                 raise UserError(
                     f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
-                    "wrote into it, so the run cannot be continued; start it anew with --overwrite or in another outdir"
+                    "wrote into it, so the run cannot be continued; start it anew with overwrite=True, or in another "
+                    "outdir"
                 )
             remove_old(self.outdir / "checkpoint", self.config.lowrank.keep_checkpoints, checkpoint.round)
         best.go_back(self.outdir, checkpoint.round if checkpoint else 0)

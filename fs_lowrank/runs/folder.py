@@ -21,6 +21,11 @@ def outdir_of(config: Settings) -> Path:
     return Path(config.outdir) / config.expname
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run has begun, or ended, in ``folder``."""
+    return any((folder / name).exists() for name in ("checkpoint", "summary.json", "rounds.jsonl"))
+
+
 def check_outdir(config: Settings, resume: bool) -> None:
     """Check whether a run may begin in its folder; cheap enough to call before data and model are made.
 
@@ -32,13 +37,13 @@ def check_outdir(config: Settings, resume: bool) -> None:
     checkpoint, finished = (folder / "checkpoint").exists(), (folder / "summary.json").exists()
     if not resume and (checkpoint or finished or (records.exists() and records.stat().st_size)):
         raise UserError(
-            f"{folder} holds a run already; continue it with --resume, replace it with --overwrite, or choose another "
-            "outdir"
+            f"{folder} holds a run already; continue it with resume=True, replace it with overwrite=True, or choose "
+            "another outdir"
         )
     if resume and finished and not checkpoint:
         raise UserError(
             f"{folder} holds a finished run that kept no checkpoint (lowrank.checkpoint_freq 0), so there "
-            "is nothing to continue; replace it with --overwrite, or choose another outdir"
+            "is nothing to continue; replace it with overwrite=True, or choose another outdir"
         )
 
 

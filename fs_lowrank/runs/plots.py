@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..jobs.files import cannot_write, replacing
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: float | None = None) -> Path:
+    """Write ``curves`` to the image file ``path``, which is returned.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    figure = curves(histories, majority)
+    try:
+        with replacing(path, durable=False) as aside:
+            figure.savefig(aside, format="png", dpi=120)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return path
+
+
+def curves(histories: Mapping[str, Sequence[dict]], majority: float | None = None) -> Figure:
     """Plot held-out accuracy (for a causal LM: loss) by round and by bytes, and training loss by round.
 
     Args:
         histories: records by label (the name of a method).
-        path: the image file.
         majority: fraction of the most frequent class; None for a causal LM.
     Returns:
-        ``path``.
-    Raises:
-        RunFailed: it cannot be written.
+        A figure without pyplot; a notebook shows it.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:
+            """What a notebook shows, whatever its backend is."""
+            image = io.BytesIO()
+            self.savefig(image, format="png", dpi=80)
+            return image.getvalue()
+
+    figure = Shown(figsize=(13, 4), layout="constrained")
     accuracy, traffic, loss = figure.subplots(1, 3)
     split = next((s for h in histories.values() for r in h for s in ("test", "val") if s in r["metrics"]), None)
     metric = "acc" if majority is not None else "loss"
@@ -49,9 +73,4 @@ def plot_curves(histories: Mapping[str, Sequence[dict]], path: Path, majority: f
         axes.grid(alpha=0.3)
     if accuracy.lines:
         accuracy.legend()
-    try:
-        with replacing(path, durable=False) as aside:
-            figure.savefig(aside, format="png", dpi=120)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    return path
+    return figure

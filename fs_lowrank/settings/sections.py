@@ -38,7 +38,7 @@ class Federate:
     use_ss: bool = key(False, local=False)
     #: FederatedScope evaluates the clients' test sets as one
     merge_test_data: bool = key(False, local=False)
-    #: FederatedScope's checkpoint to start from; `--resume` is ours
+    #: FederatedScope's checkpoint to start from; ours are continued with `resume`
     restore_from: str = key("", local="")
     #: FederatedScope's simulated clients share one copy of the model
     share_local_model: bool = key(False, result=False, idle="all clients use one model")

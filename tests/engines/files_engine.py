@@ -258,7 +258,7 @@ def serve(mail: Path, reply: Path) -> None:
         wrong_use, text = json.loads((mail / FAILURE).read_text())
         raise (UserError if wrong_use else RunFailed)(text)
     if code:
-        raise RunFailed(f"the server's process ended with exit code {code}; run again with --resume")
+        raise RunFailed(f"the server's process ended with exit code {code}; run again with resume=True")
 
 
 def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
