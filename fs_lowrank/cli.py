@@ -221,11 +221,20 @@ def _print_results(results: dict) -> None:
     _print_figures(f"bytes are per client and round; the head is the new classifier{chosen}", lines)
     if of_clients:
         _print_figures(
-            "every client's own model on its share of the test set",
+            "on every client's share of the test set",
             [
-                ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in of_clients)],
+                [
+                    "method",
+                    *(n.removeprefix("client_test_").replace("_", "\n") for n in of_clients),
+                    "worst client\nand its acc",
+                    "best client\nand its acc",
+                ],
                 *(
-                    [name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in of_clients)]
+                    [
+                        name,
+                        *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in of_clients),
+                        *_ends(result),
+                    ]
                     for name, result in results.items()
                 ),
             ],
@@ -239,11 +248,31 @@ def _print_results(results: dict) -> None:
         )
 
 
-def _print_verdicts(results: dict) -> None:
-    """Name the methods whose test accuracy is at or below that of the majority class."""
+def _ends(result) -> tuple[str, str]:
+    """The clients of the lowest and of the highest accuracy, each with it."""
+    scores = {client: of["acc"] for client, of in result.client_scores.items() if of["acc"] is not None}
+    if not scores:
+        return "-", "-"
+    return tuple(
+        f"{c}: {scores[c]:.3f}" for c in (min(scores, key=scores.__getitem__), max(scores, key=scores.__getitem__))
+    )
+
+
+def _print_notes(results: dict) -> None:
+    """What the run began with; the clients that never took part; methods no better than the majority class."""
     from .runs.chance import Chance
 
     for name, result in results.items():
+        if result.before:
+            began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in result.before.items() if n.count("_") == 1)
+            console.print(f"  {name}: before round 1: {began}", soft_wrap=True)
+        if "unseen_test_acc" in result.final:
+            listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
+            console.print(
+                f"  {name}: {len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed}): "
+                f"test acc {result.final['unseen_test_acc']:.3f} on their shares of the test set",
+                soft_wrap=True,
+            )
         chance = Chance.of_run(Path(result.outdir), "test")
         verdict = chance.verdict({"test_acc": result.final.get("test_acc")}) if chance else ""
         if verdict:
@@ -304,7 +333,7 @@ def _run(args: argparse.Namespace) -> None:
         console.print(f"done; this client's log: {result.outdir}", soft_wrap=True)
         return
     _print_results({result.facts["method"]: result})
-    _print_verdicts({result.facts["method"]: result})
+    _print_notes({result.facts["method"]: result})
     _print_saved(result)
 
 
@@ -353,7 +382,7 @@ def _compare(args: argparse.Namespace) -> None:
         f"\ndata: {first.facts['source']}; {len(sizes)} clients of {sizes[0]} to {sizes[-1]} samples", soft_wrap=True
     )
     _print_results(results)
-    _print_verdicts(results)
+    _print_notes(results)
     for name, result in results.items():
         console.print(f"[bold]{name}[/]")
         _print_saved(result)

@@ -81,7 +81,7 @@ def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, ins
         ),
         (pd.DataFrame({"a": [1, 2] * 20, "b": [3, 4] * 20}), {}, "no column looks like text; say which one"),
         (make_reviews(60), {"label": "label", "output": "text"}, "--label is of a classification, --output of instr"),
-        (make_reviews(60), {"clients": 55}, "--clients 55: .* has 60 rows"),
+        (make_reviews(60), {"clients": 55}, "clients=55: .* has 60 rows"),
         (make_reviews(60), {"instruction": "text"}, "which column is the output. say --output COLUMN"),
     ],
 )

@@ -66,7 +66,7 @@ class ThisProcess:
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
         """The engine's own model is the only one, and has followed."""
 
-    def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, float]]:
+    def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
         """See ``Evaluator.evaluate``."""
         return evaluator.evaluate(state)
 

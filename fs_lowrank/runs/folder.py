@@ -12,7 +12,7 @@ from ..settings import Settings
 #: what a run writes to its folder, and ``overwrite`` removes
 CONTENTS = (
     *("rounds.jsonl", "checkpoint", "summary.json", "environment.json", "data.json", "config.yaml", "curves.png"),
-    *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best"),
+    *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
 )
 
 

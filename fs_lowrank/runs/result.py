@@ -33,6 +33,7 @@ class RunResult:
             by ``eval.best_res_update_round_wise_key``.
         best: the best round by validation data: its number as ``round``, the metric as ``by``, and its metrics as in
             ``final``; empty if no validation data were evaluated.
+        before: the metrics before round 1, with ``eval.before``.
         outdir: folder of the run's files.
         model: the adapted model with the global tensors.
         base_changed: whether the method trained or changed base weights, so that no adapter holds the result.
@@ -48,12 +49,28 @@ class RunResult:
     saved: dict[str, Path] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
 
     @property
     def bytes(self) -> Mapping[str, int]:
         """Bytes sent in the whole run, in both directions, with and without the head."""
         keys = ("uplink_bytes", "uplink_bytes_without_head", "downlink_bytes", "downlink_bytes_without_head")
         return {key: sum(record[key] for record in self.history) for key in keys}
+
+    @property
+    def client_scores(self) -> dict[int, dict[str, float]]:
+        """By client, ``acc``, ``loss`` and ``samples`` of its share of the test set in the last evaluated round.
+
+        Empty if the clients' models were not evaluated (``eval.clients``).
+        """
+        last: dict[str, Any] = next((r for r in reversed(self.history) if r["metrics"]), {})
+        return {int(client): scores for client, scores in last.get("client_scores", {}).items()}
+
+    @property
+    def unseen(self) -> list[int]:
+        """The clients that never took part: no update of theirs counted in any round."""
+        took_part = {client for record in self.history for client in record["clients"]}
+        return [c for c in range(1, len(self.facts.get("clients", ())) + 1) if c not in took_part]
 
     def _figures(self) -> list[tuple[str, str]]:
         """What is shown of the result: name and value."""
@@ -80,7 +97,8 @@ class RunResult:
         """One row per round, by its number.
 
         Columns: how many ``clients`` counted and how many ``failed``, ``train_loss``, the metrics as in ``final``,
-        ``uplink_bytes``, ``downlink_bytes``, and ``seconds_…`` of training, aggregation and evaluation.
+        ``uplink_bytes``, ``downlink_bytes``, and ``seconds_…`` of training, aggregation and evaluation. Round 0, with
+        ``eval.before``, has metrics only.
         """
         from pandas import DataFrame
 
@@ -96,17 +114,19 @@ class RunResult:
             }
             for r in self.history
         ]
-        return DataFrame(rows).set_index("round") if rows else DataFrame()
+        before = [{"round": 0, **self.before}] if self.before else []
+        return DataFrame([*before, *rows]).set_index("round") if rows else DataFrame()
 
     def clients_frame(self) -> DataFrame:
         """One row per client, by its number.
 
         Columns: training ``samples``, the number of ``rounds`` in which its update counted and of those in which it
-        ``failed``, ``uplink_bytes``, ``downlink_bytes``, and ``seconds`` of its training.
+        ``failed``, ``uplink_bytes``, ``downlink_bytes``, ``seconds`` of its training; and ``test_acc``, ``test_loss``,
+        ``test_samples`` of ``client_scores``, where there are any.
         """
         from pandas import DataFrame
 
-        rows = []
+        rows, scores = [], self.client_scores
         for client, samples in enumerate(self.facts.get("clients", ()), start=1):
             key = str(client)
             rows.append(
@@ -118,6 +138,7 @@ class RunResult:
                     "uplink_bytes": sum(r["client_uplink_bytes"].get(key, 0) for r in self.history),
                     "downlink_bytes": sum(r["client_downlink_bytes"].get(key, 0) for r in self.history),
                     "seconds": sum(r.get("client_seconds", {}).get(key, {}).get("training", 0) for r in self.history),
+                    **{f"test_{name}": value for name, value in scores.get(client, {}).items()},
                 }
             )
         return DataFrame(rows).set_index("client") if rows else DataFrame()

@@ -193,7 +193,7 @@ class Server:
                     return None
                 scores = {c: a.facts["scores"] for c, a in sorted(answers.items()) if "scores" in a.facts}
                 if scores:
-                    metrics[CLIENTS] = self.evaluator.combined(list(scores.values()), [sizes[c] for c in scores])
+                    metrics[CLIENTS] = self.evaluator.combined(scores, sizes)
         seconds["evaluation"] = time.perf_counter() - started - seconds["aggregation"]
         return round.record(metrics, seconds, spent)
 
