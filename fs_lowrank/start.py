@@ -176,13 +176,13 @@ def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[st
         if column not in table:
             there = [str(c) for c in table]
             raise UserError(
-                f"--{role.replace('_', '-')} {column}: {given.data} has no such column{nearest(column, there)}; "
+                f"{role}={column!r}: {given.data} has no such column{nearest(column, there)}; "
                 f"there are: {', '.join(there)}"
             )
     language, classes = named.keys() & {"instruction", "input", "output"}, named.keys() & {"text", "text_pair", "label"}
     if language and classes:
         raise UserError(
-            f"--{min(classes)} is of a classification, --{min(language)} of instructions with answers; give one of them"
+            f"{min(classes)} is of a classification, {min(language)} of instructions with answers; give one of them"
         )
     if "messages" in table and not named:
         return {}, ["guessed: conversations in the column messages"], True
@@ -193,7 +193,7 @@ def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[st
         }
         for role in ("instruction", "output"):
             if role not in roles:
-                raise UserError(f"{given.data}: which column is the {role}? say --{role} COLUMN, of {', '.join(table)}")
+                raise UserError(f"{given.data}: which column is the {role}? say {role}='COLUMN', of {', '.join(table)}")
         return roles, [] if language else ["guessed: instructions and answers, by the names of the columns"], True
     why: list[str] = []
     text = named.get("text", "")

@@ -31,6 +31,7 @@ VARIANTS = [
     ("pmfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("pfedlora", {"lowrank.variant": 2}),
     ("rolora", {"lowrank.robust": "norm_bound"}),
+    ("rolora", {"eval.clients": True, "eval.before": True}),
     ("mfedloru", {"lowrank.robust": "median", "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("fedhm", {"lowrank.rank_factors": [2, 8, 4]}),
     ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40}),
@@ -84,7 +85,7 @@ def same(local, other):
         for key in a.keys() - {"seconds", "client_seconds"}:
             assert (follow and "downlink" in key) or a[key] == b[key], key
         assert a["client_seconds"].keys() == b["client_seconds"].keys()
-    assert local.final == other.final and local.best == other.best
+    assert local.final == other.final and local.best == other.best and local.before == other.before
     for name in ("adapter_best", "model_best"):
         saved = [(p.name, p.read_bytes()) for p in sorted((local.outdir / name).rglob("*.safetensors"))]
         assert saved == [(p.name, p.read_bytes()) for p in sorted((other.outdir / name).rglob("*.safetensors"))]
