@@ -130,13 +130,13 @@ def train(config: Config, engine: str, progress: Progress) -> RunResult:
     folder = Path(config.outdir)
     if (folder / "checkpoint").exists():
         try:
-            return fs_lowrank.run(config, engine, resume=True, on_round=on_round, on_client=on_client)
+            return fs_lowrank.run(config, engine, resume="auto", progress=False, on_round=on_round, on_client=on_client)
         except RunFailed:
             raise  # the next call can continue from the checkpoint
         except UserError as error:
             print(f"{folder.name}: cannot be continued, starts again: {error}", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    return fs_lowrank.run(config, engine, on_round=on_round, on_client=on_client)
+    return fs_lowrank.run(config, engine, progress=False, on_round=on_round, on_client=on_client)
 
 
 def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict[str, list[int]]]:

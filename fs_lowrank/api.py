@@ -5,27 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .baselines import row_config, run_row, split_names
 from .config import Config, load_config, load_for
 from .engines import get_engine
 from .errors import RunFailed, UserError
 from .jobs.files import replacing, to_json
-from .runs.folder import outdir_of, remove_run
+from .jobs.shell import names
+from .runs.folder import holds_run, outdir_of, remove_run
 from .runs.plots import plot_curves, setting_of
+from .runs.progress import shown
 from .runs.result import RunResult
 from .runs.tables import result_lines, write_tables
 from .seeds import generators_kept
 from .versions import SCHEMA
+
+Resume = bool | Literal["auto", "overwrite"]
 
 
 def run(
     config: Config | str | Path,
     engine: str = "local",
     *,
-    resume: bool = False,
+    resume: Resume = False,
     overwrite: bool = False,
+    progress: bool | None = None,
     on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
 ) -> RunResult:
@@ -34,27 +39,43 @@ def run(
     Args:
         config: from ``load_config``, or the path of a YAML file.
         engine: ``local`` runs all clients in this process; ``list_engines`` names the others.
-        resume: continue from the last checkpoint in ``config.outdir``.
-        overwrite: remove the run that ``config.outdir`` holds, and start anew.
+        resume: True: continue the run in ``config.outdir`` from its last checkpoint; ``"auto"``: the same, and start
+            one if there is none; ``"overwrite"``: remove the run that is there, and start anew; False: start, and
+            refuse a folder that holds a run.
+        overwrite: True is ``resume="overwrite"``.
+        progress: show a bar on standard error. None: on a terminal and in a notebook.
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).
     Raises:
         UserError: an error that the user can correct. RunFailed: a valid run could not continue.
     """
     _check_config(config)
-    if resume and overwrite:
-        raise UserError("resume continues a run and overwrite removes it; choose one of them")
+    resume, overwrite = _how(resume, overwrite)
     config = config if isinstance(config, Config) else load_config(config)
-    module = get_engine(engine)
+    module, folder = get_engine(engine), outdir_of(config)
+    if resume is True and config.federate.mode == "standalone" and not holds_run(folder):
+        raise UserError(f"{folder} holds no run to continue; resume='auto' starts one where there is none")
     if overwrite:
-        remove_run(outdir_of(config))
+        remove_run(folder)
+    rounds = config.federate.total_round_num
     try:
-        with generators_kept():
-            result: RunResult = module.run(config, resume=resume, on_round=on_round, on_client=on_client)
+        with generators_kept(), shown(config.federate.method, rounds, progress, on_round, on_client) as (told, heard):
+            result: RunResult = module.run(config, resume=bool(resume), on_round=told, on_client=heard)
     except Exception as error:
         vars(error)["run_folder"] = outdir_of(config)  # where a command line writes the traceback of an error of ours
         raise
     return result
+
+
+def _how(resume: Resume, overwrite: bool) -> tuple[bool | Literal["auto"], bool]:
+    """``resume`` without "overwrite", and whether the run that is there is removed."""
+    if resume not in (True, False, "auto", "overwrite"):
+        raise UserError(f"resume = {resume!r}: expected True, False, 'auto' or 'overwrite'")
+    if resume == "overwrite":
+        return False, True
+    if resume and overwrite:
+        raise UserError("resume continues a run and overwrite removes it; choose one of them")
+    return resume, overwrite
 
 
 def _check_config(config: object) -> None:
@@ -64,12 +85,13 @@ def _check_config(config: object) -> None:
 
 def compare(
     config: Config | str | Path,
-    methods: Sequence[str],
+    methods: Sequence[str] | str,
     engine: str = "local",
     *,
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     overwrite: bool = False,
+    progress: bool | None = None,
     on_method: Callable[[str], object] | None = None,
     **callbacks: Any,
 ) -> dict[str, RunResult]:
@@ -82,10 +104,11 @@ def compare(
     Args:
         config: from ``load_config``, or the path of a YAML file. The hyperparameters of its own method also apply to
             the other methods that have them.
-        methods: names; ``local`` and ``pooled`` are rows to compare them with (``baselines``), in the embedded engine.
+        methods: names, as a list or as ``"rolora,fedlora"``; ``local`` and ``pooled`` are rows to compare them with
+            (``baselines``), in the embedded engine.
         overrides: values that take precedence, as for ``load_config``. A key in ``lowrank``, such as
             ``lowrank.ranks``, may belong to any of the methods, and applies to those that have it.
-        resume, overwrite: as for ``run``, for the run of every method.
+        resume, overwrite, progress: as for ``run``, for the run of every method; a method that has no run yet starts.
 
     Raises:
         UserError: an unknown method, or an override that none of the methods has (raised before anything runs); and
@@ -96,7 +119,9 @@ def compare(
 
     _check_config(config)
     get_engine(engine)  # before anything is announced or written
-    methods, rows = split_names(methods)
+    resume, overwrite = _how(resume, overwrite)
+    existing: dict[str, Any] = {"resume": "auto" if resume else False, "overwrite": overwrite, "progress": progress}
+    methods, rows = split_names(names(methods) if isinstance(methods, str) else methods)
     config, keys_of = load_for(config, methods, overrides)
     outdir = outdir_of(config)
     configs = {
@@ -110,15 +135,16 @@ def compare(
     for name, config_of_method in configs.items():
         if on_method:
             on_method(name)
-        results[name] = run(config_of_method, engine, resume=resume, overwrite=overwrite, **callbacks)
+        results[name] = run(config_of_method, engine, **existing, **callbacks)
     for name in rows:
         configs[name] = row_config(name, config, outdir / name)
         if overwrite:
             remove_run(outdir / name)
         if on_method:
             on_method(name)
-        with generators_kept():
-            results[name] = run_row(name, configs[name], resume, **callbacks)
+        told = (callbacks.get("on_round"), callbacks.get("on_client"))
+        with generators_kept(), shown(name, config.federate.total_round_num, progress, *told) as told:
+            results[name] = run_row(name, configs[name], bool(resume), *told)
     first = next(iter(results.values()))
     majority = first.facts["majority"]
     try:
@@ -154,7 +180,7 @@ def compare(
     except OSError as error:
         raise RunFailed(
             f"all methods ran, but their comparison could not be written to {outdir}: {error}; correct this "
-            "and run again with --resume, which does not repeat any training"
+            "and run again with resume=True, which does not repeat any training"
         ) from error
     for result in results.values():
         result.saved["comparison"] = curves

@@ -124,20 +124,23 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
         if own is not None:
             score[CLIENTS] = {**evaluator.score(own, f"client {client.id} test"), "samples": len(own)}
         scores.append(score)
-    metrics: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, Any]] = {}
     for split in site.held_out():
         metrics[split] = {m: float(np.mean([s[split][m] for s in scores])) for m in ("acc", "loss")}
-    shares = [s[CLIENTS] for s in scores if CLIENTS in s]
+    shares = {s["client"]: s[CLIENTS] for s in scores if CLIENTS in s}
+    of_clients: dict[int, dict[str, float]] = {}
     if shares:
-        metrics[CLIENTS] = evaluator.combined(shares, [s["samples"] for s in shares])
+        metrics[CLIENTS] = evaluator.combined(shares, {client: s["samples"] for client, s in shares.items()})
+        of_clients = metrics[CLIENTS].pop("clients")
     record = {
         "round": config.federate.total_round_num,
         "selected": [],
-        "clients": [],
+        "clients": [client.id for client in site.clients],
         "failed": [],
         "samples": samples,
         "loss": float(np.mean(losses)),
         "metrics": metrics,
+        **({"client_scores": {str(client): of for client, of in of_clients.items()}} if of_clients else {}),
         **{key: 0 for key in _BYTES},
         "client_uplink_bytes": {},
         "client_downlink_bytes": {},

@@ -187,7 +187,7 @@ def _print_results(results: dict) -> None:
     chosen = f"; best round by {', '.join(by)}" if by else ""
     _print_figures(f"bytes are per client and round; the head is the new classifier{chosen}", result_lines(results))
     if lines := client_lines(results):
-        _print_figures("every client's own model on its share of the test set", lines)
+        _print_figures("on every client's share of the test set", lines)
     for name, result in results.items():
         total = result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]
         console.print(
@@ -197,11 +197,21 @@ def _print_results(results: dict) -> None:
         )
 
 
-def _print_verdicts(results: dict) -> None:
-    """Name the methods whose test accuracy is at or below that of the majority class."""
+def _print_notes(results: dict) -> None:
+    """What the run began with; the clients that never took part; methods no better than the majority class."""
     from .runs.chance import Chance
 
     for name, result in results.items():
+        if result.before:
+            began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in result.before.items() if n.count("_") == 1)
+            console.print(f"  {name}: before round 1: {began}", soft_wrap=True)
+        if "unseen_test_acc" in result.final:
+            listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
+            console.print(
+                f"  {name}: {len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed}): "
+                f"test acc {result.final['unseen_test_acc']:.3f} on their shares of the test set",
+                soft_wrap=True,
+            )
         chance = Chance.of_run(Path(result.outdir), "test")
         verdict = chance.verdict({"test_acc": result.final.get("test_acc")}) if chance else ""
         if verdict:
@@ -251,8 +261,9 @@ def _run(args: argparse.Namespace) -> None:
         result = run(
             config,
             args.engine,
-            resume=args.resume,
+            resume="auto" if args.resume else False,
             overwrite=args.overwrite,
+            progress=False,
             on_round=live.on_round,
             on_client=live.on_client,
         )
@@ -262,7 +273,7 @@ def _run(args: argparse.Namespace) -> None:
         console.print(f"done; this client's log: {result.outdir}", soft_wrap=True)
         return
     _print_results({result.facts["method"]: result})
-    _print_verdicts({result.facts["method"]: result})
+    _print_notes({result.facts["method"]: result})
     _print_saved(result)
 
 
@@ -298,6 +309,7 @@ def _compare(args: argparse.Namespace) -> None:
             overrides=args.overrides,
             resume=args.resume,
             overwrite=args.overwrite,
+            progress=False,
             on_method=lambda name: _announce(config, name),
             on_round=live.on_round,
             on_client=live.on_client,
@@ -310,7 +322,7 @@ def _compare(args: argparse.Namespace) -> None:
         f"\ndata: {first.facts['source']}; {len(sizes)} clients of {sizes[0]} to {sizes[-1]} samples", soft_wrap=True
     )
     _print_results(results)
-    _print_verdicts(results)
+    _print_notes(results)
     for name, result in results.items():
         console.print(f"[bold]{name}[/]")
         _print_saved(result)

@@ -276,5 +276,5 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
         for name, value, why in refused
     ]
     if listed or together:
-        what = f"federate.method = {config.federate.method} on --engine {engine} does not honour"
+        what = f"federate.method = {config.federate.method} on engine={engine!r} does not honour"
         raise UserError(f"{file + ': ' if file else ''}{what}; remove:\n  " + "\n  ".join([*listed, *together]))

@@ -123,9 +123,9 @@ def read_rows(run: FinishedRun, path: str | Path, columns: dict[str, str] | None
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"--data {path}: expected a file that ends with {', '.join(SUFFIXES)}")
+        raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
     args = data_args(run.config.data, Origin())
-    table = read_table(path, args.get("quoting"), "--data")
+    table = read_table(path, args.get("quoting"), "data")
     wanted = {k: v for k, v in (columns or {}).items() if v}
     if run.task == CLASSIFICATION:
         return _classified(run, path, table, {**text_columns(args), **wanted}, labelled, args)
@@ -137,7 +137,7 @@ def _column(path: Path, table: pd.DataFrame, role: str, name: str) -> pd.Series:
         there = [str(c) for c in table]
         raise UserError(
             f"{path}: no column {name!r}, which is the {role.replace('_', ' ')}{nearest(name, there)}; "
-            f"name it with --{role.replace('_', '-')}; there are: {', '.join(there)}"
+            f"name it with {role}='COLUMN'; there are: {', '.join(there)}"
         )
     return table[name]
 
@@ -287,7 +287,7 @@ def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", token
     added: dict[str, Sequence[Any]]
     for name in (column, *([f"{column}_probability"] if run.labels else [])):
         if name in rows.table:
-            raise UserError(f"the file has a column {name!r} already; choose another name with --column")
+            raise UserError(f"the file has a column {name!r} already; choose another name with column='NAME'")
     if run.task == CLASSIFICATION:
         chances = probabilities(run, rows.examples)
         best = chances.argmax(axis=1)
@@ -313,7 +313,7 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise UserError(f"--out {path}: expected a file that ends with {', '.join(SUFFIXES)}")
+        raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
     try:
         with path.open("x", encoding="utf-8", newline="") as file:
             if suffix in (".csv", ".tsv"):
@@ -321,6 +321,6 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
             else:
                 table.to_json(file, orient="records", lines=suffix == ".jsonl", force_ascii=False)
     except FileExistsError:
-        raise UserError(f"--out {path} exists; remove it, or choose another name") from None
+        raise UserError(f"{path} exists; remove it, or choose another name") from None
     except OSError as error:
-        raise UserError(f"--out {path} cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error

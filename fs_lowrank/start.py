@@ -91,7 +91,7 @@ def draft(given: Given) -> str:
     if (config.model.task == "CausalLM") != causal:
         asked = "instructions and answers" if causal else "classes"
         raise UserError(
-            f"--model {model} is for {config.model.task}, and {given.data} has {asked}; "
+            f"model={model!r} is for {config.model.task}, and {given.data} has {asked}; "
             f"write it {model.partition('@')[0]}@{'huggingface_llm' if causal else 'transformers'}, or name the columns"
         )
     raw = load_raw(config.data, origin=config.source)
@@ -101,7 +101,7 @@ def draft(given: Given) -> str:
     rows = len(raw.train)
     clients = given.clients or max(2, min(10, rows // 40))
     if clients > rows * 0.8:
-        raise UserError(f"--clients {clients}: {given.data} has {rows} rows, of which four fifths are for training")
+        raise UserError(f"clients={clients}: {given.data} has {rows} rows, of which four fifths are for training")
     each = rows * 0.8 / clients
     batch = max(1, min(4 if causal else 16, int(each)))
     skewed = not causal and each >= 40
@@ -176,13 +176,13 @@ def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[st
         if column not in table:
             there = [str(c) for c in table]
             raise UserError(
-                f"--{role.replace('_', '-')} {column}: {given.data} has no such column{nearest(column, there)}; "
+                f"{role}={column!r}: {given.data} has no such column{nearest(column, there)}; "
                 f"there are: {', '.join(there)}"
             )
     language, classes = named.keys() & {"instruction", "input", "output"}, named.keys() & {"text", "text_pair", "label"}
     if language and classes:
         raise UserError(
-            f"--{min(classes)} is of a classification, --{min(language)} of instructions with answers; give one of them"
+            f"{min(classes)} is of a classification, {min(language)} of instructions with answers; give one of them"
         )
     if "messages" in table and not named:
         return {}, ["guessed: conversations in the column messages"], True
@@ -193,7 +193,7 @@ def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[st
         }
         for role in ("instruction", "output"):
             if role not in roles:
-                raise UserError(f"{given.data}: which column is the {role}? say --{role} COLUMN, of {', '.join(table)}")
+                raise UserError(f"{given.data}: which column is the {role}? say {role}='COLUMN', of {', '.join(table)}")
         return roles, [] if language else ["guessed: instructions and answers, by the names of the columns"], True
     why: list[str] = []
     text = named.get("text", "")
@@ -224,7 +224,7 @@ def _guess_text(given: Given, table: pd.DataFrame, taken: set[str]) -> str:
     longest = max(mean, key=mean.__getitem__, default="")
     if not longest or mean[longest] < 12:
         raise UserError(
-            f"{given.data}: no column looks like text; say which one: --text COLUMN, of {', '.join(map(str, table))}"
+            f"{given.data}: no column looks like text; say which one: text='COLUMN', of {', '.join(map(str, table))}"
         )
     return longest
 
@@ -239,7 +239,7 @@ def _guess_label(given: Given, table: pd.DataFrame, taken: set[str]) -> str:
     likely = [c for c, n in few.items() if 2 <= n <= min(MOST_CLASSES, max(2, len(table) // 5))]
     if len(likely) != 1:
         listed = ", ".join(f"{c} ({n} values)" for c, n in few.items()) or "none but the text"
-        raise UserError(f"{given.data}: which column is the class? say --label COLUMN; there are: {listed}")
+        raise UserError(f"{given.data}: which column is the class? say label='COLUMN'; there are: {listed}")
     return likely[0]
 
 
@@ -250,12 +250,12 @@ def _check_classes(given: Given, column: pd.Series, name: str) -> None:
     if len(fractions):
         raise UserError(
             f"{given.data}: the label column {name!r} has numbers with fractions, such as {fractions.iloc[0]}; "
-            "classes are expected: write them as classes, or name another column with --label"
+            "classes are expected: write them as classes, or name another column with label='COLUMN'"
         )
     if count > MOST_CLASSES:
         raise UserError(
             f"{given.data}: the label column {name!r} has {count} different values, more than {MOST_CLASSES}; "
-            "is it another column? name it with --label"
+            "is it another column? name it with label='COLUMN'"
         )
 
 

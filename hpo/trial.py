@@ -235,7 +235,8 @@ class Runner:
             return outcome.pruned or record["round"] >= target
 
         try:
-            fs_lowrank.run(config, self.settings.engine, resume=True, on_round=on_round, on_client=on_client)
+            callbacks = {"on_round": on_round, "on_client": on_client}
+            fs_lowrank.run(config, self.settings.engine, resume="auto", progress=False, **callbacks)
         finally:
             for name in ("adapter", "model"):  # large, and not needed: a run of the winner's config writes its own
                 shutil.rmtree(Path(config.outdir) / name, ignore_errors=True)

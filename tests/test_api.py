@@ -172,7 +172,7 @@ def test_methods_without_keys_of_their_own(path, runs):
 def test_a_comparison_that_cannot_be_written(path, tmp_path):
     (tmp_path / "run" / "comparison.json").mkdir(parents=True)
     config = load_config(path, {"federate.total_round_num": 1})
-    with pytest.raises(RunFailed, match="(?s)all methods ran, .*comparison.json.*--resume"):
+    with pytest.raises(RunFailed, match="(?s)all methods ran, .*comparison.json.*resume=True"):
         fs_lowrank.compare(config, ["rolora"])
     (tmp_path / "run" / "comparison.json").rmdir()
     with pytest.MonkeyPatch.context() as patch:

@@ -186,6 +186,7 @@ def results_of(methods):
             history=rounds,
             bytes={"uplink_bytes": 1, "downlink_bytes": 2},
             facts={"majority": 0.535, "formula_bytes": 9},
+            client_scores={7: {"acc": 0.25}, 9: {"acc": 0.75}},
             best={"round": 2, "by": "val_loss", "test_acc": 0.321},
             final={
                 **{n: 0.1 + i / 10 + k / 1000 for k, n in enumerate(names)},

@@ -426,7 +426,7 @@ def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, full)
-        with pytest.raises(UserError, match="(?s)No space left.*--resume"):
+        with pytest.raises(UserError, match="(?s)No space left.*resume=True"):
             make("full").run()
     engine = make("full")
     if call != "dump":
@@ -456,7 +456,7 @@ def test_a_full_disk(make, tmp_path):
                 make("disk/run", keys).run()
             except UserError as error:
                 refused += 1
-                assert "No space left" in str(error) and "--resume" in str(error)
+                assert "No space left" in str(error) and "resume=True" in str(error)
             filler.unlink()
             engine = make("disk/run", keys)
             engine.run(resume=True)

@@ -70,7 +70,7 @@ def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, ins
         (
             make_reviews(60),
             {"text": "txt"},
-            "--text txt: .* no such column; did you mean 'text'.*there are: text, label",
+            "text='txt': .* no such column; did you mean 'text'.*there are: text, label",
         ),
         (make_reviews(60).assign(label=0.25), {}, "numbers with fractions, such as 0.25; classes are expected"),
         (make_reviews(150).assign(label=range(150)), {}, "150 different values, more than 100"),
@@ -80,9 +80,9 @@ def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, ins
             "which column is the class.*a .1 values",
         ),
         (pd.DataFrame({"a": [1, 2] * 20, "b": [3, 4] * 20}), {}, "no column looks like text; say which one"),
-        (make_reviews(60), {"label": "label", "output": "text"}, "--label is of a classification, --output of instr"),
-        (make_reviews(60), {"clients": 55}, "--clients 55: .* has 60 rows"),
-        (make_reviews(60), {"instruction": "text"}, "which column is the output. say --output COLUMN"),
+        (make_reviews(60), {"label": "label", "output": "text"}, "label is of a classification, output of instr"),
+        (make_reviews(60), {"clients": 55}, "clients=55: .* has 60 rows"),
+        (make_reviews(60), {"instruction": "text"}, "which column is the output. say output='COLUMN'"),
     ],
 )
 def test_errors_name_the_option_to_give(at, tiny_encoder, table, said, message):

@@ -89,7 +89,7 @@ _GENERATOR = torch.Generator()
 @pytest.mark.parametrize(
     "cls, check, said",
     [
-        (Remembers, "resume", "after --resume the state differs in .*; keep what lasts in the state"),
+        (Remembers, "resume", "after resuming, the state differs in .*; keep what lasts in the state"),
         (Overwrites, "arguments", "aggregate changed an update in place"),
         (Equal, "weights", "head|classifier"),
         (Noisy, "run", "the same configuration and seed gave another result"),

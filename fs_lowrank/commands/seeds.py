@@ -54,9 +54,8 @@ def compare_seeds(
     for seed in seeds:
         announce(f"seed {seed}")
         own = [*args.overrides, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
-        results = compare(
-            args.cfg, methods, args.engine, overrides=own, resume=args.resume, overwrite=args.overwrite, **callbacks
-        )
+        existing = {"resume": args.resume, "overwrite": args.overwrite}
+        results = compare(args.cfg, methods, args.engine, overrides=own, progress=False, **existing, **callbacks)
         facts = next(iter(results.values())).facts
         for name, result in results.items():
             histories.setdefault(name, []).append(result.history)

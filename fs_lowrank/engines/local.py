@@ -66,7 +66,7 @@ class ThisProcess:
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
         """The engine's own model is the only one, and has followed."""
 
-    def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, float]]:
+    def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
         """See ``Evaluator.evaluate``."""
         return evaluator.evaluate(state)
 
@@ -142,7 +142,7 @@ class LocalEngine:
             return self._run(resume)
         except (OSError, SafetensorError) as error:
             raise RunFailed(
-                f"the run in {self.keeper.outdir} stopped: {error}; when that is mended, run again with --resume"
+                f"the run in {self.keeper.outdir} stopped: {error}; when that is mended, run again with resume=True"
             ) from error
         finally:
             self.trains.end()

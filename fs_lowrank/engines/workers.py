@@ -198,7 +198,7 @@ class Workers:
             if round.take(client, parcel) and personal:
                 site.personal.keep(client, round.number, personal)
 
-    def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, float]]:
+    def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
         """As ``Evaluator.evaluate``.
 
         Raises:
@@ -222,12 +222,11 @@ class Workers:
             if isinstance(answer, str):
                 raise RunFailed(f"the evaluation of {key[0]} failed: {answer}")
             scores[key] += [(loss, correct, count) for loss, correct, count in answer.facts["scores"]]
+        metrics: dict[str, dict[str, Any]]
         metrics = {split: mean_scores(scores[split, 0]) for split in held_out if (split, 0) in scores}
         clients = {client: each for (split, client), each in scores.items() if split == CLIENTS}
         if clients:
-            metrics[CLIENTS] = evaluator.combined(
-                [mean_scores(each) for each in clients.values()], list(sizes.values())
-            )
+            metrics[CLIENTS] = evaluator.combined({c: mean_scores(each) for c, each in clients.items()}, sizes)
         return metrics
 
     def _do(self, jobs: Sequence[Job], on_begin: Callable[[int], object] = lambda done: None) -> list[Parcel | str]:

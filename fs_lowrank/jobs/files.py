@@ -98,4 +98,4 @@ def write_text(path: str | Path, text: str, durable: bool = True) -> None:
 def cannot_write(path: str | Path, error: Exception) -> RunFailed:
     """The error to raise if a file of a run cannot be written; names file and reason."""
     reason = getattr(error, "strerror", None) or error
-    return RunFailed(f"{path} cannot be written: {reason}; make room, and run again with --resume")
+    return RunFailed(f"{path} cannot be written: {reason}; make room, and run again with resume=True")

@@ -71,7 +71,8 @@ def run(
     except Exception as error:
         if args and args.debug:
             Console(stderr=True).print_exception()
-        return explain(error, folder(args) if args else None)
+        options = re.findall(r"--([a-z-]+)", args.parser.format_usage()) if args else ()
+        return explain(error, folder(args) if args else None, options)
     finally:
         restore_logging()
 
@@ -102,9 +103,29 @@ def message_of(error: Exception, folder: Path | None = None) -> str:
     return f"{reason} (an error in fs-lowrank; please report it, with the traceback that --debug shows)"
 
 
-def explain(error: Exception, folder: Path | None = None) -> int:
-    """Print ``message_of`` the error; returns the exit code that it means."""
-    text = message_of(error, folder)
+def as_options(text: str, options: Iterable[str]) -> str:
+    """A message of the library with the arguments that it names as the options of a command.
+
+    The library says ``resume=True`` or ``text='COLUMN'``; a command that has such options ``--resume``,
+    ``--text COLUMN``.
+
+    Args:
+        options: of the command, without dashes before them.
+    """
+    names = "|".join(sorted((re.escape(name.replace("-", "_")) for name in options), key=len, reverse=True))
+    if not names:
+        return text
+
+    def said(match: re.Match[str]) -> str:
+        value = "" if match[2] == "True" else " " + match[2].strip("'")
+        return f"--{match[1].replace('_', '-')}{value}"
+
+    return re.sub(rf"(?<![\w.])({names})=(True|\d+|'[^'\n]*')", said, text)
+
+
+def explain(error: Exception, folder: Path | None = None, options: Iterable[str] = ()) -> int:
+    """Print ``message_of`` the error, ``as_options``; returns the exit code that it means."""
+    text = as_options(message_of(error, folder), options)
     Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
     return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,11 @@ def watched(config: Config) -> tuple[str, str]:
     return split, key.removeprefix(f"{split}_").removeprefix("avg_")
 
 
+def average(scores: Mapping[Any, Mapping[str, float]], sizes: Mapping[Any, float], metric: str) -> float:
+    """The mean of a metric over all samples of some clients."""
+    return float(np.average([scores[c][metric] for c in scores], weights=[sizes[c] for c in scores]))
+
+
 class Evaluator:
     """Evaluates on the model of ``site``."""
 
@@ -40,14 +45,15 @@ class Evaluator:
     def splits(self) -> list[str]:
         """The names of the metrics that ``evaluate`` gives."""
         global_model = self.config.federate.make_global_eval
-        clients = (self.site.personal.untrained or not global_model) and self.site.data.test is not None
+        asked = self.config.eval.clients or not global_model
+        clients = (self.site.personal.untrained or asked) and self.site.data.test is not None
         return [*(self.site.held_out() if global_model else ()), *([CLIENTS] if clients else ())]
 
-    def evaluate(self, state: State) -> dict[str, dict[str, float]]:
+    def evaluate(self, state: State) -> dict[str, dict[str, Any]]:
         """Metrics of the global model by split, and of the clients' own models as ``client_test``.
 
-        The clients' own models are evaluated if they differ from the global one, or if ``federate.make_global_eval`` is
-        False; in that case the global model is not evaluated.
+        The clients' own models are evaluated if they differ from the global one, if ``eval.clients`` is True, or if
+        ``federate.make_global_eval`` is False; in that case the global model is not evaluated.
         """
         return {**self.held_out(), **({CLIENTS: self.clients(state)} if CLIENTS in self.splits() else {})}
 
@@ -84,29 +90,31 @@ class Evaluator:
             },
         }
 
-    def clients(self, state: State) -> dict[str, float]:
+    def clients(self, state: State) -> dict[str, Any]:
         """Every client's own model on its share of the test set (``FederatedData.client_tests``), as ``combined``."""
-        scores, sizes = [], []
+        scores, sizes = {}, {}
         for client, examples in zip(self.site.clients, self.site.data.client_tests):
             if examples is None:
                 continue
             self.site.load_client(state, client.id)
-            scores.append(self.score(examples, f"client {client.id} test"))
-            sizes.append(len(examples))
+            scores[client.id] = self.score(examples, f"client {client.id} test")
+            sizes[client.id] = len(examples)
         self.site.load_global(state)
         return self.combined(scores, sizes)
 
     @staticmethod
-    def combined(scores: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
-        """The metrics of ``client_test`` from those of each client and the numbers of samples.
+    def combined(scores: Mapping[int, Mapping[str, float]], sizes: Mapping[int, int]) -> dict[str, Any]:
+        """The metrics of ``client_test`` from those of each client and the numbers of samples, both by client.
 
         Returns:
             ``acc`` and ``loss`` over all samples; over the clients ``acc_mean``, ``acc_std`` and
-            ``acc_worst_decile``, the mean of the lowest tenth (one client at least).
+            ``acc_worst_decile``, the mean of the lowest tenth (one client at least); and ``clients``, the metrics and
+            ``samples`` of each, which a record has apart (``Round.record``).
         """
-        accuracies = np.sort([s["acc"] for s in scores])
+        accuracies = np.sort([s["acc"] for s in scores.values()])
         return {
-            **{m: float(np.average([s[m] for s in scores], weights=sizes)) for m in ("acc", "loss")},
+            "clients": {client: {**scores[client], "samples": sizes[client]} for client in sorted(scores)},
+            **{m: average(scores, sizes, m) for m in ("acc", "loss")},
             "acc_mean": float(accuracies.mean()),
             "acc_std": float(accuracies.std()),
             "acc_worst_decile": float(accuracies[: max(len(accuracies) // 10, 1)].mean()),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +33,10 @@ from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
 from ..runs.tables import result_lines, write_tables
 from ..versions import SCHEMA
-from .evaluator import Evaluator
+from .evaluator import Evaluator, average
 from .intake import TooFewClients
 from .ledger import Ledger
-from .record import Failure
+from .record import Failure, extremes
 from .round import BadRound
 from .site import Site
 
@@ -65,6 +67,8 @@ class RecordKeeper:
         self.config, self.method = site.config, site.method
         self.outdir, self.config_name = outdir, config_name
         self.clients_evaluate = clients_evaluate
+        #: the metrics before round 1, if ``eval.before`` asks for them
+        self.before: dict[str, float] = {}
         self._lock: FileLock | None = None
         self._records: Records | None = None
 
@@ -77,6 +81,8 @@ class RecordKeeper:
         """Write the record of a round, and a checkpoint if one is due."""
         if self._records is None:
             raise RuntimeError(f"round {record['round']} cannot be recorded before start() has opened {self.outdir}")
+        if record["round"] < self.config.federate.total_round_num and "client_scores" in record:
+            record = {**record, "client_scores": extremes(record["client_scores"])}
         self._records.add(record)
         if self.config.eval.save_best and self._best() is self.history[-1]:
             self._keep_best()
@@ -108,7 +114,7 @@ class RecordKeeper:
         if round > 1 and not self.checkpoint_due(round - 1):
             self.save(round - 1)
         kept = (
-            f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with --resume, "
+            f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with resume=True, "
             f"and {error.remedy}"
             if round > 1
             else f"no round was completed; start again, and {error.remedy}"
@@ -152,7 +158,8 @@ class RecordKeeper:
             if [record["round"] for record in history] != list(range(1, checkpoint.round + 1)):
                 raise UserError(
                     f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
-                    "wrote into it, so the run cannot be continued; start it anew with --overwrite or in another outdir"
+                    "wrote into it, so the run cannot be continued; start it anew with overwrite=True, or in another "
+                    "outdir"
                 )
             remove_old(self.outdir / "checkpoint", self.config.lowrank.keep_checkpoints, checkpoint.round)
         best.go_back(self.outdir, checkpoint.round if checkpoint else 0)
@@ -166,7 +173,30 @@ class RecordKeeper:
         write_text(self.outdir / "data.json", to_json(data, separators=(",", ":")))
         if self.config.lowrank.pictures:
             plot_clients(data, self.outdir / "clients.png", title=setting_of(self.config))
+        if self.config.eval.before:
+            self._evaluate_before(begins=checkpoint is None)
         return checkpoint
+
+    def _evaluate_before(self, begins: bool) -> None:
+        """Evaluate what the run starts from, or read what its start has written."""
+        path = self.outdir / "before.json"
+        if begins:
+            self.site.load_global(self.ledger.state)
+            self.before = _figures({"metrics": self.evaluator.evaluate(self.ledger.state)})
+            write_text(path, to_json({"schema": SCHEMA, **self.before}, indent=1))
+        elif path.exists():
+            read = json.loads(path.read_text(encoding="utf-8"))
+            self.before = {name: math.nan if v is None else v for name, v in read.items() if name != "schema"}
+
+    def _unseen(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """The scores over the test shares of the clients that never took part, from the last evaluated record."""
+        took_part = {str(client) for r in self.history for client in r["clients"]}
+        scores = {c: of for c, of in record.get("client_scores", {}).items() if c not in took_part}
+        everyone = {str(c.id) for c, own in zip(self.site.clients, self.site.data.client_tests) if own is not None}
+        if not scores or everyone - record["client_scores"].keys() or not took_part:
+            return {}
+        sizes = {c: of["samples"] for c, of in scores.items()}
+        return {f"unseen_test_{m}": average(scores, sizes, m) for m in ("acc", "loss")}
 
     def checkpoint_due(self, round: int) -> bool:
         """Whether ``lowrank.checkpoint_freq`` asks for a checkpoint after ``round``."""
@@ -338,8 +368,10 @@ class RecordKeeper:
         on_test = self.evaluator.on_test() if named and pictures else {}
         result.facts["formula_bytes"] = self._formula_bytes()
         final = result.final
-        final |= _figures(next((r for r in reversed(history) if r["metrics"]), {"metrics": {}}))
-        for metric in [m for m in final if m.endswith("_acc")]:
+        last = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
+        final |= {**_figures(last), **self._unseen(last)}
+        result.before = self.before
+        for metric in [f"{split}_acc" for split in last["metrics"] if "acc" in last["metrics"][split]]:
             split = metric.removesuffix("_acc")
             final[f"{metric}_last5"] = float(
                 np.mean([r["metrics"][split]["acc"] for r in history if split in r["metrics"]][-5:])
@@ -375,6 +407,7 @@ class RecordKeeper:
             "schema": SCHEMA,
             "final": final,
             **({"best": result.best} if result.best else {}),
+            **({"before": result.before} if result.before else {}),
             "bytes": dict(result.bytes),
             **result.facts,
             **({"on_test": on_test} if on_test else {}),
@@ -397,4 +430,6 @@ class RecordKeeper:
 
 def _figures(record: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a record by ``SPLIT_METRIC``."""
-    return {f"{split}_{name}": v for split, values in record["metrics"].items() for name, v in values.items()}
+    return {
+        f"{split}_{name}": v for split, of in record["metrics"].items() for name, v in of.items() if name != "clients"
+    }

@@ -12,6 +12,8 @@ from torch import Tensor
 from ..models.names import tags
 from .admission import change_norm
 
+#: with more clients, only the records of the last round have the scores of all; others of so many at either end
+MANY, EXTREME = 100, 10
 #: what a process spent on a client: seconds of ``training`` and ``upload``, and whether it was ``reused``
 Spent = dict[str, float | bool]
 
@@ -22,6 +24,14 @@ class Failure(TypedDict):
     client: int
     kind: str
     reason: str
+
+
+def extremes(scores: Mapping[int, Mapping[str, float]]) -> dict[int, Mapping[str, float]]:
+    """The scores of all clients; of more than ``MANY``, those of the ``EXTREME`` worst and best by accuracy."""
+    if len(scores) <= MANY:
+        return dict(scores)
+    ranked = sorted(scores, key=lambda client: (scores[client]["acc"], client))
+    return {client: scores[client] for client in sorted({*ranked[:EXTREME], *ranked[-EXTREME:]})}
 
 
 def norms(view: Mapping[str, Tensor]) -> dict[str, float]:

@@ -349,7 +349,7 @@ class Round:
 
     def record(
         self,
-        metrics: Mapping[str, Mapping[str, float]],
+        metrics: Mapping[str, Mapping[str, Any]],
         seconds: Mapping[str, float],
         spent: Mapping[int, Spent],
     ) -> dict[str, Any]:
@@ -363,11 +363,13 @@ class Round:
         ``samples`` is the number of samples that the clients which count trained on, with repetitions.
 
         If the round was left out, ``skipped`` is the reason, ``clients`` is empty, and the loss is that of the clients
-        that had trained. The seconds in ``client_seconds`` of a reused client, and its share in ``training``, are those
+        that had trained. ``client_scores`` has the metrics of each client's model, where those were evaluated.
+
+        The seconds in ``client_seconds`` of a reused client, and its share in ``training``, are those
         of the time it was trained. A metric that is not finite is NaN here and null in the file (``runs.records``).
 
         Args:
-            metrics: by split and name.
+            metrics: by split and name; under the name ``clients`` those of each client.
             seconds: the durations of ``training``, ``aggregation`` and ``evaluation``.
             spent: by client, what this process spent on it (``Site.take_spent``).
         """
@@ -377,6 +379,7 @@ class Round:
         losses = sorted(self.losses.items())  # in a fixed order, as updates come in any
         samples = sum(self.samples.values())
         trained = self.ledger.samples_trained({} if self.skipped else self.samples, self.number)
+        scores = next((values["clients"] for values in metrics.values() if "clients" in values), {})
         sent: dict[str, Any] = {}
         for direction, sizes in (("uplink", self.uplink), ("downlink", self.downlink)):
             sent[f"{direction}_bytes"] = sum(size for size, _ in sizes.values())
@@ -393,9 +396,10 @@ class Round:
             **({} if trained is None else {"samples": trained}),
             "loss": sum(loss * self.samples[client] for client, loss in losses) / samples,
             "metrics": {
-                split: {name: value if math.isfinite(value) else math.nan for name, value in values.items()}
+                split: {n: v if math.isfinite(v) else math.nan for n, v in values.items() if n != "clients"}
                 for split, values in metrics.items()
             },
+            **({"client_scores": scores} if scores else {}),
             **sent,
             "client_uplink_bytes": {c: size for c, (size, _) in sorted(self.uplink.items())},
             "client_downlink_bytes": {c: size for c, (size, _) in sorted(self.downlink.items())},

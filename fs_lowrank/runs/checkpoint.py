@@ -68,7 +68,7 @@ def save_checkpoint(
         kept = sorted(p.name for p in folder.glob("round_*"))
         raise RunFailed(
             f"could not save the checkpoint of round {round} in {folder}: {error}; "
-            f"last good: {kept[-1] if kept else 'none'}. Make room and run again with --resume"
+            f"last good: {kept[-1] if kept else 'none'}. Make room and run again with resume=True"
         ) from error
     remove_old(folder, keep)
     return final
@@ -124,7 +124,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpo
             logger.warning("checkpoint %s cannot be used (%s); trying the one before", path.name, error)
     if checkpoints:
         raise UserError(
-            f"every checkpoint in {folder} is damaged, so the run cannot be continued; start it anew with --overwrite "
-            "in place of --resume, or in another outdir"
+            f"every checkpoint in {folder} is damaged, so the run cannot be continued; start it anew with "
+            "overwrite=True in place of resume=True, or in another outdir"
         )
     return None

@@ -13,13 +13,18 @@ from ..settings import Settings
 CONTENTS = (
     *("rounds.jsonl", "checkpoint", "summary.json", "environment.json", "data.json", "config.yaml", "summary.csv"),
     *("summary.tex", *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf"))),
-    *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best"),
+    *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
 )
 
 
 def outdir_of(config: Settings) -> Path:
     """The folder that a run writes to."""
     return Path(config.outdir) / config.expname
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has begun, or ended, in ``folder``."""
+    return any((folder / name).exists() for name in ("checkpoint", "summary.json", "rounds.jsonl"))
 
 
 def check_outdir(config: Settings, resume: bool) -> None:
@@ -33,13 +38,13 @@ def check_outdir(config: Settings, resume: bool) -> None:
     checkpoint, finished = (folder / "checkpoint").exists(), (folder / "summary.json").exists()
     if not resume and (checkpoint or finished or (records.exists() and records.stat().st_size)):
         raise UserError(
-            f"{folder} holds a run already; continue it with --resume, replace it with --overwrite, or choose another "
-            "outdir"
+            f"{folder} holds a run already; continue it with resume=True, replace it with overwrite=True, or choose "
+            "another outdir"
         )
     if resume and finished and not checkpoint:
         raise UserError(
             f"{folder} holds a finished run that kept no checkpoint (lowrank.checkpoint_freq 0), so there "
-            "is nothing to continue; replace it with --overwrite, or choose another outdir"
+            "is nothing to continue; replace it with overwrite=True, or choose another outdir"
         )
 
 

@@ -5,6 +5,7 @@ They are drawn on matplotlib's ``Figure`` objects, so nothing global is changed:
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 import textwrap
@@ -103,7 +104,14 @@ def curves(
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 7.4), layout="constrained")
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:
+            """What a notebook shows, whatever its backend is."""
+            image = io.BytesIO()
+            self.savefig(image, format="png", dpi=80)
+            return image.getvalue()
+
+    figure = Shown(figsize=(16, 7.4), layout="constrained")
     records = [record for runs in histories.values() for history in runs for record in history]
     split = next((s for r in records for s in ("test", "val", "client_test") if s in r["metrics"]), "")
     there = sorted({m for r in records for m in r["metrics"].get(split, {})})

@@ -81,7 +81,7 @@ def read_records(path: Path, up_to: int, digests: Sequence[str] = ()) -> list[Re
             lines.append(rest)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             logger.warning("%s: line %d was cut off while it was written; it is left out", path, len(lines) + 1)
-    remedy = "restore the file, or start the run anew with --overwrite or in another outdir"
+    remedy = "restore the file, or start the run anew with overwrite=True or in another outdir"
     for number, line in enumerate(lines, start=1):
         try:
             record = _parsed(line)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,11 +16,16 @@ from ..errors import UserError
 from ..models.adapters import ACCUMULATED, one_adapter, save_adapter
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
+from .plots import curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 
-@dataclass
+@dataclass(repr=False)
 class RunResult:
-    """The result of a run.
+    """The result of a run; a notebook shows its figures as a table.
 
     Attributes:
         history: one record per round, as in ``rounds.jsonl``.
@@ -27,6 +33,7 @@ class RunResult:
             by ``eval.best_res_update_round_wise_key``.
         best: the best round by validation data: its number as ``round``, the metric as ``by``, and its metrics as in
             ``final``; empty if no validation data were evaluated.
+        before: the metrics before round 1, with ``eval.before``.
         outdir: folder of the run's files.
         model: the adapted model with the global tensors.
         base_changed: whether the method trained or changed base weights, so that no adapter holds the result.
@@ -42,12 +49,100 @@ class RunResult:
     saved: dict[str, Path] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
 
     @property
     def bytes(self) -> Mapping[str, int]:
         """Bytes sent in the whole run, in both directions, with and without the head."""
         keys = ("uplink_bytes", "uplink_bytes_without_head", "downlink_bytes", "downlink_bytes_without_head")
         return {key: sum(record[key] for record in self.history) for key in keys}
+
+    @property
+    def client_scores(self) -> dict[int, dict[str, float]]:
+        """By client, ``acc``, ``loss`` and ``samples`` of its share of the test set in the last evaluated round.
+
+        Empty if the clients' models were not evaluated (``eval.clients``).
+        """
+        last: dict[str, Any] = next((r for r in reversed(self.history) if r["metrics"]), {})
+        return {int(client): scores for client, scores in last.get("client_scores", {}).items()}
+
+    @property
+    def unseen(self) -> list[int]:
+        """The clients that never took part: no update of theirs counted in any round."""
+        took_part = {client for record in self.history for client in record["clients"]}
+        return [c for c in range(1, len(self.facts.get("clients", ())) + 1) if c not in took_part]
+
+    def _figures(self) -> list[tuple[str, str]]:
+        """What is shown of the result: name and value."""
+        rows = [(name, f"{value:.4g}") for name, value in self.final.items() if name != "best_round"]
+        if self.best:
+            of_best = ", ".join(f"{n} {v:.4g}" for n, v in self.best.items() if n.startswith("test_"))
+            rows.append((f"best round by {self.best['by']}", f"{self.best['round']}" + (of_best and f": {of_best}")))
+        return rows
+
+    def __repr__(self) -> str:
+        method, figures = self.facts.get("method", "?"), ", ".join(f"{name} {value}" for name, value in self._figures())
+        return f"<{method}, {len(self.history)} rounds: {figures or 'not evaluated'}; {self.outdir}>"
+
+    def _repr_html_(self) -> str:
+        rows = [("rounds", str(len(self.history))), *self._figures(), ("folder", str(self.outdir))]
+        cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
+        return f"<table><caption>{html.escape(self.facts.get('method', ''))}</caption>{cells}</table>"
+
+    def plot(self) -> Figure:
+        """The learning curves, as in ``curves.png``; a figure that is not pyplot's, so no global state is used."""
+        label, majority = self.facts.get("method", ""), self.facts.get("majority")
+        return curves({label: [self.history]}, majority, sizes=self.facts.get("held_out"))
+
+    def history_frame(self) -> DataFrame:
+        """One row per round, by its number.
+
+        Columns: how many ``clients`` counted and how many ``failed``, ``train_loss``, the metrics as in ``final``,
+        ``uplink_bytes``, ``downlink_bytes``, and ``seconds_…`` of training, aggregation and evaluation. Round 0, with
+        ``eval.before``, has metrics only.
+        """
+        from pandas import DataFrame
+
+        rows = [
+            {
+                "round": r["round"],
+                "clients": len(r["clients"]),
+                "failed": len(r["failed"]),
+                "train_loss": r["loss"],
+                **{f"{split}_{name}": value for split, of in r["metrics"].items() for name, value in of.items()},
+                **{key: r[key] for key in ("uplink_bytes", "downlink_bytes")},
+                **{f"seconds_{name}": value for name, value in r["seconds"].items()},
+            }
+            for r in self.history
+        ]
+        before = [{"round": 0, **self.before}] if self.before else []
+        return DataFrame([*before, *rows]).set_index("round") if rows else DataFrame()
+
+    def clients_frame(self) -> DataFrame:
+        """One row per client, by its number.
+
+        Columns: training ``samples``, the number of ``rounds`` in which its update counted and of those in which it
+        ``failed``, ``uplink_bytes``, ``downlink_bytes``, ``seconds`` of its training; and ``test_acc``, ``test_loss``,
+        ``test_samples`` of ``client_scores``, where there are any.
+        """
+        from pandas import DataFrame
+
+        rows, scores = [], self.client_scores
+        for client, samples in enumerate(self.facts.get("clients", ()), start=1):
+            key = str(client)
+            rows.append(
+                {
+                    "client": client,
+                    "samples": samples,
+                    "rounds": sum(client in r["clients"] for r in self.history),
+                    "failed": sum(f["client"] == client for r in self.history for f in r["failed"]),
+                    "uplink_bytes": sum(r["client_uplink_bytes"].get(key, 0) for r in self.history),
+                    "downlink_bytes": sum(r["client_downlink_bytes"].get(key, 0) for r in self.history),
+                    "seconds": sum(r.get("client_seconds", {}).get(key, {}).get("training", 0) for r in self.history),
+                    **{f"test_{name}": value for name, value in scores.get(client, {}).items()},
+                }
+            )
+        return DataFrame(rows).set_index("client") if rows else DataFrame()
 
     def bytes_to(self, target: float, metric: str = "test_acc") -> int | None:
         """Bytes sent in both directions until the end of the first evaluated round that reached ``target``.

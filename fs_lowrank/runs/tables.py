@@ -45,10 +45,21 @@ def result_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
 
 
 def client_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
-    """A line for each run: the scores of the clients' own models; empty if there are none."""
+    """A line for each run: the scores on the clients' shares of the test set; empty if there are none."""
     metrics = [n for n in _metrics(results) if n.startswith("client_test_")]
     head = ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in metrics)]
-    return [head, *([name, *_values(result.final, metrics)] for name, result in results.items())] if metrics else []
+    head += ["worst client\nand its acc", "best client\nand its acc"]
+    lines = [[name, *_values(result.final, metrics), *_ends(result)] for name, result in results.items()]
+    return [head, *lines] if metrics else []
+
+
+def _ends(result: RunResult) -> tuple[str, str]:
+    """The clients of the lowest and of the highest accuracy, each with it."""
+    scores = {client: of["acc"] for client, of in result.client_scores.items() if of["acc"] is not None}
+    if not scores:
+        return "-", "-"
+    worst, best = min(scores, key=scores.__getitem__), max(scores, key=scores.__getitem__)
+    return f"{worst}: {scores[worst]:.3f}", f"{best}: {scores[best]:.3f}"
 
 
 def _metrics(results: Mapping[str, RunResult]) -> list[str]:

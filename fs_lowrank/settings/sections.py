@@ -38,7 +38,7 @@ class Federate:
     use_ss: bool = key(False, local=False)
     #: FederatedScope evaluates the clients' test sets as one
     merge_test_data: bool = key(False, idle="all held-out data are evaluated as one")
-    #: FederatedScope's checkpoint to start from; `--resume` is ours
+    #: FederatedScope's checkpoint to start from; ours are continued with `resume`
     restore_from: str = key("", local="")
     #: FederatedScope's simulated clients share one copy of the model
     share_local_model: bool = key(False, result=False, idle="all clients use one model")
@@ -224,6 +224,12 @@ class Eval:
     #: ours: also save what was trained as it was after the best round, by validation data; ``auto``: if the run
     #: evaluates any. The metric is that of ``best_res_update_round_wise_key``, loss or accuracy
     save_best: bool | Literal["auto"] = key("auto", words="True, False or auto", result=False)
+    #: ours: also evaluate the model that each client has on its share of the test set, as ``client_test``; at the end,
+    #: the score on clients that never took part. It is always done where clients have models of their own, and with
+    #: ``federate.make_global_eval`` False
+    clients: bool = key(False, result=False)
+    #: ours: also evaluate before round 1; ``before.json`` and ``summary.json`` have the metrics
+    before: bool = key(False, result=False)
     #: ours; 0: as ``dataloader.batch_size``
     batch_size: int = key(0, min=0)
     #: FederatedScope's forms of a result; ours are fixed

@@ -312,8 +312,8 @@ def check_resume(bench: Bench, method: str, task: str) -> None:
         for n, v in state_of(whole).items()
         if n not in second.ledger.state or not equal({n: v}, {n: second.ledger.state[n]})
     )
-    assert not different, f"after --resume the state differs in {different[:3]}; keep what lasts in the state"
-    assert without_seconds(history) == without_seconds(expected), "after --resume the records differ"
+    assert not different, f"after resuming, the state differs in {different[:3]}; keep what lasts in the state"
+    assert without_seconds(history) == without_seconds(expected), "after resuming, the records differ"
 
 
 def check_arguments(bench: Bench, method: str, task: str) -> None:

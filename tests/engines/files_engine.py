@@ -191,7 +191,7 @@ class Server:
                     return None
                 scores = {c: a.facts["scores"] for c, a in sorted(answers.items()) if "scores" in a.facts}
                 if scores:
-                    metrics[CLIENTS] = self.evaluator.combined(list(scores.values()), [sizes[c] for c in scores])
+                    metrics[CLIENTS] = self.evaluator.combined(scores, sizes)
         seconds["evaluation"] = time.perf_counter() - started - seconds["aggregation"]
         return round.record(metrics, seconds, spent)
 
@@ -256,7 +256,7 @@ def serve(mail: Path, reply: Path) -> None:
         wrong_use, text = json.loads((mail / FAILURE).read_text())
         raise (UserError if wrong_use else RunFailed)(text)
     if code:
-        raise RunFailed(f"the server's process ended with exit code {code}; run again with --resume")
+        raise RunFailed(f"the server's process ended with exit code {code}; run again with resume=True")
 
 
 def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:

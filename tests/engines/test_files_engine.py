@@ -31,6 +31,7 @@ VARIANTS = [
     ("pmfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("pfedlora", {"lowrank.variant": 2}),
     ("rolora", {"lowrank.robust": "norm_bound"}),
+    ("rolora", {"eval.clients": True, "eval.before": True}),
     ("mfedloru", {"lowrank.robust": "median", "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("fedhm", {"lowrank.rank_factors": [2, 8, 4]}),
     ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40}),
@@ -83,7 +84,7 @@ def same(local, other):
         for key in a.keys() - {"seconds", "client_seconds"}:
             assert (follow and "downlink" in key) or a[key] == b[key], key
         assert a["client_seconds"].keys() == b["client_seconds"].keys()
-    assert local.final == other.final and local.best == other.best
+    assert local.final == other.final and local.best == other.best and local.before == other.before
     for name in ("adapter_best", "model_best"):
         saved = [(p.name, p.read_bytes()) for p in sorted((local.outdir / name).rglob("*.safetensors"))]
         assert saved == [(p.name, p.read_bytes()) for p in sorted((other.outdir / name).rglob("*.safetensors"))]
@@ -164,7 +165,7 @@ def test_a_server_that_is_killed(quick, monkeypatch, at):
 
     with monkeypatch.context() as patch:
         patch.setattr(files_engine, "start", killed)
-        with pytest.raises(fs_lowrank.RunFailed, match="exit code -9; run again with --resume"):
+        with pytest.raises(fs_lowrank.RunFailed, match="exit code -9; run again with resume=True"):
             fs_lowrank.run(config, "files", on_round=on_round)
     same(local, fs_lowrank.run(config, "files", resume=True, on_round=on_round))
     assert seen == [1, 2]

@@ -39,7 +39,7 @@ def same(a, b):
     for first, second in zip(a.history, b.history, strict=True):
         for key in first.keys() - {"seconds", "client_seconds"}:
             assert first[key] == second[key], key
-    assert a.final == b.final and a.best == b.best
+    assert a.final == b.final and a.best == b.best and a.before == b.before
     for file in a.outdir.glob("*_best/*.safetensors"):
         assert file.read_bytes() == (b.outdir / file.relative_to(a.outdir)).read_bytes()
 
@@ -48,7 +48,7 @@ def same(a, b):
 def test_the_result_is_that_of_one_process(few, method):
     one_shot = ".one_shot." in get_method_class(method).__module__
     keys = {"federate.method": method, "federate.total_round_num": 1 if one_shot else 2}
-    keys |= {} if one_shot else {"federate.sample_client_num": 3}
+    keys |= {} if one_shot else {"federate.sample_client_num": 3, "eval.clients": True, "eval.before": True}
     same(fs_lowrank.run(few("one", keys)), fs_lowrank.run(few("two", {**keys, "federate.process_num": 2})))
 
 

@@ -130,7 +130,7 @@ def test_a_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch, ca
         else:
             patch.setattr(module, call, full)
         with pytest.raises(
-            UserError, match="could not save the checkpoint of round 3.*No space left.*round_000002.*--resume"
+            UserError, match="could not save the checkpoint of round 3.*No space left.*round_000002.*resume=True"
         ):
             save(tmp_path, 3)
     check(load_checkpoint(tmp_path), 2)

@@ -49,7 +49,9 @@ def tensors(result):
 def test_a_run_is_replaced_with_overwrite(config, tmp_path):
     folder = stopped(config)
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds a run already; continue it with --resume, replace it with --overwrite"):
+    with pytest.raises(
+        UserError, match="holds a run already; continue it with resume=True, replace it with overwrite=True"
+    ):
         fs_lowrank.run(config)
     with pytest.raises(UserError, match="resume continues a run and overwrite removes it"):
         fs_lowrank.run(config, resume=True, overwrite=True)
@@ -205,7 +207,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_run(config, monkeypatch, what):
             patch.setattr(type(engine.model), "save_pretrained", full)
         else:
             patch.setattr(keeper, "to_json", lambda value, **layout: full() if "final" in value else json.dumps(value))
-        with pytest.raises(RunFailed, match=f"{folder}.* No space left.*run again with --resume"):
+        with pytest.raises(RunFailed, match=f"{folder}.* No space left.*run again with resume=True"):
             engine.run(resume=True)
     changed = {n for n in before if before[n] != files(folder).get(n)} - {"environment.json", "data.json"}
     assert not changed and not [n for n in files(folder) if "writing" in n]

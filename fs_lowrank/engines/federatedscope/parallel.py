@@ -172,7 +172,7 @@ class ParallelRunner(StandaloneRunner):
 
     def _how_to_continue(self) -> str:
         kept = (self.session.outdir / "checkpoint").exists()
-        return f"; the last checkpoint is in {self.session.outdir / 'checkpoint'}; continue with --resume" * kept
+        return f"; the last checkpoint is in {self.session.outdir / 'checkpoint'}; continue with resume=True" * kept
 
 
 class _ClientProcess(Member):

@@ -322,7 +322,16 @@ class LowRankServer(DistributedServer):
                 for split in self._cfg.eval.split
             }
             metrics = {split: values for split, values in metrics.items() if values}
-        if self.session.role == "standalone" and self.session.site.personal.untrained and metrics:
+            answers = self.msg_buffer["eval"].get(self.state - 1, {})
+            of_clients = {
+                client: {"loss": m["test_avg_loss"], "acc": m["test_acc"], "samples": int(m["test_total"])}
+                for client, m in answers.items()
+                if m and {"test_avg_loss", "test_acc", "test_total"} <= m.keys()
+            }
+            if of_clients and "test" in metrics:
+                metrics["test"]["clients"] = of_clients
+        own = (self.session.site.personal.untrained and metrics) or self.session.config.eval.clients
+        if self.session.role == "standalone" and own:
             # In distributed mode only the clients have their personal parts; make_global_eval False evaluates them.
             metrics["client_test"] = self.session.evaluator.clients(self.ledger.state)
         is_best = self._is_best(metrics)

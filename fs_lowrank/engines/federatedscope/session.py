@@ -55,6 +55,18 @@ class Session:
 
     def __init__(self, config: Config, outdir: Path, role: str, index: int = -1):
         self.config, self.outdir, self.role, self.index = config, outdir, role, index
+        if role != "standalone":
+            by_clients = not config.federate.make_global_eval
+            if config.eval.clients and not by_clients:
+                raise UserError(
+                    "eval.clients = True: in mode distributed only the clients have their test data and their own "
+                    "parts of the model; set federate.make_global_eval False, by which they evaluate"
+                )
+            if config.eval.before and by_clients:
+                raise UserError(
+                    "eval.before = True: in mode distributed with federate.make_global_eval False the clients "
+                    "evaluate, and do so only after a round; leave it out"
+                )
         self.shares_model = role == "standalone" and config.federate.share_local_model
         self.has_own_data = role == "client" and index < 1
         self.site = Site(config, serves=role != "client", undivided=self.has_own_data)

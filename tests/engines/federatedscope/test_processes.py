@@ -101,7 +101,9 @@ def test_a_run_is_resumed_after_a_process_was_killed(quick, sites, share):
         if record["round"] == 3:
             sites[-1].process.kill()
 
-    with pytest.raises(UserError, match=r"process \d \(clients .*\) is gone \(exit code -9\).*continue with --resume"):
+    with pytest.raises(
+        UserError, match=r"process \d \(clients .*\) is gone \(exit code -9\).*continue with resume=True"
+    ):
         fs_lowrank.run(quick("cut", keys), "federatedscope", on_round=kill_one)
     assert all(site.process.poll() is not None for site in sites)
     rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)

@@ -213,3 +213,38 @@ def test_the_best_round_by_validation_data_is_saved(quick, settings, cluster, tm
     for tensors in saved:
         for name in wanted:
             assert np.allclose(tensors[name], wanted[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
+def test_scores_of_each_client_and_before_round_1(quick, settings, cluster, tmp_path, share):
+    keys = {"federate.method": "rolora", "federate.client_num": 3, "federate.total_round_num": 2, "eval.before": True}
+    keys |= {"federate.sample_client_num": 1, "eval.clients": True, "federate.share_local_model": share}
+    local, other = (fs_lowrank.run(quick(name, keys), name) for name in ("local", "federatedscope"))
+    assert other.before == pytest.approx(local.before, abs=1e-5) and "test_acc" in local.before
+    assert other.unseen == local.unseen and other.final["unseen_test_acc"] == local.final["unseen_test_acc"]
+    for a, b in zip(local.history, other.history, strict=True):
+        assert list(a["client_scores"]) == list(b["client_scores"])
+        for client in a["client_scores"]:
+            assert b["client_scores"][client] == pytest.approx(a["client_scores"][client], abs=1e-5)
+    if share:  # clients that evaluate send their scores
+        keys = {**keys, "federate.make_global_eval": False, "eval.before": False, "eval.clients": False}
+        result = fs_lowrank.run(quick("clients", keys), "federatedscope")
+        scores = [s for r in result.history for s in r["client_scores"].values()]
+        assert len(scores) == 6 and all(0 <= s["acc"] <= 1 and s["samples"] > 0 for s in scores)
+        keys |= {"federate.share_local_model": False, "outdir": str(tmp_path / "distributed")}
+        workers = cluster.run(settings, 3, keys)
+        assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
+        assert list(workers[0].history[-1]["client_scores"]) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"eval.clients": True}, "eval.clients = True: in mode distributed only the clients have their test data"),
+        ({"eval.before": True, "federate.make_global_eval": False}, "eval.before = True: in mode distributed with"),
+    ],
+)
+def test_what_a_distributed_server_cannot_evaluate_is_refused(settings, cluster, tmp_path, keys, said):
+    started = cluster.launch(settings, 1, {**keys, "outdir": str(tmp_path / "refused")}, only=[0])
+    server = cluster.wait(*started[0])
+    assert server.kind == "UserError" and said in server.said

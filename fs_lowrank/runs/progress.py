@@ -1,0 +1,55 @@
+"""Progress of a run on one line, for whoever looks on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+OnRound = Callable[[dict[str, Any]], object]
+OnClient = Callable[[int, int, int], object]
+
+
+def watched() -> bool:
+    """Whether somebody looks on: standard error is a terminal, or this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return "IPKernelApp" in (getattr(shell, "config", None) or ()) or bool(sys.stderr and sys.stderr.isatty())
+
+
+@contextmanager
+def shown(
+    name: str, rounds: int, show: bool | None, on_round: OnRound | None, on_client: OnClient | None
+) -> Iterator[tuple[OnRound | None, OnClient | None]]:
+    """The two functions that an engine calls; they also move a bar on standard error.
+
+    Args:
+        name: before the bar. rounds: of the run.
+        show: None: if somebody looks on.
+    """
+    if not (watched() if show is None else show):
+        yield on_round, on_client
+        return
+    with tqdm(total=rounds, desc=name, unit="round", dynamic_ncols=True) as bar:
+        said = ""
+
+        def of_round(record: dict[str, Any]) -> object:
+            nonlocal said
+            said = _figures(record["metrics"]) or said
+            bar.set_postfix_str(said, refresh=False)
+            bar.update(record["round"] - bar.n)
+            return on_round(record) if on_round else None
+
+        def of_client(round: int, done: int, of: int) -> object:
+            bar.set_postfix_str(", ".join(filter(None, (said, f"client {done + 1} of {of}"))))
+            return on_client(round, done, of) if on_client else None
+
+        yield of_round, of_client
+
+
+def _figures(metrics: Mapping[str, Mapping[str, float]]) -> str:
+    split = "test" if "test" in metrics else next(iter(metrics), "")
+    return " ".join(f"{split} {name} {metrics[split][name]:.3f}" for name in ("acc",) if split)

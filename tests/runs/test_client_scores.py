@@ -1,0 +1,106 @@
+"""Scores of each client in the records and at the end, of those that never took part, and before round 1."""
+
+import json
+
+import pytest
+import yaml
+
+import fs_lowrank
+from fs_lowrank import UserError, cli, load_config
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.rounds.record import EXTREME, MANY, extremes
+from fs_lowrank.testing.bench import without_seconds
+
+
+@pytest.fixture
+def make(settings, tmp_path, no_curves):
+    """``make(name, keys)``: five clients, two of them in a round, two rounds; some clients never take part."""
+
+    def made(name, keys=None):
+        few = {"federate.sample_client_num": 2, "federate.total_round_num": 2, "train.local_update_steps": 1}
+        return load_config(settings, {**few, "eval.clients": True, "outdir": str(tmp_path / name), **(keys or {})})
+
+    return made
+
+
+def mean(scores, metric, clients):
+    return sum(scores[c][metric] * scores[c]["samples"] for c in clients) / sum(scores[c]["samples"] for c in clients)
+
+
+def test_every_client_is_scored_on_its_share_of_the_test_set(make):
+    engine = LocalEngine(make("run"))
+    result = engine.run()
+    for record in result.history:
+        scores, whole = record["client_scores"], record["metrics"]["client_test"]
+        shares = zip(engine.site.clients, engine.site.data.client_tests)
+        tests = {str(client.id): own for client, own in shares if own is not None}
+        assert scores.keys() == tests.keys() and all(scores[c]["samples"] == len(own) for c, own in tests.items())
+        for metric in ("acc", "loss"):
+            # The model is the global one, and the shares together are the test set.
+            assert mean(scores, metric, scores) == pytest.approx(record["metrics"]["test"][metric], abs=1e-5)
+            assert mean(scores, metric, scores) == pytest.approx(whole[metric])
+    for client, of in result.client_scores.items():
+        own = engine.evaluator.score(engine.site.data.client_tests[client - 1], "")
+        assert of["acc"] == own["acc"] and of["loss"] == pytest.approx(own["loss"], abs=1e-6)
+    assert list(result.clients_frame()["test_acc"].dropna()) == [of["acc"] for of in result.client_scores.values()]
+    without = fs_lowrank.run(make("without", {"eval.clients": False}))
+    assert "client_scores" not in without.history[0] and "client_test_acc" not in without.final
+    assert all(a["loss"] == b["loss"] for a, b in zip(result.history, without.history)), "training is the same"
+
+
+def test_clients_that_never_took_part(make, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(make("run").to_dict()))
+    result = fs_lowrank.run(make("run"))
+    unseen = sorted({1, 2, 3, 4, 5} - {client for record in result.history for client in record["clients"]})
+    assert result.unseen == unseen != []
+    scores = result.client_scores
+    there = [client for client in unseen if client in scores]
+    assert result.final["unseen_test_acc"] == pytest.approx(mean(scores, "acc", there))
+    assert "unseen_test_acc" in json.loads((result.outdir / "summary.json").read_text())["final"]
+    everyone = fs_lowrank.run(make("all", {"federate.sample_client_num": -1, "federate.total_round_num": 1}))
+    assert everyone.unseen == [] and "unseen_test_acc" not in everyone.final
+    keys = ["outdir", str(tmp_path / "shown"), "eval.before", "True"]
+    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), "--methods", "fedlora,local", *keys]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    listed = ", ".join(map(str, unseen))
+    assert f"fedlora: {len(unseen)} of 5 clients never took part ({listed}): test acc" in out
+    worst = min(scores, key=lambda client: scores[client]["acc"])
+    assert "worst client" in out and f"{worst}: {scores[worst]['acc']:.3f}" in out
+    assert "fedlora: before round 1: test loss" in out
+
+
+def test_records_of_many_clients_have_the_worst_and_the_best(make):
+    scores = {client: {"acc": client % 97 / 97, "loss": 0.0, "samples": 1} for client in range(1, MANY + 2)}
+    kept = extremes(scores)
+    order = sorted(scores, key=lambda client: (scores[client]["acc"], client))
+    assert set(kept) == {*order[:EXTREME], *order[-EXTREME:]} and list(kept) == sorted(kept)
+    del scores[1]
+    assert extremes(scores) == scores
+    engine = LocalEngine(make("many"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fs_lowrank.rounds.record.MANY", 1)
+        patch.setattr("fs_lowrank.rounds.record.EXTREME", 1)
+        first, last = engine.run().history
+    assert len(first["client_scores"]) == 2 < len(last["client_scores"])
+
+
+def test_before_round_1(make):
+    keys = {"eval.clients": False, "federate.sample_client_num": -1}
+    plain = fs_lowrank.run(make("plain", keys))
+    config = make("before", {**keys, "eval.before": True})
+    engine = LocalEngine(config)
+    expected = {split: engine.evaluator.score(of, split) for split, of in engine.site.held_out().items()}
+    engine.trains.end()
+    stopped = fs_lowrank.run(config, on_round=lambda record: True)
+    wanted = {f"{split}_{name}": value for split, of in expected.items() for name, value in of.items()}
+    assert stopped.before == pytest.approx(wanted)
+    resumed = fs_lowrank.run(config, resume=True)
+    assert resumed.before == stopped.before and without_seconds(resumed.history) == without_seconds(plain.history)
+    assert json.loads((resumed.outdir / "summary.json").read_text())["before"] == resumed.before
+    frame = resumed.history_frame()
+    assert list(frame.index) == [0, 1, 2] and frame["test_acc"][0] == resumed.before["test_acc"]
+
+
+def test_without_a_test_set_it_is_refused(make):
+    with pytest.raises(UserError, match="eval.clients = True .* there is no test set; give data.splits a share"):
+        fs_lowrank.run(make("none", {"data.splits": [0.8, 0.2, 0.0]}))
