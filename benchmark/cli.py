@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from fs_lowrank import UserError
-from fs_lowrank.errors import nearest
+from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell
 
 from .job import Options, Search
@@ -155,8 +155,16 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.interrupted:
         console.print("interrupted; the same command continues")
         return shell.INTERRUPTED
-    console.print("next: python -m benchmark report")
+    if outcome.finished or outcome.skipped:
+        console.print(f"next: {hint('benchmark', 'report', *args.suites, *given_options(args))}", soft_wrap=True)
     return shell.FAILED if outcome.failed else shell.OK
+
+
+def given_options(args: argparse.Namespace) -> list[str]:
+    """The options that say which results there are, if they are not at their defaults."""
+    given = [("--engine", args.engine, "local"), ("--results", args.results, "results")]
+    given.append(("--data", args.data, os.environ.get("FS_LOWRANK_DATA", "")))
+    return [word for name, value, default in given if value != default for word in (name, value)]
 
 
 def _report(args: argparse.Namespace) -> None:

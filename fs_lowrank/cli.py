@@ -14,7 +14,7 @@ from rich.table import Table
 from . import __version__
 from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
-from .errors import UserError
+from .errors import UserError, hint
 from .jobs import shell
 
 console = shell.make_console(120)
@@ -84,8 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (``_CODES``)."""
 
     def again(args: argparse.Namespace) -> str:
-        resumes = hasattr(args, "cfg")
-        return f"; continue with: fs-lowrank {args.command} --cfg {args.cfg} … --resume" if resumes else ""
+        if not hasattr(args, "resume"):
+            return ""
+        words = [word for word in argv if word not in ("--overwrite", "--resume")]
+        return f"; continue with: {hint(words[0], '--resume', *words[1:])}"
 
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -179,12 +181,12 @@ def _print_figures(title: str | None, lines: Sequence[Sequence[str]]) -> None:
 
 
 def _print_results(results: dict) -> None:
-    """Print a table of all methods, one of the clients' own models if there are any, and the total traffic."""
-    from .runs.summary import human_bytes, per_client_and_round, seconds
+    """Print a table of all methods, one of the clients' models if they were evaluated, and the total traffic."""
+    from .runs.summary import human_bytes, of_clients, per_client_and_round, seconds
 
     names = sorted({k for result in results.values() for k in result.final if k != "best_round"})
-    of_clients = [n for n in names if n.startswith("client_test_")]
-    metrics = [n for n in names if n not in of_clients]
+    shares = [n for n in names if n.startswith("client_test_")]
+    metrics = [n for n in names if n not in shares]
     lines = [
         [
             "method",
@@ -212,14 +214,15 @@ def _print_results(results: dict) -> None:
             ]
         )
     _print_figures("bytes are per client and round; the head is the new classifier", lines)
-    if of_clients:
+    if shares:
+        scored = {name: result for name, result in results.items() if set(shares) & set(result.final)}
         _print_figures(
-            "every client's own model on its share of the test set",
+            of_clients(result.facts for result in scored.values()),
             [
-                ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in of_clients)],
+                ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in shares)],
                 *(
-                    [name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in of_clients)]
-                    for name, result in results.items()
+                    [name, *(f"{result.final[n]:.3f}" if n in result.final else "-" for n in shares)]
+                    for name, result in scored.items()
                 ),
             ],
         )

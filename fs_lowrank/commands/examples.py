@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..errors import UserError, nearest
+from ..errors import UserError, hint, nearest
 from ..jobs import shell
 
 console = shell.make_console(120)
@@ -43,7 +43,7 @@ def _examples(args: argparse.Namespace) -> None:
             first = path.read_text(encoding="utf-8").splitlines()[0]
             table.add_row(name, first.removeprefix("#").strip() if first.startswith("#") else "")
         console.print(table)
-        console.print("copy one with: fs-lowrank examples NAME")
+        console.print(f"copy one with: {hint('examples', next(iter(there)))}")
         return
     chosen = []
     for name in args.names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import UserError, nearest, say_once
 
 CLASSIFICATION = "classification"
 CAUSAL_LM = "causal_lm"
@@ -98,6 +99,7 @@ def classified(
             raise UserError(f"{where}: every row has an empty text")
     train_where = tables["train"][0]
     if names is None:
+        _check_classes(train_where, str(columns["label"]), frames["train"]["label"])
         kinds = _kinds(frames["train"]["label"])
         names = [str(kind) for kind in kinds]
         rows = len(frames["train"])
@@ -122,6 +124,29 @@ def classified(
     fixed = {"text", "text_pair", "label"}
     fields = [c for c in frames["train"] if c not in fixed and all(c in frame for frame in frames.values())]
     return RawData.of(CLASSIFICATION, frames, names, fields, source, skipped)
+
+
+def with_fraction(labels: pd.Series) -> Any:
+    """The first number with a fraction among ``labels``; None if there is none, or if some are not numbers."""
+    try:
+        numbers = [float(str(value)) for value in labels]
+    except ValueError:
+        return None
+    fractions = (v for v, n in zip(labels, numbers) if math.isfinite(n) and not n.is_integer())
+    return next(fractions, None)
+
+
+def _check_classes(where: str, column: str, labels: pd.Series) -> None:
+    """Refuse numbers with fractions, and say that whole floating-point numbers are taken as classes."""
+    fraction = with_fraction(labels)
+    if fraction is not None:
+        raise UserError(
+            f"{where}: the labels in column {column!r} are numbers with fractions, such as {fraction}, which is a "
+            "regression; expected classes: write them as words, or name another column by data.args [{label: COLUMN}]"
+        )
+    if any(isinstance(value, float) or re.fullmatch(r"-?\d+\.0+", str(value).strip()) for value in labels):
+        names = ", ".join(map(str, _kinds(labels)[:10]))
+        say_once(f"{where}: column {column!r} has floating-point numbers; each is taken as a class: {names}")
 
 
 def _plain(value: Any) -> str:

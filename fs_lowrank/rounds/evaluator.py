@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..config import Config
 from ..data import Examples, ImageExamples
@@ -44,12 +45,22 @@ class Evaluator:
         return [*(self.site.held_out() if global_model else ()), *([CLIENTS] if clients else ())]
 
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
-        """Metrics of the global model by split, and of the clients' own models as ``client_test``.
+        """Metrics of the global model by split, and of the clients' models as ``client_test``.
 
-        The clients' own models are evaluated if they differ from the global one, or if ``federate.make_global_eval`` is
-        False; in that case the global model is not evaluated.
+        The clients' models are evaluated if they differ from the global one, or if ``federate.make_global_eval`` is
+        False; in that case the global model is not evaluated on the whole splits.
         """
         return {**self.held_out(), **({CLIENTS: self.clients(state)} if CLIENTS in self.splits() else {})}
+
+    def differ(self, state: State) -> bool:
+        """Whether a client's model is not the global one: it has a personal part, or ranks of its own."""
+        whole = self.site.method.view(state)
+        views = (self.site.method.view(state, client.id) for client in self.site.clients)
+        return bool(self.site.personal.untrained) or any(
+            own.keys() != whole.keys()
+            or any(t is not whole[n] and not torch.equal(t, whole[n]) for n, t in own.items())
+            for own in views
+        )
 
     def held_out(self) -> dict[str, dict[str, float]]:
         """Metrics of the global model by split; none where ``federate.make_global_eval`` is False."""
@@ -65,7 +76,7 @@ class Evaluator:
         return evaluate(self.site.model, examples, size, owner=owner, prefix=self.site.prefix)
 
     def clients(self, state: State) -> dict[str, float]:
-        """Every client's own model on its share of the test set (``FederatedData.client_tests``), as ``combined``."""
+        """Every client's model on its share of the test set (``FederatedData.client_tests``), as ``combined``."""
         scores, sizes = [], []
         for client, examples in zip(self.site.clients, self.site.data.client_tests):
             if examples is None:

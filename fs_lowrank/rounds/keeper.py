@@ -28,7 +28,7 @@ from ..runs.plots import plot_curves
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
 from ..versions import SCHEMA
-from .evaluator import Evaluator
+from .evaluator import CLIENTS, Evaluator
 from .intake import TooFewClients
 from .ledger import Ledger
 from .record import Failure
@@ -288,6 +288,7 @@ class RecordKeeper:
                 "images": self.site.data.image_shape,
                 "labels": self.site.data.label_names,
                 "formula_bytes": self._formula_bytes(),
+                **({"own_models": self.evaluator.differ(self.ledger.state)} if CLIENTS in last else {}),
             },
         )
         saving: dict[str, Callable[[Path], object]] = {}

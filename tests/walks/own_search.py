@@ -1,6 +1,6 @@
 """A search around a configuration of the user's own, in a folder that has an ``hpo.py`` of the user's."""
 
-from steps import does, exists, file, refuses
+from steps import does, exists, file, offered, refuses
 
 from fs_lowrank.testing import small
 
@@ -11,7 +11,7 @@ does("fs-lowrank init reviews.csv --model encoder --clients 3")
 file("space.yaml", "train.optimizer.lr: {grid: [0.01, 0.03]}\n")
 few = "federate.total_round_num 2 train.local_update_steps 2"
 refuses(f"python -m fs_lowrank hpo tune --cfg reviews.yaml --space spac.yaml {few}", "spac")
-does(f"python -m fs_lowrank hpo tune --cfg reviews.yaml --space space.yaml --workers 1 --confirm 1 {few}", "next:")
-does("python -m fs_lowrank hpo best --study reviews-space --out best.yaml", "best.yaml: run it with")
-does("fs-lowrank run --cfg best.yaml outdir runs/best", "round   2/2")
+printed = does(f"fs-lowrank hpo tune --cfg reviews.yaml --space space.yaml --workers 1 --confirm 1 {few}", "next:")
+printed = does(offered(printed), "best.yaml: run it with")
+does(f"{offered(printed)} outdir runs/best", "round   2/2")
 exists("runs/best/adapter")

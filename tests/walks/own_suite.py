@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import yaml
-from steps import does, exists, file, refuses
+from steps import does, exists, file, offered, refuses
 
 from fs_lowrank.testing import small
 
@@ -16,6 +16,5 @@ config["federate"]["total_round_num"] = config["train"]["local_update_steps"] = 
 file("mine.yaml", yaml.safe_dump({"config": config, "methods": ["fedlora", "rolora"], "metrics": ["test_acc"]}))
 refuses("python -m fs_lowrank benchmark run nix.yaml", "nix")
 does("python -m fs_lowrank benchmark list mine.yaml", "mine")
-does("python -m fs_lowrank benchmark run mine.yaml", "2 done, 0 failed")
-does("python -m fs_lowrank benchmark report mine.yaml", "report.html")
+does(offered(does("python -m fs_lowrank benchmark run mine.yaml", "2 done, 0 failed")), "report.html")
 exists("results/report.html")

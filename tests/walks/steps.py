@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,11 @@ def does(command: str, *said: str, code: int = 0) -> str:
         print(printed)
         sys.exit(f"walk: exit code {done.returncode}, expected {code}; not printed: {missing}; or a traceback")
     return printed
+
+
+def offered(printed: str) -> str:
+    """The last command that something printed offers."""
+    return re.findall(r"(?:with|next): (fs-lowrank .+)", printed)[-1]
 
 
 def refuses(command: str, *said: str) -> None:
