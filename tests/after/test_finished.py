@@ -120,3 +120,6 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     scope: dict = {}
     exec(code.replace('"adapter"', repr(str(result.outdir / "adapter"))), scope)
     assert type(scope["model"]).__name__.startswith("PeftModel")
+    classes = result.facts["labels"]
+    assert scope["model"].config.id2label == dict(enumerate(classes)) and len(classes) > 1
+    assert scope["model"].config.label2id == {name: i for i, name in enumerate(classes)}
