@@ -20,7 +20,8 @@ from torch import nn
 from .config import load_config
 from .data import CAUSAL_LM, RawData, load_raw
 from .data.files import SUFFIXES, read_table
-from .data.tables import SYNONYMS, with_fraction
+from .data.tables import with_fraction
+from .data.template import SYNONYMS
 from .data.tokenize import tokenize_causal, tokenize_classification
 from .errors import UserError, nearest
 from .models.build import build_skeleton, build_tokenizer, positions

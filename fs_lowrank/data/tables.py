@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fs_lowrank.data.template import SYNONYMS, is_own, prompts
 from fs_lowrank.errors import UserError, nearest, say_once
 
 CLASSIFICATION = "classification"
@@ -169,19 +170,21 @@ def _is_field(column: pd.Series) -> bool:
     return all(value is None or isinstance(value, (str, int, float, bool, np.generic)) for value in column)
 
 
-SYNONYMS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response")}
-
-
 def instructions(
     table: pd.DataFrame, where: str | Path, args: Mapping[str, Any]
 ) -> tuple[pd.DataFrame, list[str], dict[str, int]]:
     """``(frame, fields, skipped)`` from instruction data, or from conversations in the column ``messages``."""
     skipped: dict[str, int] = {}
-    if "messages" in table and "instruction" not in args:
+    used: set[str | None]
+    if is_own(args.get("template", "auto")):
+        frame, columns = prompts(table, where, args)
+        frame = drop_empty(frame, ("instruction", "output"), skipped)
+        used = set(columns)
+    elif "messages" in table and "instruction" not in args:
         frame = pd.DataFrame({"messages": table["messages"]})
         for row, messages in enumerate(frame["messages"], start=1):
             _conversation(f"{where}, row {row}", messages)
-        used: set[str | None] = {"messages"}
+        used = {"messages"}
     else:
         chosen = {}
         for role, names in SYNONYMS.items():
@@ -196,8 +199,8 @@ def instructions(
         )
         frame = drop_empty(frame, ("instruction", "output"), skipped)
         used = set(chosen.values())
-        if not len(frame):
-            raise UserError(f"{where}: every row has an empty instruction or answer")
+    if not len(frame):
+        raise UserError(f"{where}: every row has an empty instruction or answer")
     category = args.get("category")
     if category:
         require_columns(where, table, [category])
