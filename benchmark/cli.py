@@ -1,4 +1,4 @@
-"""``python -m benchmark list | run SUITE… | report``."""
+"""``python -m benchmark list | run SUITE… | report | score RUN``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell
 
+from . import score
 from .job import Options, Search
 from .plan import check_only, chosen, jobs_of
 from .run import run
@@ -62,6 +63,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     report.add_argument("suites", nargs="*", metavar="SUITE", help="default: all that have results")
     common(report, "all")
     report.set_defaults(do=_report)
+    score.add(commands)
     return parser, commands.choices.values()
 
 

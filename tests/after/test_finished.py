@@ -123,3 +123,8 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     classes = result.facts["labels"]
     assert scope["model"].config.id2label == dict(enumerate(classes)) and len(classes) > 1
     assert scope["model"].config.label2id == {name: i for i, name in enumerate(classes)}
+
+
+def test_a_classifier_has_no_tasks(runs, capsys):
+    assert cli.main(["evaluate", str(runs["classes"].outdir), "--tasks", "arc_easy"]) == 2
+    assert "a run over classes; lm-eval's tasks are for language models" in capsys.readouterr().err.replace("\n", " ")
