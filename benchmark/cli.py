@@ -1,20 +1,19 @@
-"""``fs-lowrank benchmark list | run SUITE… | report``."""
+"""``fs-lowrank benchmark list | run SUITE… | report | score RUN``."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from fs_lowrank import UserError
-from fs_lowrank.errors import nearest
+from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell
 
+from . import score
 from .job import Options, Search
 from .plan import check_only, chosen, jobs_of
 from .run import run
@@ -64,6 +63,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     report.add_argument("suites", nargs="*", metavar="SUITE", help="default: all that have results")
     common(report, "all")
     report.set_defaults(do=_report)
+    score.add(commands)
     return parser, commands.choices.values()
 
 
@@ -157,15 +157,16 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.interrupted:
         console.print("interrupted; the same command continues")
         return shell.INTERRUPTED
-    console.print(f"next: {_report_command(args)}", soft_wrap=True, markup=False)
+    if outcome.finished or outcome.skipped:
+        console.print(f"next: {hint('benchmark', 'report', *args.suites, *given_options(args))}", soft_wrap=True)
     return shell.FAILED if outcome.failed else shell.OK
 
 
-def _report_command(args: argparse.Namespace) -> str:
-    """The command that reports what ``args`` ran."""
-    said = {name: getattr(args, name) for name in ("engine", "results", "data", "only", "methods")}
-    options = [(f"--{name}", value) for name, value in said.items() if value != args.parser.get_default(name)]
-    return shlex.join(["fs-lowrank", "benchmark", "report", *args.suites, *itertools.chain(*options)])
+def given_options(args: argparse.Namespace) -> list[str]:
+    """The options that say which results there are, if they are not at their defaults."""
+    given = [("--engine", args.engine, "local"), ("--results", args.results, "results")]
+    given.append(("--data", args.data, os.environ.get("FS_LOWRANK_DATA", "")))
+    return [word for name, value, default in given if value != default for word in (name, value)]
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Origin
 
 from .job import Cell, Job, Options, Script, Search
-from .suite import Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
+from .suite import SHIPPED, Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
 
 _RATE = "train.optimizer.lr"
 
@@ -60,7 +61,7 @@ def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Exper
 
 def command(suite: Suite, experiment: Experiment, engine: str) -> str:
     """The command that runs an experiment."""
-    name = suite.name if suite.path.parent.name == "suites" else suite.path.name
+    name = suite.name if suite.path.parent == SHIPPED else shlex.quote(str(suite.path))
     return f"fs-lowrank benchmark run {name} --size {suite.size} --only {experiment.name}" + (
         f" --engine {engine}" if engine != "local" else ""
     )

@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from fs_lowrank import UserError
+from fs_lowrank.errors import hint
 
 from .claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, judge, used, verdict
 from .figures import draw_all
@@ -65,7 +66,8 @@ def write_report(options: Options) -> list[Path]:
             body += _suite(suite, results, judged, root)
     if not body:
         raise UserError(
-            f"{root} holds no result of {', '.join(names)}; run a suite first: fs-lowrank benchmark run {names[0]}"
+            f"{root} holds no result of {', '.join(names)}; run a suite first: "
+            + hint("benchmark", "run", names[0], "--results", root, *(["--data", options.data] if options.data else []))
         )
     blocks = [heading("Benchmark report", 1), _preface(options), *_summary(claims), *body, *_damaged(store, used)]
     markdown = "\n\n".join(block for block in blocks if block) + "\n"

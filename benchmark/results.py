@@ -283,7 +283,7 @@ def title_of(metric: str) -> str:
         "test_acc": "test accuracy, %",
         "test_loss": "test loss",
         "val_acc": "validation accuracy, %",
-        "client_test_acc": "accuracy of the clients' own models on their test shares, %",
+        "client_test_acc": "accuracy of the clients' models on their test shares, %",
         "test_acc_last5": "test accuracy, mean of the last five evaluations, %",
         "uplink": "sent up, per client and round",
         "downlink": "sent down, per client and round",

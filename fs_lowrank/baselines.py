@@ -160,6 +160,7 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
         "images": site.data.image_shape,
         "labels": site.data.label_names,
         "formula_bytes": 0,
+        "own_models": True,
     }
     final = {f"{split}_{name}": value for split, values in metrics.items() for name, value in values.items()}
     about = {"schema": SCHEMA, "final": final, "rounds_of_a_client": rounds, "clients": scores, "seed": config.seed}

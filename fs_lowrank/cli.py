@@ -14,7 +14,7 @@ from rich.table import Table
 from . import __version__
 from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
-from .errors import UserError
+from .errors import UserError, hint
 from .jobs import shell
 
 console = shell.make_console(120)
@@ -84,8 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (``_CODES``)."""
 
     def again(args: argparse.Namespace) -> str:
-        resumes = hasattr(args, "cfg")
-        return f"; continue with: fs-lowrank {args.command} --cfg {args.cfg} … --resume" if resumes else ""
+        if not hasattr(args, "resume"):
+            return ""
+        words = [word for word in argv if word not in ("--overwrite", "--resume")]
+        return f"; continue with: {hint(words[0], '--resume', *words[1:])}"
 
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -180,14 +182,15 @@ def _print_figures(title: str | None, lines: Sequence[Sequence[str]]) -> None:
 
 def _print_results(results: dict) -> None:
     """Print a table of all methods, one of the clients' own models if there are any, and the total traffic."""
-    from .runs.summary import human_bytes
+    from .runs.summary import human_bytes, of_clients
     from .runs.tables import client_lines, result_lines
 
     by = sorted({result.best["by"] for result in results.values() if result.best})
     chosen = f"; best round by {', '.join(by)}" if by else ""
     _print_figures(f"bytes are per client and round; the head is the new classifier{chosen}", result_lines(results))
     if lines := client_lines(results):
-        _print_figures("on every client's share of the test set", lines)
+        scored = [r.facts for r in results.values() if any(n.startswith("client_test_") for n in r.final)]
+        _print_figures(of_clients(scored), lines)
     for name, result in results.items():
         total = result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]
         console.print(

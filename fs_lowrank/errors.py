@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import logging
+import shlex
 from collections.abc import Iterable
 from functools import cache
 
-__all__ = ["RunFailed", "UserError", "nearest", "say_once"]
+__all__ = ["RunFailed", "UserError", "hint", "nearest", "say_once"]
 
 
 class UserError(ValueError):
@@ -21,8 +22,13 @@ class RunFailed(UserError):
 def nearest(name: str, choices: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest of ``choices``, or ``""`` if none is close."""
     by_lower = {str(choice).lower(): str(choice) for choice in choices}
-    close = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.6)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def hint(*words: object) -> str:
+    """``fs-lowrank WORDS``, quoted for a shell: a command that a message offers, which runs as it stands."""
+    return shlex.join(["fs-lowrank", *map(str, words)])
 
 
 @cache

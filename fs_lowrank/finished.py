@@ -19,7 +19,8 @@ from .config import Config, load_config
 from .data import CAUSAL_LM, CLASSIFICATION, Examples
 from .data.files import SUFFIXES, read_table
 from .data.sources import data_args
-from .data.tables import SYNONYMS, text_columns
+from .data.tables import text_columns
+from .data.template import SYNONYMS, is_own, prompts
 from .data.tokenize import tokenize_causal, tokenize_classification
 from .errors import UserError, nearest
 from .models.adapters import load_adapter
@@ -188,7 +189,10 @@ def _class(value: Any) -> str:
 
 def _instructed(run: FinishedRun, path: Path, table: pd.DataFrame, args: dict[str, Any], labelled: bool) -> Rows:
     frame = pd.DataFrame(index=table.index)
-    for role, names in SYNONYMS.items():
+    own = is_own(args.get("template", "auto"))
+    if own:
+        frame, _ = prompts(table, path, args, labelled)
+    for role, names in () if own else SYNONYMS.items():
         name = args.get(role) or next((n for n in names if n in table), "")
         if role == "input" and not name or role == "output" and not labelled:
             frame[role] = "" if role == "input" else "x"

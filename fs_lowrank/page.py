@@ -14,7 +14,7 @@ from .config import Config, load_config
 from .errors import UserError
 from .jobs.files import write_text
 from .runs.records import read_records
-from .runs.summary import human_bytes, per_client_and_round, seconds
+from .runs.summary import human_bytes, of_clients, per_client_and_round, seconds
 from .versions import __version__, check_schema
 
 #: of clients whose labels are drawn; more are said in a sentence
@@ -267,9 +267,10 @@ def _clients(runs: Sequence[Shown]) -> str:
                 part = sum(int(client) in record["clients"] for record in run.history)
                 size = next((c["size"] for c in run.data.get("clients", []) if c["client"] == int(client)), "")
                 rows.append([run.name, int(client), size, part, human_bytes(count)])
-    own = [[run.name, *run.history[-1]["metrics"]["client_test"].items()] for run in runs if _own(run)]
+    own = [[run, *run.history[-1]["metrics"]["client_test"].items()] for run in runs if _own(run)]
     scores = "".join(
-        _table([f"{name}: clients' own models", "value"], [list(pair) for pair in pairs]) for name, *pairs in own
+        _table([f"{run.name}: {of_clients([run.summary])}", "value"], [list(pair) for pair in pairs])
+        for run, *pairs in own
     )
     if not parts:
         return ""

@@ -20,7 +20,8 @@ from torch import nn
 from .config import load_config
 from .data import CAUSAL_LM, RawData, load_raw
 from .data.files import SUFFIXES, read_table
-from .data.tables import SYNONYMS
+from .data.tables import with_fraction
+from .data.template import SYNONYMS
 from .data.tokenize import tokenize_causal, tokenize_classification
 from .errors import UserError, nearest
 from .models.build import build_skeleton, build_tokenizer, positions
@@ -246,10 +247,10 @@ def _guess_label(given: Given, table: pd.DataFrame, taken: set[str]) -> str:
 def _check_classes(given: Given, column: pd.Series, name: str) -> None:
     values = column.map(lambda value: str(value).strip())
     count = values.nunique()
-    fractions = values[values.map(lambda v: bool(re.fullmatch(r"-?\d*\.\d*[1-9]\d*", v)))]
-    if len(fractions):
+    fraction = with_fraction(values)
+    if fraction is not None:
         raise UserError(
-            f"{given.data}: the label column {name!r} has numbers with fractions, such as {fractions.iloc[0]}; "
+            f"{given.data}: the label column {name!r} has numbers with fractions, such as {fraction}; "
             "classes are expected: write them as classes, or name another column with label='COLUMN'"
         )
     if count > MOST_CLASSES:

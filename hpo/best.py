@@ -184,7 +184,7 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
     if not winners:
         raise UserError(
             f"the study {name} has no complete trial yet ({_counts(found['trials'])}); "
-            "let `fs-lowrank hpo tune` go on, or see `fs-lowrank hpo status`"
+            "continue the search with the command that began it"
         )
     numbers = ", ".join(str(w["trial"]) for w in winners)
     if trial is not None:
@@ -203,8 +203,8 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
     check = winners[0]["confirmed"]
     if not unconfirmed and (check is None or check["open"]):
         raise UserError(
-            f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; let "
-            "`fs-lowrank hpo tune` finish, or write it as it is with --unconfirmed"
+            f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; "
+            "continue the search with the command that began it, or write it as it is with --unconfirmed"
         )
     return winners[0]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from rich.table import Table
 
 from fs_lowrank import UserError
+from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell
 
 console = shell.make_console(140)
@@ -186,17 +186,17 @@ def _tune(args: argparse.Namespace) -> int:
         return shell.OK
     if not all(f["winners"] for f in found):
         missing = ", ".join(f["study"] for f in found if not f["winners"])
-        _say(f"no trial completed in {missing}; see the reasons with: fs-lowrank hpo status {_where(args)}")
+        _say(f"no trial completed in {missing}; see the reasons with: {hint('hpo', 'status', *_where(args))}")
         return shell.FAILED
     learned = [f["study"] for f in found if not f["winners"][0]["nothing_learned"]]
     if learned:
-        _say(f"next: fs-lowrank hpo best {_where(args)}--study {learned[0]} --out best.yaml")
+        _say(f"next: {hint('hpo', 'best', *_where(args), '--study', learned[0], '--out', 'best.yaml')}")
     return shell.OK
 
 
-def _where(args: argparse.Namespace) -> str:
-    where = f"--dir {shlex.quote(str(args.dir))} " if str(args.dir) != "runs/hpo" else ""
-    return where + (f"--storage {shlex.quote(args.storage)} " if args.storage else "")
+def _where(args: argparse.Namespace) -> list[str]:
+    where = ["--dir", str(args.dir)] if str(args.dir) != "runs/hpo" else []
+    return [*where, *(["--storage", args.storage] if args.storage else [])]
 
 
 def _say(text: str) -> None:
@@ -205,15 +205,13 @@ def _say(text: str) -> None:
 
 def _chosen(args: argparse.Namespace) -> tuple:
     """The storage, and the names of the studies that ``--study`` selects."""
-    from fs_lowrank.errors import nearest
-
     from .storage import open_storage, study_names
 
     where = args.storage or str(args.dir / "journal.log")
     storage = open_storage(where)
     names = study_names(storage)
     if not names:
-        raise UserError(f"{where} holds no study yet; start one with `fs-lowrank hpo tune`")
+        raise UserError(f"{where} holds no study yet; start one with fs-lowrank hpo tune --cfg FILE --space FILE")
     if not args.study:
         return storage, names
     chosen = [n for n in names if n == args.study] or [n for n in names if n.startswith(args.study + ".")]
@@ -302,7 +300,7 @@ def _best(args: argparse.Namespace) -> None:
     chosen = [(f, choose(f, args.trial, args.unconfirmed, args.unlearned)) for f in found]
     for f, winner in chosen:
         path = write(args.out.replace("{study}", f["study"]), config_of(storage, f, winner), header(f, winner))
-        _say(f"{path}: run it with: fs-lowrank run --cfg {path}")
+        _say(f"{path}: run it with: {hint('run', '--cfg', path)}")
 
 
 def _plot(args: argparse.Namespace) -> None:

@@ -44,7 +44,7 @@ def pictures(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> dict
     """
     studies = {name: load_study(storage, name) for name in names}
     if not any(points_of(study) for study in studies.values()):
-        raise UserError("there is no finished trial to draw yet; see `fs-lowrank hpo status`")
+        raise UserError("there is no finished trial to draw yet; continue the search with the command that began it")
     objectives = settings_of(next(iter(studies.values()))).objectives
     first: dict[str, Any] = {"target_name": objectives[0]}
     if len(objectives) > 1:

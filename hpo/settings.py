@@ -206,7 +206,7 @@ def settings_of(study: optuna.Study) -> Settings:
         return Settings.from_dict(study.user_attrs[META])
     except (KeyError, TypeError):
         raise UserError(
-            f"the study {study.study_name!r} was not made by `fs-lowrank hpo`; name another with --study"
+            f"the study {study.study_name!r} was not made by fs-lowrank hpo; name another with --study"
         ) from None
 
 

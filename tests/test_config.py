@@ -750,3 +750,24 @@ def test_import_is_light():
 
 def test_default_config_is_a_schema():
     assert Config().to_dict()["federate"]["client_num"] == 0
+
+
+@pytest.mark.parametrize(
+    "key, meant",
+    [
+        ("train.precision", ""),
+        ("train.fp16", ""),
+        ("model.name", ""),
+        ("data.path", ""),
+        ("federate.clients", "'federate.client_num'"),
+        ("train.lr", "'train.optimizer.lr'"),
+        ("train.batch_size", "'dataloader.batch_size' or 'eval.batch_size'"),
+        ("eval.freqency", "'eval.freq'"),
+        ("federat.client_num", "'federate'"),
+        ("outputdir", "'outdir'"),
+    ],
+)
+def test_a_key_that_is_not_alike_is_not_named(key, meant):
+    with pytest.raises(UserError) as caught:
+        load_config({key: 1, "federate.client_num": 2})
+    assert str(caught.value).endswith(f"; did you mean {meant}?" if meant else f"'{key}'"), caught.value

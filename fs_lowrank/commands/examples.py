@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..errors import UserError, nearest
+from ..errors import UserError, hint, nearest
 from ..jobs import shell
 
 console = shell.make_console(120)
@@ -45,7 +45,7 @@ def _examples(args: argparse.Namespace) -> None:
         for name, path in there.items():
             table.add_row(name, _first_line(path).removeprefix("#").strip())
         console.print(table)
-        console.print("copy one with: fs-lowrank examples NAME")
+        console.print(f"copy one with: {hint('examples', next(iter(there)))}")
         return
     chosen = []
     for name in args.names:

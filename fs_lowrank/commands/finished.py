@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..errors import UserError
 from ..jobs import shell
+from .extensions import extensions, run_extension
 
 console = shell.make_console(120)
 _ROLES = ("text", "text-pair", "label", "instruction", "input", "output")
@@ -19,7 +20,10 @@ _ROLES = ("text", "text-pair", "label", "instruction", "input", "output")
 
 def add(commands) -> None:
     evaluate = commands.add_parser("evaluate", help="score the model of a finished run on a file")
-    _common(evaluate, _ROLES)
+    _common(evaluate, _ROLES, "CSV, TSV, JSON or JSON Lines; with --tasks, a folder with copies of the tasks' data")
+    evaluate.add_argument("--tasks", metavar="A,B", help="score on tasks of lm-eval: arc_easy, mmlu_stem, …")
+    for name in ("limit", "num-fewshot"):
+        evaluate.add_argument(f"--{name}", metavar="N", help="with --tasks: see `fs-lowrank benchmark score --help`")
     evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
     evaluate.set_defaults(do=_evaluate)
     predict = commands.add_parser("predict", help="add a column with the predictions of a finished run to a file")
@@ -30,9 +34,11 @@ def add(commands) -> None:
     predict.set_defaults(do=_predict)
 
 
-def _common(parser: argparse.ArgumentParser, roles: tuple[str, ...]) -> None:
+def _common(
+    parser: argparse.ArgumentParser, roles: tuple[str, ...], data: str = "CSV, TSV, JSON or JSON Lines"
+) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a finished run")
-    parser.add_argument("--data", required=True, metavar="FILE", type=Path, help="CSV, TSV, JSON or JSON Lines")
+    parser.add_argument("--data", metavar="FILE", type=Path, help=data)
     for role in roles:
         parser.add_argument(
             f"--{role}", default="", metavar="COLUMN", help="where it is not called as in the run's data"
@@ -42,6 +48,8 @@ def _common(parser: argparse.ArgumentParser, roles: tuple[str, ...]) -> None:
 def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     from ..finished import load_run, read_rows
 
+    if args.data is None:
+        raise UserError(f"--data is missing: {args.command} needs a file{' or --tasks' if labelled else ''}")
     run = load_run(args.run)
     columns = {r.replace("-", "_"): getattr(args, r.replace("-", "_"), "") for r in _ROLES}
     foreign = ("instruction", "input", "output") if run.labels else ("text", "text_pair", "label")
@@ -57,9 +65,17 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     return run, rows
 
 
-def _evaluate(args: argparse.Namespace) -> None:
+def _evaluate(args: argparse.Namespace) -> int | None:
     from ..finished import evaluate_rows
 
+    given = {name: getattr(args, name.replace("-", "_")) for name in ("tasks", "data", "limit", "num-fewshot", "json")}
+    if args.tasks is not None:
+        if columns := [f"--{role}" for role in _ROLES if getattr(args, role.replace("-", "_"))]:
+            raise UserError(f"{', '.join(columns)}: of a file; the tasks of lm-eval have columns of their own")
+        words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        return run_extension(extensions()["benchmark"], ["score", str(args.run), *words])
+    if unused := [f"--{name}" for name in ("limit", "num-fewshot") if given[name] is not None]:
+        raise UserError(f"{', '.join(unused)}: of --tasks A,B; a file is scored whole")
     run, rows = _read(args, labelled=True)
     scores = evaluate_rows(run, rows)
     if args.json:
@@ -84,6 +100,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     console.print("± is one standard error", soft_wrap=True)
     if run.labels and scores["acc"] <= scores["majority"] + scores["acc_error"]:
         console.print("the model is no better here than always naming the most frequent class", soft_wrap=True)
+    return None
 
 
 def _predict(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import UserError, hint
 from ..jobs import shell
 
 console = shell.make_console(120)
@@ -61,7 +61,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     text = draft(Given(args.data, **said, model=args.model, method=method, clients=args.clients))
     out = out or Path(args.data.stem + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:
-        raise UserError(f"{out} exists and says something else; run it with --cfg {out}, or remove it")
+        raise UserError(f"{out} exists and says something else; remove it, or run it: {hint('run', '--cfg', out)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
@@ -73,4 +73,4 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
 def _init(args: argparse.Namespace) -> None:
     out = write(args, args.out)
     console.print(out.read_text(encoding="utf-8"), markup=False, soft_wrap=True, end="")
-    console.print(f"\nwritten to {out}; run it with: fs-lowrank run --cfg {out}", markup=False, soft_wrap=True)
+    console.print(f"\nwritten to {out}; run it with: {hint('run', '--cfg', out)}", markup=False, soft_wrap=True)

@@ -184,10 +184,10 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     ``data.splits`` [train, validation, test] apply to splits that the source does not have: a missing test set is its
     fraction of the rows, and so is a missing validation set (of the training rows if the source has a test set).
     Splits are stratified by class. A fraction of 0 gives None. ``data.subsample`` reduces only the training rows, so
-    that scores remain comparable.
+    that scores remain comparable; ``data.test_subsample`` reduces the test rows, alike for all runs with one test seed.
 
     Args:
-        cfg: ``data.{type,root,args,splits,splitter,splitter_args,subsample}``, ``federate.client_num``,
+        cfg: ``data.{type,root,args,splits,splitter,splitter_args,subsample,test_subsample}``, ``federate.client_num``,
             ``llm.tok_len`` (tokens; ``max_len`` in ``data.args`` overrides it), ``seed``,
             ``lowrank.test_seed``; for images ``data.{transform,val_transform,test_transform}``.
         tokenizer: a transformers tokenizer; not needed for images.
@@ -202,8 +202,11 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     seed = int(cfg.seed)
     args = data_args(cfg.data, origin)
     test_seed = getattr(getattr(cfg, "lowrank", None), "test_seed", -1)
-    train, validation, test = _split(raw, getattr(cfg.data, "splits", None), seed, seed if test_seed < 0 else test_seed)
-    train = _subsample(train, getattr(cfg.data, "subsample", 1.0), seed)
+    test_seed = seed if test_seed < 0 else test_seed
+    train, validation, test = _split(raw, getattr(cfg.data, "splits", None), seed, test_seed)
+    train = _subsample(train, "subsample", getattr(cfg.data, "subsample", 1.0), seed)
+    if test is not None:
+        test = _subsample(test, "test_subsample", getattr(cfg.data, "test_subsample", 1.0), test_seed)
     skipped = dict(raw.skipped)
     read = sum(len(part) for part in (raw.train, raw.validation, raw.test) if part is not None) + sum(skipped.values())
     truncated: dict[str, int] = {}
@@ -369,10 +372,10 @@ def _stratified(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> 
     return chosen
 
 
-def _subsample(train: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
+def _subsample(frame: pd.DataFrame, key: str, share: float, seed: int) -> pd.DataFrame:
     if share == 1:
-        return train
-    chosen = _stratified(train, float(share), _rng(seed, "subsample"))
+        return frame
+    chosen = _stratified(frame, float(share), _rng(seed, key))
     if not chosen.any():
-        raise UserError(f"data.subsample {share} of {len(train)} training rows leaves none")
-    return train[chosen]
+        raise UserError(f"data.{key} {share} of {len(frame)} rows leaves none")
+    return frame[chosen]

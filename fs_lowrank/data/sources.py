@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.fetch import resolve
-from fs_lowrank.data.fetch.hub import hub
+from fs_lowrank.data.fetch.hub import hub, silence
 from fs_lowrank.data.files import SUFFIXES, read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
 from fs_lowrank.data.tables import (
@@ -41,7 +41,8 @@ from fs_lowrank.data.tables import (
     several_classes,
     text_columns,
 )
-from fs_lowrank.data.tokenize import LOSSES, TEMPLATES
+from fs_lowrank.data.template import check_template, is_own
+from fs_lowrank.data.tokenize import LOSSES
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin, check_keys, key, keys_of, one_mapping
 from fs_lowrank.settings.reading import read_packaged
@@ -57,8 +58,9 @@ class DataArgs:
 
     #: in tokens; None: ``llm.tok_len``
     max_len: int | None = key(None, min=1)
-    #: form of an instruction: the tokenizer's chat template, Alpaca's, or the first of them that there is
-    template: str = key("auto", choices=TEMPLATES)
+    #: form of an instruction: the tokenizer's chat template, Alpaca's, or the first of them that there is; or a text
+    #: with columns in braces, the answer last: `"Question: {question} Answer: {output}"`
+    template: str = key("auto", words="auto, chat, alpaca, or a text with {column} fields")
     #: tokens with a loss: those of the answer, or all
     loss_on: str = key("answer", choices=LOSSES)
     #: column of the text
@@ -105,7 +107,9 @@ def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] |
             does not support; a value of the wrong type or out of range.
     """
     given, origin = one_mapping("data.args", getattr(data_cfg, "args", None), origin or Origin()), origin or Origin()
-    return check_keys(given, keys_of(DataArgs), origin, "data.args.0", only)
+    args = check_keys(given, keys_of(DataArgs), origin, "data.args.0", only)
+    check_template(args, origin)
+    return args
 
 
 #: returns the checked ``data.args``; called with the keys that the data set supports
@@ -219,9 +223,8 @@ def _sentiment(args: Args, home: str | Path | None) -> RawData:
 
 
 def _alpaca_demo(args: Args, home: str | Path | None) -> RawData:
-    args(*LANGUAGE_ARGS)
     path = _fetched("alpaca_demo", home) / "alpaca_en_demo.json"
-    frame, fields, skipped = instructions(read_table(path), path, {})
+    frame, fields, skipped = instructions(read_table(path), path, args(*LANGUAGE_ARGS))
     source = "LLaMA-Factory 0.9.5, alpaca_en_demo.json: 999 instructions with answers; no official split"
     return RawData(CAUSAL_LM, frame, None, None, [], fields, source, skipped)
 
@@ -333,9 +336,9 @@ def _load_dataset(name: str, path: str, config: str | None):
             return datasets.load_dataset(path, config) if config else datasets.load_dataset(path)
     except (OSError, ValueError, RuntimeError) as error:
         # ConnectionError and datasets' own "not found" are OSErrors; an unknown config is a ValueError.
+        reason = isinstance(error, OSError) and silence() or _first_line(error)
         raise UserError(
-            f"cannot load data set {name!r} through the datasets library: {_first_line(error)}; if the hub cannot be "
-            "reached from here, load the set on a machine with access and copy the cache (HF_HOME), "
+            f"cannot load data set {name!r}: {reason}; load it on a machine with access and copy the cache (HF_HOME), "
             "or use NAME@glue or a file of your own"
         ) from error
 
@@ -409,7 +412,10 @@ def _own_file(path: Path, args: Mapping[str, Any], takes: Args, language: bool |
         present = set(tables["train"][1])
         asked = {"text", "label"} & set(args)
         language = not asked and (
-            "messages" in present or {"instruction"} < present and not {"text", "label"} <= present
+            is_own(args.get("template", "auto"))
+            or "messages" in present
+            or {"instruction"} < present
+            and not {"text", "label"} <= present
         )
     if not language:
         takes(*OWN_ARGS)

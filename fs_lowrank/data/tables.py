@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.data.template import SYNONYMS, is_own, prompts
+from fs_lowrank.errors import UserError, nearest, say_once
 
 CLASSIFICATION = "classification"
 CAUSAL_LM = "causal_lm"
@@ -98,6 +100,7 @@ def classified(
             raise UserError(f"{where}: every row has an empty text")
     train_where = tables["train"][0]
     if names is None:
+        _check_classes(train_where, str(columns["label"]), frames["train"]["label"])
         kinds = _kinds(frames["train"]["label"])
         names = [str(kind) for kind in kinds]
         rows = len(frames["train"])
@@ -124,6 +127,29 @@ def classified(
     return RawData.of(CLASSIFICATION, frames, names, fields, source, skipped)
 
 
+def with_fraction(labels: pd.Series) -> Any:
+    """The first number with a fraction among ``labels``; None if there is none, or if some are not numbers."""
+    try:
+        numbers = [float(str(value)) for value in labels]
+    except ValueError:
+        return None
+    fractions = (v for v, n in zip(labels, numbers) if math.isfinite(n) and not n.is_integer())
+    return next(fractions, None)
+
+
+def _check_classes(where: str, column: str, labels: pd.Series) -> None:
+    """Refuse numbers with fractions, and say that whole floating-point numbers are taken as classes."""
+    fraction = with_fraction(labels)
+    if fraction is not None:
+        raise UserError(
+            f"{where}: the labels in column {column!r} are numbers with fractions, such as {fraction}, which is a "
+            "regression; expected classes: write them as words, or name another column by data.args [{label: COLUMN}]"
+        )
+    if any(isinstance(value, float) or re.fullmatch(r"-?\d+\.0+", str(value).strip()) for value in labels):
+        names = ", ".join(map(str, _kinds(labels)[:10]))
+        say_once(f"{where}: column {column!r} has floating-point numbers; each is taken as a class: {names}")
+
+
 def _plain(value: Any) -> str:
     """A label as text. 1, "1", 1.0 and "1.0" are the same label, since pandas and JSON may convert them."""
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
@@ -144,19 +170,21 @@ def _is_field(column: pd.Series) -> bool:
     return all(value is None or isinstance(value, (str, int, float, bool, np.generic)) for value in column)
 
 
-SYNONYMS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response")}
-
-
 def instructions(
     table: pd.DataFrame, where: str | Path, args: Mapping[str, Any]
 ) -> tuple[pd.DataFrame, list[str], dict[str, int]]:
     """``(frame, fields, skipped)`` from instruction data, or from conversations in the column ``messages``."""
     skipped: dict[str, int] = {}
-    if "messages" in table and "instruction" not in args:
+    used: set[str | None]
+    if is_own(args.get("template", "auto")):
+        frame, columns = prompts(table, where, args)
+        frame = drop_empty(frame, ("instruction", "output"), skipped)
+        used = set(columns)
+    elif "messages" in table and "instruction" not in args:
         frame = pd.DataFrame({"messages": table["messages"]})
         for row, messages in enumerate(frame["messages"], start=1):
             _conversation(f"{where}, row {row}", messages)
-        used: set[str | None] = {"messages"}
+        used = {"messages"}
     else:
         chosen = {}
         for role, names in SYNONYMS.items():
@@ -171,8 +199,8 @@ def instructions(
         )
         frame = drop_empty(frame, ("instruction", "output"), skipped)
         used = set(chosen.values())
-        if not len(frame):
-            raise UserError(f"{where}: every row has an empty instruction or answer")
+    if not len(frame):
+        raise UserError(f"{where}: every row has an empty instruction or answer")
     category = args.get("category")
     if category:
         require_columns(where, table, [category])

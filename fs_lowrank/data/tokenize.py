@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
+from fs_lowrank.data.template import is_own
 from fs_lowrank.errors import UserError, say_once
 
 __all__ = ["ALPACA", "ALPACA_NO_INPUT", "check_vocabulary", "tokenize_causal", "tokenize_classification"]
@@ -29,7 +30,6 @@ ALPACA_NO_INPUT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
 )
-TEMPLATES = ("auto", "chat", "alpaca")
 LOSSES = ("answer", "all")
 
 
@@ -113,7 +113,8 @@ def tokenize_causal(
 
     Args:
         frame: columns ``instruction``, ``input``, ``output``; or ``messages``, whose last turn is the answer.
-        template: ``chat`` for the tokenizer's chat template, ``alpaca``, or ``auto``: ``chat`` if it has one.
+        template: ``chat`` for the tokenizer's chat template, ``alpaca``, or ``auto``: ``chat`` if it has one. With any
+            other, ``instruction`` is the prompt as it stands (``data.template``).
         loss_on: ``answer`` (and its end-of-sequence token) or ``all`` tokens.
 
     Returns:
@@ -127,7 +128,7 @@ def tokenize_causal(
     has_chat = bool(getattr(tokenizer, "chat_template", None))
     if template == "chat" and not has_chat:
         raise UserError("data.args: template 'chat' needs a tokenizer with a chat template; this one has none")
-    chat = has_chat and template != "alpaca"
+    chat, own = has_chat and template in ("auto", "chat"), is_own(template)
     if "messages" in frame and not chat:
         raise UserError("conversations ('messages') need the tokenizer's chat template; use one that has it")
     start = [] if chat else _start(tokenizer)  # a chat template contains the first token
@@ -137,7 +138,10 @@ def tokenize_causal(
     truncated = 0
     for rows in _slices(len(frame)):
         part = frame.iloc[rows]
-        texts = [_chat(tokenizer, turns) for turns in _turns(part)] if chat else list(_alpaca(part))
+        if own:
+            texts = list(zip(part["instruction"], part["output"], strict=True))
+        else:
+            texts = [_chat(tokenizer, turns) for turns in _turns(part)] if chat else list(_alpaca(part))
         prompts = _ids(tokenizer, [prompt for prompt, _ in texts])
         answers = _ids(tokenizer, [answer for _, answer in texts])
         for row, prompt, answer in zip(range(rows.start, rows.stop), prompts, answers, strict=True):

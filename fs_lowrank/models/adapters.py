@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import UserError, nearest
 from ..jobs.files import replacing
 from ..seeds import derive
-from ..settings import AdapterSpec, Origin, check_value, keys_of
+from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from .chain import resize
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, zero_at_start
 
@@ -162,6 +162,8 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
         if "Literal" not in str(keys[name].hint):  # PEFT accepts more than it lists, such as pissa_niter_16
             check_value(f"llm.adapter.args.0.{name}", value, keys[name].hint, {}, Origin())
     targets, layers = _targets(model, spec), _layers(model, spec)
+    if spec.target_modules == ALL_LINEAR:
+        layers = None  # the names are those of single modules
     for name in ("modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"):
         value = spec.extra.get(name) or ()
         is_regex = isinstance(value, (str, Mapping))
@@ -189,19 +191,18 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
         UserError: as for ``add_adapter``; or there is no such module.
     """
     from peft.tuners.tuners_utils import check_target_module_exists
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
     config = _config(model, spec)
-    if config.target_modules is None:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        config.target_modules = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
-    names = [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
-    if not names:
-        raise UserError(
-            "llm.adapter.args: target_modules is missing, and there is no usual choice for this model; "
-            "name some modules"
-        )
-    return names
+    config.target_modules = config.target_modules or _usual_targets(model)
+    return [name for name, _ in model.named_modules() if check_target_module_exists(config, name)]
+
+
+def _usual_targets(model: nn.Module) -> list[str] | None:
+    """PEFT's choice for this kind of model; None if it has none."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
 
 
 def _own_targets(model: nn.Module) -> list[str] | None:
@@ -210,11 +211,36 @@ def _own_targets(model: nn.Module) -> list[str] | None:
 
 
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | None:
+    own = _own_targets(model)
     if spec.target_modules is None:
-        return _own_targets(model)
+        if own is None and _usual_targets(model) is None:
+            raise UserError(
+                "llm.adapter.args: target_modules is missing, and there is no usual choice for this model; name some "
+                f"of {', '.join(_last_names(model))}, or all-linear"
+            )
+        return own
+    if spec.target_modules == ALL_LINEAR:
+        return own or _all_linear(model, spec)
     for module in spec.target_modules:
         _check_named(model, module)
     return list(spec.target_modules)
+
+
+def _all_linear(model: nn.Module, spec: AdapterSpec) -> list[str]:
+    """The full names of all linear modules but the head's, in the layers that ``spec`` asks for."""
+    from transformers.pytorch_utils import Conv1D
+
+    out = getattr(model, "get_output_embeddings", lambda: None)()
+    stack, layers = layer_stack(model), _layers(model, spec)
+    inside = None if layers is None or stack is None else tuple(f"{stack[0]}.{layer}." for layer in layers)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        and module is not out
+        and "head" not in tags(f"{name}.weight")
+        and (inside is None or name.startswith(inside))
+    ]
 
 
 def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool = False) -> None:
@@ -225,15 +251,21 @@ def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool =
         raise UserError(f"llm.adapter.args: {key}{pattern!r} is not a regular expression: {error}") from None
     if any(expression.fullmatch(name) for name, _ in model.named_modules()):
         return
-    layers = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if not list(module.children()) and getattr(module, "weight", None) is not None and module.weight.ndim >= 2
-    }
     last_parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     raise UserError(
         f"llm.adapter.args: {key}this model has no module {pattern!r}{nearest(pattern, last_parts)}; "
-        f"it has: {', '.join(sorted(layers))}"
+        f"it has: {', '.join(_last_names(model))}"
+    )
+
+
+def _last_names(model: nn.Module) -> list[str]:
+    """The last parts of the names of modules with a matrix, by which an adapter can be asked for."""
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if not list(module.children()) and getattr(module, "weight", None) is not None and module.weight.ndim >= 2
+        }
     )
 
 

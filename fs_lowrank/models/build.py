@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..data.fetch import FETCHABLE, resolve
-from ..data.fetch.hub import hub
+from ..data.fetch.hub import hub, silence
 from ..data.sources import data_args
 from ..errors import UserError, nearest
 from ..seeds import derive
@@ -56,14 +56,16 @@ def _complaints(what: str, place: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code
-        hint = ""
-        if not Path(place).is_dir():
-            near = nearest(place, [*FETCHABLE, *(path.name for path in Path().iterdir() if path.is_dir())])
-            hint = f"; it is no folder, `fs-lowrank fetch` lists no such model{near}, and no hub answered"
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if not isinstance(error, (OSError, ValueError)):
             first = f"{type(error).__name__}: {first}"
-        raise UserError(f"model.type: cannot load the {what} of {place!r}{hint} ({first})") from error
+        if Path(place).is_dir():
+            reason = f" ({first})"
+        else:
+            known = f"{', '.join(FETCHABLE)}){nearest(place, FETCHABLE)}"
+            why = isinstance(error, OSError) and silence() or first
+            reason = f"; it is neither a folder nor one of the models to fetch ({known}, and {why}"
+        raise UserError(f"model.type: cannot load the {what} of {place!r}{reason}") from error
 
 
 def _check_type(config: Settings) -> None:

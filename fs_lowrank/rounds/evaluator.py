@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..config import Config
 from ..data import Examples, ImageExamples
@@ -56,6 +57,16 @@ class Evaluator:
         ``federate.make_global_eval`` is False; in that case the global model is not evaluated.
         """
         return {**self.held_out(), **({CLIENTS: self.clients(state)} if CLIENTS in self.splits() else {})}
+
+    def differ(self, state: State) -> bool:
+        """Whether a client's model is not the global one: it has a personal part, or ranks of its own."""
+        whole = self.site.method.view(state)
+        views = (self.site.method.view(state, client.id) for client in self.site.clients)
+        return bool(self.site.personal.untrained) or any(
+            own.keys() != whole.keys()
+            or any(t is not whole[n] and not torch.equal(t, whole[n]) for n, t in own.items())
+            for own in views
+        )
 
     def held_out(self) -> dict[str, dict[str, float]]:
         """Metrics of the global model by split; none where ``federate.make_global_eval`` is False."""

@@ -33,7 +33,7 @@ from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
 from ..runs.tables import result_lines, write_tables
 from ..versions import SCHEMA
-from .evaluator import Evaluator, average
+from .evaluator import CLIENTS, Evaluator, average
 from .intake import TooFewClients
 from .ledger import Ledger
 from .record import Failure, extremes
@@ -367,6 +367,8 @@ class RecordKeeper:
         named = bool(self.site.data.label_names) and any("test" in r["metrics"] for r in history)
         on_test = self.evaluator.on_test() if named and pictures else {}
         result.facts["formula_bytes"] = self._formula_bytes()
+        if any(CLIENTS in r["metrics"] for r in history):
+            result.facts["own_models"] = self.evaluator.differ(self.ledger.state)
         final = result.final
         last = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
         final |= {**_figures(last), **self._unseen(last)}

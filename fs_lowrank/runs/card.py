@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,12 +112,24 @@ def _use(config: Settings, base: str, labels: list[str], what: str, folder: str)
     loader = _LOADERS[config.model.task]
     if what == "model":
         return [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("{folder}")']
-    count = f", num_labels={len(labels)}" if labels else ""
+    if labels:
+        return [
+            "from peft import AutoPeftModelForSequenceClassification",
+            "from transformers import AutoTokenizer",
+            "",
+            f"classes = {json.dumps(labels, ensure_ascii=False)}",
+            "model = AutoPeftModelForSequenceClassification.from_pretrained(",
+            f'    "{folder}",',
+            "    id2label=dict(enumerate(classes)),",
+            "    label2id={name: i for i, name in enumerate(classes)},",
+            ")",
+            f'tokenizer = AutoTokenizer.from_pretrained("{folder}")',
+        ]
     return [
         "from peft import PeftModel",
         f"from transformers import AutoTokenizer, {loader}",
         "",
-        f'base = {loader}.from_pretrained("{base}"{count})',
+        f'base = {loader}.from_pretrained("{base}")',
         f'model = PeftModel.from_pretrained(base, "{folder}")',
         f'tokenizer = AutoTokenizer.from_pretrained("{folder}")',
     ]

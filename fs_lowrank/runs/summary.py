@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def per_client_and_round(history: Sequence[dict]) -> dict[str, float]:
@@ -39,3 +40,13 @@ def human_bytes(n: float) -> str:
     """Bytes in powers of 1000: ``999 B``, ``12.3 kB``, ``1.5 MB``, ``2000.0 GB``."""
     power = next((p for p in range(3) if n < 1000 ** (p + 1)), 3)
     return f"{n / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def of_clients(facts: Iterable[Mapping[str, Any]]) -> str:
+    """What ``client_test`` of these runs is of, by their facts; runs of before version 0.2.0 do not say."""
+    said = {f.get("own_models") for f in facts}
+    if said == {True}:
+        return "every client's own model on its share of the test set"
+    if said == {False}:
+        return "the global model on every client's share of the test set"
+    return "every client's model, its own or the global one, on its share of the test set"

@@ -27,6 +27,8 @@ _PEFT_KEYS = """
     lora_bias megatron_config megatron_core module_dropout modules_to_save rank_dropout rank_dropout_scale
     rank_pattern runtime_config target_parameters trainable_token_indices use_dora use_effective_conv2d use_qalora
 """.split()
+#: ``target_modules`` for every linear module but the head's
+ALL_LINEAR = ("all-linear",)
 LOW_RANK_METHODS = ("lora", "lokr", "loha")
 _ADAPTER_METHODS = (*LOW_RANK_METHODS, "prefix", "prompt", "p-tuning")
 
@@ -41,7 +43,7 @@ class AdapterSpec:
         use_rslora: the pair counts `alpha / √r` times instead.
         method: ``lora``, ``lokr``, ``loha`` (the framework also has ``prefix``, ``prompt``, ``p-tuning``).
         lora_dropout: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``.
-        target_modules: names of modules, or None for PEFT's choice.
+        target_modules: names of modules, ``all-linear``, or None for PEFT's choice.
         layers: indices from 0, or None for all.
         extra: further arguments of PEFT's config, unchanged.
     """
@@ -68,7 +70,9 @@ class AdapterSpec:
                 r=self.r, lora_alpha=self.lora_alpha, lora_dropout=self.lora_dropout, use_rslora=self.use_rslora
             )
             if self.target_modules is not None:
-                args["target_modules"] = list(self.target_modules)
+                args["target_modules"] = (
+                    ALL_LINEAR[0] if self.target_modules == ALL_LINEAR else list(self.target_modules)
+                )
             if self.layers is not None:
                 args["layers_to_transform"] = list(self.layers)
         return {**args, **copy.deepcopy(self.extra)}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NoReturn
 
-from ..errors import UserError, nearest
+from ..errors import UserError
 from . import framework
 from .check import check_value, hints_of, misspelt
 from .origin import Origin
@@ -49,14 +49,32 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
 
 
 def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn:
-    candidates = [*known_keys(), *more]
-    candidates += {key.rsplit(".", depth)[0] for key in candidates for depth in range(1, key.count(".") + 1)}
-    # a key of the same section is more likely than a similar one elsewhere
-    section = name.rpartition(".")[0]
-    beside = [key for key in candidates if key.rpartition(".")[0] == section]
-    close = misspelt(name.rpartition(".")[2], [key.rpartition(".")[2] for key in beside], 0.6)
-    hint = f"; did you mean {(section + '.' if section else '') + close!r}?" if close else nearest(name, candidates)
+    """Refuse the key ``name``; the message names the key that is probably meant, if one is likely enough."""
+    known = [*known_keys(), *more]
+    ours = [key for key in known if key not in framework.DEFAULTS]
+    section, _, last = name.rpartition(".")
+    close = next((keys for pool in (ours, known) if (keys := _meant(section, last, pool))), [])
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
+
+
+def _meant(section: str, last: str, known: Sequence[str]) -> list[str]:
+    """The keys of ``known`` that ``section.last`` is probably meant to be; none is better than one that misleads.
+
+    One of the same section with a similar name, else those of that very name in other sections (three at most), else
+    one whose whole name hardly differs. That two keys are of one section does not make them alike.
+    """
+    keys = {*known, *(key.rsplit(".", depth)[0] for key in known for depth in range(1, key.count(".") + 1))}
+    beside = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    if close := misspelt(last, beside):
+        return [beside[close]]
+    same = sorted(key for key in keys if key.rpartition(".")[2] == last.lower())
+    same = [key for key in same if key.startswith(f"{section}.")] or same
+    if 0 < len(same) <= 3:
+        return same
+    close = misspelt(last, beside, 0.6)
+    whole = misspelt(f"{section}.{last}", keys, 0.85)
+    return [beside[close]] if close else [whole] if whole else []
 
 
 def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]) -> bool:

@@ -68,6 +68,8 @@ class Data:
     splits: list[float] = key([0.8, 0.1, 0.1], min=0.0)
     #: fraction of the training rows that is used
     subsample: float = key(1.0, above=0.0, max=1.0)
+    #: fraction of the test rows that is scored, alike by class
+    test_subsample: float = key(1.0, above=0.0, max=1.0)
     #: largest fraction of the rows of a split that may be left out because the prompt fills ``llm.tok_len``
     max_dropped: float = key(0.01, min=0.0, max=1.0, result=False)
     #: for images: steps such as ``[['RandomHorizontalFlip'], ['ToTensor'], ['Normalize', {'mean': …, 'std': …}]]``,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -105,7 +106,7 @@ def plain(value: Any, levels: int = LEVELS, name: str = "") -> Any:
     """``value`` in types that YAML can write: lists for tuples, Python numbers for NumPy's, text for paths.
 
     Raises:
-        UserError: more than ``levels`` levels.
+        UserError: more than ``levels`` levels; a table or an array.
     """
     if isinstance(value, (Mapping, list, tuple)) and not levels:
         raise _too_deep(name)
@@ -115,6 +116,13 @@ def plain(value: Any, levels: int = LEVELS, name: str = "") -> Any:
         return [plain(item, levels - 1, name) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if hasattr(value, "dtype") and hasattr(value, "item"):
+    if hasattr(value, "dtype") and hasattr(value, "item") and math.prod(value.shape) == 1:
         return value.item()
+    if hasattr(value, "shape"):
+        kind, size = type(value).__name__, " × ".join(map(str, value.shape))
+        raise UserError(
+            f"{name or 'a value'} is a {kind} of {size}: expected text, a number, a list or a mapping; data "
+            "come from a file: write them to one, such as with frame.to_csv('data.csv', index=False), and name it in "
+            "data.type"
+        )
     return value

@@ -122,6 +122,9 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     scope: dict = {}
     exec(code.replace('"adapter"', repr(str(result.outdir / "adapter"))), scope)
     assert type(scope["model"]).__name__.startswith("PeftModel")
+    classes = result.facts["labels"]
+    assert scope["model"].config.id2label == dict(enumerate(classes)) and len(classes) > 1
+    assert scope["model"].config.label2id == {name: i for i, name in enumerate(classes)}
 
 
 def test_a_wrong_file_is_refused_before_the_model_is_loaded(runs, test_rows, monkeypatch, capsys):
@@ -145,3 +148,8 @@ def test_nothing_is_said_of_what_the_adapter_replaces(runs, test_rows, caplog):
         warnings.simplefilter("always", FutureWarning)
         assert cli.main(["evaluate", str(runs["classes"].outdir), "--data", str(test_rows)]) == 0
     assert not caplog.records and not said
+
+
+def test_a_classifier_has_no_tasks(runs, capsys):
+    assert cli.main(["evaluate", str(runs["classes"].outdir), "--tasks", "arc_easy"]) == 2
+    assert "a run over classes; lm-eval's tasks are for language models" in capsys.readouterr().err.replace("\n", " ")

@@ -11,9 +11,12 @@ import pandas as pd
 import pytest
 import torch
 
+import fs_lowrank
 from benchmark import scorers
 from benchmark.scorers import commonsense, decode, generate, lm_eval_tasks, local_data
+from fs_lowrank import cli
 from fs_lowrank.errors import UserError
+from fs_lowrank.finished import load_run
 
 #: a folder with real data, laid out as docs/evaluation.md says
 REAL = Path(os.environ.get("FS_LOWRANK_EVAL_DATA", "no such folder"))
@@ -423,3 +426,26 @@ def test_prompts_are_those_of_training(tiny):
     from fs_lowrank.data.tokenize import ALPACA_NO_INPUT
 
     assert ids[0] == tokenizer(ALPACA_NO_INPUT.format(instruction=rows[0]["instruction"]))["input_ids"]
+
+
+def test_a_finished_run_by_one_command(root, tmp_path, tiny_causal, instructions_jsonl, capsys, no_hub):
+    """``evaluate RUN --tasks`` hands on to ``benchmark score``, which scores as the scorer does."""
+    pytest.importorskip("lm_eval")
+    keys = {"federate.client_num": 2, "federate.method": "fedlora", "federate.total_round_num": 1, "llm.tok_len": 64}
+    tiny = {"data.type": str(instructions_jsonl), "model.type": f"{tiny_causal}@huggingface_llm"}
+    tiny |= {"llm.adapter.args": [{"r": 2, "modules": ["q_proj"]}], "data.max_dropped": 1.0}
+    run = fs_lowrank.run(fs_lowrank.load_config(tiny, keys, outdir=str(tmp_path / "run")))
+    command = ["evaluate", str(tmp_path / "run"), "--tasks", "arc_easy,boolq", "--data", str(root), "--limit", "2"]
+    assert cli.main([*command, "--json", str(tmp_path / "scores.json")]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert "arc_easy" in printed and "acc_norm" in printed
+    loaded = load_run(tmp_path / "run")
+    spec = {"scorer": "lm_eval", "tasks": ["arc_easy", "boolq"], "limit": 2}
+    assert json.loads((tmp_path / "scores.json").read_text())["scores"] == json.loads(
+        json.dumps(scorers.score(loaded.model, loaded.tokenizer, spec, root))
+    )
+    assert cli.main(["evaluate", str(run.outdir), "--tasks", "rte", "--data", str(root)]) == 2
+    assert "rte needs the data set" in capsys.readouterr().err.replace("\n", " ")
+    assert cli.main(["evaluate", str(run.outdir)]) == 2 and "needs a file or --tasks" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(run.outdir), "--data", "x.jsonl", "--limit", "2"]) == 2
+    assert cli.main([*command, "--text", "x"]) == 2

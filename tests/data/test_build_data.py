@@ -228,3 +228,81 @@ data:
         build("0.5", "-1")
     with pytest.raises(UserError, match="run.yaml, line 5: data.splitter = 'ldaa': there is no such splitter"):
         build("lda", "ldaa")
+
+
+def test_fewer_test_rows_are_scored_the_same_for_every_run(reviews, config, encoder_tokenizer):
+    def tested(seed, share):
+        settings = config(reviews, seed=seed, splits=(0.5, 0, 0.5))
+        settings.data.test_subsample = share
+        settings.lowrank = SimpleNamespace(test_seed=7)
+        return build_data(settings, encoder_tokenizer)
+
+    whole, some = tested(1, 1.0), tested(1, 0.2)
+    assert len(whole.test) == 50 and np.bincount(some.test.labels).tolist() == [3, 7]
+    assert set(rows_of(some.test)) <= set(rows_of(whole.test)) and rows_of(some.test) == rows_of(tested(2, 0.2).test)
+    assert [len(c) for c in some.clients] == [len(c) for c in whole.clients]
+    with pytest.raises(UserError, match="data.test_subsample 0.001 of 50 rows leaves none"):
+        tested(1, 0.001)
+
+
+# A prompt template of the user's own
+
+ROWS = [{"question": "a b", "hint": "c", "answer": "d"}, {"question": "b", "hint": "", "answer": "e {f}"}]
+
+
+def own_template(config, tmp_path, template, rows=ROWS, **args):
+    (tmp_path / "own.json").write_text(json.dumps(rows))
+    cfg = config("own.json", tmp_path, splits=[1.0, 0.0, 0.0])
+    cfg.federate.client_num, cfg.data.args = 1, [{"template": template, "output": "answer", **args}]
+    return cfg
+
+
+def test_a_template_with_columns(tmp_path, config, chat_tokenizer):
+    cfg = own_template(config, tmp_path, "f {{ {question} e {hint} : {answer} a")
+    raw = load_raw(cfg.data)
+    assert raw.task == "causal_lm" and raw.train["instruction"].tolist() == ["f { a b e c : ", "f { b e  : "]
+    assert raw.train["output"].tolist() == ["d a", "e {f} a"]  # braces in the data are data
+    (client,) = build_data(cfg, chat_tokenizer).clients
+    learned = [
+        [int(t) for t, label in zip(ids, labels) if label != -100]
+        for ids, labels in zip(client.columns["input_ids"], client.columns["labels"])
+    ]
+    ends = [] if chat_tokenizer.eos_token_id is None else [chat_tokenizer.eos_token_id]
+    expected = chat_tokenizer("d a", add_special_tokens=False)["input_ids"] + ends
+    assert expected in learned
+    prompt = chat_tokenizer("f { a b e c : ", add_special_tokens=False)["input_ids"]
+    assert any(
+        [int(t) for t in ids][-len(prompt + expected) :] == prompt + expected for ids in client.columns["input_ids"]
+    )
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        (
+            "{questoin} {answer}",
+            "own.json: data.args: template: no column 'questoin'; did you mean 'question'.; there are: ",
+        ),
+        ("{question}", "has no field of the answer: {answer}"),
+        ("{answer} {question}", "must have the answer once, and as its last field: {answer}"),
+        ("{answer} {answer}", "must have the answer once"),
+        ("{question {answer}", "data.args.0.template = "),
+        ("{} {answer}", "expected the name of a column between braces"),
+        ("{question:>9} {answer}", "expected the name of a column between braces"),
+        ("alpacca", "expected auto, chat, alpaca, or a text with columns in braces.*did you mean 'alpaca'"),
+    ],
+)
+def test_a_template_that_cannot_be_used(tmp_path, config, template, words):
+    with pytest.raises(UserError, match=words) as caught:
+        load_raw(own_template(config, tmp_path, template).data)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_by_the_names_of_roles(tmp_path, config):
+    cfg = own_template(config, tmp_path, "{instruction}: {output}", instruction="question")
+    assert load_raw(cfg.data).train["instruction"].tolist() == ["a b: ", "b: "]
+    rows = [{"q": "a", "response": "b"}, {"q": "c", "response": ""}]
+    cfg = own_template(config, tmp_path, "{q} ", rows)
+    cfg.data.args = [{"template": "{q} {response}"}]
+    raw = load_raw(cfg.data)
+    assert raw.train["output"].tolist() == ["b"] and sum(raw.skipped.values()) == 1

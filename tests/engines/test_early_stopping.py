@@ -4,6 +4,8 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.rounds import site
+from fs_lowrank.runs.summary import of_clients
 
 
 def stalls(settings, values, **keys):
@@ -67,3 +69,27 @@ def test_the_watched_key_is_found(settings, key, value):
     engine = LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
     metrics = {"client_test": {"acc_mean": 0.7}, "val": {"loss": 0.5}, "test": {"acc": 0.9}}
     assert engine.evaluator.key_value({"metrics": metrics}) == value
+
+
+@pytest.mark.parametrize(
+    "method, own, words",
+    [
+        ("fedlora", False, "the global model on every client's share of the test set"),
+        ("pfedlora", True, "every client's own model on its share of the test set"),
+    ],
+)
+def test_it_is_said_whose_models_are_scored_and_samples_are_counted(
+    settings, tmp_path, method, own, words, monkeypatch
+):
+    trained, train = [], site.train_client
+    monkeypatch.setattr(site, "train_client", lambda *args, **more: trained.append(train(*args, **more)) or trained[-1])
+    keys = {"federate.method": method, "federate.make_global_eval": False, "federate.total_round_num": 1}
+    config = fs_lowrank.load_config(settings, keys, outdir=str(tmp_path / method))
+    result = fs_lowrank.run(config)
+    assert result.facts["own_models"] is own and of_clients([result.facts]) == words
+    assert result.history[0]["samples"] == sum(one.samples for one in trained) > 0
+
+
+def test_runs_that_do_not_say_whose_models_they_are():
+    assert "its own or the global one" in of_clients([{"own_models": True}, {"own_models": False}])
+    assert "its own or the global one" in of_clients([{}])

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
+from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.adapters import (
     ACCUMULATED,
@@ -19,6 +20,7 @@ from fs_lowrank.models.adapters import (
     merge_pair,
     one_adapter,
     save_adapter,
+    target_modules,
 )
 from fs_lowrank.models.names import all_tensors, named_tensors, pairs, select, tags
 from fs_lowrank.settings import AdapterSpec
@@ -101,6 +103,48 @@ def test_lora_a_depends_only_on_the_seed(tiny_encoder):
 def test_wrong_adapters_are_named(tiny_encoder, spec, message):
     with pytest.raises(UserError, match=message):
         add_adapter(encoder(tiny_encoder), AdapterSpec(**spec), seed=0)
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_all_linear_modules_but_the_head(tiny_encoder, tmp_path, layers):
+    args = {"r": 2, "modules": "all-linear", **({} if layers is None else {"layers": layers})}
+    config = load_config(
+        {
+            "federate.client_num": 1,
+            "federate.method": "fedlora",
+            "llm.adapter.args": [args],
+            "model.type": "x@transformers",
+        }
+    )
+    assert load_config(config.to_dict()).adapter == config.adapter  # config.yaml says the same
+    plain = encoder(tiny_encoder)
+    linear = {n for n, m in plain.named_modules() if isinstance(m, nn.Linear) and n != "classifier"}
+    wanted = linear if layers is None else {n for n in linear if ".layer.1." in n}
+    assert set(target_modules(plain, config.adapter)) == wanted and len(wanted) > 5
+    model = add_adapter(plain, config.adapter, seed=1)
+    held = {name.split(".lora_A")[0].removeprefix("base_model.model.") for _, name in pairs(all_tensors(model))}
+    assert {name.split(".lora_B")[0] for name in held} == wanted
+    for tensor in named_tensors(model, ("lora_B",)).values():
+        tensor.data.normal_()
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(4, 12)[None]
+    again = PeftModel.from_pretrained(encoder(tiny_encoder), str(tmp_path)).eval()
+    torch.testing.assert_close(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+def test_the_head_of_a_language_model_is_not_linear(tiny_causal):
+    names = target_modules(causal(tiny_causal), AdapterSpec(target_modules=("all-linear",)))
+    assert names and not any("lm_head" in name for name in names)
+
+
+def test_a_model_without_usual_modules_names_those_it_has():
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(3, 4))
+    model.add_module("then", nn.Sequential(nn.Linear(4, 2)))
+    for make in (lambda: add_adapter(model, AdapterSpec(r=1), seed=0), lambda: target_modules(model, AdapterSpec(r=1))):
+        with pytest.raises(UserError, match="no usual choice for this model; name some of 0, first, or all-linear$"):
+            make()
+    assert target_modules(model, AdapterSpec(r=1, target_modules=("all-linear",))) == ["first", "then.0"]
 
 
 def test_layers_of_a_model_without_layers():

@@ -1,6 +1,9 @@
 """Values that Python, YAML or a file system cannot represent are errors of one line with the expected value."""
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
@@ -83,3 +86,17 @@ def test_python_values():
         load_config({**BASE, "seed": 10**5000})
     with refused("'a.x00b.yaml': cannot be read: embedded null byte"):
         load_config("a\0b.yaml")
+
+
+TABLE = pd.DataFrame({"text": ["a", "b"], "label": [0, 1]})
+
+
+@pytest.mark.parametrize("value", [TABLE, [TABLE], {"x": TABLE}, TABLE["text"], np.zeros(3), torch.zeros(3)])
+@pytest.mark.parametrize("form", [lambda v: {"data": {"type": v}}, lambda v: {"data.type": v}])
+def test_tables_and_arrays(value, form):
+    with refused(r"^data.type\S* is a \w+ of [\d × ]+: .* write them to one, such as with frame.to_csv") as caught:
+        load_config(form(value), BASE)
+    assert "\n" not in str(caught.value)
+    with refused("is a "):
+        load_config(BASE, **{"data.args": [{"text": value}]})
+    assert load_config(BASE, seed=np.int64(3)).seed == 3

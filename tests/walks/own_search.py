@@ -14,7 +14,7 @@ file("wrong.yaml", "train.optimizer.lr: {gird: [0.01, 0.03]}\n")
 
 few = "federate.total_round_num 6 train.local_update_steps 4"
 tune = "fs-lowrank hpo tune --cfg reviews.yaml --space"
-refuses("fs-lowrank hpo status", "there is no study yet; start one with `fs-lowrank hpo tune`")
+refuses("fs-lowrank hpo status", "there is no study yet; start one with fs-lowrank hpo tune")
 refuses(f"{tune} spac.yaml", "did you mean 'space.yaml'")
 refuses(f"{tune} misspelt.yaml", "did you mean 'train.optimizer.lr'")
 refuses(f"{tune} wrong.yaml", "did you mean 'grid'")

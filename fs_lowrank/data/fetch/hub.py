@@ -12,26 +12,36 @@ from fs_lowrank.data.fetch.attempts import reason_of
 from fs_lowrank.errors import say_once
 
 #: the longest wait for the first answer of the hub
-HUB_SECONDS = 10.0
+HUB_SECONDS = 5.0
 
 
 @cache
 def _failure(endpoint: str) -> str:
     """Why ``endpoint`` cannot be used; empty if it answers."""
-    say_once(f"asking {endpoint} for what is not on this machine; waiting at most {HUB_SECONDS:g} s")
     try:
         requests.head(endpoint, timeout=HUB_SECONDS, allow_redirects=False)
     except requests.RequestException as error:
-        return reason_of(error)
+        late = isinstance(error, requests.Timeout)
+        return f"nothing came within {HUB_SECONDS:g} s" if late else reason_of(error)
     return ""
+
+
+def silence() -> str:
+    """Why something that is not in the hub's cache cannot be had, as a part of a sentence; empty if the hub answers."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "the hub is switched off (HF_HUB_OFFLINE), and it is not in its cache (HF_HOME)"
+    failure = _failure(constants.ENDPOINT)
+    return f"{constants.ENDPOINT} does not answer ({failure}), and it is not in its cache (HF_HOME)" if failure else ""
 
 
 @contextlib.contextmanager
 def hub() -> Iterator[None]:
     """A context for loading from the hub through transformers or datasets.
 
-    A hub that does not answer within ``HUB_SECONDS`` is reported, and only its cache is used in the context. Without
-    this, the libraries repeat their requests for every file, which takes minutes.
+    It is asked once, for ``HUB_SECONDS``; if it does not answer, only its cache is used in the context. Without this,
+    the libraries repeat their requests for every file, which takes minutes.
     """
     import datasets
     from huggingface_hub import constants
@@ -40,12 +50,10 @@ def hub() -> Iterator[None]:
     if not failure:
         yield
         return
-    say_once(
-        f"{constants.ENDPOINT} does not answer ({failure}); only what is in the cache of the hub (HF_HOME) is used"
-    )
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+    say_once(f"{constants.ENDPOINT} does not answer ({failure}); what is in its cache (HF_HOME) is used")

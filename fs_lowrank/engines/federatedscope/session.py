@@ -237,6 +237,7 @@ _DATA_KEYS = (
     "data.splitter_args",
     "data.splits",
     "data.subsample",
+    "data.test_subsample",
 )
 
 

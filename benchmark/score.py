@@ -1,0 +1,62 @@
+"""``fs-lowrank benchmark score RUN --tasks A,B``: lm-eval's tasks on a run; ``fs-lowrank evaluate`` hands them on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fs_lowrank import UserError
+from fs_lowrank.jobs import shell
+
+console = shell.make_console(120)
+
+
+def add(commands: Any) -> None:
+    """Give ``score`` a parser below ``commands``."""
+    parser = commands.add_parser("score", help="score a finished run of a language model on lm-eval's tasks")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a finished run")
+    parser.add_argument("--tasks", required=True, metavar="A,B", help="tasks, groups or tags of lm-eval")
+    parser.add_argument(
+        "--data",
+        default=os.environ.get("FS_LOWRANK_DATA", "."),
+        metavar="FOLDER",
+        help="local copies of the tasks' data, as docs/evaluation.md says (default: $FS_LOWRANK_DATA, or here)",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first samples of each task")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompt (default: the task's)")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
+    parser.set_defaults(do=_score)
+
+
+def _score(args: argparse.Namespace) -> None:
+    from fs_lowrank.data.fetch.hub import hub
+    from fs_lowrank.finished import load_run
+
+    from . import scorers
+
+    spec: dict[str, Any] = {"scorer": "lm_eval", "tasks": list(shell.names(args.tasks)), "chat": args.chat}
+    spec |= {k: v for k in ("limit", "num_fewshot") if (v := getattr(args, k)) is not None}
+    run = load_run(args.run)
+    if run.labels:
+        raise UserError(f"--tasks: {args.run} is a run over classes; lm-eval's tasks are for language models")
+    with hub():  # asked once; a task whose data are not here is lm-eval's own error
+        found = scorers.score(run.model, run.tokenizer, spec, args.data)
+    if args.json:
+        try:
+            args.json.write_text(json.dumps({"run": str(args.run), **spec, "scores": found}, indent=1))
+        except OSError as error:
+            raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
+    table = Table("task", "samples", "score", "value")
+    for task, values in found.items():
+        metrics = {k: v for k, v in values.items() if isinstance(v, float) and not k.endswith("_stderr")}
+        for metric, value in metrics.items():
+            error = values.get(f"{metric}_stderr")
+            table.add_row(task, str(values["n"]), metric, f"{value:.4f}" + (f" ± {error:.4f}" if error else ""))
+    console.print(table)
+    console.print("± is one standard error, lm-eval's", soft_wrap=True)
