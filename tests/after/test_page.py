@@ -21,7 +21,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self.ids.add(attributes.get("id"))
-        if tag in ("script", "img", "link", "iframe"):
+        if tag in ("script", "img", "link", "iframe") and attributes.get("href") != "data:,":
             self.loads += [attributes[k] for k in ("src", "href") if k in attributes]
 
     def handle_data(self, data):
@@ -41,6 +41,8 @@ def test_it_needs_nothing_else_and_has_every_part(page, runs):
     shown = " ".join(read.texts)
     for result in runs.values():
         assert f"{result.final['test_loss']:.4g}" in shown
+    counts = runs["classes"].facts["rows"]
+    assert f" {counts['read']} " in shown
     assert "≠ data.type" in shown and "http-equiv" not in page
 
 
@@ -49,10 +51,15 @@ def test_the_curves_are_the_records(page, runs):
     (first, *_) = plots["test-acc-round"]["data"]
     history = runs["classes"].history
     assert first["y"] == [r["metrics"]["test"]["acc"] for r in history] and first["x"] == [1, 2, 3]
-    sent = [t for t in plots["test-acc-bytes"]["data"] if t["name"] != "majority"][0]["x"]
+    sent = plots["test-acc-bytes"]["data"][0]["x"]
     assert sent[-1] == sum(runs["classes"].bytes[k] for k in ("uplink_bytes", "downlink_bytes"))
     bars = plots["clients-1"]["data"]
     assert sum(map(sum, (t["y"] for t in bars))) == sum(runs["classes"].facts["clients"])
+    (heat,) = plots["confusion-1"]["data"]
+    right = sum(heat["text"][i][i] for i in range(2)) / sum(map(sum, heat["text"]))
+    assert right == pytest.approx(runs["classes"].final["test_acc"])
+    assert len(plots["client-scores"]["data"][0]["y"]) == len(runs["classes"].facts["clients"])
+    assert {t["name"] for t in plots["drift"]["data"]} >= {"rolora, A", "rolora, B"} or len(plots["drift"]["data"]) > 2
 
 
 def test_names_are_not_taken_for_markup(runs, tmp_path):
