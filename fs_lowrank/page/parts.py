@@ -222,21 +222,29 @@ def clients(runs: Sequence[Shown]) -> str:
     return _grid([*plots, *_scores(runs)]) + "".join(notes) + _taken_part(runs) if plots else ""
 
 
+def _accuracies(run: Shown) -> dict[str, dict[str, float]]:
+    """The accuracy by client on its share of the test set: of the global model, and of the clients' own models."""
+    found = {
+        "the global model": run.summary.get("on_test", {}).get("clients", {}),
+        "own models": next((r["client_scores"] for r in reversed(run.history) if "client_scores" in r), {}),
+    }
+    return {whose: {c: score["acc"] for c, score in scores.items()} for whose, scores in found.items() if scores}
+
+
 def _scores(runs: Sequence[Shown]) -> list[str]:
     """Of classifiers: the accuracy on each client's share of the test set, and the confusion matrix."""
-    tested = [(i, run, run.summary["on_test"]) for i, run in enumerate(runs) if "on_test" in run.summary]
-    if not tested:
-        return []
     bars = [
-        {"type": "bar", "name": run.name, "marker": {"color": _COLOURS[i % len(_COLOURS)]}}
-        | {"x": [int(c) for c in found["clients"]], "y": [s["acc"] for s in found["clients"].values()]}
-        for i, run, found in tested
+        {"type": "bar", "name": f"{run.name}, {whose}", "x": [int(c) for c in scores], "y": list(scores.values())}
+        for run in runs
+        for whose, scores in _accuracies(run).items()
     ]
     layout = _layout("accuracy on each client's share of the test set")
     layout["yaxis"]["range"] = [0, 1]
-    plots = [plot("client-scores", bars, layout)]
-    for i, run, found in tested:
-        counts, names = found["confusion"], [str(name) for name in run.summary["labels"]]
+    plots = [plot("client-scores", bars, layout)] if bars else []
+    for i, run in enumerate(runs):
+        if "on_test" not in run.summary:
+            continue
+        counts, names = run.summary["on_test"]["confusion"], [str(name) for name in run.summary["labels"]]
         shares = [[count / max(sum(row), 1) for count in row] for row in counts]
         heat: Trace = {"type": "heatmap", "x": names, "y": names, "z": shares, "zmin": 0, "zmax": 1, "showscale": False}
         heat |= {"colorscale": [[0, "rgba(37,99,235,0.06)"], [1, "rgba(37,99,235,0.6)"]], "text": counts}
@@ -244,25 +252,25 @@ def _scores(runs: Sequence[Shown]) -> list[str]:
         if len(counts) <= _MOST_CLASSES:
             heat["texttemplate"] = "%{text}"
         layout = _layout(f"confusion: {run.name}", "predicted class", "true class")
-        layout["xaxis"]["type"] = layout["yaxis"]["type"] = "category"
-        layout["yaxis"]["autorange"] = "reversed"
-        layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
+        layout["xaxis"] |= {"type": "category", "showgrid": False}
+        layout["yaxis"] |= {"type": "category", "showgrid": False, "autorange": "reversed"}
         plots.append(plot(f"confusion-{i + 1}", [heat], layout))
     return plots
 
 
 def _taken_part(runs: Sequence[Shown]) -> str:
-    """A table of all clients: samples, rounds, bytes, score."""
+    """A table of all clients: samples, rounds, bytes, scores."""
     rows: list[list[Any]] = []
-    scored = any("on_test" in run.summary for run in runs)
+    kinds = sorted({whose for run in runs for whose in _accuracies(run)})
     for run in (r for r in runs if r.data):
-        scores = run.summary.get("on_test", {}).get("clients", {})
+        accuracies = _accuracies(run)
         for client in run.data["clients"][:MOST_CLIENTS]:
             own = [r for r in run.history if client["client"] in r["clients"]]
-            sent = sum(r["client_uplink_bytes"].get(str(client["client"]), 0) for r in own)
+            key = str(client["client"])
+            sent = sum(r["client_uplink_bytes"].get(key, 0) for r in own)
             row = [run.name, client["client"], client["size"], len(own), (human_bytes(sent), sent)]
-            rows.append(row + [scores.get(str(client["client"]), {}).get("acc", "")] * scored)
-    head = ["run", "client", "samples", "rounds that count", "sent up in all", *["test acc, last round"] * scored]
+            rows.append(row + [accuracies.get(whose, {}).get(key, "") for whose in kinds])
+    head = ["run", "client", "samples", "rounds that count", "sent up in all", *(f"test acc of {k}" for k in kinds)]
     return table("clients", head, rows) if rows else ""
 
 

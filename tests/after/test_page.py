@@ -43,7 +43,7 @@ def test_it_needs_nothing_else_and_has_every_part(page, runs):
         assert f"{result.final['test_loss']:.4g}" in shown
     counts = runs["classes"].facts["rows"]
     assert f" {counts['read']} " in shown
-    assert "≠ data.type" in shown and "http-equiv" not in page
+    assert "≠ data.type" in shown and "<meta http-equiv" not in page
 
 
 def test_the_curves_are_the_records(page, runs):
@@ -105,3 +105,10 @@ def test_damaged_files_are_named(runs, tmp_path):
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(UserError, match="summary.json cannot be read"):
         read_runs([tmp_path])
+
+
+def test_the_scores_of_clients_own_models(runs, tmp_path):
+    (shown,) = read_runs([runs["classes"].outdir])
+    shown.history[-1]["client_scores"] = {"1": {"acc": 0.125, "loss": 1.0, "samples": 8}}
+    text = write_page([shown], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "test acc of own models" in text and ">0.125<" in text
