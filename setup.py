@@ -51,7 +51,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
-    package_data={"fs_lowrank": ["py.typed", "**/*.yaml"], "benchmark": ["suites/*.yaml"], "hpo": ["spaces/*.yaml"]},
+    package_data={
+        "fs_lowrank": ["py.typed", "**/*.yaml", "page/look.*"],
+        "benchmark": ["suites/*.yaml"],
+        "hpo": ["spaces/*.yaml"],
+    },
     install_requires=[
         "torch>=2.8",
         "transformers>=5.0",
@@ -94,6 +98,7 @@ setup(
             "types-PyYAML",
             "types-requests",
             "scikit-learn",
+            "selenium>=4.30",
             "lm-eval>=0.4.13",
             "optuna>=5.0",
             "plotly>=6",

@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
-
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint
 
 from .claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, judge, used, verdict
 from .figures import draw_all
 from .job import Options
+from .page import page
 from .plan import chosen, command
 from .results import ExperimentResults, at_the_end, best_of, find, head_of, scale_of, title_of
 from .store import write_text
@@ -72,7 +70,7 @@ def write_report(options: Options) -> list[Path]:
     blocks = [heading("Benchmark report", 1), _preface(options), *_summary(claims), *body, *_damaged(store, used)]
     markdown = "\n\n".join(block for block in blocks if block) + "\n"
     write_text(root / "report.md", markdown)
-    write_text(root / "report.html", page(markdown))
+    write_text(root / "report.html", page(markdown, root))
     return [root / "report.md", root / "report.html"]
 
 
@@ -210,7 +208,7 @@ def _experiment(results: ExperimentResults, root: Path) -> list[str]:
     blocks += _rates_table(results) + _bytes_table(results)
     if experiment.plots:
         for title, path in draw_all(results, root / "report").items():
-            blocks.append(image(title, path.relative_to(root)))
+            blocks.append(image(f"{experiment.title}: {title[0].lower()}{title[1:]}", path.relative_to(root)))
     return blocks + _failures(results)
 
 
@@ -440,29 +438,3 @@ def _damaged(store, used: set[str]) -> list[str]:
     if others:
         blocks.append(f"{len(others)} more results in `cells/` belong to no cell of these suites, sizes and engine.")
     return blocks
-
-
-# -- HTML ----------------------------------------------------------------------------------------------
-
-
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:.6em 0;font-size:14px}
-td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}
-th{background:#f3f3f3}img{max-width:100%;margin:.6em 0}code{background:#f3f3f3;padding:0 .2em}
-h2{border-bottom:2px solid #ddd;margin-top:2em}h3{margin-top:1.6em}
-figure{margin:0}figcaption{color:#666;font-size:13px}"""
-
-
-def page(markdown: str) -> str:
-    """Render Markdown as an HTML page. An image is a paragraph of its own, with its title as caption."""
-    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = reader.parse(markdown)
-    for opening, inline, closing in zip(tokens, tokens[1:], tokens[2:]):
-        if inline.children and [child.type for child in inline.children] == ["image"]:
-            opening.tag = closing.tag = "figure"
-            title = inline.children[0].children or []
-            inline.children += [Token("caption", "figcaption", 1), *title, Token("caption", "figcaption", -1)]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Benchmark report</title>'
-        f"<style>{_STYLE}</style></head><body>\n{reader.renderer.render(tokens, reader.options, {})}</body></html>\n"
-    )

@@ -21,7 +21,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self.ids.add(attributes.get("id"))
-        if tag in ("script", "img", "link", "iframe"):
+        if tag in ("script", "img", "link", "iframe") and attributes.get("href") != "data:,":
             self.loads += [attributes[k] for k in ("src", "href") if k in attributes]
 
     def handle_data(self, data):
@@ -41,7 +41,9 @@ def test_the_page_is_one_file_and_has_every_part(page, runs):
     shown = " ".join(read.texts)
     for result in runs.values():
         assert f"{result.final['test_loss']:.4g}" in shown
-    assert "≠ data.type" in shown and "http-equiv" not in page
+    counts = runs["classes"].facts["rows"]
+    assert f" {counts['read']} " in shown
+    assert "≠ data.type" in shown and "<meta http-equiv" not in page
 
 
 def test_the_curves_are_the_records(page, runs):
@@ -49,10 +51,15 @@ def test_the_curves_are_the_records(page, runs):
     (first, *_) = plots["test-acc-round"]["data"]
     history = runs["classes"].history
     assert first["y"] == [r["metrics"]["test"]["acc"] for r in history] and first["x"] == [1, 2, 3]
-    sent = [t for t in plots["test-acc-bytes"]["data"] if t["name"] != "majority"][0]["x"]
+    sent = plots["test-acc-bytes"]["data"][0]["x"]
     assert sent[-1] == sum(runs["classes"].bytes[k] for k in ("uplink_bytes", "downlink_bytes"))
     bars = plots["clients-1"]["data"]
     assert sum(map(sum, (t["y"] for t in bars))) == sum(runs["classes"].facts["clients"])
+    (heat,) = plots["confusion-1"]["data"]
+    right = sum(heat["text"][i][i] for i in range(2)) / sum(map(sum, heat["text"]))
+    assert right == pytest.approx(runs["classes"].final["test_acc"])
+    assert len(plots["client-scores"]["data"][0]["y"]) == len(runs["classes"].facts["clients"])
+    assert {t["name"] for t in plots["drift"]["data"]} >= {"rolora, A", "rolora, B"} or len(plots["drift"]["data"]) > 2
 
 
 def test_names_are_not_read_as_markup(runs, tmp_path):
@@ -98,3 +105,10 @@ def test_damaged_files_are_named(runs, tmp_path):
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(UserError, match="summary.json cannot be read"):
         read_runs([tmp_path])
+
+
+def test_the_scores_of_clients_own_models(runs, tmp_path):
+    (shown,) = read_runs([runs["classes"].outdir])
+    shown.history[-1]["client_scores"] = {"1": {"acc": 0.125, "loss": 1.0, "samples": 8}}
+    text = write_page([shown], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "test acc of own models" in text and ">0.125<" in text

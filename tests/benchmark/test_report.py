@@ -2,7 +2,11 @@
 
 from html.parser import HTMLParser
 
-from benchmark.report import heading, image, page, table
+import pytest
+from PIL import Image
+
+from benchmark.page import page
+from benchmark.report import heading, image, table
 
 
 class Text(HTMLParser):
@@ -24,7 +28,7 @@ def test_the_page_has_all_that_the_markdown_has():
     read = Text()
     read.feed(page("\n\n".join(blocks) + "\n"))
     tags = [tag for tag, _ in read.tags]
-    assert tags.count("th") == 2 and tags.count("td") == 4 and "script" not in tags
+    assert tags.count("th") == 2 and tags.count("td") == 4 and tags.count("script") == 1
     assert {"h2", "strong", "code", "ul", "figure", "figcaption"} <= set(tags) and tags.count("li") == 3
     assert dict(read.tags)["img"] == {"src": "report/x.png", "alt": "Curves, 2 clients"}
     for words in ("T & <T>", "a | b", "<script>", "x_y_z", "a: 1 < 2", "because: 3 > 2"):
@@ -34,3 +38,42 @@ def test_the_page_has_all_that_the_markdown_has():
 
 def test_a_vertical_bar_in_a_cell_does_not_end_the_cell():
     assert table([("a|b", 1)]) == "| a\\|b | 1 |\n| --- | --- |"
+
+
+def test_the_page_needs_no_other_file(tmp_path):
+    Image.new("RGB", (40, 30), "white").save(tmp_path / "glue-small-sst2-curves.png")
+    text = page(image("Learning curves", "glue-small-sst2-curves.png") + "\n", tmp_path)
+    read = Text()
+    read.feed(text)
+    assert dict(read.tags)["img"]["src"].startswith("data:image/png;base64,")
+    assert dict(read.tags)["figure"] == {"id": "glue-small-sst2-curves"}
+    assert [v for _, a in read.tags for k, v in a.items() if k in ("src", "href") and "data:" not in v] == []
+
+
+VERDICTS = {
+    "holds": "holds",
+    "does not hold": "fails",
+    "inconclusive": "open",
+    "not tested at this size": "untested",
+    "holds in 1 of 3 experiments, inconclusive in 2": "open",
+}
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_verdicts_are_coloured_and_claims_are_links(verdict):
+    blocks = [heading("Benchmark report", 1), heading("The papers' claims", 2)]
+    blocks += [table([("claim", "verdict"), ("A holds", f"**{verdict}**"), ("B", f"**{verdict}**")])]
+    blocks += [heading("Suite", 2), heading(f"Claim: A holds — {verdict}", 3), "- one: **holds**\n  - because: holds"]
+    blocks += [heading(f"Claim: A holds — {verdict}", 3), heading("An experiment", 3)]
+    text = page("\n\n".join(blocks) + "\n")
+    name = VERDICTS[verdict]
+    assert text.count(f'<strong class="{name}">{verdict}</strong>') >= 2
+    assert text.count(f'<span class="{name}">{verdict}</span></h3>') == 2
+    assert '<span class="holds">holds</span>' in text
+    read = Text()
+    read.feed(text)
+    ids = [a["id"] for _, a in read.tags if "id" in a]
+    links = [a["href"].removeprefix("#") for tag, a in read.tags if tag == "a"]
+    assert len(set(ids)) == len(ids) and set(links) <= set(ids)
+    assert links[:3] == ["the-papers-claims", "suite", "an-experiment"] and len(set(links[3:])) == 2
+    assert text.count("<h1>") == 1

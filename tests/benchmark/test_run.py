@@ -185,7 +185,8 @@ def test_a_damaged_result_is_computed_again_and_the_report(place, done, bench):
     for name in ("axis", "curves", "traffic", "bytes", "rates"):
         assert (place / "results" / "report" / f"tiny-small-main-{name}.png").stat().st_size > 5000
     page = (place / "results" / "report.html").read_text()
-    assert page.count("<table>") == page.count("</table>") > 5 and "<script" not in page
+    assert page.count("<table ") == page.count("</table>") > 5 and page.count("data:image/png;base64,") >= 5
+    assert '<strong class="holds">holds</strong>' in page and 'src="report/' not in page
 
 
 def test_a_report_when_only_the_searches_are_done(place, done, bench):

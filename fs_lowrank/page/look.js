@@ -1,0 +1,110 @@
+// Tables are sorted by a click (or Enter) on a header and saved as CSV or LaTeX; plots follow light and dark.
+
+const units = { kB: 1e3, MB: 1e6, GB: 1e9, ms: 1e-3, min: 60, h: 3600 };
+
+// What a cell is sorted by: its data-value, or the number at its beginning with its unit.
+function value(cell) {
+  if (cell.dataset.value !== undefined) return +cell.dataset.value;
+  const found = cell.textContent.trim().match(/^([-+−]?[\d,]*\.?\d+(?:e[-+]?\d+)?)\s*(?:(kB|MB|GB|ms|min|h)\b)?/);
+  return found ? parseFloat(found[1].replace(/,/g, "").replace("−", "-")) * (units[found[2]] ?? 1) : NaN;
+}
+
+const empty = (cell) => ["", "-", "–"].includes(cell.textContent.trim());
+
+function sort(table, column) {
+  const headers = [...table.tHead.rows[0].cells];
+  const up = headers[column].getAttribute("aria-sort") !== "ascending";
+  headers.forEach((header) => header.removeAttribute("aria-sort"));
+  headers[column].setAttribute("aria-sort", up ? "ascending" : "descending");
+  const rows = [...table.tBodies[0].rows];
+  const full = rows.filter((row) => !empty(row.cells[column]));
+  const numbers = full.every((row) => !isNaN(value(row.cells[column])));
+  const compare = (a, b) => (numbers ? value(a) - value(b) : a.textContent.localeCompare(b.textContent));
+  full.sort((a, b) => (up ? 1 : -1) * compare(a.cells[column], b.cells[column]));
+  table.tBodies[0].append(...full, ...rows.filter((row) => empty(row.cells[column])));
+}
+
+const special = { "\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}" };
+Object.assign(special, { "±": "$\\pm$", "≠": "$\\ne$", "–": "--" });
+
+const formats = {
+  CSV(rows) {
+    const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text);
+    return rows.map((row) => row.map(quoted).join(",")).join("\n") + "\n";
+  },
+  LaTeX(rows) {
+    const escaped = (text) => text.replace(/[\\~^±≠–&%$#_{}]/g, (sign) => special[sign] ?? "\\" + sign);
+    const [head, ...body] = rows.map((row) => row.map(escaped).join(" & ") + " \\\\");
+    const begin = `\\begin{tabular}{l${"r".repeat(rows[0].length - 1)}}`;
+    return [begin, "\\toprule", head, "\\midrule", ...body, "\\bottomrule", "\\end{tabular}", ""].join("\n");
+  },
+};
+
+function save(table, name, format) {
+  const text = formats[format]([...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent.trim())));
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text]));
+  link.download = name + (format === "CSV" ? ".csv" : ".tex");
+  link.click();
+}
+
+document.querySelectorAll("table").forEach((table, number) => {
+  const wide = document.createElement("div");
+  const buttons = document.createElement("div");
+  wide.className = "wide";
+  buttons.className = "save";
+  table.replaceWith(wide);
+  wide.append(table);
+  wide.after(buttons);
+  for (const format of Object.keys(formats)) {
+    const button = document.createElement("button");
+    button.textContent = format;
+    button.title = `save this table as ${format}`;
+    button.onclick = () => save(table, table.dataset.name ?? `table-${number + 1}`, format);
+    buttons.append(button);
+  }
+  [...table.tHead.rows[0].cells].forEach((header, column) => {
+    header.tabIndex = 0;
+    header.classList.toggle("number", table.tBodies[0].rows[0]?.cells[column].classList.contains("number"));
+    header.onclick = () => sort(table, column);
+    header.onkeydown = (event) => event.key === "Enter" && sort(table, column);
+  });
+});
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+function draw() {
+  const ink = dark.matches ? "#e8e8e8" : "#1c1c1c";
+  const grid = dark.matches ? "#3a3a3a" : "#ddd";
+  document.querySelectorAll("script[data-plot]").forEach((script) => {
+    const { data, layout } = JSON.parse(script.textContent);
+    for (const axis of ["xaxis", "yaxis"]) {
+      layout[axis] = { ...layout[axis], gridcolor: grid, zerolinecolor: grid, automargin: true };
+    }
+    data.filter((trace) => trace.type === "heatmap").forEach((trace) => (trace.textfont = { color: ink }));
+    Object.assign(layout, {
+      title: { ...layout.title, font: { size: 15 }, x: 0, xanchor: "left", xref: "container", pad: { l: 10 } },
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: ink },
+      legend: { orientation: "h", y: -0.14, yanchor: "top" },
+      showlegend: data.filter((trace) => trace.showlegend !== false && trace.name).length > 1,
+      margin: { t: 40, r: 10, l: 50, b: 30 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: ink },
+    });
+    // Where nothing can hover, as on a phone, the buttons would lie over the title for good.
+    const displayModeBar = matchMedia("(hover: hover)").matches ? "hover" : false;
+    Plotly.react(script.dataset.plot, data, layout, { responsive: true, displaylogo: false, displayModeBar });
+  });
+}
+
+if (window.Plotly) {
+  draw();
+  dark.onchange = draw;
+}
+
+// A page that renews itself stays where its reader is.
+if (document.querySelector("meta[http-equiv=refresh]")) {
+  scrollTo(0, +sessionStorage.getItem("scrolled"));
+  onscroll = () => sessionStorage.setItem("scrolled", scrollY);
+}

@@ -1,0 +1,87 @@
+"""Runs as they are on disk, finished or going on, for the HTML page."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, load_config
+from ..errors import UserError
+from ..runs.chance import Chance
+from ..runs.records import read_records
+from ..versions import check_schema
+
+
+@dataclass
+class Shown:
+    """What is known of one run.
+
+    Attributes:
+        name: that tells it from the others. summary: empty while the run goes on.
+    """
+
+    name: str
+    folder: Path
+    config: Config
+    history: list[dict[str, Any]]
+    data: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.summary)
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds that the run is to have."""
+        return self.config.federate.total_round_num
+
+    @property
+    def chance(self) -> Chance | None:
+        """What a constant prediction reaches on the test set; None for a language model."""
+        counts = self.data.get("test", {}).get("labels", {})
+        return Chance.of_counts(list(counts.values())) if any(counts.values()) else None
+
+    def size(self, split: str) -> int:
+        """The number of held-out samples of ``test`` or ``val``; 0 if it is not known, or the model one of language."""
+        held_out = self.data.get({"val": "validation"}.get(split, split), {})
+        return sum(held_out.get("labels", {}).values())
+
+
+def read_runs(folders: Iterable[str | Path]) -> list[Shown]:
+    """The runs in ``folders``; of the folder of a comparison, each of its methods.
+
+    Raises:
+        UserError: a folder without a run, a file that cannot be read, or the same run twice.
+    """
+    found: list[Path] = []
+    for given in map(Path, folders):
+        inside = sorted(p.parent for p in given.glob("*/config.yaml")) if (given / "comparison.json").exists() else []
+        if not inside and not (given / "config.yaml").is_file():
+            raise UserError(f"{given} holds no run: there is no config.yaml; give the outdir of a run")
+        found += inside or [given]
+    if len({p.resolve() for p in found}) < len(found):
+        raise UserError(f"the same run is named twice among {', '.join(map(str, found))}")
+    configs = [load_config(folder / "config.yaml") for folder in found]
+    methods = [config.federate.method for config in configs]
+    common = Path(os.path.commonpath([folder.resolve().parent for folder in found]))
+    places = [str(folder.resolve().relative_to(common)) for folder in found]
+    names = methods if len(set(methods)) == len(methods) else places
+    return [_read(*one) for one in zip(names, found, configs)]
+
+
+def _read(name: str, folder: Path, config: Config) -> Shown:
+    files: dict[str, dict[str, Any]] = {}
+    for file in ("data.json", "summary.json"):
+        try:
+            files[file] = json.loads((folder / file).read_text(encoding="utf-8")) if (folder / file).exists() else {}
+        except ValueError as error:
+            raise UserError(f"{folder / file} cannot be read: {error}") from error
+        if files[file]:
+            check_schema(files[file], folder / file)
+    history = read_records(folder / "rounds.jsonl", up_to=10**9)
+    return Shown(name, folder, config, history, files["data.json"], files["summary.json"])
