@@ -370,7 +370,7 @@ class RecordKeeper:
         if any(CLIENTS in r["metrics"] for r in history):
             result.facts["own_models"] = self.evaluator.differ(self.ledger.state)
         final = result.final
-        last = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
+        last: Mapping[str, Any] = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
         final |= {**_figures(last), **self._unseen(last)}
         result.before = self.before
         for metric in [f"{split}_acc" for split in last["metrics"] if "acc" in last["metrics"][split]]:
