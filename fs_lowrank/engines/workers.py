@@ -398,7 +398,8 @@ class _Clients:
             if site.prefix is not None:
                 site.prefix.budget[owner] = site.prefix.budget.get(facts["split"], False)
         assert examples is not None
-        scores = batch_scores(site.model, examples, size, owner=owner, prefix=site.prefix) if len(examples) else []
+        kept = {"owner": owner, "prefix": site.prefix, "reads": site.reads}
+        scores = batch_scores(site.model, examples, size, **kept) if len(examples) else []
         return Parcel({}, kind="scored", scores=scores)
 
 

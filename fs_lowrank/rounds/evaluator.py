@@ -62,7 +62,8 @@ class Evaluator:
     def score(self, examples: Examples | ImageExamples, owner: str) -> dict[str, float]:
         """Metrics of the model as it is, on ``examples``; ``owner`` is their name in the cache of frozen layers."""
         size = self.config.eval.batch_size or self.config.dataloader.batch_size
-        return evaluate(self.site.model, examples, size, owner=owner, prefix=self.site.prefix)
+        site = self.site
+        return evaluate(site.model, examples, size, owner=owner, prefix=site.prefix, reads=site.reads)
 
     def clients(self, state: State) -> dict[str, float]:
         """Every client's own model on its share of the test set (``FederatedData.client_tests``), as ``combined``."""

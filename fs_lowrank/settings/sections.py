@@ -189,7 +189,12 @@ class Train:
     cache_frozen_dir: str = key("", result=False)
     #: maximum size on disk, in bytes, of what is kept for other runs (``fs-lowrank cache``); 0: nothing is
     cache_frozen_shared: float = key(8e9, min=0.0, result=False)
-    #: dropout in those layers; False allows caching
+    #: compute the last layer's queries and feed-forward only for the positions that the loss reads
+    only_read: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)
+    #: blocks of samples of similar length that a batch is computed in, against padding; 0, written ``auto``, is as many
+    #: as save more than they cost
+    blocks: int = key(0, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
+    #: dropout in the layers of the cache; False allows caching
     frozen_dropout: bool = key(False)
 
 
