@@ -162,10 +162,11 @@ class OnlyRead:
                 states, given = self._arguments(args, kwargs)
                 if states.shape[:2] != (len(at.index), at.length):
                     raise _Unused(f"its layers have {states.shape[1]} positions for {at.length} tokens")
-                cache, outputs = self._first_pass(states, given)
+                drops = draws(layer)
+                cache, outputs = self._first_pass(states, given, drops)
                 for name, output in outputs.items():
                     stack.enter_context(instead(layer.get_submodule(name), _giving(at.take(output))))
-                if draws(layer):
+                if drops:
                     stack.enter_context(at.masks())
                 second = {name: _taken(value, at) for name, value in given.items()}
                 if self.causal and second.get("attention_mask") is None:
@@ -191,19 +192,24 @@ class OnlyRead:
                 given |= given.pop(name, {})
         return given.pop("hidden_states"), given
 
-    def _first_pass(self, states: Tensor, given: Mapping[str, Any]) -> tuple[_Cache, dict[str, Tensor]]:
-        """Keys and values of all positions, and the outputs of the modules in ``shared`` on the way to them."""
-        cache, outputs = _Cache(), {}
+    def _first_pass(self, states: Tensor, given: Mapping[str, Any], drops: bool) -> tuple[_Cache, dict[str, Tensor]]:
+        """Keys and values of all positions, and the outputs of the modules that were computed on the way to them.
+
+        Args:
+            drops: the layer applies dropout. Then modules that apply it are not left out, since they draw.
+        """
+        cache = _Cache()
+        outputs: dict[str, Tensor] = {}
         with contextlib.ExitStack() as stack:
+            for name in self.shared:
+                stack.callback(self.layer.get_submodule(name).register_forward_hook(_noting(outputs, name)).remove)
             for name, sides in self.unneeded.items():
                 module = self.layer.get_submodule(name)
-                if not draws(module):
+                if drops and draws(module):
+                    stack.callback(module.register_forward_hook(_noting(outputs, name)).remove)
+                else:
                     blank = states.new_zeros(()).expand(*states.shape[:2], *sides)
                     stack.enter_context(instead(module, _giving(blank)))
-            for name in (*self.shared, *self.unneeded):
-                module = self.layer.get_submodule(name)
-                if name in self.shared or draws(module):
-                    stack.callback(module.register_forward_hook(_noting(outputs, name)).remove)
             with contextlib.suppress(_Enough):
                 self.layer.forward(states, **{**given, self.cache: cache})
         if cache.kept is None:
@@ -311,7 +317,7 @@ class OnlyRead:
         if cache.kept is None:
             raise _Unused("its last layer does not run")
         outer = [n for n in outputs if not any(n.startswith(f"{other}.") for other in outputs)]
-        together = sum(t.sum() for t in cache.kept)
+        together = torch.stack([t.sum() for t in cache.kept]).sum()
         gradients = torch.autograd.grad(together, [outputs[n] for n in outer], allow_unused=True)
         self.shared = tuple(n for n, g in zip(outer, gradients) if g is not None)
         self.unneeded = {n: outputs[n].shape[2:] for n, g in zip(outer, gradients) if g is None}
@@ -322,7 +328,7 @@ def instead(module: nn.Module, forward: Callable) -> Iterator[None]:
     """A context in which ``module`` runs ``forward``, replaced on the instance: no hook of torch can skip a module."""
     if "forward" in vars(module):
         raise _Unused(f"the forward of a {type(module).__name__} has been replaced already")
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     try:
         yield
     finally:

@@ -17,8 +17,9 @@ from ..data.examples import IGNORED_LABEL
 from ..models.adapters import layer_stack
 from ..models.masks import Masks, draw, draws
 
-#: by device: what a block costs more in each layer, in multiplications and in tokens (matrices with few rows are slow)
-_OVERHEAD = {"cpu": (1.5e7, 16.0), "cuda": (1e10, 256.0)}
+#: by device: what a further block costs in each layer, in multiplications (calls) and in tokens (small matrices).
+#: Measured on a processor at widths 384 and 768, where it is 50 and 25 tokens; of a GPU the order of magnitude is known
+_OVERHEAD = {"cpu": (6e7, 16.0), "cuda": (1e10, 256.0)}
 #: ``auto`` makes so many blocks at most
 _MOST = 8
 
