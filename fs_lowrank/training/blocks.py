@@ -18,8 +18,8 @@ from ..models.adapters import layer_stack
 from ..models.masks import Masks, draw, draws
 
 #: by device: what a further block costs in each layer, in multiplications (calls) and in tokens (small matrices).
-#: Measured on a processor at widths 384 and 768, where it is 50 and 25 tokens; of a GPU the order of magnitude is known
-_OVERHEAD = {"cpu": (6e7, 16.0), "cuda": (1e10, 256.0)}
+#: Measured on a processor, where it is 80 and 40 tokens at widths 384 and 768; of a GPU only its order is known
+_OVERHEAD = {"cpu": (1e8, 24.0), "cuda": (1e10, 256.0)}
 #: ``auto`` makes so many blocks at most
 _MOST = 8
 
