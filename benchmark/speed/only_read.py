@@ -27,7 +27,7 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
     site, model = engine.site, engine.model
     data: Any = site.data.clients[0]
     examples = data.select(np.arange(min(samples, len(data))))
-    prefix = FrozenPrefix(model, {*engine.method.shared}, limit=4e9)
+    prefix = FrozenPrefix(model, {*engine.method.shared}, limit=4e9, changing=engine.method.changed_base(model))
     prefix.plan({"client": (examples, float("inf"))})
     ways = {"all": (None, 1), "read": (site.reads, 1), "blocks": (site.reads, 0)}
     trained: dict[str, dict] = {}
@@ -66,7 +66,7 @@ def measure(config: Config, samples: int, repeats: int) -> dict:
 
 def of_minilm(tokens: int, batch: int, layers: list[int]) -> dict:
     """MiniLM with other sizes."""
-    adapter = {**MINILM["llm"]["adapter"]["args"][0], "layers": layers}
+    adapter = {"r": 4, "alpha": 8, "modules": ["query", "value"], "layers": layers}
     return {
         **MINILM,
         "llm": {"tok_len": tokens, "adapter": {"args": [adapter]}},

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,60 @@ class Positions:
         return Masks(mask)
 
 
+class Attending:
+    """A layer that can be run until attention hands its keys and values to the cache that it is given."""
+
+    def __init__(self, layer: nn.Module):
+        self.layer = layer
+        self.takes = inspect.signature(layer.forward)
+        #: the layer's argument for the cache; in some models it is among those that are passed on
+        self.cache = next((name for name in _CACHES if name in self.takes.parameters), _CACHES[0])
+
+    def arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """The layer's input, and its other arguments by name."""
+        given = dict(self.takes.bind(*args, **kwargs).arguments)
+        for name, parameter in self.takes.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given.pop("hidden_states"), given
+
+    def run(self, states: Tensor, given: Mapping[str, Any]) -> Cache:
+        """The cache with keys and values of all positions.
+
+        Raises:
+            Unused: the layer runs to its end without handing them out.
+        """
+        cache = Cache()
+        with contextlib.suppress(Enough):
+            self.layer.forward(states, **{**given, self.cache: cache})
+        if cache.kept is None:
+            raise Unused("its layers hand keys and values to no cache")
+        return cache
+
+    def modules_on_the_way(self, states: Tensor, given: Mapping[str, Any]) -> tuple[dict[str, Tensor], Cache]:
+        """By name the outputs, ``(samples, length, …)``, of all modules that ran, and the cache."""
+        outputs: dict[str, Tensor] = {}
+        hooks = [m.register_forward_hook(noting(outputs, name)) for name, m in self.layer.named_modules() if name]
+        try:
+            with torch.enable_grad():
+                cache = self.run(states, given)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {name: t for name, t in outputs.items() if t.shape[:2] == states.shape[:2]}, cache
+
+    def needed(self, states: Tensor, given: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Size]]:
+        """The outermost modules on the way that keys and values depend on, and the sides of the others' outputs."""
+        outputs, cache = self.modules_on_the_way(states.detach().requires_grad_(), given)
+        outputs = {name: t for name, t in outputs.items() if t.requires_grad}
+        outer = outermost(outputs)
+        with torch.enable_grad():
+            together = torch.stack([t.sum() for t in cache.kept or ()]).sum()
+        gradients = torch.autograd.grad(together, [outputs[n] for n in outer], allow_unused=True)
+        needed = [n for n, g in zip(outer, gradients) if g is not None]
+        return needed, {n: outputs[n].shape[2:] for n in outer if n not in needed}
+
+
 class OnlyRead:
     """Computes the last layer of ``model`` for the positions that are read, once ``check`` has found it exact."""
 
@@ -105,9 +159,7 @@ class OnlyRead:
         norms = [norm for name in _NORMS if isinstance(norm := getattr(above, name, None), nn.Module)]
         #: the module after which the positions are put back
         self.end = norms[0] if norms else self.layer
-        self.takes = inspect.signature(self.layer.forward)
-        #: the layer's argument for the cache; in some models it is among those that are passed on
-        self.cache = next((name for name in _CACHES if name in self.takes.parameters), _CACHES[0])
+        self.attending = Attending(self.layer)
         self.causal = any(getattr(module, "is_causal", False) is True for module in self.layer.modules())
         #: modules of the layer that the first pass computes, and those it need not -> their output's sides after the
         #: first two; by name, as they are the same in a copy of the model
@@ -159,19 +211,19 @@ class OnlyRead:
         with contextlib.ExitStack() as stack:
 
             def narrow(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-                states, given = self._arguments(args, kwargs)
+                states, given = self.attending.arguments(args, kwargs)
                 if states.shape[:2] != (len(at.index), at.length):
-                    raise _Unused(f"its layers have {states.shape[1]} positions for {at.length} tokens")
+                    raise Unused(f"its layers have {states.shape[1]} positions for {at.length} tokens")
                 drops = draws(layer)
                 cache, outputs = self._first_pass(states, given, drops)
                 for name, output in outputs.items():
-                    stack.enter_context(instead(layer.get_submodule(name), _giving(at.take(output))))
+                    stack.enter_context(instead(layer.get_submodule(name), giving(at.take(output))))
                 if drops:
                     stack.enter_context(at.masks())
                 second = {name: _taken(value, at) for name, value in given.items()}
                 if self.causal and second.get("attention_mask") is None:
                     second["attention_mask"] = _causal_mask(at, states)
-                return (at.take(states),), {**second, self.cache: cache}
+                return (at.take(states),), {**second, self.attending.cache: cache}
 
             hooks = [
                 self.layer.register_forward_pre_hook(narrow, with_kwargs=True),
@@ -184,37 +236,24 @@ class OnlyRead:
                 for hook in hooks:
                     hook.remove()
 
-    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """The layer's input, and its other arguments by name."""
-        given = dict(self.takes.bind(*args, **kwargs).arguments)
-        for name, parameter in self.takes.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
-        return given.pop("hidden_states"), given
-
-    def _first_pass(self, states: Tensor, given: Mapping[str, Any], drops: bool) -> tuple[_Cache, dict[str, Tensor]]:
+    def _first_pass(self, states: Tensor, given: Mapping[str, Any], drops: bool) -> tuple[Cache, dict[str, Tensor]]:
         """Keys and values of all positions, and the outputs of the modules that were computed on the way to them.
 
         Args:
             drops: the layer applies dropout. Then modules that apply it are not left out, since they draw.
         """
-        cache = _Cache()
         outputs: dict[str, Tensor] = {}
         with contextlib.ExitStack() as stack:
             for name in self.shared:
-                stack.callback(self.layer.get_submodule(name).register_forward_hook(_noting(outputs, name)).remove)
+                stack.callback(self.layer.get_submodule(name).register_forward_hook(noting(outputs, name)).remove)
             for name, sides in self.unneeded.items():
                 module = self.layer.get_submodule(name)
                 if drops and draws(module):
-                    stack.callback(module.register_forward_hook(_noting(outputs, name)).remove)
+                    stack.callback(module.register_forward_hook(noting(outputs, name)).remove)
                 else:
                     blank = states.new_zeros(()).expand(*states.shape[:2], *sides)
-                    stack.enter_context(instead(module, _giving(blank)))
-            with contextlib.suppress(_Enough):
-                self.layer.forward(states, **{**given, self.cache: cache})
-        if cache.kept is None:
-            raise _Unused("its last layer hands keys and values to no cache")
-        return cache, outputs
+                    stack.enter_context(instead(module, giving(blank)))
+            return self.attending.run(states, given), outputs
 
     # -- before it is trusted --------------------------------------------------------------------------
 
@@ -232,7 +271,7 @@ class OnlyRead:
         self.model.eval()
         try:
             wrong = self._differs([examples.batch(rows) for rows in (chosen, chosen[-1:])], device)
-        except _Unused as error:
+        except Unused as error:
             wrong = str(error)
         except Exception as error:  # a model's code may raise any error for inputs that it does not expect
             wrong = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -272,7 +311,7 @@ class OnlyRead:
         entered: list[Tensor] = []
 
         def enter(layer, args, kwargs):
-            states, given = self._arguments(args, kwargs)
+            states, given = self.attending.arguments(args, kwargs)
             entered.append(states.detach().requires_grad_())
             return (entered[0],), given
 
@@ -291,51 +330,45 @@ class OnlyRead:
 
     def _probe(self, inputs: dict[str, Tensor]) -> None:
         """Find the modules that the first pass runs, and which of them keys and values do not depend on."""
-        outputs: dict[str, Tensor] = {}
-        cache = _Cache()
+        found: list[tuple[list[str], dict[str, torch.Size]]] = []
 
         def probe(layer, args, kwargs):
-            states, given = self._arguments(args, kwargs)
-            with torch.enable_grad(), contextlib.suppress(_Enough):
-                layer.forward(states.detach().requires_grad_(), **{**given, self.cache: cache})
-            if cache.kept is None:
-                raise _Unused("its last layer hands keys and values to no cache")
-            sides = states.shape[:2]
-            for name in list(outputs):
-                if not outputs[name].requires_grad or outputs[name].shape[:2] != sides:
-                    del outputs[name]
-            raise _Enough
+            found.append(self.attending.needed(*self.attending.arguments(args, kwargs)))
+            raise Enough
 
-        hooks = [m.register_forward_hook(_noting(outputs, name)) for name, m in self.layer.named_modules() if name]
-        hooks.append(self.layer.register_forward_pre_hook(probe, with_kwargs=True))
+        hook = self.layer.register_forward_pre_hook(probe, with_kwargs=True)
         try:
-            with contextlib.suppress(_Enough):
+            with contextlib.suppress(Enough):
                 self.model(**inputs)
         finally:
-            for hook in hooks:
-                hook.remove()
-        if cache.kept is None:
-            raise _Unused("its last layer does not run")
-        outer = [n for n in outputs if not any(n.startswith(f"{other}.") for other in outputs)]
-        together = torch.stack([t.sum() for t in cache.kept]).sum()
-        gradients = torch.autograd.grad(together, [outputs[n] for n in outer], allow_unused=True)
-        self.shared = tuple(n for n, g in zip(outer, gradients) if g is not None)
-        self.unneeded = {n: outputs[n].shape[2:] for n, g in zip(outer, gradients) if g is None}
+            hook.remove()
+        if not found:
+            raise Unused("its last layer does not run")
+        needed, self.unneeded = found[0]
+        self.shared = tuple(needed)
+
+
+def outermost(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that are not inside another."""
+    names = list(names)
+    return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
 
 
 @contextlib.contextmanager
 def instead(module: nn.Module, forward: Callable) -> Iterator[None]:
     """A context in which ``module`` runs ``forward``, replaced on the instance: no hook of torch can skip a module."""
-    if "forward" in vars(module):
-        raise _Unused(f"the forward of a {type(module).__name__} has been replaced already")
+    before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        vars(module).pop("forward", None)
+        if before is None:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = before
 
 
-class _Cache:
+class Cache:
     """What a layer of transformers takes as ``past_key_values``: ends the first pass, and gives its keys afterwards."""
 
     def __init__(self) -> None:
@@ -344,11 +377,11 @@ class _Cache:
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.kept is None:
             self.kept = keys, values
-            raise _Enough
+            raise Enough
         return self.kept
 
 
-def _noting(outputs: dict[str, Tensor], name: str) -> Callable:
+def noting(outputs: dict[str, Tensor], name: str) -> Callable:
     def note(module: nn.Module, args: tuple, output: Any) -> None:
         if isinstance(output, Tensor):
             outputs[name] = output
@@ -356,7 +389,7 @@ def _noting(outputs: dict[str, Tensor], name: str) -> Callable:
     return note
 
 
-def _giving(output: Tensor) -> Callable:
+def giving(output: Tensor) -> Callable:
     return lambda *args, **kwargs: output
 
 
@@ -378,9 +411,9 @@ def _put_back(output: Any, at: Positions) -> Any:
     return (at.put_back(output[0]), *output[1:]) if isinstance(output, tuple) else at.put_back(output)
 
 
-class _Unused(Exception):
+class Unused(Exception):
     """The layer cannot be computed for some positions only; the message says why."""
 
 
-class _Enough(Exception):
+class Enough(Exception):
     """Ends a forward pass when keys and values are there."""

@@ -208,6 +208,7 @@ class Site:
             limit=train.cache_frozen_bytes * share if train.cache_frozen == "auto" else 0,
             folder=train.cache_frozen_dir or None,
             shared=SharedStates(shared_folder(), train.cache_frozen_shared),
+            changing=self.method.changed_base(model),
         )
         prefix.plan(owners)
         return prefix if prefix else None
