@@ -181,7 +181,8 @@ class Train:
     is_enable_half: bool = key(False)
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
-    #: ours: cache the outputs of the frozen layers below the first adapter, and its keys and values. YAML reads a bare ``off`` as False
+    #: ours: cache the outputs of the frozen layers below the first adapter, and its keys and values. YAML reads a bare
+    #: ``off`` as False
     cache_frozen: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)
     #: maximum size of the cache in bytes
     cache_frozen_bytes: float = key(4e9, min=0.0, result=False)
