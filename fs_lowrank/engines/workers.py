@@ -397,7 +397,9 @@ class _Clients:
             if site.prefix is not None:
                 site.prefix.budget[owner] = site.prefix.budget.get(facts["split"], False)
         assert examples is not None
-        scores = batch_scores(site.model, examples, size, owner=owner, prefix=site.prefix) if len(examples) else []
+        if not len(examples):
+            return Parcel({}, kind="scored", scores=[])
+        scores = batch_scores(site.model, examples, size, owner=owner, prefix=site.prefix, reads=site.reads)
         return Parcel({}, kind="scored", scores=scores)
 
 

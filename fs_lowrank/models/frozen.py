@@ -7,6 +7,9 @@ layers return their input, and the first layer above them receives the cached st
 This is exact if the blocks are in one ``ModuleList``, pass only hidden states to the next block, and the states do not
 depend on the padding of the batch. That holds for BERT, DeBERTa, GPT-2, Llama and most models, but not for XLM, XLNet,
 FNet or ConvBERT. Before training, a few samples are run with and without the cache; if they differ, it is not used.
+
+In the first layer above, keys and values come from the cached states by frozen matrices and the adapters. What the
+frozen matrices give is cached beside the states, if there is room for that of all samples.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from ..algebra import digest
 from ..errors import UserError
 from .adapters import layer_stack
 from .names import tags
+from .reads import Attending, Enough, giving, instead, outermost
 from .states import SharedStates
 
 logger = logging.getLogger("fs_lowrank")
@@ -49,6 +53,7 @@ class FrozenPrefix:
         limit: maximum size of the cache in bytes; other states are computed each time.
         folder: folder for memory-mapped files, instead of memory.
         shared: where states are kept for other runs and processes; without ``folder`` only.
+        changing: names of the base weights that the method changes; None: only states are cached, no keys and values.
     """
 
     def __init__(
@@ -58,8 +63,9 @@ class FrozenPrefix:
         limit: float,
         folder: str | Path | None = None,
         shared: SharedStates | None = None,
+        changing: Collection[str] | None = None,
     ):
-        self.model, self.shared = model, shared
+        self.model, self.shared, self.changing = model, shared, changing
         stack = layer_stack(model)
         self.layers = list(stack[1]) if stack else []
         name = stack[0] + "." if stack else ""
@@ -71,6 +77,10 @@ class FrozenPrefix:
         if self.depth >= len(self.layers):
             self.depth = 0 if not self.layers else min(self.depth, len(self.layers) - 1)
         self.learns = frozenset(learns)
+        #: the first trainable block's modules whose outputs are cached beside its input -> their widths
+        self.parts: dict[str, int] = {}
+        self.first = Attending(self.layers[self.depth]) if self.depth else None
+        self.place = f"{name}{self.depth}."
         self.limit, self.folder = limit, Path(folder) if folder else None
         self.below: list[nn.Module] = []
         #: number of outputs of each block that has run; 0 for a bare tensor
@@ -105,13 +115,20 @@ class FrozenPrefix:
             self._probe(next(iter(owners.values()))[0])
         if not self:
             return
+        self.parts = self._find_parts(next(iter(owners.values()))[0])
+        tokens = sum(int(examples.lengths.sum()) for examples, passes in owners.values() if passes >= 1)
+        if tokens * self.columns * self.dtype.itemsize > self.limit:
+            self.parts = {}
         remaining = self.limit
         for owner, (examples, passes) in owners.items():
-            size = int(examples.lengths.sum()) * self.width * self.dtype.itemsize
+            size = int(examples.lengths.sum()) * self.columns * self.dtype.itemsize
             self.budget[owner] = passes >= 1 and size <= remaining
             remaining -= size if self.budget[owner] else 0
         kept = [examples for owner, (examples, _) in owners.items() if self.budget[owner] and len(examples)]
         wrong = self._differs(kept) if kept else ""
+        if wrong and self.parts:
+            self.parts = {}
+            wrong = self._differs(kept)
         if wrong:
             inner = getattr(self.model, "get_base_model", lambda: self.model)()
             logger.warning(
@@ -133,34 +150,86 @@ class FrozenPrefix:
             self.kept[owner] = self._compute(owner, examples)
         buffer, starts = self.kept[owner]
         device = next(self.model.parameters()).device
-        rows = [buffer[starts[i] : starts[i + 1]] for i in indices]
-        states = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
-        with self._bypass(states):
+        with self._bypass(
+            [piece.to(device) for piece in self._padded([buffer[starts[i] : starts[i + 1]] for i in indices])]
+        ):
             yield
 
+    @property
+    def columns(self) -> int:
+        """Numbers that are cached for a token."""
+        return self.width + sum(self.parts.values())
+
+    def _padded(self, rows: list[Tensor]) -> list[Tensor]:
+        """The states of a batch, and the outputs of ``parts``: each ``(samples, longest, width)``."""
+        pieces = zip(*(row.split([self.width, *self.parts.values()], -1) for row in rows))
+        return [nn.utils.rnn.pad_sequence(list(piece), batch_first=True) for piece in pieces]
+
     @contextlib.contextmanager
-    def _bypass(self, states: Tensor) -> Iterator[None]:
-        """A context in which the blocks below return their input, and the first trainable block receives ``states``.
+    def _bypass(self, pieces: list[Tensor]) -> Iterator[None]:
+        """A context in which the blocks below return their input, and the first trainable block receives ``pieces``:
+        its input, and what its modules ``parts`` return.
 
         ``forward`` is replaced on the instance, because no hook of torch can skip the computation of a module.
         ``_differs`` checks on samples that the model gives the same results.
         """
+
+        states, *outputs = pieces
 
         def give(module, args, kwargs):
             if args:
                 return (states, *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": states}
 
-        below = self.layers[: self.depth]
-        handle = self.layers[self.depth].register_forward_pre_hook(give, with_kwargs=True)
-        try:
-            for layer in below:
-                layer.forward = _passing(self.outputs.get(layer, 0))
+        first = self.layers[self.depth]
+        with contextlib.ExitStack() as stack:
+            stack.callback(first.register_forward_pre_hook(give, with_kwargs=True).remove)
+            for layer in self.layers[: self.depth]:
+                stack.enter_context(instead(layer, _passing(self.outputs.get(layer, 0))))
+            for name, output in zip(self.parts, outputs, strict=True):
+                stack.enter_context(instead(first.get_submodule(name), giving(output)))
             yield
+
+    def _find_parts(self, examples) -> dict[str, int]:
+        """The modules of the first trainable block, and their widths, whose outputs never change: matrices of the base
+        that keys and values depend on, whose input is not trained. Queries are cheap where only few are read.
+
+        None on a GPU, which computes them faster than it receives them.
+        """
+        device = next(self.model.parameters()).device
+        changing, first = self.changing, self.first
+        if changing is None or first is None or device.type != "cpu":
+            return {}
+        found: dict[str, int] = {}
+        asked = {p: p.requires_grad for p in self.model.parameters()}
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in self.learns)
+
+        def base(name: str) -> bool:
+            module = first.layer.get_submodule(name)
+            weights = {f"{self.place}{name}.{n}": p for n, p in module.named_parameters()}
+            kept = all("base" in tags(n) and n not in changing for n in weights)
+            return kept and any(p.ndim > 1 for p in weights.values())
+
+        def probe(states: Tensor, given: Mapping[str, Any]) -> None:
+            needed, _ = first.needed(states, given)
+            outputs, _ = first.modules_on_the_way(states.detach(), given)
+            frozen = outermost(
+                name
+                for name, t in outputs.items()
+                if not t.requires_grad and t.ndim == 3 and t.dtype == self.dtype and base(name)
+            )
+            within = [n for n in frozen if any(f"{n}.".startswith(f"{other}.") for other in needed)]
+            found.update({n: outputs[n].shape[-1] for n in within})
+
+        try:
+            self._hidden(examples, np.arange(1), probe)
+        except Exception as error:  # a model's code may raise any error for inputs that it does not expect
+            logger.debug("no keys and values are cached: %s", error)
         finally:
-            handle.remove()
-            for layer in below:
-                layer.__dict__.pop("forward", None)
+            for parameter, was in asked.items():
+                parameter.requires_grad_(was)
+        return found
 
     @torch.no_grad()
     def _probe(self, examples) -> None:
@@ -208,14 +277,14 @@ class FrozenPrefix:
         try:
             rows = [self._hidden(examples, np.array([i]))[0] for i in chosen]
             for row, i in zip(rows, chosen):
-                if row.shape != (lengths[i], self.width):
+                if row.shape != (lengths[i], self.columns):
                     return f"the states of {lengths[i]} tokens have shape {tuple(row.shape)}"
-            states = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            pieces = self._padded(rows)
             for training in (False, True):
                 self.model.train(training)
                 self.eval_below()
                 plain = self._ends(batch)
-                with self._bypass(states):
+                with self._bypass(pieces):
                     ends = self._ends(batch)
                 for what, a, b in zip(("logits", "states"), plain, ends):
                     difference, scale = float((a - b).abs().max()), float(a.abs().max())
@@ -245,8 +314,12 @@ class FrozenPrefix:
         return [t[real].float() if t.ndim == 3 else t.float() for t in (logits, last_states[0])]
 
     @torch.no_grad()
-    def _hidden(self, examples, indices: np.ndarray) -> Tensor:
-        """The input of the first trainable block for a batch, ``(len(indices), longest, width)``, without dropout.
+    def _hidden(self, examples, indices: np.ndarray, use: Callable | None = None) -> Tensor:
+        """The input of the first trainable block for a batch and the outputs of ``parts``, without dropout:
+        ``(len(indices), longest, columns)``.
+
+        Args:
+            use: called with the block's input and its other arguments.
 
         Raises:
             _Unused: that block does not run, or receives no ``hidden_states``.
@@ -254,8 +327,15 @@ class FrozenPrefix:
         inputs: list[Tensor | None] = []
 
         def catch(module, args, kwargs):
-            inputs.append(args[0] if args else kwargs.get("hidden_states"))
-            raise _Enough
+            states = args[0] if args else kwargs.get("hidden_states")
+            inputs.append(states)
+            if self.first is not None and (self.parts or use):
+                states, given = self.first.arguments(args, kwargs)
+                if use:
+                    use(states, given)
+                outputs = self.first.modules_on_the_way(states, given)[0]
+                inputs[0] = torch.cat([states, *(outputs[name].detach() for name in self.parts)], -1)
+            raise Enough
 
         device = next(self.model.parameters()).device
         batch = {k: v.to(device) for k, v in examples.batch(indices).items() if k != "labels"}
@@ -263,7 +343,7 @@ class FrozenPrefix:
         self.model.eval()
         hook = self.layers[self.depth].register_forward_pre_hook(catch, with_kwargs=True)
         try:
-            with contextlib.suppress(_Enough):
+            with contextlib.suppress(Enough):
                 self.model(**batch)
         finally:
             hook.remove()
@@ -282,7 +362,7 @@ class FrozenPrefix:
         return self._filled(owner, examples, starts), starts
 
     def _filled(self, owner: str, examples, starts: np.ndarray) -> Tensor:
-        lengths, shape, dtype = examples.lengths, (int(starts[-1]), self.width), self.dtype
+        lengths, shape, dtype = examples.lengths, (int(starts[-1]), self.columns), self.dtype
         if self.folder is None:
             buffer = torch.empty(shape, dtype=dtype)
         else:
@@ -306,13 +386,19 @@ class FrozenPrefix:
                 for part in (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
                 for name, tensor in part
             }
+            if self.parts:
+                tensors |= {
+                    name: tensor
+                    for name, tensor in self.model.named_parameters()
+                    if name.startswith(self.place) and "base" in tags(name) and name not in (self.changing or ())
+                }
             device = next(self.model.parameters()).device
             inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()
             config = {k: v for k, v in inner.config.to_dict().items() if k != "_name_or_path"}
             self._below = {
                 "weights": digest(tensors),
                 "model": [type(inner).__name__, self.depth, config],
-                "modules": [type(module).__name__ for module in self.below],
+                "modules": [type(module).__name__ for module in self.below] + list(self.parts),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
                 "threads": torch.get_num_threads(),
                 "together": COMPUTED_TOGETHER,
@@ -359,7 +445,3 @@ def _reserve(path: Path, size: int) -> None:
 
 class _Unused(Exception):
     """The model does not use its blocks for these data."""
-
-
-class _Enough(Exception):
-    """Ends a forward pass when the states are available."""

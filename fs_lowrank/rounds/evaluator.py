@@ -79,7 +79,8 @@ class Evaluator:
     def score(self, examples: Examples | ImageExamples, owner: str) -> dict[str, float]:
         """Metrics of the model as it is, on ``examples``; ``owner`` is their name in the cache of frozen layers."""
         size = self.config.eval.batch_size or self.config.dataloader.batch_size
-        return evaluate(self.site.model, examples, size, owner=owner, prefix=self.site.prefix)
+        site = self.site
+        return evaluate(site.model, examples, size, owner=owner, prefix=site.prefix, reads=site.reads)
 
     def on_test(self) -> dict[str, Any]:
         """What a classifier, as it is, predicts for the test set.
@@ -88,8 +89,9 @@ class Evaluator:
             ``confusion``, numbers of samples by true class (rows) and predicted class (columns); ``clients``: by
             client, ``acc`` of the same predictions on its share of the test set, and its number of ``samples``.
         """
-        size, test = self.config.eval.batch_size or self.config.dataloader.batch_size, self.site.held_out()["test"]
-        found = predictions(self.site.model, test, size, owner="test", prefix=self.site.prefix)
+        site, test = self.site, self.site.held_out()["test"]
+        size = self.config.eval.batch_size or self.config.dataloader.batch_size
+        found = predictions(site.model, test, size, owner="test", prefix=site.prefix, reads=site.reads)
         labels, classes = np.asarray(test.labels), len(self.site.data.label_names)
         pairs = np.bincount(labels * classes + found, minlength=classes**2)
         shares = {c.id: rows for c, rows in zip(self.site.clients, self.site.data.test_shares) if len(rows)}

@@ -23,6 +23,7 @@ from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.frozen import FrozenPrefix
 from ..models.names import is_statistic, tags
+from ..models.reads import OnlyRead
 from ..models.states import SharedStates, shared_folder
 from ..runs.environment import model_fingerprint
 from ..seeds import derive
@@ -113,6 +114,10 @@ class Site:
         self._spent: dict[int, Spent] = {}
         self.parameters = {"total": total, "trainable": max(self._trained_by(c.id) for c in self.clients)}
         self.prefix = self.frozen_prefix(self.model, self.owners())
+        self.reads = None
+        if config.train.only_read == "auto" and not config.is_vision:
+            self.reads = OnlyRead(self.model)
+            self.reads.check(max(self.data.clients[:20], key=lambda examples: len(np.unique(examples.lengths[:100]))))
 
     def plain_model(self) -> nn.Module:
         """The model before the method puts anything on it; the same at every call."""
@@ -208,9 +213,14 @@ class Site:
             limit=train.cache_frozen_bytes * share if train.cache_frozen == "auto" else 0,
             folder=train.cache_frozen_dir or None,
             shared=SharedStates(shared_folder(), train.cache_frozen_shared),
+            changing=self.method.changed_base(model),
         )
         prefix.plan(owners)
         return prefix if prefix else None
+
+    def reads_of(self, model: nn.Module) -> OnlyRead | None:
+        """``reads`` for ``model``: the site's own, or a copy of it."""
+        return self.reads if self.reads is None or model is self.model else self.reads.like(model)
 
     def owners(self) -> dict[str, tuple[Examples | ImageExamples, float]]:
         """Name -> (examples, number of passes over them in the run), for ``FrozenPrefix.plan``."""
@@ -257,8 +267,10 @@ class Site:
             load_tensors(model, kept[0])
             result, seconds = LocalResult(**kept[1]["result"]), kept[1]["seconds"]
         else:
+            reads = self.reads_of(model)
+            owner = f"client {client.id}"
             result = train_client(
-                model, examples, phases, config, owner=f"client {client.id}", prefix=prefix, lr=lr, seed=seed
+                model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
             )
             seconds = time.perf_counter() - started
             if reuse and key:

@@ -33,7 +33,17 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
         ("model.use_bias", "data.transform", "data.val_transform", "data.test_transform"),
     )
     cache = ("train.cache_frozen_bytes", "train.cache_frozen_dir")
-    yield not vision, f"it is for text, and {model}", ("llm.tok_len", "train.frozen_dropout", *cache)
+    yield (
+        not vision,
+        f"it is for text, and {model}",
+        (
+            "llm.tok_len",
+            "train.frozen_dropout",
+            "train.only_read",
+            "train.blocks",
+            *cache,
+        ),
+    )
     yield vision or config.train.cache_frozen != "off", "train.cache_frozen is off", cache
     yield (
         config.llm.adapter.use is not False or config.federate.method not in framework.WITH_ADAPTERS,

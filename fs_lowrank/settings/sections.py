@@ -183,7 +183,8 @@ class Train:
     is_enable_half: bool = key(False)
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
-    #: ours: cache the outputs of the frozen layers below the first adapter. YAML reads a bare ``off`` as False
+    #: ours: cache the outputs of the frozen layers below the first adapter, and its keys and values. YAML reads a bare
+    #: ``off`` as False
     cache_frozen: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)
     #: maximum size of the cache in bytes
     cache_frozen_bytes: float = key(4e9, min=0.0, result=False)
@@ -191,7 +192,12 @@ class Train:
     cache_frozen_dir: str = key("", result=False)
     #: maximum size on disk, in bytes, of what is kept for other runs (``fs-lowrank cache``); 0: nothing is
     cache_frozen_shared: float = key(8e9, min=0.0, result=False)
-    #: dropout in those layers; False allows caching
+    #: compute the last layer's queries and feed-forward only for the positions that the loss reads
+    only_read: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)
+    #: blocks of samples of similar length that a batch is computed in, against padding; 0, written ``auto``, is as many
+    #: as save more than they cost
+    blocks: int = key(0, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
+    #: dropout in the layers of the cache; False allows caching
     frozen_dropout: bool = key(False)
 
 

@@ -8,15 +8,23 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..data.examples import IGNORED_LABEL
 from ..models.frozen import FrozenPrefix
-from .local import to_device
+from ..models.reads import OnlyRead
+from .local import label_logits, shortcuts, to_device
 
 #: sum of the losses, correct predictions, and number of predictions of one batch
 BatchScore = tuple[float, int, int]
 
 
 def evaluate(
-    model: nn.Module, examples, batch_size: int, *, owner: str = "", prefix: FrozenPrefix | None = None
+    model: nn.Module,
+    examples,
+    batch_size: int,
+    *,
+    owner: str = "",
+    prefix: FrozenPrefix | None = None,
+    reads: OnlyRead | None = None,
 ) -> dict[str, float]:
     """Mean loss and accuracy over ``examples``.
 
@@ -26,7 +34,7 @@ def evaluate(
         ``loss`` and ``acc``. For a classifier both are per sample; for a causal LM per predicted token
         (positions with label -100 are ignored).
     """
-    return mean_scores(batch_scores(model, examples, batch_size, owner=owner, prefix=prefix))
+    return mean_scores(batch_scores(model, examples, batch_size, owner=owner, prefix=prefix, reads=reads))
 
 
 def mean_scores(scores: Iterable[BatchScore]) -> dict[str, float]:
@@ -38,21 +46,34 @@ def mean_scores(scores: Iterable[BatchScore]) -> dict[str, float]:
 
 
 def batch_scores(
-    model: nn.Module, examples, batch_size: int, *, owner: str = "", prefix: FrozenPrefix | None = None
+    model: nn.Module,
+    examples,
+    batch_size: int,
+    *,
+    owner: str = "",
+    prefix: FrozenPrefix | None = None,
+    reads: OnlyRead | None = None,
 ) -> list[BatchScore]:
     """The scores of each batch of ``batch_size``, the longest samples first."""
     scores = []
-    for logits, labels in _outputs(model, examples, batch_size, owner, prefix):
+    for logits, labels in _outputs(model, examples, batch_size, owner, prefix, reads):
         loss = float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
         scores.append((loss, int((logits.argmax(-1) == labels).sum()), len(labels)))
     return scores
 
 
 def predictions(
-    model: nn.Module, examples, batch_size: int, *, owner: str = "", prefix: FrozenPrefix | None = None
+    model: nn.Module,
+    examples,
+    batch_size: int,
+    *,
+    owner: str = "",
+    prefix: FrozenPrefix | None = None,
+    reads: OnlyRead | None = None,
 ) -> np.ndarray:
     """The class that a classifier predicts for each of ``examples``, int64 ``(n,)``."""
-    found = [logits.argmax(-1).cpu().numpy() for logits, _ in _outputs(model, examples, batch_size, owner, prefix)]
+    outputs = _outputs(model, examples, batch_size, owner, prefix, reads)
+    found = [logits.argmax(-1).cpu().numpy() for logits, _ in outputs]
     predicted = np.empty(len(examples), dtype=np.int64)
     predicted[np.argsort(-examples.lengths, kind="stable")] = np.concatenate(found)
     return predicted
@@ -60,7 +81,7 @@ def predictions(
 
 @torch.no_grad()
 def _outputs(
-    model: nn.Module, examples, batch_size: int, owner: str, prefix: FrozenPrefix | None
+    model: nn.Module, examples, batch_size: int, owner: str, prefix: FrozenPrefix | None, reads: OnlyRead | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits in float32 and labels of what counts in each batch, the longest samples first."""
     model.eval()
@@ -68,14 +89,8 @@ def _outputs(
     order = np.argsort(-examples.lengths, kind="stable")
     for start in range(0, len(order), batch_size):
         indices = order[start : start + batch_size]
-        batch = to_device(examples.batch(indices), device)
-        labels = batch.pop("labels")
-        if prefix is None:
-            logits = model(**batch).logits
-        else:
-            with prefix.states(owner, examples, indices):
-                logits = model(**batch).logits
-        if labels.ndim == 2:
-            logits, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
-        kept = labels != -100
+        batch = examples.batch(indices)
+        with shortcuts(prefix, reads, owner, examples, indices, batch):
+            logits, labels = label_logits(model, to_device(batch, device))
+        kept = labels != IGNORED_LABEL
         yield logits[kept].float(), labels[kept]

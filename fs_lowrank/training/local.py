@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -10,11 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..data.examples import IGNORED_LABEL
 from ..methods import Phase
 from ..models.frozen import FrozenPrefix
 from ..models.names import tags
+from ..models.reads import OnlyRead
 from ..seeds import derive
 from ..settings import Settings
+from .blocks import Blocks
 from .optimizer import make_optimizer
 
 if TYPE_CHECKING:
@@ -100,23 +105,43 @@ def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]
     return chosen
 
 
-def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The mean loss of the model on a batch.
+def label_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of a batch that have a label, and the labels: of samples, or of a causal LM's positions.
 
-    The head of a causal LM is wide, so it is applied only to positions with a label, which gives the same loss.
+    The head of a causal LM is wide, so it is applied only to these positions.
     """
-    if batch["labels"].ndim == 1 or getattr(model.config, "output_router_logits", False):
-        return model(**batch).loss  # a mixture of experts adds its own loss
     inputs = {k: v for k, v in batch.items() if k != "labels"}
+    if batch["labels"].ndim == 1:
+        return model(**inputs).logits, batch["labels"]
     following = batch["labels"][:, 1:]
-    labelled = following != -100
+    labelled = following != IGNORED_LABEL
     head: nn.Module = cast("PreTrainedModel", model).get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, args: (args[0][:, :-1][labelled],))
     try:
-        logits = model(**inputs).logits
+        return model(**inputs).logits, following[labelled]
     finally:
         hook.remove()
-    return nn.functional.cross_entropy(logits.float(), following[labelled])
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean loss of the model on a batch."""
+    if batch["labels"].ndim == 1 or getattr(model.config, "output_router_logits", False):
+        return model(**batch).loss  # a mixture of experts adds its own loss
+    logits, labels = label_logits(model, batch)
+    return nn.functional.cross_entropy(logits.float(), labels)
+
+
+@contextlib.contextmanager
+def shortcuts(
+    prefix: FrozenPrefix | None, reads: OnlyRead | None, owner: str, examples, indices: np.ndarray, batch: dict
+) -> Iterator[None]:
+    """A context for one forward pass of a batch that computes neither what is kept nor what is not read."""
+    with contextlib.ExitStack() as stack:
+        if prefix is not None:
+            stack.enter_context(prefix.states(owner, examples, indices))
+        if reads is not None:
+            stack.enter_context(reads.reading(batch))
+        yield
 
 
 def train_client(
@@ -129,6 +154,7 @@ def train_client(
     seed: int,
     owner: str = "",
     prefix: FrozenPrefix | None = None,
+    reads: OnlyRead | None = None,
 ) -> LocalResult:
     """Train ``model`` in place on one client's examples.
 
@@ -142,6 +168,7 @@ def train_client(
         lr: learning rate of this round. seed: for the order of the data, dropout, and augmentation of images.
         owner: key of the examples in the cache ``prefix``.
         prefix: cache of the hidden states below the first trainable layer (``models.frozen``).
+        reads: computes the last layer for the positions that are read only (``models.reads``).
     """
     device = next(model.parameters()).device
     order, augment = np.random.default_rng(seed), np.random.default_rng(derive(seed, "augment"))
@@ -149,7 +176,7 @@ def train_client(
     model.train()
     if prefix is not None:
         prefix.eval_below()
-    settings = config.train.optimizer
+    settings, blocks = config.train.optimizer, Blocks(model, examples, config.train.blocks)
     total, steps, samples = torch.zeros((), device=device), 0, 0
     for phase in phases:
         parameters = set_trainable(model, phase.train)
@@ -157,16 +184,16 @@ def train_client(
         batches_per_step, pending = config.grad.grad_accum_count, 0
         duration = config.train.local_update_steps if phase.steps is None else phase.steps
         for indices in _batches(len(examples), config, duration, order):
-            batch = to_device(examples.batch(indices, augment), device)
-            if prefix is None:
-                loss = loss_of(model, batch)
-            else:
-                with prefix.states(owner, examples, indices):
-                    loss = loss_of(model, batch)
-            total += loss.detach()
-            if phase.penalty is not None:
-                loss = loss + phase.penalty(model)
-            (loss / batches_per_step if batches_per_step > 1 else loss).backward()
+            penalty = phase.penalty
+            for part, share, masks in blocks.of(indices):
+                batch = examples.batch(part, augment)
+                with shortcuts(prefix, reads, owner, examples, part, batch), masks() if masks else nullcontext():
+                    loss = loss_of(model, to_device(batch, device))
+                loss = share * loss if share != 1 else loss
+                total += loss.detach()
+                if penalty is not None:
+                    loss, penalty = loss + penalty(model), None
+                (loss / batches_per_step if batches_per_step > 1 else loss).backward()
             pending, steps, samples = pending + 1, steps + 1, samples + len(indices)
             if pending == batches_per_step:
                 _step(optimizer, parameters, config)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmark.speed import __main__ as runner
-from benchmark.speed import clients, frozen_cache, overhead, race, server_step, vision
+from benchmark.speed import clients, frozen_cache, only_read, overhead, race, server_step, vision
 from fs_lowrank import load_config
 
 #: layers that are not square, and an odd number of modules
@@ -44,6 +44,12 @@ def test_cached_states_give_the_same_losses_and_tensors(kind, request):
     found = frozen_cache.measure(config, samples=12, repeats=1)
     assert found["loss_difference"] < 1e-5 and found["difference"] < 1e-5
     assert found["bytes_kept"] > 0
+
+
+@pytest.mark.parametrize("kind", ["settings", "causal_settings"])
+def test_what_is_not_read_changes_nothing(kind, request):
+    found = only_read.measure(load_config(request.getfixturevalue(kind), train__optimizer__type="SGD"), 12, 1)
+    assert found["used"] and found["difference"] < 1e-5
 
 
 def test_overhead_adds_up_and_removes_its_timers(settings):

@@ -10,9 +10,11 @@ import pytest
 import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoConfig, AutoModel
 
 import fs_lowrank
 from fs_lowrank.models import convolution
+from fs_lowrank.models.adapters import layer_stack
 
 
 class Net(nn.Module):
@@ -51,10 +53,36 @@ def test_a_module_s_forward_can_be_replaced_on_the_instance():
     layer.forward = lambda x: x
     x = torch.ones(1, 2)
     assert torch.equal(layer(x), x), (
-        "fs_lowrank/models/frozen.py replaces forward on the instance, which torch no longer calls"
+        "fs_lowrank/models/frozen.py and reads.py replace forward on the instance, which torch no longer calls"
     )
     del layer.forward
     assert not torch.equal(layer(x), x)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "llama", "qwen2", "gpt2"])
+def test_a_layer_hands_keys_and_values_to_the_cache_that_it_is_given(kind):
+    place = "fs_lowrank/models/reads.py computes the last layer for what is read by a cache of its own"
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(kind, num_hidden_layers=1))
+    layer = layer_stack(model)[1][0]
+    takes = inspect.signature(layer.forward).parameters
+    assert "hidden_states" in takes, f"{place}; a {type(layer).__name__}'s input has another name now"
+    assert "past_key_values" in takes, f"{place}; a {type(layer).__name__} takes it by another name now"
+    causal = [m.is_causal for m in layer.modules() if hasattr(m, "is_causal")]
+    assert causal == [kind not in ("bert", "roberta")], f"{place}; attention says by another name if it is causal"
+
+    class Cache:
+        def update(self, keys, values, *_, **__):
+            assert keys.shape[2] == values.shape[2] == 5, f"{place}; keys have another form now"
+            raise KeyboardInterrupt
+
+    states = torch.zeros(2, 5, model.config.hidden_size, device="meta")
+    turns = {}
+    if hasattr(model, "rotary_emb"):
+        turns = {"position_embeddings": model.rotary_emb(states, torch.arange(5, device="meta")[None])}
+    with pytest.raises(KeyboardInterrupt):
+        layer(states, attention_mask=None, past_key_values=Cache(), **turns)
+        pytest.fail(f"{place}; a {type(layer).__name__} does not call its update now")
 
 
 #: names with an underscore that are documented: ``os._exit`` and a method of named tuples

@@ -147,6 +147,87 @@ def test_states_in_half_precision(tiny_encoder):
         torch.testing.assert_close(kept, model(**inputs).logits, atol=0.05, rtol=0.05)
 
 
+# -- keys and values of the first trained layer --------------------------------------------------------
+
+
+def with_parts(kind, layers, changing=(), limit=1e9, modules=None):
+    causal, place = kind
+    torch.manual_seed(0)
+    loader = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
+    model = loader.from_pretrained(str(place))
+    modules = modules or (("q_proj", "v_proj") if causal else ("query", "value"))
+    model = add_adapter(model, AdapterSpec(r=2, lora_dropout=0.2, target_modules=modules, layers=layers), seed=0).eval()
+    for n, parameter in model.named_parameters():
+        if "lora_B" in n:
+            torch.nn.init.normal_(parameter, std=0.3)
+    data = examples(causal=causal)
+    prefix = FrozenPrefix(model, {"adapter", "head"}, limit, changing=changing)
+    prefix.plan({"a": (data, 5)})
+    return model, data, prefix
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (2,)])
+def test_keys_and_values_before_the_adapter_are_kept(kind, layers):
+    model, data, prefix = with_parts(kind, layers)
+    own = "self_attn.k_proj", "self_attn.v_proj.base_layer"
+    own = own if kind[0] else ("attention.self.key", "attention.self.value.base_layer")
+    assert tuple(prefix.parts) == own
+    ran = []
+    for name in own:
+        prefix.layers[prefix.depth].get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
+    gradients = []
+    for kept in (True, False):
+        model.train()
+        prefix.eval_below()
+        model.zero_grad()
+        torch.manual_seed(3)
+        prefix.budget["a"] = kept
+        with prefix.states("a", data, np.array([4, 0, 7])):
+            loss = model(**data.batch(np.array([4, 0, 7]))).loss
+        loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert prefix.kept["a"][0].shape[1] == 32 + sum(prefix.parts.values())
+    assert gradients[0].keys() == gradients[1].keys() and gradients[0]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "modules, kept",
+    [
+        (("query",), ["key", "value"]),
+        (("key", "value"), ["key.base_layer", "value.base_layer"]),
+        (("output.dense",), ["key", "value"]),
+    ],
+)
+def test_what_is_kept_follows_from_what_trains(tiny_encoder, modules, kept):
+    _, _, prefix = with_parts((False, tiny_encoder), (2,), modules=modules)
+    assert list(prefix.parts) == [f"attention.self.{name}" for name in kept]
+
+
+def test_a_base_weight_that_changes_is_not_kept(tiny_encoder):
+    name = "base_model.model.bert.encoder.layer.2.attention.self.value.base_layer.weight"
+    model, _, prefix = with_parts((False, tiny_encoder), (2,), changing=[name])
+    assert name in dict(model.named_parameters()) and list(prefix.parts) == ["attention.self.key"]
+
+
+def test_keys_and_values_are_kept_only_where_all_fit(tiny_encoder):
+    tokens = int(examples().lengths.sum())
+    assert with_parts((False, tiny_encoder), (2,), limit=tokens * 96 * 4)[2].parts
+    model, data, prefix = with_parts((False, tiny_encoder), (2,), limit=tokens * 96 * 4 - 1)
+    assert not prefix.parts and prefix.budget == {"a": True}
+
+
+def test_keys_and_values_of_other_weights_have_another_name(tiny_encoder):
+    keys = set()
+    for change in (None, "attention.self.key.weight", "attention.self.value.lora_A.default.weight"):
+        model, data, prefix = with_parts((False, tiny_encoder), (2,))
+        if change:
+            prefix.layers[2].get_parameter(change).data.add_(0.1)
+        keys.add(prefix._key(data))
+    assert len(keys) == 2
+
+
 # -- architectures -------------------------------------------------------------------------------------
 
 _SIZES = {

@@ -62,8 +62,12 @@ class LowRank:
             return {}
         size = config.eval.batch_size or config.dataloader.batch_size
         # The site's cache knows the whole held-out sets, not the clients' shares of them.
-        prefix = self.session.site.prefix if self.number == 0 else None
-        result = self.results[split] = evaluate(self.ctx.model, examples, size, owner=split, prefix=prefix)
+        prefix, reads = (
+            self.session.site.prefix if self.number == 0 else None,
+            self.session.site.reads_of(self.ctx.model),
+        )
+        result = evaluate(self.ctx.model, examples, size, owner=split, prefix=prefix, reads=reads)
+        self.results[split] = result
         loss, total = result["loss"], len(examples)
         metrics = {f"{split}_loss": loss * total, f"{split}_avg_loss": loss, f"{split}_total": total}
         # The framework accepts no metric that is not in eval.metrics.

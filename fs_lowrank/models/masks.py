@@ -1,0 +1,71 @@
+"""Dropout of a part of a batch as of the whole batch, so that what is not computed does not change what is drawn.
+
+A mask is drawn in the shape that it has for the whole batch, and the rows and positions that are computed are taken
+from it. So the random numbers are the same, and results with dropout are equal but for rounding. The exception is the
+dropout of attention on a GPU, whose kernels draw in an order of their own: there it is equal in distribution only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+#: attributes of modules of transformers and PEFT that are a probability, or one by the adapter's name
+_NUMBERS = ("attention_dropout", "rank_dropout", "module_dropout")
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether a module of ``model`` applies dropout now: by a module, or by a number (attention, LoHa and LoKr)."""
+    for module in model.modules():
+        given = [vars(module).get(name, 0) for name in _NUMBERS] if module.training else []
+        numbers = [n for value in given for n in (value.values() if isinstance(value, dict) else [value])]
+        if any(numbers) or module.training and isinstance(module, nn.Dropout) and module.p > 0:
+            return True
+    return False
+
+
+def draw(shape: tuple[int, ...], like: Tensor, p: float) -> Tensor:
+    """What dropout multiplies values of ``shape`` with: 0 or 1 / (1 - p)."""
+    return dropout(like.new_ones(shape), p)
+
+
+class Masks(TorchFunctionMode):
+    """A context in which dropout multiplies with what ``mask`` gives.
+
+    Args:
+        mask: from the values and the probability; None for the mask that dropout draws itself.
+    """
+
+    def __init__(self, mask: Callable[[Tensor, float], Tensor | None]):
+        super().__init__()
+        self.mask = mask
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is dropout:
+            return self._dropout(*args, **kwargs)
+        if func is scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0 and args[0].device.type == "cpu":
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        mask = self.mask(values, p) if training and p > 0 else None
+        return dropout(values, p, training, inplace) if mask is None else values * mask
+
+    def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_) -> Tensor:
+        """What ``scaled_dot_product_attention`` computes on a processor, by its definition."""
+        # transformers passes the heads that share a key as positions if there is a single position.
+        single = attn_mask is not None and attn_mask.shape[-2] == 1 and query.shape[1] == key.shape[1]
+        q = query.flatten(1, 2).unsqueeze(2) if single else query
+        key, value = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (key, value))
+        scores = q @ key.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None:
+            blocks = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if blocks else scores + attn_mask
+        return (self._dropout(scores.softmax(-1), dropout_p) @ value).reshape(*query.shape[:-1], value.shape[-1])

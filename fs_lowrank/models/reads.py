@@ -1,0 +1,419 @@
+"""The last layer computed for the positions that the loss reads.
+
+A classifier reads one position of the last layer's output, and an answer's loss the positions of the answer. For these
+the last layer needs the keys and values of all positions, but queries, output projection and feed-forward only of the
+positions that are read.
+
+The layer's own code runs twice. The first pass has all positions and ends where attention hands its keys and values to
+the cache that transformers' layers take for generating text. The second has the positions that are read, gets these
+keys and values from the cache, and takes over what the first pass computed. Its output is put back into its positions,
+and the others are zeros, which nobody reads. So no code here is for one family of models; the layers of BERT, RoBERTa,
+Llama, Qwen2, GPT-2 and others take such a cache. Queries are not computed in the first pass, except where they come
+from the same matrix as keys and values (GPT-2). Before use, results and gradients are compared on a few samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import say_once
+from .adapters import layer_stack
+from .masks import Masks, draw, draws
+
+#: of a batch's positions so many may be read at most; with more, two passes save nothing
+_MOST = 0.75
+#: number of samples in the comparison
+_TRIED = 4
+#: names of the norm that follows the layers in transformers' models
+_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+#: names of the layers' argument for the cache
+_CACHES = ("past_key_values", "layer_past")
+#: the label of a token without loss
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of a batch of ``(samples, length)`` that are read.
+
+    Attributes:
+        index: for each sample the positions to compute, ``(samples, most)``; with those of the sample with most of
+            them, so that samples with fewer have some that are not read.
+        rows: the read ones in the flattened batch. filled: the same in the flattened ``index``.
+    """
+
+    length: int
+    index: Tensor
+    rows: Tensor
+    filled: Tensor
+
+    @classmethod
+    def of(cls, read: Tensor, device: torch.device) -> Positions:
+        """From a mask, bool ``(samples, length)``."""
+        counts = read.sum(1, keepdim=True)
+        most = int(counts.max())
+        index = torch.argsort((~read).byte(), dim=1, stable=True)[:, :most]
+        filled = torch.arange(most, device=read.device) < counts
+        flat = (mask.flatten().nonzero().squeeze(1) for mask in (read, filled))
+        index, rows, filled = (t.to(device, non_blocking=True) for t in (index, *flat))
+        return cls(read.shape[1], index, rows, filled)
+
+    def take(self, values: Tensor, at: int = 1) -> Tensor:
+        """What ``values``, ``(samples or 1, …)``, have at these positions; ``at``: their side for the positions."""
+        if values.shape[at] == 1 and self.length > 1:
+            return values  # the same for all positions
+        index = self.index.view(len(self.index), *[1] * (at - 1), -1, *[1] * (values.ndim - at - 1))
+        sides = (len(self.index), *values.shape[1:at], index.shape[at], *values.shape[at + 1 :])
+        return values.expand(len(self.index), *values.shape[1:]).gather(at, index.expand(sides))
+
+    def put_back(self, values: Tensor) -> Tensor:
+        """``values`` at these positions of ``(samples, length, width)``, and zeros elsewhere."""
+        samples, _, width = values.shape
+        flat = values.new_zeros(samples * self.length, width)
+        return flat.index_copy(0, self.rows, values.flatten(0, 1)[self.filled]).view(samples, self.length, width)
+
+    def masks(self) -> Masks:
+        """Dropout with the masks of all positions."""
+        samples, most = self.index.shape
+
+        def mask(values: Tensor, p: float) -> Tensor | None:
+            at = values.ndim // 2
+            if values.ndim not in (3, 4) or (values.shape[0], values.shape[at]) != (samples, most):
+                return None
+            sides = (*values.shape[:at], self.length, *values.shape[at + 1 :])
+            return self.take(draw(sides, values, p), at)
+
+        return Masks(mask)
+
+
+class Attending:
+    """A layer that can be run until attention hands its keys and values to the cache that it is given."""
+
+    def __init__(self, layer: nn.Module):
+        self.layer = layer
+        self.takes = inspect.signature(layer.forward)
+        #: the layer's argument for the cache; in some models it is among those that are passed on
+        self.cache = next((name for name in _CACHES if name in self.takes.parameters), _CACHES[0])
+
+    def arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """The layer's input, and its other arguments by name."""
+        given = dict(self.takes.bind(*args, **kwargs).arguments)
+        for name, parameter in self.takes.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given.pop("hidden_states"), given
+
+    def run(self, states: Tensor, given: Mapping[str, Any]) -> Cache:
+        """The cache with keys and values of all positions.
+
+        Raises:
+            Unused: the layer runs to its end without handing them out.
+        """
+        cache = Cache()
+        with contextlib.suppress(Enough):
+            self.layer.forward(states, **{**given, self.cache: cache})
+        if cache.kept is None:
+            raise Unused("its layers hand keys and values to no cache")
+        return cache
+
+    def modules_on_the_way(self, states: Tensor, given: Mapping[str, Any]) -> tuple[dict[str, Tensor], Cache]:
+        """By name the outputs, ``(samples, length, …)``, of all modules that ran, and the cache."""
+        outputs: dict[str, Tensor] = {}
+        hooks = [m.register_forward_hook(noting(outputs, name)) for name, m in self.layer.named_modules() if name]
+        try:
+            with torch.enable_grad():
+                cache = self.run(states, given)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {name: t for name, t in outputs.items() if t.shape[:2] == states.shape[:2]}, cache
+
+    def needed(self, states: Tensor, given: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Size]]:
+        """The outermost modules on the way that keys and values depend on, and the sides of the others' outputs."""
+        outputs, cache = self.modules_on_the_way(states.detach().requires_grad_(), given)
+        outputs = {name: t for name, t in outputs.items() if t.requires_grad}
+        outer = outermost(outputs)
+        with torch.enable_grad():
+            together = torch.stack([t.sum() for t in cache.kept or ()]).sum()
+        gradients = torch.autograd.grad(together, [outputs[n] for n in outer], allow_unused=True)
+        needed = [n for n, g in zip(outer, gradients) if g is not None]
+        return needed, {n: outputs[n].shape[2:] for n in outer if n not in needed}
+
+
+class OnlyRead:
+    """Computes the last layer of ``model`` for the positions that are read, once ``check`` has found it exact."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        stack = layer_stack(model)
+        self.layer = stack[1][-1] if stack else nn.Identity()
+        above = model.get_submodule(stack[0].rpartition(".")[0]) if stack else None
+        norms = [norm for name in _NORMS if isinstance(norm := getattr(above, name, None), nn.Module)]
+        #: the module after which the positions are put back
+        self.end = norms[0] if norms else self.layer
+        self.attending = Attending(self.layer)
+        self.causal = any(getattr(module, "is_causal", False) is True for module in self.layer.modules())
+        #: modules of the layer that the first pass computes, and those it need not -> their output's sides after the
+        #: first two; by name, as they are the same in a copy of the model
+        self.shared: tuple[str, ...] = ()
+        self.unneeded: dict[str, torch.Size] = {}
+        self.usable = False
+
+    def __bool__(self) -> bool:
+        return self.usable
+
+    def like(self, model: nn.Module) -> OnlyRead:
+        """The same for a copy of the model, which is not checked again."""
+        other = OnlyRead(model)
+        other.shared, other.unneeded, other.usable = self.shared, self.unneeded, self.usable
+        return other
+
+    def positions(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Which positions of a batch are read, bool ``(samples, length)``.
+
+        An encoder's classifier reads the first, a causal one the last that is not the padding token, by the rule of
+        transformers' models; for token labels, those before a token with a label.
+        """
+        ids, labels = batch["input_ids"], batch.get("labels")
+        read = torch.zeros_like(ids, dtype=torch.bool)
+        if labels is not None and labels.ndim == 2:
+            read[:, :-1] = labels[:, 1:] != _IGNORED
+            return read
+        last = torch.zeros_like(ids[:, 0])
+        if self.causal:
+            config: Any = self.model.config
+            pad = config.get_text_config().pad_token_id
+            count = torch.arange(ids.shape[1], device=ids.device)
+            last = last - 1 if pad is None else (count * (ids != pad)).argmax(1)
+        read[torch.arange(len(ids), device=ids.device), last] = True
+        return read
+
+    @contextlib.contextmanager
+    def reading(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context for one forward pass of ``batch``, with its labels; other positions of the output are zeros."""
+        read = self.positions(batch) if self else None
+        if read is None or not 0 < int(read.sum(1).max()) <= _MOST * read.shape[1]:
+            yield
+            return
+        with self._narrowed(Positions.of(read, next(self.model.parameters()).device)):
+            yield
+
+    @contextlib.contextmanager
+    def _narrowed(self, at: Positions) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+
+            def narrow(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+                states, given = self.attending.arguments(args, kwargs)
+                if states.shape[:2] != (len(at.index), at.length):
+                    raise Unused(f"its layers have {states.shape[1]} positions for {at.length} tokens")
+                drops = draws(layer)
+                cache, outputs = self._first_pass(states, given, drops)
+                for name, output in outputs.items():
+                    stack.enter_context(instead(layer.get_submodule(name), giving(at.take(output))))
+                if drops:
+                    stack.enter_context(at.masks())
+                second = {name: _taken(value, at) for name, value in given.items()}
+                if self.causal and second.get("attention_mask") is None:
+                    second["attention_mask"] = _causal_mask(at, states)
+                return (at.take(states),), {**second, self.attending.cache: cache}
+
+            hooks = [
+                self.layer.register_forward_pre_hook(narrow, with_kwargs=True),
+                self.layer.register_forward_hook(lambda *_: stack.close(), always_call=True),
+                self.end.register_forward_hook(lambda module, args, output: _put_back(output, at)),
+            ]
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+    def _first_pass(self, states: Tensor, given: Mapping[str, Any], drops: bool) -> tuple[Cache, dict[str, Tensor]]:
+        """Keys and values of all positions, and the outputs of the modules that were computed on the way to them.
+
+        Args:
+            drops: the layer applies dropout. Then modules that apply it are not left out, since they draw.
+        """
+        outputs: dict[str, Tensor] = {}
+        with contextlib.ExitStack() as stack:
+            for name in self.shared:
+                stack.callback(self.layer.get_submodule(name).register_forward_hook(noting(outputs, name)).remove)
+            for name, sides in self.unneeded.items():
+                module = self.layer.get_submodule(name)
+                if drops and draws(module):
+                    stack.callback(module.register_forward_hook(noting(outputs, name)).remove)
+                else:
+                    blank = states.new_zeros(()).expand(*states.shape[:2], *sides)
+                    stack.enter_context(instead(module, giving(blank)))
+            return self.attending.run(states, given), outputs
+
+    # -- before it is trusted --------------------------------------------------------------------------
+
+    def check(self, examples: Any) -> None:
+        """Compare results and gradients of a few of ``examples`` with the plain forward; use it if they are equal.
+
+        If not, a warning says so once. A padded batch is compared, and a sample alone, for which models make no mask.
+        Dropout is off, and modes of the model are restored.
+        """
+        lengths = examples.lengths
+        _, first = np.unique(lengths, return_index=True)
+        chosen = np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:_TRIED]
+        device = next(self.model.parameters()).device
+        modes = {m: m.training for m in self.model.modules()}
+        self.model.eval()
+        try:
+            wrong = self._differs([examples.batch(rows) for rows in (chosen, chosen[-1:])], device)
+        except Unused as error:
+            wrong = str(error)
+        except Exception as error:  # a model's code may raise any error for inputs that it does not expect
+            wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            for module, was in modes.items():
+                module.training = was
+        self.usable = not wrong
+        if wrong:
+            inner = getattr(self.model, "get_base_model", lambda: self.model)()
+            say_once(
+                f"train.only_read: the last layer of {type(inner).__name__} cannot be computed for some positions only "
+                f"({wrong}); it is computed for all"
+            )
+
+    def _differs(self, batches: list[dict[str, Tensor]], device: torch.device) -> str:
+        config: Any = self.model.config
+        if getattr(config, "output_router_logits", False):
+            return "its loss reads the routers' outputs of all positions"
+        for batch in batches:
+            inputs = {k: v.to(device) for k, v in batch.items() if k != "labels"}
+            if not self.shared:
+                self._probe(inputs)
+            read = self.positions(batch)
+            plain = self._results(inputs, read)
+            with self._narrowed(Positions.of(read, device)):
+                ours = self._results(inputs, read)
+            # Rounding errors of a layer; of gradients all together, because some of them are zero but for rounding.
+            for what, a, b in zip(("outputs", "gradients of the input", "gradients"), plain, ours):
+                allowed = max(1e-4, 8 * torch.finfo(next(self.model.parameters()).dtype).eps)
+                difference, scale = float((a - b).abs().max()), float(a.abs().max())
+                if not difference <= allowed * scale:  # NaN too
+                    return f"{what} up to {scale:.2g} differ by {difference:.2g}"
+        return ""
+
+    def _results(self, inputs: dict[str, Tensor], read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs of the read positions, and gradients of a fixed sum of them: of the layer's input, and parameters."""
+        entered: list[Tensor] = []
+
+        def enter(layer, args, kwargs):
+            states, given = self.attending.arguments(args, kwargs)
+            entered.append(states.detach().requires_grad_())
+            return (entered[0],), given
+
+        hook = self.layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        try:
+            with torch.enable_grad():
+                logits = self.model(**inputs).logits
+        finally:
+            hook.remove()
+        logits = (logits[read.to(logits.device)] if logits.ndim == 3 else logits).float()
+        weights = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
+        trained = [p for p in self.layer.parameters() if p.requires_grad]
+        of_input, *gradients = torch.autograd.grad((logits * weights).sum(), [entered[0], *trained], allow_unused=True)
+        flat = [g.flatten().float() for g in gradients if g is not None]
+        return logits.detach(), of_input.float(), torch.cat(flat) if flat else logits.new_zeros(1)
+
+    def _probe(self, inputs: dict[str, Tensor]) -> None:
+        """Find the modules that the first pass runs, and which of them keys and values do not depend on."""
+        found: list[tuple[list[str], dict[str, torch.Size]]] = []
+
+        def probe(layer, args, kwargs):
+            found.append(self.attending.needed(*self.attending.arguments(args, kwargs)))
+            raise Enough
+
+        hook = self.layer.register_forward_pre_hook(probe, with_kwargs=True)
+        try:
+            with contextlib.suppress(Enough):
+                self.model(**inputs)
+        finally:
+            hook.remove()
+        if not found:
+            raise Unused("its last layer does not run")
+        needed, self.unneeded = found[0]
+        self.shared = tuple(needed)
+
+
+def outermost(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that are not inside another."""
+    names = list(names)
+    return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+
+
+@contextlib.contextmanager
+def instead(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """A context in which ``module`` runs ``forward``, replaced on the instance: no hook of torch can skip a module."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = before
+
+
+class Cache:
+    """What a layer of transformers takes as ``past_key_values``: ends the first pass, and gives its keys afterwards."""
+
+    def __init__(self) -> None:
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.kept is None:
+            self.kept = keys, values
+            raise Enough
+        return self.kept
+
+
+def noting(outputs: dict[str, Tensor], name: str) -> Callable:
+    def note(module: nn.Module, args: tuple, output: Any) -> None:
+        if isinstance(output, Tensor):
+            outputs[name] = output
+
+    return note
+
+
+def giving(output: Tensor) -> Callable:
+    return lambda *args, **kwargs: output
+
+
+def _taken(value: Any, at: Positions) -> Any:
+    """An argument of the layer for the positions: masks ``(samples, heads, queries, keys)``, other tensors with a side
+    for positions, and pairs of such (cosine and sine)."""
+    if isinstance(value, tuple):
+        return tuple(_taken(v, at) for v in value)
+    return at.take(value, value.ndim // 2) if isinstance(value, Tensor) and value.ndim in (2, 3, 4) else value
+
+
+def _causal_mask(at: Positions, states: Tensor) -> Tensor:
+    """Added to scores: nothing for earlier positions and its own, the smallest number for later ones."""
+    later = torch.arange(at.length, device=states.device) > at.index[:, None, :, None]
+    return states.new_zeros(later.shape).masked_fill(later, torch.finfo(states.dtype).min)
+
+
+def _put_back(output: Any, at: Positions) -> Any:
+    return (at.put_back(output[0]), *output[1:]) if isinstance(output, tuple) else at.put_back(output)
+
+
+class Unused(Exception):
+    """The layer cannot be computed for some positions only; the message says why."""
+
+
+class Enough(Exception):
+    """Ends a forward pass when keys and values are there."""

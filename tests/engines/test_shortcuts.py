@@ -1,0 +1,85 @@
+"""Runs that compute only what the loss reads, in blocks of similar length, against runs that compute everything."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DistilBertConfig, DistilBertModel
+
+from fs_lowrank import load_config
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.errors import say_once
+
+OFF = {"train.only_read": "off", "train.blocks": 1}
+
+
+@pytest.fixture
+def make(settings, causal_settings, tmp_path, no_curves):
+    made = []
+
+    def make(task, keys):
+        made.append(task)
+        return LocalEngine(
+            load_config(
+                causal_settings if task == "causal" else settings,
+                {
+                    "federate.client_num": 3,
+                    "federate.total_round_num": 3,
+                    # Larger steps enlarge rounding: so does a change of the start by 1e-7.
+                    "train.optimizer": {"type": "SGD", "lr": 0.01},
+                    "outdir": str(tmp_path / f"run {len(made)}"),
+                    **keys,
+                },
+            )
+        )
+
+    return make
+
+
+METHODS = {
+    "rolora": {},
+    "flora": {"lowrank.ranks": [1, 3]},
+    "fedavg": {},
+    "fedhm": {},
+    "mfedloru": {},
+}
+
+
+@pytest.mark.parametrize(
+    "task, method", [*(("encoder", name) for name in METHODS), ("causal", "rolora"), ("causal", "fedavg")]
+)
+def test_the_same_run(make, task, method):
+    keys = {"federate.method": method, **METHODS[method]}
+    ours, plain = make(task, {**keys, "train.blocks": 3}), make(task, {**keys, **OFF})
+    assert ours.site.reads and plain.site.reads is None
+    for engine in (ours, plain):
+        engine.run()
+    assert ours.ledger.state.keys() == plain.ledger.state.keys()
+    for name, value in ours.ledger.state.items():
+        torch.testing.assert_close(value, plain.ledger.state[name], atol=1e-5, rtol=1e-5)
+    for a, b in zip(ours.keeper.history, plain.keeper.history, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+        assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
+
+
+def test_a_model_whose_last_layer_is_computed_for_all_positions(make, tiny_encoder, tmp_path, caplog):
+    folder = tmp_path / "distilbert"
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_encoder))
+    torch.manual_seed(0)
+    config = DistilBertConfig(vocab_size=len(tokenizer), dim=32, n_layers=2, n_heads=4, hidden_dim=48)
+    DistilBertModel(config).save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    keys = {
+        "model.type": f"{folder}@transformers",
+        "federate.total_round_num": 1,
+        "federate.method": "fedlora",
+        "llm.adapter.args": [{"r": 2, "modules": ["q_lin"]}],
+    }
+    say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "fs_lowrank"):
+        ours = make("encoder", keys)
+    assert "train.only_read: the last layer of DistilBertForSequenceClassification cannot be computed" in caplog.text
+    plain = make("encoder", {**keys, **OFF})
+    for engine in (ours, plain):
+        engine.run()
+    assert all(torch.equal(value, plain.ledger.state[n]) for n, value in ours.ledger.state.items())

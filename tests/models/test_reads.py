@@ -1,0 +1,345 @@
+"""The last layer for the positions that are read gives what the plain forward gives, with all gradients."""
+
+import contextlib
+import logging
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.pytorch_utils import Conv1D
+
+from fs_lowrank.data import Examples
+from fs_lowrank.errors import say_once
+from fs_lowrank.models.adapters import add_adapter
+from fs_lowrank.models.frozen import FrozenPrefix
+from fs_lowrank.models.reads import OnlyRead
+from fs_lowrank.settings import AdapterSpec
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    **{k: SIZES[k] for k in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},
+}
+#: name -> (sizes, all modules that can be adapted)
+FAMILIES = {
+    "bert": (SIZES, ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]),
+    "roberta": (SIZES, ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]),
+    "llama": (GROUPED, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    "qwen2": (GROUPED, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    "gpt2": (GPT2, ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]),
+}
+ENCODERS = ("bert", "roberta")
+CASES = [(name, "classes") for name in FAMILIES] + [(name, "answers") for name in FAMILIES if name not in ENCODERS]
+
+
+def settings_of(name, dropout):
+    if name in ENCODERS:
+        return {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    if name == "gpt2":
+        return {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return {"attention_dropout": dropout}
+
+
+def make(name, task, dropout=0.0, modules=None, lora_dropout=0.0, attention="sdpa", dtype=torch.float64, **spec):
+    torch.manual_seed(0)
+    loader = AutoModelForCausalLM if task == "answers" else AutoModelForSequenceClassification
+    sizes, every = FAMILIES[name]
+    config = AutoConfig.for_model(name, **sizes, **settings_of(name, dropout))
+    model = loader.from_config(config, attn_implementation=attention)
+    for parameter in model.parameters():  # larger than usual, so that every layer has its say
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    if modules != "base":
+        chosen = tuple(modules or every)
+        model = add_adapter(
+            model, AdapterSpec(r=2, lora_alpha=4, lora_dropout=lora_dropout, target_modules=chosen, **spec), seed=0
+        )
+        for n, parameter in model.named_parameters():
+            if "lora_B" in n:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval().to(dtype)
+
+
+def examples(task, lengths=(9, 4, 12, 7, 4, 15, 6), seed=0):
+    draw = np.random.default_rng(seed)
+    rows = [draw.integers(4, 40, n) for n in lengths]
+    if task == "classes":
+        return Examples({"input_ids": rows}, draw.integers(0, 2, len(rows)))
+    answers = [np.where(np.arange(n) < n - draw.integers(1, n // 2), -100, row) for n, row in zip(lengths, rows)]
+    return Examples({"input_ids": rows, "labels": answers})
+
+
+def flipped(batch):
+    """The same batch, padded on the left."""
+    lengths = batch["attention_mask"].sum(1).tolist()
+    return {
+        k: torch.stack([row.roll(row.shape[0] - n, 0) for row, n in zip(v, lengths)]) if v.ndim == 2 else v
+        for k, v in batch.items()
+    }
+
+
+def results(model, batch, context, training=False):
+    """Loss, logits that are read, and gradients."""
+    model.train(training)
+    model.zero_grad()
+    torch.manual_seed(5)
+    with context:
+        output = model(**batch)
+    loss, logits = output.loss, output.logits
+    loss.backward()
+    if logits.ndim == 3:
+        logits = logits[:, :-1][batch["labels"][:, 1:] != -100]
+    return loss, logits, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def equal(one, other, relative):
+    for a, b in ((one[0], other[0]), (one[1], other[1])):
+        assert (a - b).norm() <= relative * a.norm()
+    assert one[2].keys() == other[2].keys() and one[2]
+    # Some gradients are zero but for rounding, such as those of the keys' bias.
+    largest = max(g.norm() for g in one[2].values())
+    for name, gradient in one[2].items():
+        assert (gradient - other[2][name]).norm() <= relative * max(gradient.norm(), 0.1 * largest), name
+
+
+def checked(model, data):
+    reads = OnlyRead(model)
+    reads.check(data)
+    assert reads, "the plain forward is used"
+    return reads
+
+
+def count_rows(model, reads):
+    """How many positions each module of the last layer computes, from now on."""
+    rows = {}
+
+    def note(name):
+        return lambda module, args, output: rows.__setitem__(name, rows.get(name, 0) + args[0].shape[:-1].numel())
+
+    for name, module in reads.layer.named_modules():
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and "lora_" not in name:
+            module.register_forward_hook(note(name))
+    return rows
+
+
+# transformers' own attention without sdpa computes in single precision.
+@pytest.mark.parametrize("attention, dtype, relative", [("sdpa", torch.float64, 1e-9), ("eager", torch.float32, 1e-5)])
+@pytest.mark.parametrize("name, task", CASES)
+def test_equal_to_the_plain_forward(name, task, attention, dtype, relative):
+    model, data = make(name, task, attention=attention, dtype=dtype), examples(task)
+    reads = checked(model, data)
+    for batch in (data.batch(np.arange(7)), data.batch([1, 4]), data.batch([3]), flipped(data.batch(np.arange(7)))):
+        plain = results(model, batch, contextlib.nullcontext())
+        equal(plain, results(model, batch, reads.reading(batch)), relative)
+        with torch.no_grad(), reads.reading(batch):
+            logits = model(**batch).logits
+        if task == "classes":
+            torch.testing.assert_close(logits, plain[1])
+    assert not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name, task", CASES)
+def test_equal_in_single_precision(name, task):
+    model, data = make(name, task, dtype=torch.float32), examples(task)
+    reads, batch = checked(model, data), data.batch(np.arange(7))
+    equal(results(model, batch, contextlib.nullcontext()), results(model, batch, reads.reading(batch)), 1e-6)
+
+
+@pytest.mark.parametrize("name, task", CASES)
+def test_dropout_draws_the_masks_of_all_positions(name, task):
+    model, data = make(name, task, dropout=0.2, lora_dropout=0.3), examples(task)
+    reads = checked(model, data)
+    for batch in (data.batch(np.arange(7)), data.batch([1, 4])):
+        plain = results(model, batch, contextlib.nullcontext(), training=True)
+        number = torch.rand(())
+        equal(plain, results(model, batch, reads.reading(batch), training=True), 1e-9)
+        assert torch.rand(()) == number, "the same numbers are drawn"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_positions_that_are_computed(name):
+    model, data = make(name, "classes"), examples("classes")
+    reads = checked(model, data)
+    rows = count_rows(model, reads)
+    batch = data.batch(np.arange(7))
+    with reads.reading(batch):
+        model(**batch)
+    everything, read = 7 * 15, 7
+    wide = {n: count for n, count in rows.items() if count == everything}
+    assert {count for count in rows.values()} <= {everything, read}
+    # GPT-2 has one matrix for queries, keys and values.
+    parts = {n.removesuffix(".base_layer").rpartition(".")[2] for n in wide}
+    assert parts in ({"key", "value"}, {"k_proj", "v_proj"}, {"c_attn"})
+
+
+@pytest.mark.parametrize(
+    "modules", [["q_proj"], ["k_proj"], ["v_proj"], ["o_proj"], ["down_proj"], ["q_proj", "v_proj"], "base"]
+)
+def test_whatever_trains(modules):
+    model, data = make("llama", "answers", modules=modules), examples("answers")
+    reads, batch = checked(model, data), data.batch(np.arange(7))
+    equal(results(model, batch, contextlib.nullcontext()), results(model, batch, reads.reading(batch)), 1e-9)
+
+
+@pytest.mark.parametrize("method", ["loha", "lokr"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_other_adapters(method, dropout):
+    model = make("bert", "classes", modules=["query", "value"], lora_dropout=dropout, method=method)
+    data = examples("classes")
+    reads, batch = checked(model, data), data.batch(np.arange(7))
+    for training in (False, True):
+        plain = results(model, batch, contextlib.nullcontext(), training)
+        equal(plain, results(model, batch, reads.reading(batch), training), 1e-9)
+
+
+@pytest.mark.parametrize("name, task", [("bert", "classes"), ("llama", "answers")])
+@pytest.mark.parametrize("layers", [(1, 2), (2,)])
+def test_with_kept_states(name, task, layers):
+    modules = ["query", "value"] if name == "bert" else ["q_proj", "v_proj"]
+    model, data = make(name, task, dropout=0.1, modules=modules, layers=layers), examples(task)
+    reads = checked(model, data)
+    prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
+    prefix.plan({"a": (data, 5)})
+    assert prefix.depth == layers[0] and prefix.budget == {"a": True}
+    batch = data.batch(np.arange(7))
+
+    def step(context):
+        model.train()
+        prefix.eval_below()
+        model.zero_grad()
+        torch.manual_seed(5)
+        with context:
+            loss = model(**batch).loss
+        loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    both = contextlib.ExitStack()
+    both.enter_context(prefix.states("a", data, np.arange(7)))
+    plain = step(contextlib.nullcontext())
+    both.enter_context(reads.reading(batch))
+    ours = step(both)
+    assert plain.keys() == ours.keys()
+    for n, gradient in plain.items():
+        torch.testing.assert_close(ours[n], gradient)
+
+
+def test_a_norm_that_trains_gets_its_gradient():
+    model = make("llama", "answers", extra={"modules_to_save": ["model.norm", "post_attention_layernorm"]})
+    data = examples("answers")
+    reads, batch = checked(model, data), data.batch(np.arange(7))
+    plain = results(model, batch, contextlib.nullcontext())
+    assert any("norm" in n for n in plain[2])
+    equal(plain, results(model, batch, reads.reading(batch)), 1e-9)
+
+
+def test_most_positions_read_is_the_plain_forward():
+    model, data = make("llama", "answers"), examples("answers")
+    every = Examples({"input_ids": data.columns["input_ids"], "labels": data.columns["input_ids"]})
+    reads, batch = checked(model, data), every.batch(np.arange(7))
+    rows = count_rows(model, reads)
+    with reads.reading(batch):
+        model(**batch)
+    assert set(rows.values()) == {7 * 15}
+
+
+def test_a_copy_needs_no_check():
+    import copy
+
+    model, data = make("bert", "classes"), examples("classes")
+    reads, other, batch = checked(model, data), copy.deepcopy(model), data.batch(np.arange(7))
+    equal(
+        results(model, batch, contextlib.nullcontext()), results(other, batch, reads.like(other).reading(batch)), 1e-9
+    )
+
+
+def test_an_error_in_the_layer_leaves_the_model_as_it_was():
+    model, data = make("bert", "classes", dropout=0.1), examples("classes")
+    reads, batch = checked(model, data), data.batch(np.arange(7))
+    hook = reads.layer.intermediate.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
+    model.train()
+    with pytest.raises(RuntimeError, match="stop"), reads.reading(batch):
+        model(**batch)
+    hook.remove()
+    assert not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_half_precision():
+    model, data = make("llama", "answers", dtype=torch.bfloat16), examples("answers")
+    reads, batch = checked(model, data), data.batch(np.arange(7))
+    equal(results(model, batch, contextlib.nullcontext()), results(model, batch, reads.reading(batch)), 0.1)
+
+
+# -- where it cannot be --------------------------------------------------------------------------------
+
+
+def classifier(kind, **sizes):
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+
+
+def refused(model, data, caplog):
+    say_once.cache_clear()
+    reads = OnlyRead(model)
+    with caplog.at_level(logging.WARNING, "fs_lowrank"):
+        reads.check(data)
+        OnlyRead(model).check(data)
+    said = [r.getMessage() for r in caplog.records if r.name == "fs_lowrank"]
+    assert not reads and len(said) == 1 and said[0].startswith("train.only_read: the last layer of ")
+    batch = data.batch(np.arange(7))
+    with torch.no_grad(), reads.reading(batch):
+        logits = model(**batch).logits
+    with torch.no_grad():
+        assert torch.equal(logits, model(**batch).logits)
+    return said[0]
+
+
+def test_layers_without_keys_and_values_are_computed_for_all_positions(caplog):
+    model = classifier("fnet", **{k: v for k, v in SIZES.items() if k != "num_attention_heads"})
+    assert "FNetForSequenceClassification" in refused(model, examples("classes"), caplog)
+
+
+def test_layers_that_take_no_cache_are_computed_for_all_positions(caplog):
+    sizes = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 40}
+    assert "to no cache" in refused(classifier("distilbert", **sizes), examples("classes"), caplog)
+
+
+def test_a_head_that_reads_other_positions_is_found(caplog):
+    model = classifier("bert", **SIZES)
+
+    class Mean(torch.nn.Module):
+        def forward(self, states):
+            return states.mean(1)
+
+    model.bert.pooler = Mean()
+    assert "differ by" in refused(model, examples("classes"), caplog)
+
+
+def test_a_layer_that_uses_queries_for_its_keys_is_found(caplog):
+    """What the second pass would compute from other rows is seen in the comparison."""
+    model = classifier("bert", **SIZES)
+    model.bert.encoder.layer[-1].attention.self.key.register_forward_hook(
+        lambda module, args, output: output + output.mean(1, keepdim=True)
+    )
+    reads = OnlyRead(model)
+    reads.check(examples("classes"))
+    assert reads, "keys of all positions are computed once, from all"
+    model.bert.encoder.layer[-1].intermediate.register_forward_hook(
+        lambda module, args, output: output - output.mean(1, keepdim=True)
+    )
+    assert "differ by" in refused(model, examples("classes"), caplog)
