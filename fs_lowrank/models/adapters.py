@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 #: by ``adapter_method`` of ``llm.adapter.args``
 _CLASSES = {"lora": "LoraConfig", "loha": "LoHaConfig", "lokr": "LoKrConfig"}
 
+#: what `modules` may be in place of names, and the classes of modules that it means
+ALL_LINEAR, _LINEAR = "all-linear", ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt")
+
 
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """The name of the longest ``ModuleList`` and the list itself, which holds the transformer blocks; None without."""
@@ -186,22 +189,25 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
     """Full names of the modules to which ``add_adapter`` would add an adapter.
 
     Raises:
-        UserError: as for ``add_adapter``; or there is no such module.
+        UserError: as for ``add_adapter``; or no module is both named and in a named layer.
     """
     from peft.tuners.tuners_utils import check_target_module_exists
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
     config = _config(model, spec)
     if config.target_modules is None:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        config.target_modules = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+        config.target_modules = _usual_targets(model)
     names = [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
     if not names:
-        raise UserError(
-            "llm.adapter.args: target_modules is missing, and there is no usual choice for this model; "
-            "name some modules"
-        )
+        raise UserError("llm.adapter.args: none of the modules that it names is in the layers that it names")
     return names
+
+
+def _usual_targets(model: nn.Module) -> list[str] | None:
+    """The modules that PEFT takes for this kind of model if none are named; None if it knows none."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
 
 
 def _own_targets(model: nn.Module) -> list[str] | None:
@@ -210,11 +216,39 @@ def _own_targets(model: nn.Module) -> list[str] | None:
 
 
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | None:
-    if spec.target_modules is None:
+    if spec.target_modules is None or (spec.target_modules == (ALL_LINEAR,) and _own_targets(model)):
+        if _own_targets(model) is None and _usual_targets(model) is None:
+            raise UserError(
+                f"llm.adapter.args: PEFT has no usual modules for this model; name some with `modules`, or write "
+                f"`modules: {ALL_LINEAR}`; it has: {_layer_names(model)}"
+            )
         return _own_targets(model)
+    if spec.target_modules == (ALL_LINEAR,):
+        return _linear_modules(model, spec)
     for module in spec.target_modules:
         _check_named(model, module)
     return list(spec.target_modules)
+
+
+def _linear_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
+    """Full names of all linear modules but the head and the output embedding, as PEFT understands ``all-linear``."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    stack, layers = layer_stack(model), _layers(model, spec)
+    inside = tuple(f"{stack[0]}.{i}." for i in layers) if stack and layers is not None else ""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ in _LINEAR and module is not output and "head" not in tags(f"{name}.weight")
+        if name.startswith(inside)
+    ]
+
+
+def _layer_names(model: nn.Module) -> str:
+    """The last parts of the names of the layers that have a matrix."""
+    leaves = [
+        (n.rpartition(".")[2], getattr(m, "weight", None)) for n, m in model.named_modules() if not [*m.children()]
+    ]
+    return ", ".join(sorted({name for name, weight in leaves if weight is not None and weight.ndim >= 2}))
 
 
 def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool = False) -> None:
@@ -225,15 +259,10 @@ def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool =
         raise UserError(f"llm.adapter.args: {key}{pattern!r} is not a regular expression: {error}") from None
     if any(expression.fullmatch(name) for name, _ in model.named_modules()):
         return
-    layers = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if not list(module.children()) and getattr(module, "weight", None) is not None and module.weight.ndim >= 2
-    }
     last_parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     raise UserError(
         f"llm.adapter.args: {key}this model has no module {pattern!r}{nearest(pattern, last_parts)}; "
-        f"it has: {', '.join(sorted(layers))}"
+        f"it has: {_layer_names(model)}"
     )
 
 

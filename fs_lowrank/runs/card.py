@@ -111,7 +111,7 @@ def _use(config: Settings, base: str, labels: list[str], what: str, folder: str)
     loader = _LOADERS[config.model.task]
     if what == "model":
         return [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("{folder}")']
-    count = f", num_labels={len(labels)}" if labels else ""
+    count = f", num_labels={len(labels)}, id2label={dict(enumerate(labels))!r}" if labels else ""
     return [
         "from peft import PeftModel",
         f"from transformers import AutoTokenizer, {loader}",

@@ -41,7 +41,7 @@ class AdapterSpec:
         use_rslora: the pair counts `alpha / √r` times instead.
         method: ``lora``, ``lokr``, ``loha`` (the framework also has ``prefix``, ``prompt``, ``p-tuning``).
         lora_dropout: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``.
-        target_modules: names of modules, or None for PEFT's choice.
+        target_modules: names of modules, ``all-linear`` for all but the head, or None for PEFT's choice.
         layers: indices from 0, or None for all.
         extra: further arguments of PEFT's config, unchanged.
     """

@@ -122,6 +122,7 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     scope: dict = {}
     exec(code.replace('"adapter"', repr(str(result.outdir / "adapter"))), scope)
     assert type(scope["model"]).__name__.startswith("PeftModel")
+    assert scope["model"].config.id2label == {0: "0", 1: "1"}  # the run's classes, not LABEL_0
 
 
 def test_a_wrong_file_is_refused_before_the_model_is_loaded(runs, test_rows, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from fs_lowrank.models.adapters import (
     merge_pair,
     one_adapter,
     save_adapter,
+    target_modules,
 )
 from fs_lowrank.models.names import all_tensors, named_tensors, pairs, select, tags
 from fs_lowrank.settings import AdapterSpec
@@ -52,6 +53,24 @@ def test_a_causal_model_needs_no_head(tiny_causal):
     assert {tuple(t.shape) for t in named_tensors(model, ("lora_B",)).values()} == {(32, 2), (16, 2)}
     assert not named_tensors(model, ("head",))
     assert model.peft_config["default"].task_type == "CAUSAL_LM"
+
+
+def test_all_linear_means_all_but_the_head_and_the_output(tiny_encoder, tiny_causal):
+    linear = AdapterSpec(r=2, target_modules=("all-linear",), layers=(1,))
+    model = add_adapter(encoder(tiny_encoder), linear, seed=0)
+    adapted = {a.split(".lora_A.")[0].split("bert.")[1] for _, a in pairs(named_tensors(model, ("adapter",)))}
+    attention = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+    parts = (*attention, "intermediate.dense", "output.dense")
+    assert adapted == {f"encoder.layer.1.{part}" for part in parts}
+    found = target_modules(causal(tiny_causal), AdapterSpec(r=2, target_modules=("all-linear",)))
+    assert len(found) == 3 * 7 and "lm_head" not in found
+
+
+def test_without_usual_modules_the_error_names_those_that_there_are(tiny_encoder):
+    model = encoder(tiny_encoder)
+    model.config.model_type = "rare"
+    with pytest.raises(UserError, match="no usual modules.*modules: all-linear.*it has: .*query"):
+        add_adapter(model, AdapterSpec(r=2), 0)
 
 
 def test_lora_a_depends_only_on_the_seed(tiny_encoder):
