@@ -23,7 +23,7 @@ console = shell.make_console(140)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-    parser = argparse.ArgumentParser(
+    parser = shell.Parser(
         prog="fs-lowrank benchmark", description="Run suites of experiments and report their results."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -20,7 +20,7 @@ from typing import Any
 
 from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import nearest
-from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml
+from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml, yaml_beside
 
 from .claims import check_rule
 from .scorers import check_options
@@ -205,8 +205,8 @@ def load_suite(name: str, size: str) -> Suite:
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / f"{name}.yaml"
     if not path.exists():
         raise UserError(
-            f"no suite {name!r}{nearest(name, shipped())}; there are: {', '.join(shipped())}, or the path "
-            "of a .yaml file"
+            f"no suite {name!r}{nearest(Path(name).name, [*shipped(), *yaml_beside(name)])}; there are: "
+            f"{', '.join(shipped())}, or the path of a .yaml file"
         )
     origin, tree = read_yaml(path)
     tree = check_keys(tree, SUITE, origin)

@@ -24,7 +24,7 @@ _CODES = (
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-    parser = argparse.ArgumentParser(prog="fs-lowrank", description="Federated low-rank fine-tuning.", epilog=_CODES)
+    parser = shell.Parser(prog="fs-lowrank", description="Federated low-rank fine-tuning.", epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"fs-lowrank {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -21,7 +21,7 @@ console = shell.make_console(140)
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
     from .settings import OBJECTIVES, PRUNERS, SAMPLERS
 
-    parser = argparse.ArgumentParser(prog="fs-lowrank hpo", description="Search hyperparameters over any config.")
+    parser = shell.Parser(prog="fs-lowrank hpo", description="Search hyperparameters over any config.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def storage_options(command: argparse.ArgumentParser) -> None:

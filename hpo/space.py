@@ -22,7 +22,7 @@ from typing import Any
 
 from fs_lowrank import Config, UserError
 from fs_lowrank.errors import nearest
-from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml
+from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml, yaml_beside
 
 from .errors import file_exists
 
@@ -245,7 +245,8 @@ def load_space(path: str | Path) -> Space:
     name, file = str(path), Path(path).expanduser()
     exists = file_exists(file, "--space")
     if not exists and name not in shipped:
-        raise UserError(f"{name}: no such file{nearest(name, shipped)}; spaces that ship: {', '.join(shipped)}")
+        near = nearest(file.name, [*shipped, *yaml_beside(file)])
+        raise UserError(f"{name}: no such file{near}; spaces that ship: {', '.join(shipped)}")
     file = file if exists else shipped[name]
     origin, content = read_yaml(file)
     return space_from(content, replace(origin, file=name))

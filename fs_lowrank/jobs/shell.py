@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -24,6 +25,17 @@ from ..errors import RunFailed, UserError, nearest
 
 #: exit codes: success; a valid command could not continue; wrong use; Ctrl-C
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose refusals are ``UserError``, so of one line as all others; ``--help`` shows the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                wrong = re.search(r"invalid choice: '([^']*)'", message)
+                message += nearest(wrong[1], action.choices) if wrong else f", one of {', '.join(action.choices)}"
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def make_console(width: int) -> Console:

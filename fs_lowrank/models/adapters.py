@@ -194,7 +194,10 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
 
     config = _config(model, spec)
     config.target_modules = config.target_modules or _usual_targets(model)
-    return [name for name, _ in model.named_modules() if check_target_module_exists(config, name)]
+    names = [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
+    if not names:
+        raise UserError("llm.adapter.args: none of the modules that it names is in the layers that it names")
+    return names
 
 
 def _usual_targets(model: nn.Module) -> list[str] | None:

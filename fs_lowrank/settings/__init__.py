@@ -10,7 +10,7 @@ from .build import check_together, read_section, unknown_key
 from .check import Key, check_keys, check_value, key, keys_of, one_mapping
 from .origin import Origin, show
 from .parameters import check_method_params
-from .reading import as_overrides, parse_overrides, read_yaml
+from .reading import as_overrides, parse_overrides, read_yaml, yaml_beside
 from .schema import Settings, flat_keys, infer_task, known_keys
 from .sections import OPTIMIZERS, VISION_MODELS, Eval, Lowrank, Optimizer, Scheduler, robust_needs, server_lr
 from .tree import assign, flatten, lookup, merge
@@ -46,6 +46,7 @@ __all__ = [
     "parse_overrides",
     "read_section",
     "read_yaml",
+    "yaml_beside",
     "robust_needs",
     "server_lr",
     "show",

@@ -48,15 +48,19 @@ def read_packaged(package: str, name: str) -> Any:
     return yaml.load(resources.files(package).joinpath(name).read_text(encoding="utf-8"), fast)
 
 
+def yaml_beside(path: str | os.PathLike[str]) -> list[str]:
+    """The names of the YAML files in the folder of ``path``, one of which may have been meant."""
+    folder = os.path.dirname(os.path.expanduser(path)) or "."
+    return [f for f in os.listdir(folder) if f.endswith((".yaml", ".yml"))] if os.path.isdir(folder) else []
+
+
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
     name = os.path.expanduser(os.fspath(path))
     try:
         with open(name, encoding="utf-8-sig") as file:
             text = file.read()
     except FileNotFoundError:
-        folder = os.path.dirname(name) or "."
-        others = [f for f in os.listdir(folder) if f.endswith((".yaml", ".yml"))] if os.path.isdir(folder) else []
-        raise UserError(f"{name}: no such file{nearest(os.path.basename(name), others)}") from None
+        raise UserError(f"{name}: no such file{nearest(os.path.basename(name), yaml_beside(name))}") from None
     except IsADirectoryError:
         raise UserError(f"{name} is a folder: expected a YAML file") from None
     except UnicodeDecodeError as error:

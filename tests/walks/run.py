@@ -41,7 +41,7 @@ def install(wheel: Path, folder: Path) -> None:
     venv.create(folder, with_pip=False)
     (place,) = folder.glob("lib/python*/site-packages")
     libraries = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
-    # Lines of a file .pth are added to the path; files .pth in there, such as that of an editable install, are not read.
+    # The lines of a file .pth are added to the path. Files .pth in there, as of an editable install, are not read.
     (place / "libraries.pth").write_text("\n".join(libraries or site.getsitepackages()) + "\n")
     command = [*PIP, "--python", str(folder / "bin" / "python"), "install", "--no-deps", "--no-index"]
     subprocess.run([*command, "--ignore-installed", str(wheel)], check=True)

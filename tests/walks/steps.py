@@ -25,11 +25,6 @@ def does(command: str, *said: str, code: int = 0) -> str:
     return printed
 
 
-def offered(printed: str) -> str:
-    """The last command that something printed offers."""
-    return re.findall(r"(?:with|next): (fs-lowrank .+)", printed)[-1]
-
-
 def refuses(command: str, *said: str) -> None:
     """Run a command that must end with exit code 2 and nothing but one line on the standard error."""
     done = _run(command)
