@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NoReturn
 
@@ -48,8 +48,8 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
     return cls(**values, **({rest: extra} if rest else {}))
 
 
-def unknown_key(name: str, origin: Origin) -> NoReturn:
-    candidates = list(known_keys())
+def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn:
+    candidates = [*known_keys(), *more]
     candidates += {key.rsplit(".", depth)[0] for key in candidates for depth in range(1, key.count(".") + 1)}
     # a key of the same section is more likely than a similar one elsewhere
     section = name.rpartition(".")[0]
