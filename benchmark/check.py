@@ -184,7 +184,7 @@ def _check_search(search: Search) -> None:
     if len(objectives) > 1:
         raise UserError(
             f"learning_rates: search: objective = {','.join(objectives)}: expected one, val_acc or "
-            "val_loss: a suite takes the best trial, and of two objectives there is a front"
+            "val_loss: a suite takes the best trial, and with two objectives there is no single best one"
         )
     space = space_from(search.spec["space"], "learning_rates: search: space")
     for point in space.for_config(search.config).grid(search.config) if space.all_grid else ():
@@ -216,7 +216,7 @@ def _check_script(module: str) -> None:
     import_all((module,))
     needs = getattr(sys.modules[module], "NEEDS", ())
     if missing := [name for name in needs if resolve(name) is None]:
-        raise UserError(f"script: {module} needs what is not there; get it with: fs-lowrank fetch {' '.join(missing)}")
+        raise UserError(f"script: {module} lacks its data; get them with: fs-lowrank fetch {' '.join(missing)}")
 
 
 def weights_bytes(config: Config) -> float:

@@ -165,7 +165,7 @@ def _search(
     if keys["seed"] in experiment.seeds:
         raise UserError(
             f"learning_rates: search: its seed {keys['seed']} is one of the cells' seeds; give it another "
-            "'seed', or it chooses by the very run that is reported"
+            "'seed', since otherwise the search would select by a run that is reported"
         )
     origin = replace(experiment.origin, lines=experiment.lines(method, place))
     config = _config(keys, origin, spec.get("samples", experiment.samples), None, "none", options.work)

@@ -81,23 +81,20 @@ def parse_objectives(text: str) -> tuple[str, ...]:
     return names
 
 
-def check_config(config: Config, settings_of: str = "") -> None:
+def check_config(config: Config) -> None:
     """Refuse a config that cannot be searched by validation.
-
-    Args:
-        settings_of: what the config belongs to, as the first words of the message.
 
     Raises:
         UserError: the config has no validation data, or does not evaluate them.
     """
     if "val" not in config.eval.split:
         raise UserError(
-            f"{settings_of}eval.split = {list(config.eval.split)}: a search goes by validation data, never "
+            f"eval.split = {list(config.eval.split)}: a search goes by validation data, never "
             "by the test data; add val, such as: eval.split '[val, test]'"
         )
     if not config.data.splits[1] and not any("validation" in a for a in config.data.args if isinstance(a, dict)):
         raise UserError(
-            f"{settings_of}data.splits = {list(config.data.splits)}: a search needs validation data; give "
+            f"data.splits = {list(config.data.splits)}: a search needs validation data; give "
             "the middle one a share, such as: data.splits '[0.8, 0.1, 0.1]'"
         )
 

@@ -102,7 +102,7 @@ def split_row(task: str, row: dict) -> Question:
         raise ValueError(f"answer {answer!r} is none of the options of {instruction[:200]!r}")
     question = Question(text, tuple(options), right, answer, choices)
     if question.instruction(task) != instruction:
-        raise ValueError(f"the options cannot be told from the question in {instruction[:200]!r}")
+        raise ValueError(f"the options cannot be separated from the question in {instruction[:200]!r}")
     return question
 
 

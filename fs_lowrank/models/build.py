@@ -186,18 +186,18 @@ def build_model(
     return model.eval()
 
 
-def build_skeleton(config: Settings, image_shape: tuple[int, int, int] = (3, 32, 32)) -> nn.Module:
+def build_skeleton(config: Settings) -> nn.Module:
     """Create the model without weights on the ``meta`` device, which takes milliseconds, to check adapters for it.
 
-    Args:
-        image_shape: as for ``build_model``.
+    Networks for images are those for ten classes and images of 3 × 32 × 32.
+
     Raises:
         UserError: the model's configuration cannot be found or loaded.
     """
     _check_type(config)
     with torch.device("meta"):
         if config.is_vision:
-            return _vision_net(config, 10, image_shape)
+            return _vision_net(config, 10, (3, 32, 32))
         import transformers
 
         classifies = config.model.task == "SequenceClassification"

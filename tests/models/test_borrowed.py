@@ -128,3 +128,28 @@ def test_no_other_private_name_of_a_library_is_used():
             if not own and node.attr not in ours and node.attr not in DOCUMENTED:
                 used.setdefault(name, set()).add(node.attr)
     assert used == BORROWED
+
+
+#: attributes of a library's objects that decide what they run, and the only files that replace them
+REPLACED = {"fs_lowrank/models/convolution.py": {"__class__"}, "fs_lowrank/models/frozen.py": {"forward"}}
+
+
+def test_no_private_module_is_imported_and_nothing_else_is_replaced():
+    """Looks in the code for imports of names with a leading underscore, and for assignments to ``REPLACED``."""
+    import ast
+
+    root = Path(fs_lowrank.__file__).parent.parent
+    imported, replaced = [], {}
+    for path in (path for room in ("fs_lowrank", "benchmark", "hpo") for path in (root / room).rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0):
+                parts = (getattr(node, "module", None) or "").split(".")
+                parts += [part for alias in node.names for part in alias.name.split(".")]
+                private = [part for part in parts if part.startswith("_") and not part.startswith("__")]
+                imported += [f"{name}, line {node.lineno}: {part}" for part in private]
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if node.attr in ("__class__", "forward"):
+                    replaced.setdefault(name, set()).add(node.attr)
+    assert not imported
+    assert replaced == REPLACED, "give the reason in the code, test what it relies on above, and add the file here"
