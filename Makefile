@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-slow walks torture check lint types docs format clean help
+.PHONY: demo test test-slow test-lowest walks torture check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long; make test-slow runs that"
+	@echo "make test-lowest   part of the suite with the lowest versions that setup.py allows, in an environment of its own"
 	@echo "make walks  the first hour of a new user, six times, from an installed wheel in empty folders"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
@@ -45,6 +46,20 @@ test: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	@echo "== running the tests that take long"
 	$(BIN)/python -m pytest -q -n 2 --dist load -m slow
+
+# The lowest versions of what setup.py names, and of what these ask for the newest that fits. The part of the suite that
+# meets each library; it takes some gigabytes where PyTorch's own builds cannot be reached.
+LOWEST ?= .venv-lowest
+LOWEST_TESTS ?= tests/algebra tests/data tests/models/test_adapters.py tests/models/test_build.py tests/training \
+	tests/settings tests/runs tests/test_config.py tests/test_generic.py tests/after tests/hpo/test_space.py tests/test_start.py
+LOWEST_INSTALL = $(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python
+test-lowest: $(VENV)/.installed
+	@echo "== setting up $(LOWEST) with the lowest versions"
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
+	UV_HTTP_RETRIES=1 $(LOWEST_INSTALL) --resolution lowest-direct --torch-backend auto -e '.[hpo,oneshot,report]' || \
+	$(LOWEST_INSTALL) --resolution lowest-direct -e '.[hpo,oneshot,report]'
+	$(LOWEST_INSTALL) pytest pytest-timeout hypothesis scikit-learn
+	$(LOWEST)/bin/python -m pytest -q $(LOWEST_TESTS)
 
 # Given again, it goes on where it was. Exit code 1 where something has failed; the table is in results/torture.
 NUMBER ?= 100

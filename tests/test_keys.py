@@ -9,6 +9,7 @@ import yaml
 
 from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.config import known_keys
+from fs_lowrank.data import PARTITIONERS
 from fs_lowrank.keys import find, markdown, others, reference, sentences
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,17 @@ def test_defaults_are_those_of_a_configuration():
             ), entry.name
             checked += 1
     assert checked > 80
+
+
+def test_what_a_user_looks_for_is_there():
+    """Keys inside lists of one mapping have a type and a default; splitters and ``messages`` are named."""
+    entries = {entry.name: entry for entry in reference()}
+    args = ("max_len", "quoting", "test", "validation", "template", "loss_on", "text_pair", "category")
+    for name in (*(f"data.args.0.{a}" for a in args), "early_stop.patience", "grad.grad_accum_count"):
+        assert entries[name].type and entries[name].default and entries[name].meaning, name
+    assert "`messages`" in entries["data.args.0.instruction"].meaning
+    ours = {name for name, function in PARTITIONERS.items() if function.__module__.startswith("fs_lowrank.")}
+    assert {"iid", "quantity"} <= ours and all(f"`{name}`" in entries["data.splitter"].meaning for name in ours)
 
 
 def test_a_section_a_name_and_a_method_are_found():

@@ -69,7 +69,8 @@ class DataArgs:
     text_pair: str | None = key(None, words=_COLUMN)
     #: column of the class
     label: str = key("label", words=_COLUMN)
-    #: column of the instruction; None: `instruction`
+    #: column of the instruction; None: `instruction`. Conversations need none of these three: a column `messages`, a
+    #: list of turns with `role` and `content`, of which the last is the assistant's, is read by its name
     instruction: str | None = key(None, words=_COLUMN)
     #: column of the instruction's input; None: `input` or `context`, if there is one
     input: str | None = key(None, words=_COLUMN)
@@ -77,11 +78,11 @@ class DataArgs:
     output: str | None = key(None, words=_COLUMN)
     #: column that a splitter may use
     category: str | None = key(None, words=_COLUMN)
-    #: whether double quotes enclose the fields of a table
+    #: whether double quotes enclose the fields of a table; None: in `.csv`, not in `.tsv`
     quoting: bool | None = key(None)
-    #: file with validation data
+    #: file with validation data, in the folder of `data.type`; None: a share of the training rows, by `data.splits`
     validation: str | None = key(None, words=_FILE)
-    #: file with test data
+    #: file with test data, in the folder of `data.type`; None: a share of the rows, by `data.splits`
     test: str | None = key(None, words=_FILE)
     #: name of a configuration on the Hugging Face hub
     config: str | None = key(None)

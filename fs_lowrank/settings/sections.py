@@ -60,7 +60,8 @@ class Data:
     type: str = key("")
     #: a list of one mapping with what the data set needs, such as the names of columns (`data.args.0.…`)
     args: list = key([])
-    #: FederatedScope's default is empty: data that are already split into clients
+    #: how the training rows are divided among the clients: `iid`, `dirichlet` (`lda`), `mixture`, `shards`, `field`
+    #: (`meta`) or `quantity`. FederatedScope's default is empty: data that are already split into clients
     splitter: str = key("iid")
     #: a list of one mapping with the arguments of the splitter (`data.splitter_args.0.…`)
     splitter_args: list = key([])
