@@ -304,9 +304,9 @@ def _best(args: argparse.Namespace) -> None:
 
 
 def _plot(args: argparse.Namespace) -> None:
-    from .plots import draw, pictures
+    from .plots import draw, pictures, trials_table
 
     storage, names = _chosen(args)
     out = args.out or args.dir / "plots"
-    for path in draw(pictures(storage, names), out, args.study or "studies"):
+    for path in draw(pictures(storage, names), out, args.study or "studies", trials_table(storage, names)):
         _say(str(path))

@@ -9,6 +9,7 @@ Plotly itself needs a browser to write a PNG.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import optuna
 from optuna.trial import TrialState
 
 from fs_lowrank import UserError
+from fs_lowrank.jobs.files import write_text
+from fs_lowrank.page.look import document, plot, table
 from fs_lowrank.runs.plots import save
 
 from .best import points_of, summary
@@ -74,7 +77,7 @@ def rounds_figure(study: optuna.Study, objective: str) -> go.Figure:
         line.update(showlegend=len(lines) <= _MOST_NAMED, marker={"size": 5})
     ends = [(line.x[-1], line.y[-1]) for line in lines if line.name in pruned]
     if ends:
-        cross = {"symbol": "x", "color": "#444444", "size": 12}
+        cross = {"symbol": "x", "color": "#808080", "size": 10}
         figure.add_scatter(x=[x for x, _ in ends], y=[y for _, y in ends], mode="markers", marker=cross, name="pruned")
     levels = [chance["share"] for t in study.get_trials(deepcopy=False) if (chance := t.user_attrs.get("chance"))]
     rounds = [x for line in lines for x in line.x]
@@ -155,8 +158,11 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
     return {n: ".".join(p[common:]) for n, p in zip(names, parts)}
 
 
-def draw(made: Mapping[str, Sequence[go.Figure]], folder: Path, title: str) -> list[Path]:
+def draw(made: Mapping[str, Sequence[go.Figure]], folder: Path, title: str, trials: str = "") -> list[Path]:
     """Write ``NAME.png`` for each picture and ``plots.html`` with all of them; returns the paths.
+
+    Args:
+        trials: a table for the page, of ``trials_table``.
 
     Raises:
         UserError: a file cannot be written.
@@ -164,7 +170,10 @@ def draw(made: Mapping[str, Sequence[go.Figure]], folder: Path, title: str) -> l
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = [draw_png(figures, folder / f"{name}.png") for name, figures in made.items()]
-        return [*written, _html([f for figures in made.values() for f in figures], folder / "plots.html", title)]
+        return [
+            *written,
+            _html([f for figures in made.values() for f in figures], trials, folder / "plots.html", title),
+        ]
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
@@ -205,14 +214,26 @@ def draw_png(figures: Sequence[go.Figure], path: Path) -> Path:
     return save(page, path)
 
 
-def _html(figures: Sequence[go.Figure], path: Path, title: str) -> Path:
-    """One page with all figures; plotly.min.js lies beside it, so that it opens without a network."""
-    from plotly.offline import get_plotlyjs
-
-    script = path.parent / "plotly.min.js"
-    if not script.exists():
-        script.write_text(get_plotlyjs(), encoding="utf-8")
-    parts = [f"<!doctype html><meta charset='utf-8'><title>{title}</title><script src='{script.name}'></script>"]
-    parts += [figure.to_html(full_html=False, include_plotlyjs=False, default_height="480px") for figure in figures]
-    path.write_text("\n".join([*parts[:1], f"<h1>{title}</h1>", *parts[1:]]), encoding="utf-8")
+def _html(figures: Sequence[go.Figure], trials: str, path: Path, title: str) -> Path:
+    """One page that needs no other file, with all figures and a table of the trials."""
+    plots = []
+    for number, figure in enumerate(figures):
+        shown = json.loads(figure.update_layout(template="none").to_json())
+        plots.append(plot(str(number + 1), shown["data"], shown["layout"]))
+    body = f"<section class=plots>{''.join(plots)}</section><h2>Trials</h2>{trials}"
+    write_text(path, document(title, body, plots=True))
     return path
+
+
+def trials_table(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> str:
+    """All trials of some studies with their values and parameters, as HTML."""
+    found = [(name, trial) for name in names for trial in load_study(storage, name).get_trials(deepcopy=False)]
+    keys = sorted({key for _, trial in found for key in trial.params})
+    objectives = settings_of(load_study(storage, names[0])).objectives
+    rows = [
+        [name, trial.number, trial.state.name.lower(), len(trial.intermediate_values)]
+        + list(trial.values or [""] * len(objectives))
+        + [trial.params.get(key, "") for key in keys]
+        for name, trial in found
+    ]
+    return table("trials", ["study", "trial", "state", "rounds evaluated", *objectives, *keys], rows)

@@ -87,7 +87,7 @@ function draw() {
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: ink },
-      legend: { orientation: "h", y: -0.14, yanchor: "top" },
+      legend: { orientation: "h", y: layout.xaxis.title?.text ? -0.3 : -0.14, yanchor: "top" },
       showlegend: data.filter((trace) => trace.showlegend !== false && trace.name).length > 1,
       margin: { t: 40, r: 10, l: 50, b: 30 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: ink },

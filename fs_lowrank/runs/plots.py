@@ -138,6 +138,8 @@ def curves(
     _calm(panels[4])
     _finish(panels[5], "round", "norm of what is trained", True)
     _finish(panels[6], "round", "drift: norm of a client's change, mean", True)
+    for axes in panels:
+        axes.set_visible(bool(axes.lines))
     _legend(panels, {half for r in records for half in r.get("adapter_norm", {})})
     seeds = max((len(runs) for runs in histories.values()), default=0)
     band = f"one standard error of {size:,} {split} samples" if size else ""
@@ -152,7 +154,7 @@ def curves(
 
 
 def _title(figure: Figure, *lines: str) -> None:
-    width = int(11 * figure.get_figwidth())
+    width = int(12.5 * figure.get_figwidth())
     figure.suptitle("\n".join(textwrap.fill(line, width) for line in lines if line), fontsize=10)
 
 
@@ -232,6 +234,7 @@ def _legend(panels: Sequence[Axes], halves: set[str]) -> None:
     for half, (name, style) in _HALVES.items():
         if half in halves:
             found[f"norms: {name}"] = Line2D([], [], color="black", linestyle=style)
+    panels[-1].set(visible=True)
     panels[-1].axis("off")
     if found:
         panels[-1].legend(list(found.values()), list(found), loc="center", ncols=1 + len(found) // 13)

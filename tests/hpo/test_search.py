@@ -88,6 +88,9 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     assert cli.main(["plot", "--dir", str(options.folder)]) == 0
     for name in ("history.png", "slices.png", "learning_rate.png", "plots.html"):
         assert (options.folder / "plots" / name).stat().st_size > 1000
+    page = (options.folder / "plots" / "plots.html").read_text(encoding="utf-8")
+    assert page.count('data-plot="') >= 4 and "<script src" not in page, "all in one file"
+    assert page.count("<td>complete</td>") == 2 and 'data-name="trials"' in page
     assert cli.main(["status", "--dir", str(options.folder)]) == 0
     assert "2 complete" in capsys.readouterr().out
 

@@ -45,6 +45,11 @@ def test_every_panel_shows_the_records():
     assert [line.get_ydata()[0] for line in score.lines if line.get_label() == "majority class"] == [0.5]
 
 
+def test_a_panel_without_values_is_left_out():
+    figure = curves({"x": [[record(1, drift={}, metrics={})]]}, 0.5)
+    assert [axes.get_visible() for axes in figure.axes] == [*[False] * 4, True, True, False, True]
+
+
 def test_two_points_make_no_valley_and_rounds_are_whole():
     score = curves({"x": [[record(1, 0.700), record(2, 0.701)]]}, 0.7, sizes={"test": 400}).axes[0]
     low, high = score.get_ylim()
