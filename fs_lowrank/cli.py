@@ -253,9 +253,8 @@ def _ends(result) -> tuple[str, str]:
     scores = {client: of["acc"] for client, of in result.client_scores.items() if of["acc"] is not None}
     if not scores:
         return "-", "-"
-    return tuple(
-        f"{c}: {scores[c]:.3f}" for c in (min(scores, key=scores.__getitem__), max(scores, key=scores.__getitem__))
-    )
+    worst, best = min(scores, key=scores.__getitem__), max(scores, key=scores.__getitem__)
+    return f"{worst}: {scores[worst]:.3f}", f"{best}: {scores[best]:.3f}"
 
 
 def _print_notes(results: dict) -> None:

@@ -361,7 +361,7 @@ class RecordKeeper:
         history, result = self.history, self._result()
         result.facts["formula_bytes"] = self._formula_bytes()
         final = result.final
-        last = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
+        last: Mapping[str, Any] = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
         final |= {**_figures(last), **self._unseen(last)}
         result.before = self.before
         for metric in [f"{split}_acc" for split in last["metrics"] if "acc" in last["metrics"][split]]:

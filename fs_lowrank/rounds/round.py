@@ -373,6 +373,7 @@ class Round:
         reused = sum(s["training"] for s in spent.values() if s["reused"])
         losses = sorted(self.losses.items())  # in a fixed order, as updates come in any
         samples = sum(self.samples.values())
+        scores: Mapping[int, Mapping[str, float]]
         scores = next((values["clients"] for values in metrics.values() if "clients" in values), {})
         sent: dict[str, Any] = {}
         for direction, sizes in (("uplink", self.uplink), ("downlink", self.downlink)):
