@@ -10,6 +10,7 @@ from typing import Any, Literal
 from .baselines import row_config, run_row, split_names
 from .config import Config, load_config, load_for
 from .engines import get_engine
+from .engines.kept import start_method_kept
 from .errors import RunFailed, UserError
 from .jobs.files import replacing, to_json
 from .jobs.shell import names
@@ -59,7 +60,11 @@ def run(
         remove_run(folder)
     rounds = config.federate.total_round_num
     try:
-        with generators_kept(), shown(config.federate.method, rounds, progress, on_round, on_client) as (told, heard):
+        with (
+            generators_kept(),
+            start_method_kept(),
+            shown(config.federate.method, rounds, progress, on_round, on_client) as (told, heard),
+        ):
             result: RunResult = module.run(config, resume=bool(resume), on_round=told, on_client=heard)
     except Exception as error:
         vars(error)["run_folder"] = outdir_of(config)  # where a command line writes the traceback of an error of ours
@@ -143,7 +148,11 @@ def compare(
         if on_method:
             on_method(name)
         told = (callbacks.get("on_round"), callbacks.get("on_client"))
-        with generators_kept(), shown(name, config.federate.total_round_num, progress, *told) as told:
+        with (
+            generators_kept(),
+            start_method_kept(),
+            shown(name, config.federate.total_round_num, progress, *told) as told,
+        ):
             results[name] = run_row(name, configs[name], bool(resume), *told)
     first = next(iter(results.values()))
     majority = first.facts["majority"]

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+
+
+@contextmanager
+def start_method_kept() -> Iterator[None]:
+    """After the block, the way to start processes is still to be chosen if it was before it.
+
+    The first bar of tqdm, also one that is not shown, makes a lock for processes and thereby chooses it; a later
+    ``multiprocessing.set_start_method`` would fail.
+    """
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        yield
+    finally:
+        if before is None:
+            multiprocessing.set_start_method(None, force=True)
 
 
 @contextmanager

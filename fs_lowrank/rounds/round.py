@@ -379,7 +379,8 @@ class Round:
         losses = sorted(self.losses.items())  # in a fixed order, as updates come in any
         samples = sum(self.samples.values())
         trained = self.ledger.samples_trained({} if self.skipped else self.samples, self.number)
-        scores: dict[str, Any] = next((values["clients"] for values in metrics.values() if "clients" in values), {})
+        scores: Mapping[int, Mapping[str, float]]
+        scores = next((values["clients"] for values in metrics.values() if "clients" in values), {})
         sent: dict[str, Any] = {}
         for direction, sizes in (("uplink", self.uplink), ("downlink", self.downlink)):
             sent[f"{direction}_bytes"] = sum(size for size, _ in sizes.values())
