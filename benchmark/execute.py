@@ -352,7 +352,9 @@ def _script(job: Job) -> dict:
         raise
     if process.returncode:
         last = (errors.strip() or "nothing").splitlines()[-1]
-        raise RuntimeError(f"{job.label} ended with {process.returncode}: {last}")
+        # A script that ends with a line of its own has told what is wrong, and written the traceback, if there is one.
+        kind = RunFailed if last.startswith("error: ") else RuntimeError
+        raise kind(f"{job.label} ended with {process.returncode}: {last.removeprefix('error: ')}")
     found = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
     if not found:
         raise RuntimeError(f"{job.label} wrote no JSON into --out")

@@ -19,11 +19,11 @@ import optuna
 import fs_lowrank
 from fs_lowrank import Config, RunFailed, UserError
 from fs_lowrank.jobs.locks import exclusive
+from fs_lowrank.jobs.shell import in_one_line, write_traceback
 from fs_lowrank.methods import revisions
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.records import read_records
 
-from .errors import error_line, write_traceback
 from .search import BEAT, REVISIONS
 from .settings import Settings
 
@@ -64,7 +64,7 @@ def disk_error(error: BaseException) -> RunFailed | None:
 
 def explain(error: BaseException) -> Failed:
     """The exception of a run as a kind of failure and a reason."""
-    text = str(error) if isinstance(error, UserError) else error_line(error)
+    text = str(error) if isinstance(error, UserError) else in_one_line(error)
     low = text.lower()
     if isinstance(error, MemoryError) or "out of memory" in low or "outofmemory" in low or "can't allocate" in low:
         return Failed("memory", text)
