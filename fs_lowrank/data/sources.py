@@ -19,12 +19,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from fs_lowrank.data import framework_sets
 from fs_lowrank.data.fetch import resolve
 from fs_lowrank.data.fetch.hub import hub
 from fs_lowrank.data.files import SUFFIXES, read_table, read_tsv
@@ -135,7 +137,13 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
     if provider == "huggingface_datasets":
         return _hub(stem, args)
     if provider == "llm":
-        return _own_file(_language_file(stem, root), data_args(data_cfg, origin), args, language=True)
+        path, given = _language_file(stem, root), data_args(data_cfg, origin)
+        if path.stem == stem:  # the user's own file
+            return _own_file(path, given, args, language=True)
+        name = stem.lower()
+        return _own_file(
+            path, framework_sets.with_columns(name, given), args, True, partial(framework_sets.read_set, name)
+        )
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's names; the standard files are read.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
@@ -353,25 +361,18 @@ def _under(root: Path, name: str) -> Path:
     return path if not below.exists() and path.is_file() else below  # a file relative to the working folder
 
 
-#: the files that FederatedScope downloads for its names ``NAME@llm``
-_FRAMEWORK_FILES = {
-    "alpaca": "alpaca_data.json",
-    "alpaca_cleaned": "alpaca_data_cleaned.json",
-    "dolly-15k": "databricks-dolly-15k.jsonl",
-    "rosetta_alpaca": "rosetta_alpaca.json",
-}
-
-
 def _language_file(stem: str, root: Path) -> Path:
     if stem.lower().endswith(SUFFIXES):
         return _under(root, stem)
     # FederatedScope's names, such as dolly-15k@llm: the file is expected where FederatedScope would download it.
     names = [f"{stem}.jsonl", f"{stem}.json"]
-    if stem.lower() in _FRAMEWORK_FILES:
-        names.append(_FRAMEWORK_FILES[stem.lower()])
+    if stem.lower() in framework_sets.FILES:
+        names.append(framework_sets.FILES[stem.lower()])
     for name in names:
         if (path := _under(root, name)).exists():
             return path
+    if stem.lower() == "code_search_net":
+        return root / stem  # there are many files, in folders beside this path
     files = f"{', '.join(names[:-1])} or {names[-1]}"
     raise UserError(f"no file {files} under {root}; nothing is downloaded for {stem}@llm")
 
@@ -399,10 +400,16 @@ OWN_ARGS = (*COMMON_ARGS, "text", "text_pair", "label", "quoting", "test", "vali
 OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category", "quoting", "test", "validation")
 
 
-def _own_file(path: Path, args: Mapping[str, Any], takes: Args, language: bool | None) -> RawData:
+def _own_file(
+    path: Path,
+    args: Mapping[str, Any],
+    takes: Args,
+    language: bool | None,
+    read: Callable[..., pd.DataFrame] = read_table,
+) -> RawData:
     quoting = args.get("quoting")
     tables = {
-        role: (str(file), read_table(file, quoting, *(() if role == "train" else (f"data.args: {role}",))))
+        role: (str(file), (read(file, quoting) if role == "train" else read_table(file, quoting, f"data.args: {role}")))
         for role, file in _roles(path, args).items()
     }
     if language is None:
