@@ -266,6 +266,7 @@ def _search(search: Search, progress: Progress) -> dict:
         "engine": search.options.engine,
         "objective": steps[0]["objectives"][0],
         "winner": {"point": winner["point"], "values": winner["values"]},
+        "nothing_learned": winner["nothing_learned"],
         "tried": [entry for step in steps for entry in step["tried"]],
         "grown": grown,
         "diverged": sum(len(step["failed"]) for step in steps),
@@ -358,7 +359,9 @@ def _script(job: Job) -> dict:
         raise
     if process.returncode:
         last = (errors.strip() or "nothing").splitlines()[-1]
-        raise RuntimeError(f"{job.label} ended with {process.returncode}: {last}")
+        # A script that ends with a line of its own has told what is wrong, and written the traceback, if there is one.
+        kind = RunFailed if last.startswith("error: ") else RuntimeError
+        raise kind(f"{job.label} ended with {process.returncode}: {last.removeprefix('error: ')}")
     found = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
     if not found:
         raise RuntimeError(f"{job.label} wrote no JSON into --out")

@@ -6,10 +6,12 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fs_lowrank import UserError
+from fs_lowrank.jobs import shell
+from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.versions import SCHEMA
 
@@ -24,7 +26,7 @@ def script(
     lines: Callable[[dict], Iterable[str]] | None = None,
     readme: Callable[[dict], str] | None = None,
     out: str = "results/analysis",
-) -> Callable[..., dict]:
+) -> Callable[..., int]:
     """Make the ``main`` of the module of a study.
 
     Args:
@@ -35,22 +37,15 @@ def script(
         readme: returns the result as Markdown. out: the default folder.
 
     Returns:
-        A function of the command line's arguments that writes and returns the result. Further keywords go to ``study``.
-        The files are named by the module, and by ``--data`` where there is such an option.
+        A function of the command line's arguments that writes the result and returns the exit code, as ``fs-lowrank``
+        does. Further keywords go to ``study``. The files are named by the module, and by ``--data`` where there is such
+        an option.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about.split("\n")[0])
-    actions = [parser.add_argument(flag, **arguments) for flag, arguments in options.items()]
-    parser.add_argument("--out", type=Path, default=Path(out), help="folder of the files (default: %(default)s)")
 
-    def main(argv: Sequence[str] | None = None, **more: Any) -> dict:
-        given = vars(parser.parse_args(argv))
-        folder: Path = given.pop("out")
-        folder.mkdir(parents=True, exist_ok=True)
+    def write(actions: Sequence[argparse.Action], more: Mapping[str, Any], args: argparse.Namespace) -> None:
+        given, folder = {action.dest: getattr(args, action.dest) for action in actions}, args.out
         began = time.perf_counter()
-        try:
-            found = study(**given, **more)
-        except UserError as error:
-            parser.exit(2, f"error: {error}\n")
+        found = study(**given, **more)
         result = {
             "schema": SCHEMA,
             "command": " ".join([f"python -m {module}", *filter(None, (_said(a, given[a.dest]) for a in actions))]),
@@ -59,14 +54,26 @@ def script(
             "seconds": round(time.perf_counter() - began, 1),
         }
         stem = "_".join([module.rpartition(".")[2], *([given["data"]] if "data" in given else [])])
-        (folder / f"{stem}.json").write_text(json.dumps(short(result), indent=1) + "\n")
+        write_text(folder / f"{stem}.json", json.dumps(short(result), indent=1) + "\n")
         if plot:
-            plot(result).savefig(folder / f"{stem}.png", dpi=110)
+            with replacing(folder / f"{stem}.png") as aside:
+                plot(result).savefig(aside, format="png", dpi=110)
         if readme:
-            (folder / "README.md").write_text(readme(result))
+            write_text(folder / "README.md", readme(result))
         for line in lines(result) if lines else ():
             print(line)
-        return result
+
+    def main(argv: Sequence[str] | None = None, **more: Any) -> int:
+        def make_parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
+            parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about.split("\n")[0])
+            actions = [parser.add_argument(flag, **arguments) for flag, arguments in options.items()]
+            parser.add_argument(
+                "--out", type=Path, default=Path(out), help="folder of the files (default: %(default)s)"
+            )
+            parser.set_defaults(do=partial(write, actions, more))
+            return parser, [parser]
+
+        return shell.run(make_parser, argv, shell.make_console(140), folder=lambda args: args.out)
 
     return main
 

@@ -92,4 +92,4 @@ main = script(__spec__.name, __doc__, OPTIONS, study, lines=lines, out="results/
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -15,6 +15,8 @@ from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell
 
+from .errors import NEEDS_OPTUNA
+
 console = shell.make_console(140)
 
 
@@ -85,10 +87,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     tune.add_argument("--engine", default="local", metavar="NAME", help="what runs the trials (default: local)")
     tune.add_argument("--retry-failed", action="store_true", help="run failed trials once more")
     tune.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
-    tune.set_defaults(do=partial(_reported, _tune))
+    tune.set_defaults(do=partial(_stored, _tune))
     status = commands.add_parser("status", help="the studies: trials, best value, cost, failures")
     storage_options(status)
-    status.set_defaults(do=partial(_reported, _status))
+    status.set_defaults(do=partial(_stored, _status))
     best = commands.add_parser("best", help="the best config, as a file that `fs-lowrank run --cfg` takes")
     storage_options(best)
     best.add_argument("--out", metavar="FILE", help="where to write it; {study} becomes the study's name")
@@ -97,11 +99,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         "--unconfirmed", action="store_true", help="write the winner even if it was not run on fresh seeds"
     )
     best.add_argument("--unlearned", action="store_true", help="write the winner even if it has learned nothing")
-    best.set_defaults(do=partial(_reported, _best))
+    best.set_defaults(do=partial(_stored, _best))
     plot = commands.add_parser("plot", help="history, rounds, slices, learning rate, Pareto front: PNG and HTML")
     storage_options(plot)
     plot.add_argument("--out", metavar="FOLDER", type=Path, help="default: plots in --dir")
-    plot.set_defaults(do=partial(_reported, _plot))
+    plot.set_defaults(do=partial(_stored, _plot))
     return parser, commands.choices.values()
 
 
@@ -121,16 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if (error.name or "").split(".")[0] != "optuna":
             raise
-        print("error: hpo needs Optuna: pip install 'fs-lowrank[hpo]'", file=sys.stderr)
+        print(NEEDS_OPTUNA, file=sys.stderr)
         return shell.WRONG_USE
 
 
-def _reported(command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int | None:
-    """Run a command; an error of ours is one line, with the traceback in a file of --dir."""
-    from .errors import reported
+def _stored(command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int | None:
+    """Run a command; an error of its storage is a ``UserError``."""
     from .storage import storage_errors
 
-    with reported(args.dir), storage_errors(args.storage or str(args.dir / "journal.log")):
+    with storage_errors(args.storage or str(args.dir / "journal.log")):
         return command(args)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fs_lowrank import RunFailed, UserError
-from fs_lowrank.jobs.files import write_text
+from fs_lowrank.jobs.shell import message_of
+
+#: what is said where Optuna is missing
+NEEDS_OPTUNA = "error: hpo needs Optuna: pip install 'fs-lowrank[hpo]'"
 
 
 @contextmanager
@@ -25,19 +26,7 @@ def reported(folder: Path) -> Iterator[None]:
     except (UserError, BrokenPipeError):
         raise
     except Exception as error:
-        raise RunFailed(f"{error_line(error)}; please report it with {write_traceback(error, folder)}") from error
-
-
-def error_line(error: BaseException) -> str:
-    """The type and the text of an error, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def write_traceback(error: BaseException, folder: Path) -> Path:
-    """Write the traceback of an error into a file of ``folder``; returns its path."""
-    path = folder / f"error_{os.getpid()}_{time.time_ns()}.txt"
-    write_text(path, "".join(traceback.format_exception(error)))
-    return path
+        raise RunFailed(message_of(error, folder)) from error
 
 
 def file_exists(path: Path, option: str) -> bool:

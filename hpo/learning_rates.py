@@ -13,23 +13,28 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from optuna.storages import BaseStorage
+from .errors import NEEDS_OPTUNA
 
-from fs_lowrank import Config, RunFailed, UserError, load_config
+try:
+    from optuna.storages import BaseStorage
+except ImportError:
+    raise SystemExit(NEEDS_OPTUNA) from None
+
+from fs_lowrank import Config, load_config
+from fs_lowrank.jobs import shell
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.settings import parse_overrides
 from fs_lowrank.versions import SCHEMA
 
 from .best import budget_text, points_of, spread_text, summary
-from .errors import reported
 from .plots import RATE, draw_png, slice_figure
 from .search import kind
 from .space import at_an_end, load_space
-from .storage import load_study, open_storage
+from .storage import load_study, open_storage, storage_errors
 from .tune import Search, tune
 
 #: what differs from examples/demo.yaml: smaller sizes, and the validation data that a search needs
@@ -168,7 +173,7 @@ def table(found: dict) -> str:
     return "\n".join([*lines, ""])
 
 
-def main(argv: list[str] | None = None) -> int:
+def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         prog="python -m hpo.learning_rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -179,17 +184,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--confirm", type=int, default=3, help="fresh seeds for each winner")
     parser.add_argument("--timeout", type=float, help="seconds; what is finished by then is written")
     parser.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
-    args = parser.parse_args(argv)
-    try:
-        with reported(args.dir):
-            return run(args)
-    except UserError as error:
-        print(f"error: {error}")
-        return 1 if isinstance(error, RunFailed) else 2
+    parser.set_defaults(do=run)
+    return parser, [parser]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run both searches; returns the exit code, as ``fs-lowrank hpo`` does."""
+    return shell.run(_parser, argv, shell.make_console(140), folder=lambda args: args.dir)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the searches and write what is finished; returns the exit code."""
+    with storage_errors(str(args.dir / "journal.log")):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     config = load_config(args.cfg, {**SMALLER, **parse_overrides(args.overrides)})
     for confirm in (0, args.confirm):  # first all curves, then the fresh seeds
@@ -201,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
             ended = tune(config, wide, dataclasses.replace(options, confirm=confirm, timeout=left))
             print(f"{name}: {ended.how}", flush=True)
             if ended.how == "interrupted":
-                return 130
+                return shell.INTERRUPTED
     storage = open_storage(str(args.dir / "journal.log"))
     found = collect(config, storage, args.overrides)
     write_text(args.out / "learning_rates.json", json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")

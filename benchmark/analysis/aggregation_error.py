@@ -152,4 +152,4 @@ main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -201,4 +201,4 @@ main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -209,4 +209,4 @@ main = script(__spec__.name, __doc__, OPTIONS, study, readme=readme, out="result
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

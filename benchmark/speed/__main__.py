@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from fs_lowrank import UserError
+from fs_lowrank.jobs import shell
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.versions import SCHEMA, check_schema
 
@@ -55,35 +56,39 @@ def table(folder: Path) -> str:
     return "\n".join([*lines, "", *about, ""])
 
 
-def main(argv: list[str] | None = None) -> int:
+def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         prog="python -m benchmark.speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", nargs="?", default="all", choices=(*PARTS, "all"))
     parser.add_argument("--out", type=Path, default=Path("results/speed"), help="folder for the results")
-    args = parser.parse_args(argv)
-    try:
-        for part in PARTS if args.part == "all" else (args.part,):
-            started = time.perf_counter()
-            found = import_module(f".{part}", __package__).run()
-            result = {
-                "schema": SCHEMA,
-                "command": f"python -m benchmark.speed {part}",
-                "seconds": time.perf_counter() - started,
-                "machine": machine(),
-                **found,
-            }
-            write_text(args.out / f"{part}.json", json.dumps(result, indent=1) + "\n")
-            for line in found["rows"]:
-                print(
-                    f"{part}: {line['case']}: {line['figure']}: {line['value']:.3g} ({line['target']}) {line['note']}",
-                    flush=True,
-                )
-        write_text(args.out / "README.md", table(args.out))
-    except UserError as error:
-        print(f"error: {error}")
-        return 1
-    return 0
+    parser.set_defaults(do=_run)
+    return parser, [parser]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure one part or all of them; returns the exit code, as ``fs-lowrank`` does."""
+    return shell.run(_parser, argv, shell.make_console(140), folder=lambda args: args.out)
+
+
+def _run(args: argparse.Namespace) -> None:
+    for part in PARTS if args.part == "all" else (args.part,):
+        started = time.perf_counter()
+        found = import_module(f".{part}", __package__).run()
+        result = {
+            "schema": SCHEMA,
+            "command": f"python -m benchmark.speed {part}",
+            "seconds": time.perf_counter() - started,
+            "machine": machine(),
+            **found,
+        }
+        write_text(args.out / f"{part}.json", json.dumps(result, indent=1) + "\n")
+        for line in found["rows"]:
+            print(
+                f"{part}: {line['case']}: {line['figure']}: {line['value']:.3g} ({line['target']}) {line['note']}",
+                flush=True,
+            )
+    write_text(args.out / "README.md", table(args.out))
 
 
 if __name__ == "__main__":

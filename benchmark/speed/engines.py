@@ -275,4 +275,4 @@ main = script(__spec__.name, __doc__, OPTIONS, study, readme=table, out="results
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 
 
 def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
-    """The text of a UTF-8 file, without a byte order mark.
+    """The text of a UTF-8 file, without a byte order mark; of a ``.gz`` file, what it holds.
 
     Args:
         named_by: the config keys that give the path, for messages.
@@ -37,6 +39,11 @@ def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
         raise UserError(f"no file {path}{nearest(path.name, names)}; check {named_by}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if path.suffix.lower() == ".gz":
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{path}: not a whole gzip file: {error}") from error
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -81,7 +88,7 @@ def read_table(path: Path, quoting: bool | None = None, named_by: str = "data.ro
         UserError: the file is unreadable, truncated or invalid (the message names the line), or has no row.
     """
     text = read_text(path, named_by)
-    suffix = path.suffix.lower()
+    suffix = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
     if suffix in (".csv", ".tsv"):
         rows = _delimited(
             path, text, "\t" if suffix == ".tsv" else ",", suffix == ".csv" if quoting is None else quoting

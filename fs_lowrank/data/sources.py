@@ -19,12 +19,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from fs_lowrank.data import framework_sets
 from fs_lowrank.data.fetch import resolve
 from fs_lowrank.data.fetch.hub import hub, silence
 from fs_lowrank.data.files import SUFFIXES, read_table, read_tsv
@@ -47,7 +49,17 @@ from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin, check_keys, key, keys_of, one_mapping
 from fs_lowrank.settings.reading import read_packaged
 
-__all__ = ["CAUSAL_LM", "CLASSIFICATION", "IMAGE_CLASSIFICATION", "RawData", "data_args", "load_raw", "own_files"]
+__all__ = [
+    "CAUSAL_LM",
+    "CLASSIFICATION",
+    "GLUE",
+    "IMAGE_CLASSIFICATION",
+    "Glue",
+    "RawData",
+    "data_args",
+    "load_raw",
+    "own_files",
+]
 
 _COLUMN, _FILE = "the name of a column", "the name of a file"
 
@@ -140,7 +152,11 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
     if provider == "huggingface_datasets":
         return _hub(stem, args)
     if provider == "llm":
-        return _own_file(_language_file(stem, root), data_args(data_cfg, origin), args, language=True)
+        path, given, called = _language_file(stem, root), data_args(data_cfg, origin), stem.lower()
+        if path.suffix and path.name != framework_sets.FILES.get(called):  # the user's own file
+            return _own_file(path, given, args, language=True)
+        read = partial(framework_sets.read_set, called)
+        return _own_file(path, framework_sets.with_columns(called, given), args, True, read)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's names; the standard files are read.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
@@ -237,7 +253,7 @@ FETCHED = {"sentiment": _sentiment, "alpaca_demo": _alpaca_demo}
 
 
 @dataclass(frozen=True)
-class _Glue:
+class Glue:
     """A task as described in ``glue.yaml``."""
 
     folder: str
@@ -253,10 +269,10 @@ class _Glue:
     fields: Sequence[str] = ()
 
 
-GLUE = {name: _Glue(**about) for name, about in read_packaged(__package__, "glue.yaml").items()}
+GLUE = {name: Glue(**about) for name, about in read_packaged(__package__, "glue.yaml").items()}
 
 
-def _glue_task(name: str) -> _Glue:
+def _glue_task(name: str) -> Glue:
     if name.replace("-", "").replace("_", "") == "stsb":
         raise UserError("STS-B is a regression task, and only classification is supported; choose another GLUE task")
     if name not in GLUE:
@@ -357,25 +373,18 @@ def _under(root: Path, name: str) -> Path:
     return path if not below.exists() and path.is_file() else below  # a file relative to the working folder
 
 
-#: the files that FederatedScope downloads for its names ``NAME@llm``
-_FRAMEWORK_FILES = {
-    "alpaca": "alpaca_data.json",
-    "alpaca_cleaned": "alpaca_data_cleaned.json",
-    "dolly-15k": "databricks-dolly-15k.jsonl",
-    "rosetta_alpaca": "rosetta_alpaca.json",
-}
-
-
 def _language_file(stem: str, root: Path) -> Path:
     if stem.lower().endswith(SUFFIXES):
         return _under(root, stem)
     # FederatedScope's names, such as dolly-15k@llm: the file is expected where FederatedScope would download it.
     names = [f"{stem}.jsonl", f"{stem}.json"]
-    if stem.lower() in _FRAMEWORK_FILES:
-        names.append(_FRAMEWORK_FILES[stem.lower()])
+    if stem.lower() in framework_sets.FILES:
+        names.append(framework_sets.FILES[stem.lower()])
     for name in names:
         if (path := _under(root, name)).exists():
             return path
+    if stem.lower() == "code_search_net":
+        return root / stem  # there are many files, in folders beside this path
     files = f"{', '.join(names[:-1])} or {names[-1]}"
     raise UserError(f"no file {files} under {root}; nothing is downloaded for {stem}@llm")
 
@@ -403,10 +412,16 @@ OWN_ARGS = (*COMMON_ARGS, "text", "text_pair", "label", "quoting", "test", "vali
 OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category", "quoting", "test", "validation")
 
 
-def _own_file(path: Path, args: Mapping[str, Any], takes: Args, language: bool | None) -> RawData:
+def _own_file(
+    path: Path,
+    args: Mapping[str, Any],
+    takes: Args,
+    language: bool | None,
+    read: Callable[..., pd.DataFrame] = read_table,
+) -> RawData:
     quoting = args.get("quoting")
     tables = {
-        role: (str(file), read_table(file, quoting, *(() if role == "train" else (f"data.args: {role}",))))
+        role: (str(file), (read(file, quoting) if role == "train" else read_table(file, quoting, f"data.args: {role}")))
         for role, file in _roles(path, args).items()
     }
     if language is None:

@@ -113,7 +113,7 @@ def classified(
     else:
         index = {str(i): i for i in range(len(names))}
     for role, frame in frames.items():
-        label = frame["label"].map(lambda value: index.get(_plain(value)))
+        label = frame["label"].map(lambda value: index.get(label_text(value)))
         if label.isna().any():
             unknown = frame["label"][label.isna()].iloc[0]
             raise UserError(
@@ -150,7 +150,7 @@ def _check_classes(where: str, column: str, labels: pd.Series) -> None:
         say_once(f"{where}: column {column!r} has floating-point numbers; each is taken as a class: {names}")
 
 
-def _plain(value: Any) -> str:
+def label_text(value: Any) -> str:
     """A label as text. 1, "1", 1.0 and "1.0" are the same label, since pandas and JSON may convert them."""
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
         value = int(value)
@@ -159,7 +159,7 @@ def _plain(value: Any) -> str:
 
 
 def _kinds(labels: pd.Series) -> list[Any]:
-    kinds = sorted({_plain(value) for value in labels})
+    kinds = sorted({label_text(value) for value in labels})
     try:
         return sorted(kinds, key=int)
     except ValueError:

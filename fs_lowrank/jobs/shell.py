@@ -101,18 +101,34 @@ def message_of(error: Exception, folder: Path | None = None) -> str:
     """
     if isinstance(error, (UserError, OSError)):
         return str(error)
-    text = "".join(traceback.format_exception(error))
-    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    place = write_traceback(error, getattr(error, "run_folder", folder)) or "that --debug shows"
+    shown = place if isinstance(place, str) else f"in {place}"
+    return f"{in_one_line(error)} (an error in fs-lowrank; please report it, with the traceback {shown})"
+
+
+def in_one_line(error: BaseException) -> str:
+    """The type and the text of an error, in one line of at most 500 characters."""
+    text = f"{type(error).__name__}: {error}".strip()
     # The text may itself be the traceback of another process, whose last line is the reason.
-    reason = (lines[-1] if "Traceback (most" in lines[0] else lines[0])[:500]
-    file = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    for place in (getattr(error, "run_folder", folder), Path(tempfile.gettempdir())):
+    traced = "Traceback (most" in text.splitlines()[0]
+    return " ".join((text.splitlines()[-1] if traced else text).split())[:500]
+
+
+def write_traceback(error: BaseException, folder: Path | None) -> Path | None:
+    """Write the traceback of an error into a file of ``folder``, or of the folder for temporary files if that fails.
+
+    Returns:
+        Its path; None if neither can be written to.
+    """
+    text = "".join(traceback.format_exception(error))
+    file = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.time_ns() % 10**9:09}.txt"
+    for place in (folder, Path(tempfile.gettempdir())):
         with contextlib.suppress(OSError):
             if place is not None:
                 place.mkdir(parents=True, exist_ok=True)
                 (place / file).write_text(text, encoding="utf-8", errors="backslashreplace")
-                return f"{reason} (an error in fs-lowrank; please report it, with the traceback in {place / file})"
-    return f"{reason} (an error in fs-lowrank; please report it, with the traceback that --debug shows)"
+                return place / file
+    return None
 
 
 def as_options(text: str, options: Iterable[str]) -> str:

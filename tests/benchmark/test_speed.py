@@ -7,7 +7,7 @@ import torch
 
 from benchmark.speed import __main__ as runner
 from benchmark.speed import clients, frozen_cache, only_read, overhead, race, server_step, vision
-from fs_lowrank import load_config
+from fs_lowrank import UserError, load_config
 
 #: layers that are not square, and an odd number of modules
 TOY = dict(clients=6, modules=3, d_out=40, d_in=24, rank=2, repeats=1)
@@ -103,3 +103,24 @@ def test_the_table_has_a_line_for_each_figure(tmp_path):
     text = runner.table(tmp_path)
     assert "| a case | slow ÷ fast | 7.25 | ≥ 5 | yes | 29 ÷ 4 | 1e-07 |" in text
     assert "| another | slow ÷ fast | 7.25 | ≥ 5 | **no** |" in text
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (UserError("minilm is not there"), 2, "error: minilm is not there"),
+        (
+            ZeroDivisionError("by nothing"),
+            1,
+            "error: ZeroDivisionError: by nothing (an error in fs-lowrank; please report",
+        ),
+    ],
+)
+def test_an_error_is_one_line(monkeypatch, tmp_path, capsys, error, code, said):
+    def run():
+        raise error
+
+    monkeypatch.setattr(vision, "run", run)
+    assert runner.main(["vision", "--out", str(tmp_path)]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(said) and err.count("\n") == 1 and "Traceback" not in err

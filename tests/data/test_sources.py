@@ -1,4 +1,5 @@
 import csv
+import gzip
 import json
 from types import SimpleNamespace
 
@@ -204,6 +205,48 @@ def test_the_frameworks_names_stand_for_its_files(tmp_path, name, file):
         load(f"{name}@llm", tmp_path)
     write(tmp_path / file, json.dumps([{"instruction": "a", "input": "", "output": "o"}]))
     assert load(f"{name}@llm", tmp_path).train["output"].tolist() == ["o"]
+
+
+def test_gsm8k_as_the_framework_reads_it(tmp_path):
+    row = {"question": "How many?", "answer": "2 + 2 = 4\n#### 4"}
+    write(tmp_path / "gsm8k_train.jsonl", json.dumps(row) + "\n")
+    raw = load("gsm8k@llm", tmp_path)
+    assert raw.train.iloc[0].to_dict() == {
+        "instruction": "How many?",
+        "input": "",
+        "output": "2 + 2 = 4\nThe answer is 4",
+    }
+    with pytest.raises(UserError, match="no file gsm8k.jsonl, gsm8k.json or gsm8k_train.jsonl under"):
+        load("gsm8k@llm", tmp_path / "elsewhere")
+    write(tmp_path / "gsm8k.jsonl", json.dumps({"instruction": "a", "output": "#### 1"}))  # a file of one's own
+    assert load("gsm8k@llm", tmp_path).train["output"].tolist() == ["#### 1"]
+
+
+def test_rosetta_alpaca_has_the_language_as_its_category(tmp_path):
+    rows = [{"instruction": "a", "input": "Python", "output": "o"}, {"instruction": "b", "input": "C", "output": "p"}]
+    write(tmp_path / "rosetta_alpaca.json", json.dumps(rows))
+    raw = load("rosetta_alpaca@llm", tmp_path)
+    assert raw.train["category"].tolist() == raw.train["input"].tolist() == ["Python", "C"]
+    assert raw.fields == ["category"]
+
+
+def test_code_search_net_as_the_framework_reads_it(tmp_path):
+    languages = ("python", "javascript", "java", "ruby", "php", "go")
+    with pytest.raises(UserError, match="no file .*python_train_0.jsonl.gz; code_search_net@llm needs"):
+        load("code_search_net@llm", tmp_path)
+    for language in languages:
+        folder = tmp_path / language / "final" / "jsonl" / "train"
+        folder.mkdir(parents=True)
+        for part in (10, 9):
+            row = {"docstring": f"says {part}", "code": f"do({part})", "language": language, "repo": "x"}
+            (folder / f"{language}_train_{part}.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode() + b"\n"))
+    raw = load("code_search_net@llm", tmp_path)
+    assert raw.train["instruction"].tolist()[:3] == ["python says 9", "python says 10", "javascript says 9"]
+    assert raw.train["output"].tolist()[:2] == ["do(9)", "do(10)"] and raw.fields == ["category"]
+    assert raw.train["category"].unique().tolist() == list(languages) and len(raw.train) == 12
+    (tmp_path / "go/final/jsonl/train/go_train_9.jsonl.gz").write_bytes(b"\x1f\x8b cut")
+    with pytest.raises(UserError, match="go_train_9.jsonl.gz: not a whole gzip file"):
+        load("code_search_net@llm", tmp_path)
 
 
 def test_dolly_columns_and_own_columns(tmp_path):

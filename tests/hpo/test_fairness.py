@@ -112,7 +112,7 @@ def test_an_internal_error_in_a_command_is_one_line_that_names_a_file(search, mo
     assert cli.main(["status", "--dir", str(options.folder)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ZeroDivisionError") and error.count("\n") == 1
-    (path,) = options.folder.glob("error_*.txt")
+    (path,) = options.folder.glob("traceback-*.txt")
     assert str(path) in error and "Traceback" in path.read_text()
     assert cli.main(["status", "--dir", str(options.folder), "--debug"]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err

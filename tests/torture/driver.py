@@ -30,6 +30,7 @@ from .child import die_with_parent
 KINDS = {
     "kills": "kills at random instants",
     "writes": "faults inside the writing",
+    "commands": "faults inside the writing of comparisons, searches and suites",
     "disks": "full disks",
     "damage": "damaged files",
     "updates": "poisoned updates",
