@@ -203,7 +203,7 @@ def test_rungs_continue_the_better_half_from_its_checkpoints(search):
         assert trial.intermediate_values[1] == before.user_attrs["value"]
     (figure,) = plots.pictures(open_storage(options.where), ["s"])["slices"]
     drawn = {trace.name: len(trace.x) for trace in figure.data}
-    assert drawn == {"s": 2, "s, pruned": 2}, "a promoted point is drawn once, and a pruned one is not left out"
+    assert drawn == {"s": 2, "s, pruned": 2}, "a promoted point is drawn once, and a pruned one is included"
 
 
 def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_continues(search, monkeypatch, capsys):
