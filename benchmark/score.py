@@ -56,7 +56,7 @@ def _score(args: argparse.Namespace) -> None:
     for task, values in found.items():
         metrics = {k: v for k, v in values.items() if isinstance(v, float) and not k.endswith("_stderr")}
         for metric, value in metrics.items():
-            error = values.get(f"{metric}_stderr")
-            table.add_row(task, str(values["n"]), metric, f"{value:.4f}" + (f" ± {error:.4f}" if error else ""))
+            spread = values.get(f"{metric}_stderr")
+            table.add_row(task, str(values["n"]), metric, f"{value:.4f}" + (f" ± {spread:.4f}" if spread else ""))
     console.print(table)
     console.print("± is one standard error, lm-eval's", soft_wrap=True)

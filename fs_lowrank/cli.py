@@ -86,15 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     def again(args: argparse.Namespace) -> str:
         if not hasattr(args, "resume"):
             return ""
-        words = [word for word in argv if word not in ("--overwrite", "--resume")]
+        words = [word for word in given if word not in ("--overwrite", "--resume")]
         return f"; continue with: {hint(words[0], '--resume', *words[1:])}"
 
-    argv = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        added = extensions().get(argv[0]) if argv else None
+        added = extensions().get(given[0]) if given else None
     except UserError as error:
         return shell.explain(error)
-    return run_extension(added, argv[1:]) if added else shell.run(_parser, argv, console, again)
+    return run_extension(added, given[1:]) if added else shell.run(_parser, given, console, again)
 
 
 class _Live:
