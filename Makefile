@@ -50,8 +50,8 @@ test-slow: $(VENV)/.installed
 # The lowest versions of what setup.py names, and of what these ask for the newest that fits. The part of the suite that
 # meets each library; it takes some gigabytes where PyTorch's own builds cannot be reached.
 LOWEST ?= .venv-lowest
-LOWEST_TESTS ?= tests/algebra tests/data tests/models/test_adapters.py tests/models/test_build.py tests/training \
-	tests/settings tests/runs tests/test_config.py tests/test_generic.py tests/after tests/hpo/test_space.py tests/test_start.py
+LOWEST_TESTS ?= tests/algebra tests/data tests/models/test_adapters.py tests/models/test_build.py tests/models/test_vision.py \
+	tests/training tests/settings tests/runs tests/test_config.py tests/test_generic.py tests/after tests/hpo/test_space.py tests/test_start.py
 LOWEST_INSTALL = $(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python
 test-lowest: $(VENV)/.installed
 	@echo "== setting up $(LOWEST) with the lowest versions"

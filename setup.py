@@ -59,7 +59,7 @@ setup(
     install_requires=[
         "torch>=2.8",
         "transformers>=5.0",
-        "peft>=0.18",
+        "peft>=0.21",
         "datasets>=4.0",
         "accelerate>=1.0",
         "safetensors>=0.5",

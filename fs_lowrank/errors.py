@@ -22,7 +22,7 @@ class RunFailed(UserError):
 def nearest(name: str, choices: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest of ``choices``, or ``""`` if none is close."""
     by_lower = {str(choice).lower(): str(choice) for choice in choices}
-    close = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.55)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 

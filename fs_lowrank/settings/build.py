@@ -53,12 +53,12 @@ def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn
     known = [*known_keys(), *more]
     ours = [key for key in known if key not in framework.DEFAULTS]
     section, _, last = name.rpartition(".")
-    close = next((keys for pool in (ours, known) if (keys := _meant(section, last, pool))), [])
+    close = _meant(section, last, ours, 0.6) or _meant(section, last, known, 0.8)  # FederatedScope's: if it is clear
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
 
 
-def _meant(section: str, last: str, known: Sequence[str]) -> list[str]:
+def _meant(section: str, last: str, known: Sequence[str], cutoff: float) -> list[str]:
     """The keys of ``known`` that ``section.last`` is probably meant to be; none is better than one that misleads.
 
     One of the same section with a similar name, else those of that very name in other sections (three at most), else
@@ -72,7 +72,7 @@ def _meant(section: str, last: str, known: Sequence[str]) -> list[str]:
     same = [key for key in same if key.startswith(f"{section}.")] or same
     if 0 < len(same) <= 3:
         return same
-    close = misspelt(last, beside, 0.6)
+    close = misspelt(last, beside, cutoff)
     whole = misspelt(f"{section}.{last}", keys, 0.85)
     return [beside[close]] if close else [whole] if whole else []
 

@@ -148,5 +148,6 @@ def test_a_fingerprint_sees_names_shapes_dtypes_and_values():
 
 def test_the_environment_is_recorded():
     found = environment()
-    assert found["versions"]["torch"] == torch.__version__ and found["cpus"] >= 1
+    # A build's own part, such as +cpu, may be in one of them only.
+    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0] and found["cpus"] >= 1
     json.dumps(found)
