@@ -125,7 +125,7 @@ def curves(
         for i, (label, runs) in enumerate(histories.items()):
             found = [_points(h, x, "metrics", split, metric) for h in runs]
             _line(axes, found, i, label, size if metric == accuracy else 0)
-        if metric == accuracy and majority is not None:
+        if metric == accuracy and majority is not None and axes.lines:
             axes.axhline(majority, color="grey", linestyle=":", label="majority class")
         _finish(axes, _PLACES[x][0], f"{split} {words[metric]}", x == "round")
         _calm(axes, max(0.1, 8 * math.sqrt(0.25 / size) if size else 0) if metric == accuracy else 0)
