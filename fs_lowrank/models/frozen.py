@@ -213,7 +213,8 @@ class FrozenPrefix:
 
         def probe(states: Tensor, given: Mapping[str, Any]) -> None:
             needed, _ = first.needed(states, given)
-            outputs, _ = first.modules_on_the_way(states.detach(), given)
+            with torch.enable_grad():
+                outputs, _ = first.modules_on_the_way(states.detach(), given)
             frozen = outermost(
                 name
                 for name, t in outputs.items()

@@ -129,8 +129,7 @@ class Attending:
         outputs: dict[str, Tensor] = {}
         hooks = [m.register_forward_hook(noting(outputs, name)) for name, m in self.layer.named_modules() if name]
         try:
-            with torch.enable_grad():
-                cache = self.run(states, given)
+            cache = self.run(states, given)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -138,11 +137,11 @@ class Attending:
 
     def needed(self, states: Tensor, given: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Size]]:
         """The outermost modules on the way that keys and values depend on, and the sides of the others' outputs."""
-        outputs, cache = self.modules_on_the_way(states.detach().requires_grad_(), given)
+        with torch.enable_grad():
+            outputs, cache = self.modules_on_the_way(states.detach().requires_grad_(), given)
+            together = torch.stack([t.sum() for t in cache.kept or ()]).sum()
         outputs = {name: t for name, t in outputs.items() if t.requires_grad}
         outer = outermost(outputs)
-        with torch.enable_grad():
-            together = torch.stack([t.sum() for t in cache.kept or ()]).sum()
         gradients = torch.autograd.grad(together, [outputs[n] for n in outer], allow_unused=True)
         needed = [n for n, g in zip(outer, gradients) if g is not None]
         return needed, {n: outputs[n].shape[2:] for n in outer if n not in needed}
