@@ -250,7 +250,7 @@ def _print_results(results: dict) -> None:
 
 def _ends(result) -> tuple[str, str]:
     """The clients of the lowest and of the highest accuracy, each with it."""
-    scores = {client: of["acc"] for client, of in result.client_scores.items() if of["acc"] is not None}
+    scores = {client: of["acc"] for client, of in result.client_scores.items()}
     if not scores:
         return "-", "-"
     worst, best = min(scores, key=scores.__getitem__), max(scores, key=scores.__getitem__)
