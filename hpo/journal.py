@@ -96,13 +96,13 @@ class Journal(journal.BaseJournalBackend):
         if not isinstance(entry, dict) or not {"op_code", "worker_id"} <= entry.keys():
             raise UserError(
                 f"{place}: this is not a line of a journal of studies; put the file back as the search wrote it, "
-                "or name another with --storage"
+                "or name another storage"
             )
         content = line.rpartition(_SUM)[0]
         if content and line != _signed(content + b"}", self.offset):
             raise UserError(
                 f"{place}: this is not the line that the search wrote there; put the file back as it was, "
-                "or name another with --storage"
+                "or name another storage"
             )
         return entry
 
@@ -121,7 +121,7 @@ class Journal(journal.BaseJournalBackend):
         with self._writing(), self.path.open("r+b") as file:
             complete, _, rest = file.read().rpartition(b"\n")
             if not complete and b'"op_code"' not in rest:
-                raise UserError(f"{self.path} is not a journal of studies; name another with --storage")
+                raise UserError(f"{self.path} is not a journal of studies; name another storage")
             file.truncate(len(complete) + bool(complete))
         logger.warning(
             "%s: the last line was cut off while it was written (a full disk, a power failure), and has been removed",
@@ -155,8 +155,8 @@ class Journal(journal.BaseJournalBackend):
             yield
         except OSError as error:
             raise RunFailed(
-                f"{self.path} cannot be written: {error.strerror or error}; make room or name another file with "
-                "--storage, and give the same command again"
+                f"{self.path} cannot be written: {error.strerror or error}; make room or name another file as "
+                "the storage, and give the same command again"
             ) from error
 
 

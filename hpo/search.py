@@ -67,13 +67,13 @@ def create(storage: optuna.storages.BaseStorage, name: str, settings: Settings) 
     if keys := _different(then.space, settings.to_dict()["space"]):
         raise UserError(
             f"the study {name} searches another space (differs in {', '.join(keys)}); "
-            "one study has one space: name another with --study"
+            "one study has one space: name another study"
         )
     keys = _different(then.base.decisive(), settings.base.decisive())
     options = [f.name for f in dataclasses.fields(Settings) if f.name not in ("config", "space")]
-    keys += ["--" + o.replace("_", "-") for o in options if getattr(then, o) != getattr(settings, o)]
+    keys += [o for o in options if getattr(then, o) != getattr(settings, o)]
     if keys:
-        raise UserError(f"the study {name} was started with another {', '.join(keys)}; name another with --study")
+        raise UserError(f"the study {name} was started with another {', '.join(keys)}; name another study")
     _check_revisions(study, settings)
     return study
 
@@ -99,7 +99,7 @@ def _check_revisions(study: optuna.Study, settings: Settings) -> None:
             raise UserError(
                 f"the study {study.study_name} was started with another revision of "
                 f"{', '.join(_different(then, now))}, which computed something else (see CHANGELOG.md); "
-                "name another with --study"
+                "name another study"
             )
 
 

@@ -68,14 +68,14 @@ def parse_objectives(text: str) -> tuple[str, ...]:
     for name in names:
         if name.startswith("test"):
             raise UserError(
-                f"--objective {name}: the test data chooses nothing; search by val{name[4:]}, and the best "
+                f"objective {name}: the test data chooses nothing; search by val{name[4:]}, and the best "
                 "config is tested when it is confirmed"
             )
         if name not in OBJECTIVES:
-            raise UserError(f"--objective {name}{nearest(name, OBJECTIVES)}; there are: {', '.join(OBJECTIVES)}")
+            raise UserError(f"objective {name}{nearest(name, OBJECTIVES)}; there are: {', '.join(OBJECTIVES)}")
     if not names or len(set(names)) < len(names) or not any(n.startswith("val") for n in names):
         raise UserError(
-            f"--objective {text!r}: expected val_acc or val_loss, and perhaps what it may cost, "
+            f"objective {text!r}: expected val_acc or val_loss, and perhaps what it may cost, "
             "such as val_acc,uplink_bytes"
         )
     return names
@@ -111,41 +111,40 @@ def check_fit(settings: Settings, space: Space) -> None:
         if several or listed or len(space.parameters) < 2:
             why = f"{listed[0]} is listed or conditional" if listed else "one key is too few"
             why = "it has one objective only" if several else why
-            raise UserError(f"--sampler cmaes needs two or more ranges that always apply, and {why}; use tpe or gp")
+            raise UserError(f"the sampler cmaes needs two or more ranges that always apply, and {why}; use tpe or gp")
     if several and (settings.pruner != "none" or settings.rungs):
-        raise UserError("several objectives cannot be pruned by rounds; leave --pruner and --rungs out")
+        raise UserError("several objectives cannot be pruned by rounds; leave pruner and rungs out")
     if settings.rungs and settings.pruner != "none":
-        raise UserError("--rungs stops trials by itself; leave --pruner out")
+        raise UserError("rungs stop trials by themselves; leave pruner out")
     freq, rounds = base.eval.freq, base.federate.total_round_num
     if settings.pruner != "none" and freq < 1:
         raise UserError(
-            f"--pruner {settings.pruner} needs evaluations between the rounds, and eval.freq = {freq}; set eval.freq 1"
+            f"pruner {settings.pruner} needs evaluations between the rounds, and eval.freq = {freq}; set eval.freq 1"
         )
     rungs = settings.rungs
     if rungs:
         if len(rungs) < 2 or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
             raise UserError(
-                f"--rungs {','.join(map(str, rungs))}: expected two or more growing numbers of rounds, such as 4,8,16"
+                f"rungs {','.join(map(str, rungs))}: expected two or more growing numbers of rounds, such as 4,8,16"
             )
         if rungs[-1] != rounds:
             raise UserError(
-                f"--rungs ends at {rungs[-1]} rounds, but federate.total_round_num = {rounds}; make them the same"
+                f"rungs end at {rungs[-1]} rounds, but federate.total_round_num = {rounds}; make them the same"
             )
         if freq < 1 or any(r % freq for r in rungs[:-1]):
             raise UserError(
-                f"--rungs {','.join(map(str, rungs))}: there is no evaluation after each of these rounds "
+                f"rungs {','.join(map(str, rungs))}: there is no evaluation after each of these rounds "
                 f"with eval.freq = {freq}; set eval.freq 1"
             )
     searched = space_keys(space)
     if "federate.method" in searched and (rungs or settings.pruner != "none"):
         raise UserError(
             "federate.method is searched, and a method is not pruned by the curves of another; give each method a "
-            "study (studies: {federate.method: [...]}, or --methods), or leave --pruner and --rungs out"
+            "study (studies: {federate.method: [...]}), or leave pruner and rungs out"
         )
     if "federate.total_round_num" in searched and (rungs or settings.pruner != "none"):
         raise UserError(
-            "federate.total_round_num is searched, so rounds cannot decide what is pruned; "
-            "leave --pruner and --rungs out"
+            "federate.total_round_num is searched, so rounds cannot decide what is pruned; leave pruner and rungs out"
         )
 
 
@@ -165,7 +164,7 @@ def make_sampler(settings: Settings, wanted: int, drawn: int) -> optuna.samplers
         try:
             import cmaes  # noqa: F401  # Optuna imports it only inside a trial
         except ImportError:
-            raise UserError("--sampler cmaes needs the package cmaes: pip install 'fs-lowrank[hpo]'") from None
+            raise UserError("the sampler cmaes needs the package cmaes: pip install 'fs-lowrank[hpo]'") from None
         return optuna.samplers.CmaEsSampler(seed=seed, n_startup_trials=startup)
     return optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
 
@@ -202,9 +201,7 @@ def settings_of(study: optuna.Study) -> Settings:
     try:
         return Settings.from_dict(study.user_attrs[META])
     except (KeyError, TypeError):
-        raise UserError(
-            f"the study {study.study_name!r} was not made by fs-lowrank hpo; name another with --study"
-        ) from None
+        raise UserError(f"the study {study.study_name!r} was not made by fs-lowrank hpo; name another study") from None
 
 
 def space_of(study: optuna.Study) -> Space:

@@ -44,7 +44,7 @@ KINDS = {
 }
 #: keys that cannot be searched, and the reason or the alternative
 _NOT_SEARCHED = {
-    "seed": "average over seeds with --seeds",
+    "seed": "average over seeds by the search's seeds",
     "eval": "it would change how trials are measured",
     "outdir": "every trial has a folder of its own",
     "expname": "every trial has a folder of its own",
@@ -201,12 +201,12 @@ class Space:
             if not parameter.listed():
                 raise UserError(
                     f"{self.source}: {parameter.key} is a {parameter.kind}, which a grid cannot list; "
-                    "give it `grid: [...]`, or use --sampler tpe or random"
+                    "give it `grid: [...]`, or use the sampler tpe or random"
                 )
             size *= len(parameter.listed())
         if size > _LARGEST_GRID:
             raise UserError(
-                f"{self.source}: a grid of up to {size} points; remove keys or values, or use --sampler tpe or random"
+                f"{self.source}: a grid of up to {size} points; remove keys or values, or use the sampler tpe or random"
             )
         return list(self._points({}, self.parameters, base))
 
@@ -243,7 +243,7 @@ def load_space(path: str | Path) -> Space:
     """
     shipped = {p.stem: p for p in sorted((Path(__file__).parent / "spaces").glob("*.yaml"))}
     name, file = str(path), Path(path).expanduser()
-    exists = file_exists(file, "--space")
+    exists = file_exists(file, "space")
     if not exists and name not in shipped:
         near = nearest(file.name, [*shipped, *yaml_beside(file)])
         raise UserError(f"{name}: no such file{near}; spaces that ship: {', '.join(shipped)}")

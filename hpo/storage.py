@@ -54,9 +54,9 @@ def open_storage(where: str, create: bool = False) -> BaseStorage:
 
 
 def _open_journal(path: Path, create: bool) -> BaseStorage:
-    exists = file_exists(path, "--storage")
+    exists = file_exists(path, "storage")
     if exists and not path.is_file():
-        raise UserError(f"{path} is not a file; name one with --storage")
+        raise UserError(f"{path} is not a file; name one as the storage")
     if not exists and not create:
         raise UserError(f"{path}: there is no study yet; start one with fs-lowrank hpo tune --cfg FILE --space FILE")
     backend = Journal(path)
@@ -67,7 +67,7 @@ def _open_journal(path: Path, create: bool) -> BaseStorage:
     except (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(
             f"{path}, line {backend.lines}: this line does not fit those before it ({type(error).__name__}: {error}); "
-            "put the file back as the search wrote it, or name another with --storage"
+            "put the file back as the search wrote it, or name another storage"
         ) from None
 
 
@@ -78,7 +78,7 @@ def _check_sqlite(path: Path, create: bool) -> None:
                 f"{path}: there is no study yet; start one with fs-lowrank hpo tune --cfg FILE --space FILE"
             )
         if not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}; make it, or name another file with --storage")
+            raise UserError(f"{path}: there is no folder {path.parent}; make it, or name another file as the storage")
         return
     try:
         database = sqlite3.connect(path, timeout=WAIT)
@@ -91,14 +91,14 @@ def _check_sqlite(path: Path, create: bool) -> None:
     except sqlite3.OperationalError as error:
         raise UserError(
             f"{path}: {error}; another process holds it, or it cannot be written; wait for that, "
-            "or name another storage with --storage"
+            "or name another storage"
         ) from None
     except sqlite3.DatabaseError:
-        raise UserError(f"{path} is not a SQLite file; name another with --storage") from None
+        raise UserError(f"{path} is not a SQLite file; name another storage") from None
     if tables and "version_info" not in tables:
         raise UserError(
             f"{path} is a database of something else (it has the tables {', '.join(sorted(tables)[:3])}); "
-            "name another file with --storage"
+            "name another file as the storage"
         )
 
 
@@ -115,12 +115,12 @@ def _open_database(url: str, create: bool):
             return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise UserError(
-            f"--storage {shown}: {error}; expected a path, sqlite:///FILE, or a server's URL, whose driver is installed"
+            f"storage {shown}: {error}; expected a path, sqlite:///FILE, or a server's URL, whose driver is installed"
         ) from None
     except SQLAlchemyError as error:
-        raise UserError(f"--storage {shown}: cannot be used: {str(error).splitlines()[0]}") from None
+        raise UserError(f"storage {shown}: cannot be used: {str(error).splitlines()[0]}") from None
     except RuntimeError as error:
-        raise UserError(f"--storage {shown} is of another version of Optuna: {error}") from None
+        raise UserError(f"storage {shown} is of another version of Optuna: {error}") from None
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
     """The settings of each study, its grid if it has one, and its number of points."""
     plans: dict[str, tuple[Settings, list | None, int]] = {}
     if not re.fullmatch(r"[\w.+-]+", options.name):
-        raise UserError(f"--study {options.name!r}: expected letters, digits, dots, dashes")
+        raise UserError(f"study {options.name!r}: expected letters, digits, dots, dashes")
     for values in product(*space.studies.values()) if space.studies else [()]:
         changes = dict(zip(space.studies, values))
         try:
@@ -159,8 +159,8 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
         points = mine.grid(base) if sampler == "grid" else None
         if points is not None and options.trials and len(points) > options.trials:
             raise UserError(
-                f"{space.source}: a grid of {len(points)} points is too large for --trials "
-                f"{options.trials}; give it {len(points)}, or --sampler tpe or random"
+                f"{space.source}: a grid of {len(points)} points is too large for trials = "
+                f"{options.trials}; give it {len(points)}, or the sampler tpe or random"
             )
         for point in points or ():
             try:

@@ -162,7 +162,7 @@ class _Search:
         if len(ended) >= 3 and len(reasons) == 1 and next(iter(reasons))[0] == "error":
             raise UserError(
                 f"{study.study_name}: all {len(ended)} trials failed in the same way: "
-                f"{next(iter(reasons))[1]}; correct that, and continue with --retry-failed"
+                f"{next(iter(reasons))[1]}; correct that, and continue with retry_failed=True"
             )
 
     def _label(self, trial, point) -> str:

@@ -14,9 +14,13 @@ from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.jobs.shell import as_options
 from fs_lowrank.runs import progress
 
-ROOT = Path(__file__).parents[1] / "fs_lowrank"
+ROOT = Path(__file__).parents[1]
 #: files of the command line, whose messages are about options
-COMMANDS = ("cli.py", "commands/", "jobs/shell.py", "keys.py", "engines/federatedscope/__main__.py")
+COMMANDS = tuple(
+    f"fs_lowrank/{name}"
+    for name in ("cli.py", "commands/", "jobs/shell.py", "keys.py", "engines/federatedscope/__main__.py")
+)
+COMMANDS += tuple(f"hpo/{name}.py" for name in ("cli", "best", "learning_rates"))
 
 
 @pytest.fixture
@@ -30,11 +34,14 @@ def config(settings, tmp_path, no_curves):
 
 def test_no_message_of_the_library_names_an_option_of_a_command():
     """It names arguments, ``resume=True``; a command says them as its options (``as_options``)."""
-    parsers = cli._parser()[1]
+    pytest.importorskip("optuna")
+    from hpo import cli as search
+
+    parsers = [*cli._parser()[1], *search._parser()[1]]
     options = {option for parser in parsers for option in re.findall(r"--[a-z-]+", parser.format_help())}
     assert {"--resume", "--data", "--column", "--clients"} < options
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in sorted(path for package in ("fs_lowrank", "hpo") for path in (ROOT / package).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         if name.startswith(COMMANDS):
             continue

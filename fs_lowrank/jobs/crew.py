@@ -62,10 +62,10 @@ def check_gpus(gpus: Sequence[str]) -> None:
     count = torch.cuda.device_count()
     for gpu in gpus:
         if not gpu.isdigit():
-            raise UserError(f"--gpus {gpu!r}: expected numbers, such as 0,1; or all")
+            raise UserError(f"gpus={gpu!r}: expected numbers, such as 0,1; or all")
         if int(gpu) >= count:
             raise UserError(
-                f"--gpus {gpu}: torch finds {count} GPU{'' if count == 1 else 's'} here"
+                f"gpus={gpu!r}: torch finds {count} GPU{'' if count == 1 else 's'} here"
                 + (f", numbered from 0 to {count - 1}" if count else "")
             )
 

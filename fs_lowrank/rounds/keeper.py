@@ -386,7 +386,7 @@ class RecordKeeper:
         if record:
             result.best = {"round": record["round"], "by": self.evaluator.best_by, **_figures(record)}
         for name, save in self._savings(result).items():
-            card = model_card(self.config, result.facts, final, name, round=history[-1]["round"])
+            card = model_card(self.config, result.facts, final, name, round=history[-1]["round"] if history else 0)
             self._save_trained(name, save, card)
             result.saved[name] = self.outdir / name
         if record and self.config.eval.save_best:

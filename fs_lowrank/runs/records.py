@@ -58,7 +58,7 @@ def _digest(line: str) -> str:
 
 def _parsed(line: str | bytes) -> Record:
     record: Record = json.loads(line)
-    for values in record["metrics"].values():
+    for values in (*record["metrics"].values(), *record.get("client_scores", {}).values()):
         values.update({name: math.nan for name, value in values.items() if value is None})
     return record
 

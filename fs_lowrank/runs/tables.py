@@ -55,7 +55,7 @@ def client_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
 
 def _ends(result: RunResult) -> tuple[str, str]:
     """The clients of the lowest and of the highest accuracy, each with it."""
-    scores = {client: of["acc"] for client, of in result.client_scores.items() if of["acc"] is not None}
+    scores = {client: of["acc"] for client, of in result.client_scores.items()}
     if not scores:
         return "-", "-"
     worst, best = min(scores, key=scores.__getitem__), max(scores, key=scores.__getitem__)

@@ -407,8 +407,8 @@ def test_two_spaces_configs_or_settings_in_one_study(search, config, monkeypatch
     for change, message in (
         ({"space": {"train.optimizer.lr": {"grid": [1e-3]}}}, "one study has one space"),
         ({"base": config.replace({"dataloader.batch_size": 4})}, "another dataloader.batch_size"),
-        ({"sampler": "random"}, "another --sampler"),
-        ({"seeds": 2}, "another --seeds"),
+        ({"sampler": "random"}, "another sampler"),
+        ({"seeds": 2}, "another seeds"),
     ):
         with pytest.raises(UserError, match=message):
             search(**{"timeout": 1e-6, **change})
@@ -438,18 +438,18 @@ def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatc
 def test_options_that_do_not_fit(search, config):
     rates = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
     for change, message in (
-        ({"trials": 1}, "a grid of 2 points is too large for --trials 1"),
+        ({"trials": 1}, "a grid of 2 points is too large for trials = 1"),
         ({"space": rates, "sampler": "grid"}, "which a grid cannot list"),
         ({"space": rates, "sampler": "cmaes"}, "one key is too few"),
         ({"space": rates, "rungs": (1, 3)}, "ends at 3 rounds, but federate.total_round_num = 2"),
         ({"space": rates, "rungs": (2, 1)}, "growing numbers"),
-        ({"space": rates, "rungs": (1, 2), "pruner": "median"}, "leave --pruner out"),
+        ({"space": rates, "rungs": (1, 2), "pruner": "median"}, "leave pruner out"),
         ({"space": rates, "pruner": "median", "objectives": ("val_acc", "uplink_bytes")}, "cannot be pruned"),
         ({"space": rates, "pruner": "median", "base": config.replace({"eval.freq": 0})}, "set eval.freq 1"),
         ({"base": config.replace({"eval.split": ["test"]})}, "never by the test data"),
         ({"base": config.replace({"data.splits": [0.8, 0.0, 0.2]})}, "needs validation data"),
         ({"gpus": ("7",)}, "torch finds"),
-        ({"name": "a/b"}, "--study"),
+        ({"name": "a/b"}, "study 'a/b'"),
         ({"space": {**rates, "studies": {"federate.method": ["rolorra"]}}}, "did you mean"),
     ):
         with pytest.raises(UserError, match=message):

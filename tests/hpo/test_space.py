@@ -83,7 +83,7 @@ WRONG = [
         {"train.local_update_steps": {"int": [1.5, 4]}},
         "train.local_update_steps.int = .1.5, 4.: expected .low, high., two whole numbers",
     ),
-    ({"seed": {"int": [0, 4]}}, "--seeds"),
+    ({"seed": {"int": [0, 4]}}, "seeds"),
     ({"eval.freq": {"int": [1, 4]}}, "is not searched"),
     ({"train.cache_frozen": {"choice": ["auto", "off"]}}, "does not decide the result"),
     ({"train.optimizer.lr": {**RATES, "when": {"federate.metod": "rolora"}}}, "unknown key 'federate.metod'"),

@@ -78,11 +78,14 @@ def test_metrics_that_are_not_finite_are_null_in_the_file_and_nan_in_memory(tmp_
         raise AssertionError(f"{word} is no JSON")
 
     records = Records(tmp_path / "rounds.jsonl")
-    records.add(record(1, metrics={"test": {"acc": 0.5, "loss": float("nan")}, "val": {"loss": float("inf")}}))
+    of_clients = {1: {"acc": 0.5, "loss": float("nan"), "samples": 4}}
+    metrics = {"test": {"acc": 0.5, "loss": float("nan")}, "val": {"loss": float("inf")}}
+    records.add(record(1, metrics=metrics, client_scores=of_clients))
     line = json.loads(records.path.read_text(), parse_constant=refuse)
     assert line["metrics"] == {"test": {"acc": 0.5, "loss": None}, "val": {"loss": None}}
     for history in (records.history, read_records(records.path, up_to=1)):
         metrics = history[0]["metrics"]
+        assert math.isnan(history[0]["client_scores"]["1"]["loss"])
         assert (
             metrics["test"]["acc"] == 0.5 and math.isnan(metrics["test"]["loss"]) and math.isnan(metrics["val"]["loss"])
         )
