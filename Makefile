@@ -9,7 +9,7 @@ help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long; make test-slow runs that"
 	@echo "make test-lowest   part of the suite with the lowest versions that setup.py allows, in an environment of its own"
-	@echo "make walks  the first hour of a new user, six times, from an installed wheel in empty folders"
+	@echo "make walks  the first hour of a new user in six ways and as a notebook, from an installed wheel in empty folders"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
 	@echo "make lint, make types, make docs   one of these alone; make format writes the format"

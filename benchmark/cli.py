@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 
 from rich.table import Table
@@ -99,6 +99,10 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
     )
 
 
+def _count(experiments: Sized) -> str:
+    return f"{len(experiments)} experiment{'s' * (len(experiments) != 1)}"
+
+
 def _list(args: argparse.Namespace) -> None:
     table = Table()
     if not args.suites:
@@ -106,7 +110,7 @@ def _list(args: argparse.Namespace) -> None:
             table.add_column(column, overflow="fold")
         for name in shipped():
             sizes = {size: load_suite(name, size) for size in SIZES}
-            table.add_row(name, sizes["small"].title, *(f"{len(s.experiments)} experiments" for s in sizes.values()))
+            table.add_row(name, sizes["small"].title, *(_count(s.experiments) for s in sizes.values()))
         console.print(table)
         return
     for column in ("suite", "experiment", "what", "searches", "cells", "done", "took"):

@@ -46,6 +46,9 @@ def write_report(options: Options) -> list[Path]:
     store = options.store
     sizes = [options.size] if options.size in SIZES else list(SIZES)
     names = options.suites or shipped()
+    if not any(root.glob("*/*.json")):  # known at once; to plan every suite takes a minute
+        suites = " ".join(options.suites) or "SUITE"
+        raise UserError(f"{root} holds no result; run a suite first: fs-lowrank benchmark run {suites}")
     claims: list[tuple[str, Suite, str]] = []
     body: list[str] = []
     used: set[str] = set()

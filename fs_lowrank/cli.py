@@ -21,6 +21,11 @@ console = shell.make_console(120)
 _CODES = (
     "exit code: 0; 1 if a run could not continue, or doctor misses something; 2 for a usage error; 130 if interrupted"
 )
+#: what the entry points of this package are for
+_OURS = {
+    "benchmark.cli:main": "run suites of experiments, and report their results with verdicts",
+    "hpo.cli:main": "search hyperparameters over any configuration",
+}
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
@@ -76,7 +81,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     add_commands(commands)
     own = list(commands.choices.values())
     for name, point in extensions(commands.choices).items():
-        commands.add_parser(name, help=f"added by {point.dist.name if point.dist else point.value}; has its own --help")
+        about = _OURS.get(point.value) or f"added by {point.dist.name if point.dist else point.value}"
+        commands.add_parser(name, help=f"{about}; has its own --help")
     return parser, own
 
 

@@ -14,14 +14,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 
 from .. import load_config
 from ..engines.local import LocalEngine
 from ..errors import UserError
 from ..methods import Averaging, Method, create_method, get_method_class
-from ..models.adapters import load_tensors
+from ..models.adapters import load_adapter, load_tensors
 from ..models.names import all_tensors, tags
 from ..seeds import derive
 from ..training import train_client
@@ -69,7 +68,7 @@ def loads_with_the_plain_libraries(bench: Bench, engine: LocalEngine, task: str)
             raise AssertionError("save_adapter saved an adapter that does not hold the changed base weights")
     else:
         base = bench.bases.get(task, folder / "adapter" / "base")
-        loaded = PeftModel.from_pretrained(plain_model(task, base), str(folder / "adapter"))
+        loaded = load_adapter(plain_model(task, base), folder / "adapter")
         saved = logits(loaded, engine.site.data.test)
         torch.testing.assert_close(saved, wanted, atol=1e-6, rtol=1e-6, msg=lambda m: f"adapter/ over its base: {m}")
     return result

@@ -25,7 +25,7 @@ is_killed(search, after="#0 (lr")
 ended = does(search, "next: fs-lowrank hpo best")
 does("fs-lowrank hpo status", "reviews-space", "2 complete")
 refuses("fs-lowrank hpo best --study reviews-spac --out best.yaml", "did you mean 'reviews-space'")
-does(ended.partition("next: ")[2].strip(), "best.yaml: run it with: fs-lowrank run --cfg best.yaml")
+does(ended.partition("next: ")[2].splitlines()[0], "best.yaml: run it with: fs-lowrank run --cfg best.yaml")
 does("fs-lowrank run --cfg best.yaml outdir runs/best", "round 6/6")
 does("fs-lowrank hpo plot", "plots.html")
 nothing = "federate.total_round_num 1 train.local_update_steps 1"
