@@ -90,3 +90,16 @@ def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys
     folder = Path(few["outdir"])
     assert (folder / "curves.png").exists() and (folder / "seeds.tex").exists()
     assert f"{sum(losses) / 2:.3f} ± {spread:.3f}" in (folder / "seeds.csv").read_text()
+
+
+def test_a_row_leaves_out_what_makes_no_sense_for_it(few):
+    """A robust mean needs more clients than a row has, and a row needs no processes."""
+    from fs_lowrank.baselines import row_config
+
+    keys = {"lowrank.robust": "trimmed_mean", "lowrank.robust_malicious": 1, "federate.process_num": 2}
+    config = fs_lowrank.load_config(few, keys)
+    for name in ("local", "pooled"):
+        row = row_config(name, config, "x")
+        assert row.lowrank.robust == "none" and row.federate.process_num == 1
+    norm = fs_lowrank.load_config(few, {"lowrank.robust": "norm_bound", "lowrank.robust_norm": 2.0})
+    assert row_config("pooled", norm, "x").lowrank.robust_norm == 0
