@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
+            if isinstance(action.choices, Mapping):  # the commands
                 wrong = re.search(r"invalid choice: '([^']*)'", message)
                 message += nearest(wrong[1], action.choices) if wrong else f", one of {', '.join(action.choices)}"
         raise UserError(f"{message}; see {self.prog} --help")

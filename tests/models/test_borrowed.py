@@ -91,7 +91,8 @@ DOCUMENTED = {"_exit", "_replace"}
 BORROWED = {
     "hpo/storage.py": {"_storage", "_trial_id"},
     # the version of the framework is pinned, and checked when it is imported (engines/locate_federatedscope.py)
-    "fs_lowrank/engines/federatedscope/config.py": {"_immutable"},
+    # a value of a new key is read as yacs reads all others
+    "fs_lowrank/engines/federatedscope/config.py": {"_decode_cfg_value", "_immutable"},
     "fs_lowrank/engines/federatedscope/client.py": {"_immutable"},
     "fs_lowrank/engines/federatedscope/parallel.py": {"_immutable", "_monitor"},
     # the type that argparse's add_subparsers returns has no public name; it is used as a type hint only
