@@ -50,8 +50,8 @@ class FinishedRun:
     def model(self) -> nn.Module:
         """The global model with what was trained; loaded when it is first needed, so after a wrong file is refused."""
         pad, adapter = getattr(self.tokenizer, "pad_token_id", None), self.folder / "adapter"
-        says = {"label_names": self.labels, "say_new": not adapter.is_dir()}
-        model = build_model(self.config, len(self.labels) or None, pad, **says)
+        new = not adapter.is_dir()
+        model = build_model(self.config, len(self.labels) or None, pad, label_names=self.labels, say_new=new)
         if adapter.is_dir():
             model = load_adapter(model, adapter)
         return model.to(device_of(self.config)).eval()

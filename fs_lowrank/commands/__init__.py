@@ -10,7 +10,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    from ..jobs.shell import Parser
+
+    Commands = argparse._SubParsersAction[Parser]
 
 
 def add_commands(commands: Commands) -> None:
