@@ -157,3 +157,22 @@ def test_a_result_shows_itself_and_has_tables(config):
     assert clients["rounds"].sum() == 6 and not clients["failed"].any()
     for key in ("uplink_bytes", "downlink_bytes"):
         assert clients[key].sum() == result.bytes[key]
+
+
+def test_in_a_notebook(config, tmp_path):
+    """A bar, the result as a table, its plot, and the user's own plots, which still show."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    cells = [
+        "import fs_lowrank; result = fs_lowrank.run('run.yaml', resume='auto')",
+        "result",
+        "result.plot()",
+        "import matplotlib.pyplot as plt; plt.plot([1, 2])",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    run, table, plot, own = (cell.outputs for cell in notebook.cells)
+    assert "fedlora: 100%" in "".join(o.text for o in run if o.output_type == "stream" and o.name == "stderr")
+    assert "<th>test_acc</th>" in table[0].data["text/html"]
+    assert "image/png" in plot[0].data and any("image/png" in o.get("data", {}) for o in own)

@@ -441,7 +441,7 @@ def test_options_that_do_not_fit(search, config):
         ({"trials": 1}, "a grid of 2 points is too large for trials = 1"),
         ({"space": rates, "sampler": "grid"}, "which a grid cannot list"),
         ({"space": rates, "sampler": "cmaes"}, "one key is too few"),
-        ({"space": rates, "rungs": (1, 3)}, "ends at 3 rounds, but federate.total_round_num = 2"),
+        ({"space": rates, "rungs": (1, 3)}, "end at 3 rounds, but federate.total_round_num = 2"),
         ({"space": rates, "rungs": (2, 1)}, "growing numbers"),
         ({"space": rates, "rungs": (1, 2), "pruner": "median"}, "leave pruner out"),
         ({"space": rates, "pruner": "median", "objectives": ("val_acc", "uplink_bytes")}, "cannot be pruned"),
