@@ -132,7 +132,7 @@ def test_no_other_private_name_of_a_library_is_used():
 
 
 #: attributes of a library's objects that decide what they run, and the only files that replace them
-REPLACED = {"fs_lowrank/models/convolution.py": {"__class__"}, "fs_lowrank/models/frozen.py": {"forward"}}
+REPLACED = {"fs_lowrank/models/convolution.py": {"__class__"}, "fs_lowrank/models/reads.py": {"forward"}}
 
 
 def test_no_private_module_is_imported_and_nothing_else_is_replaced():
