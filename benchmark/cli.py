@@ -168,9 +168,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def given_options(args: argparse.Namespace) -> list[str]:
     """The options that say which results there are, if they are not at their defaults."""
-    given = [("--engine", args.engine, "local"), ("--results", args.results, "results")]
-    given.append(("--data", args.data, os.environ.get("FS_LOWRANK_DATA", "")))
-    return [word for name, value, default in given if value != default for word in (name, value)]
+    said = {name: str(getattr(args, name)) for name in ("engine", "results", "data", "only", "methods")}
+    given = [(f"--{name}", value) for name, value in said.items() if value != str(args.parser.get_default(name))]
+    return [word for pair in given for word in pair]
 
 
 def _report(args: argparse.Namespace) -> None:

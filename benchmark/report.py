@@ -47,8 +47,7 @@ def write_report(options: Options) -> list[Path]:
     sizes = [options.size] if options.size in SIZES else list(SIZES)
     names = options.suites or shipped()
     if not any(root.glob("*/*.json")):  # known at once; to plan every suite takes a minute
-        suites = " ".join(options.suites) or "SUITE"
-        raise UserError(f"{root} holds no result; run a suite first: fs-lowrank benchmark run {suites}")
+        raise _without_results(options, names)
     claims: list[tuple[str, Suite, str]] = []
     body: list[str] = []
     used: set[str] = set()
@@ -66,15 +65,18 @@ def write_report(options: Options) -> list[Path]:
             claims += [(claim, suite, judged[claim].verdict) for claim in judged]
             body += _suite(suite, results, judged, root)
     if not body:
-        raise UserError(
-            f"{root} holds no result of {', '.join(names)}; run a suite first: "
-            + hint("benchmark", "run", names[0], "--results", root, *(["--data", options.data] if options.data else []))
-        )
+        raise _without_results(options, names)
     blocks = [heading("Benchmark report", 1), _preface(options), *_summary(claims), *body, *_damaged(store, used)]
     markdown = "\n\n".join(block for block in blocks if block) + "\n"
     write_text(root / "report.md", markdown)
     write_text(root / "report.html", page(markdown, root))
     return [root / "report.md", root / "report.html"]
+
+
+def _without_results(options: Options, names: Sequence[str]) -> UserError:
+    where = ["--results", options.results, *(["--data", options.data] if options.data else [])]
+    run = hint("benchmark", "run", names[0], *where)
+    return UserError(f"{options.results} holds no result of {', '.join(names)}; run a suite first: {run}")
 
 
 def _preface(options: Options) -> str:

@@ -20,9 +20,10 @@ class RunFailed(UserError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the closest of ``choices``, or ``""`` if none is close."""
-    by_lower = {str(choice).lower(): str(choice) for choice in choices}
-    close = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.55)
+    """``"; did you mean 'x'?"`` for the closest of ``choices``, or ``""`` if none is close or an abbreviation."""
+    by_lower, given = {str(choice).lower(): str(choice) for choice in choices}, str(name).lower()
+    close = difflib.get_close_matches(given, list(by_lower), n=1, cutoff=0.55)
+    close = close or [c for c in by_lower if len(c) >= 3 and given.startswith(c)]
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 

@@ -46,15 +46,15 @@ class Evaluator:
     def splits(self) -> list[str]:
         """The names of the metrics that ``evaluate`` gives."""
         global_model = self.config.federate.make_global_eval
-        asked = self.config.eval.clients or not global_model
+        asked = self.config.eval.client_scores or not global_model
         clients = (self.site.personal.untrained or asked) and self.site.data.test is not None
         return [*(self.site.held_out() if global_model else ()), *([CLIENTS] if clients else ())]
 
     def evaluate(self, state: State) -> dict[str, dict[str, Any]]:
         """Metrics of the global model by split, and of the clients' own models as ``client_test``.
 
-        The clients' own models are evaluated if they differ from the global one, if ``eval.clients`` is True, or if
-        ``federate.make_global_eval`` is False; in that case the global model is not evaluated.
+        The clients' own models are evaluated if they differ from the global one, if ``eval.client_scores`` is True, or
+        if ``federate.make_global_eval`` is False; in that case the global model is not evaluated.
         """
         return {**self.held_out(), **({CLIENTS: self.clients(state)} if CLIENTS in self.splits() else {})}
 

@@ -176,10 +176,10 @@ class Site:
                 "federate.make_global_eval = False evaluates every client on its share of the test set, "
                 "but there is no test set; give data.splits a share for it"
             )
-        if self.config.eval.clients and self.data.test is None:
+        if self.config.eval.client_scores and self.data.test is None:
             raise UserError(
-                "eval.clients = True evaluates the model of every client on its share of the test set, but there is no "
-                f"test set; give data.splits a share for it (now {list(self.config.data.splits)})"
+                "eval.client_scores = True evaluates the model of every client on its share of the test set, but there "
+                f"is no test set; give data.splits a share for it (now {list(self.config.data.splits)})"
             )
         for split in self.config.eval.split:
             if split == "train":

@@ -61,7 +61,7 @@ class RunResult:
     def client_scores(self) -> dict[int, dict[str, float]]:
         """By client, ``acc``, ``loss`` and ``samples`` of its share of the test set in the last evaluated round.
 
-        Empty if the clients' models were not evaluated (``eval.clients``).
+        Empty if the clients' models were not evaluated (``eval.client_scores``).
         """
         last: dict[str, Any] = next((r for r in reversed(self.history) if r["metrics"]), {})
         return {int(client): scores for client, scores in last.get("client_scores", {}).items()}

@@ -236,7 +236,7 @@ class Eval:
     #: ours: also evaluate the model that each client has on its share of the test set, as ``client_test``; at the end,
     #: the score on clients that never took part. It is always done where clients have models of their own, and with
     #: ``federate.make_global_eval`` False
-    clients: bool = key(False, result=False)
+    client_scores: bool = key(False, result=False)
     #: ours: also evaluate before round 1; ``before.json`` and ``summary.json`` have the metrics
     before: bool = key(False, result=False)
     #: ours; 0: as ``dataloader.batch_size``

@@ -77,6 +77,7 @@ class Bench:
             "eval.freq": -1,
             "lowrank.checkpoint_freq": 0,
             "lowrank.pictures": False,
+            "eval.save_best": False,
         }
         config = load_config(self.settings(task, outdir), {**few, **self._keys(method), **(keys or {})})
         return LocalEngine(config, **callbacks)

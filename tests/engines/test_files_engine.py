@@ -31,7 +31,7 @@ VARIANTS = [
     ("pmfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("pfedlora", {"lowrank.variant": 2}),
     ("rolora", {"lowrank.robust": "norm_bound"}),
-    ("rolora", {"eval.clients": True, "eval.before": True}),
+    ("rolora", {"eval.client_scores": True, "eval.before": True}),
     ("mfedloru", {"lowrank.robust": "median", "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("fedhm", {"lowrank.rank_factors": [2, 8, 4]}),
     ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40}),

@@ -198,5 +198,7 @@ def test_fedfisher_on_adapters(settings, tmp_path, no_curves):
                 },
             )
         )
-        assert set(result.saved) == {"adapter", "curves"} and not any(r["failed"] for r in result.history)
+        assert set(result.saved) == {"adapter", "adapter_best", "curves"} and not any(
+            r["failed"] for r in result.history
+        )
         assert all("lora_" in n or "classifier" in n for n, p in result.model.named_parameters() if p.requires_grad)

@@ -48,7 +48,7 @@ def same(a, b):
 def test_the_result_is_that_of_one_process(few, method):
     one_shot = ".one_shot." in get_method_class(method).__module__
     keys = {"federate.method": method, "federate.total_round_num": 1 if one_shot else 2}
-    keys |= {} if one_shot else {"federate.sample_client_num": 3, "eval.clients": True, "eval.before": True}
+    keys |= {} if one_shot else {"federate.sample_client_num": 3, "eval.client_scores": True, "eval.before": True}
     same(fs_lowrank.run(few("one", keys)), fs_lowrank.run(few("two", {**keys, "federate.process_num": 2})))
 
 

@@ -514,7 +514,7 @@ def test_fedhm_refuses_layers_without_factors(toy):
     with pytest.raises(UserError, match="grouped|no factorised form"):
         Factorised(torch.nn.Conv2d(4, 4, 3, groups=2), "conv")
     adapter = AdapterSpec(target_modules=None)
-    with pytest.raises(UserError, match="no usual modules"):
+    with pytest.raises(UserError, match="no usual choice"):
         create_method("fedhm", adapter=adapter).adapt(toy.net())
 
 

@@ -18,7 +18,9 @@ def make(settings, tmp_path, no_curves):
 
     def made(name, keys=None):
         few = {"federate.sample_client_num": 2, "federate.total_round_num": 2, "train.local_update_steps": 1}
-        return load_config(settings, {**few, "eval.clients": True, "outdir": str(tmp_path / name), **(keys or {})})
+        return load_config(
+            settings, {**few, "eval.client_scores": True, "outdir": str(tmp_path / name), **(keys or {})}
+        )
 
     return made
 
@@ -43,7 +45,7 @@ def test_every_client_is_scored_on_its_share_of_the_test_set(make):
         own = engine.evaluator.score(engine.site.data.client_tests[client - 1], "")
         assert of["acc"] == own["acc"] and of["loss"] == pytest.approx(own["loss"], abs=1e-6)
     assert list(result.clients_frame()["test_acc"].dropna()) == [of["acc"] for of in result.client_scores.values()]
-    without = fs_lowrank.run(make("without", {"eval.clients": False}))
+    without = fs_lowrank.run(make("without", {"eval.client_scores": False}))
     assert "client_scores" not in without.history[0] and "client_test_acc" not in without.final
     assert all(a["loss"] == b["loss"] for a, b in zip(result.history, without.history)), "training is the same"
 
@@ -85,7 +87,7 @@ def test_records_of_many_clients_have_the_worst_and_the_best(make):
 
 
 def test_before_round_1(make):
-    keys = {"eval.clients": False, "federate.sample_client_num": -1}
+    keys = {"eval.client_scores": False, "federate.sample_client_num": -1}
     plain = fs_lowrank.run(make("plain", keys))
     config = make("before", {**keys, "eval.before": True})
     engine = LocalEngine(config)
@@ -102,5 +104,5 @@ def test_before_round_1(make):
 
 
 def test_without_a_test_set_it_is_refused(make):
-    with pytest.raises(UserError, match="eval.clients = True .* there is no test set; give data.splits a share"):
+    with pytest.raises(UserError, match="eval.client_scores = True .* there is no test set; give data.splits a share"):
         fs_lowrank.run(make("none", {"data.splits": [0.8, 0.2, 0.0]}))

@@ -330,7 +330,7 @@ class LowRankServer(DistributedServer):
             }
             if of_clients and "test" in metrics:
                 metrics["test"]["clients"] = of_clients
-        own = (self.session.site.personal.untrained and metrics) or self.session.config.eval.clients
+        own = (self.session.site.personal.untrained and metrics) or self.session.config.eval.client_scores
         if self.session.role == "standalone" and own:
             # In distributed mode only the clients have their personal parts; make_global_eval False evaluates them.
             metrics["client_test"] = self.session.evaluator.clients(self.ledger.state)

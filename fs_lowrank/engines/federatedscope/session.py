@@ -57,10 +57,10 @@ class Session:
         self.config, self.outdir, self.role, self.index = config, outdir, role, index
         if role != "standalone":
             by_clients = not config.federate.make_global_eval
-            if config.eval.clients and not by_clients:
+            if config.eval.client_scores and not by_clients:
                 raise UserError(
-                    "eval.clients = True: in mode distributed only the clients have their test data and their own "
-                    "parts of the model; set federate.make_global_eval False, by which they evaluate"
+                    "eval.client_scores = True: in mode distributed only the clients have their test data and their "
+                    "own parts of the model; set federate.make_global_eval False, by which they evaluate"
                 )
             if config.eval.before and by_clients:
                 raise UserError(

@@ -218,7 +218,7 @@ def test_the_best_round_by_validation_data_is_saved(quick, settings, cluster, tm
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
 def test_scores_of_each_client_and_before_round_1(quick, settings, cluster, tmp_path, share):
     keys = {"federate.method": "rolora", "federate.client_num": 3, "federate.total_round_num": 2, "eval.before": True}
-    keys |= {"federate.sample_client_num": 1, "eval.clients": True, "federate.share_local_model": share}
+    keys |= {"federate.sample_client_num": 1, "eval.client_scores": True, "federate.share_local_model": share}
     local, other = (fs_lowrank.run(quick(name, keys), name) for name in ("local", "federatedscope"))
     assert other.before == pytest.approx(local.before, abs=1e-5) and "test_acc" in local.before
     assert other.unseen == local.unseen and other.final["unseen_test_acc"] == local.final["unseen_test_acc"]
@@ -227,7 +227,7 @@ def test_scores_of_each_client_and_before_round_1(quick, settings, cluster, tmp_
         for client in a["client_scores"]:
             assert b["client_scores"][client] == pytest.approx(a["client_scores"][client], abs=1e-5)
     if share:  # clients that evaluate send their scores
-        keys = {**keys, "federate.make_global_eval": False, "eval.before": False, "eval.clients": False}
+        keys = {**keys, "federate.make_global_eval": False, "eval.before": False, "eval.client_scores": False}
         result = fs_lowrank.run(quick("clients", keys), "federatedscope")
         scores = [s for r in result.history for s in r["client_scores"].values()]
         assert len(scores) == 6 and all(0 <= s["acc"] <= 1 and s["samples"] > 0 for s in scores)
@@ -240,7 +240,10 @@ def test_scores_of_each_client_and_before_round_1(quick, settings, cluster, tmp_
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"eval.clients": True}, "eval.clients = True: in mode distributed only the clients have their test data"),
+        (
+            {"eval.client_scores": True},
+            "eval.client_scores = True: in mode distributed only the clients have their test data",
+        ),
         ({"eval.before": True, "federate.make_global_eval": False}, "eval.before = True: in mode distributed with"),
     ],
 )
