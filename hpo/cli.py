@@ -212,7 +212,7 @@ def _chosen(args: argparse.Namespace) -> tuple:
     storage = open_storage(where)
     names = study_names(storage)
     if not names:
-        raise UserError(f"{where} holds no study yet; start one with fs-lowrank hpo tune --cfg FILE --space FILE")
+        raise UserError(f"{where} holds no study yet; start one with fs-lowrank hpo tune")
     if not args.study:
         return storage, names
     chosen = [n for n in names if n == args.study] or [n for n in names if n.startswith(args.study + ".")]

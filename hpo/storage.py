@@ -58,7 +58,7 @@ def _open_journal(path: Path, create: bool) -> BaseStorage:
     if exists and not path.is_file():
         raise UserError(f"{path} is not a file; name one as the storage")
     if not exists and not create:
-        raise UserError(f"{path}: there is no study yet; start one with fs-lowrank hpo tune --cfg FILE --space FILE")
+        raise UserError(f"{path}: there is no study yet; start one with fs-lowrank hpo tune")
     backend = Journal(path)
     try:
         return optuna.storages.JournalStorage(backend)
@@ -74,9 +74,7 @@ def _open_journal(path: Path, create: bool) -> BaseStorage:
 def _check_sqlite(path: Path, create: bool) -> None:
     if not path.exists():
         if not create:
-            raise UserError(
-                f"{path}: there is no study yet; start one with fs-lowrank hpo tune --cfg FILE --space FILE"
-            )
+            raise UserError(f"{path}: there is no study yet; start one with fs-lowrank hpo tune")
         if not path.absolute().parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}; make it, or name another file as the storage")
         return

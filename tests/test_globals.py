@@ -18,7 +18,8 @@ CODE = Path(__file__).with_name("globals_before_and_after.py")
 def examine(settings, tmp_path, *calls):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     environment = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"}
-    command = [sys.executable, str(CODE), str(tmp_path), *calls]
+    # -P: the folder of the tests has a folder ``hpo``, too.
+    command = [sys.executable, "-P", str(CODE), str(tmp_path), *calls]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:] or done.stdout[-4000:]
     assert done.stdout.splitlines()[-1:] == [f"unchanged by {', '.join(calls)}"]

@@ -87,7 +87,7 @@ def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
     if not local:
         return refused
     elsewhere = {name: why for name, _, why in not_honoured(config, "federatedscope")}
-    return [(name, value, elsewhere.get(name, "--engine federatedscope honours it")) for name, value, _ in refused]
+    return [(name, value, elsewhere.get(name, "engine='federatedscope' honours it")) for name, value, _ in refused]
 
 
 def _idle(name: str, given: Mapping[str, Any], engine: str) -> str:
