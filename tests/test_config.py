@@ -600,7 +600,7 @@ def test_keys_of_the_framework_are_refused_by_the_local_engine(write):
     with pytest.raises(UserError) as caught:
         check_local(config)
     for part in (
-        "--engine federatedscope",
+        "engine='federatedscope' honours it",
         "fedprox.use = True (line 21)",
         "fedprox.mu = 0.3 (line 22)",
         "asyn.use = True",
