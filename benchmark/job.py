@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -49,7 +50,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(ABC):
     """A job. ``key`` is the hash of ``content``, which is everything that affects its result.
 
     Attributes:
@@ -62,11 +63,13 @@ class Job:
     options: Options
 
     @property
+    @abstractmethod
     def label(self) -> str:
-        raise NotImplementedError
+        """How the job is called in messages."""
 
+    @abstractmethod
     def content(self) -> dict:
-        raise NotImplementedError
+        """Everything that affects the result, as plain data."""
 
     def rated(self, store: Store) -> Job | None:
         """This job with the learning rate that it needs; None while the search of that rate is not finished."""
@@ -139,9 +142,6 @@ class Search(Trained):
     """A search of the learning rate for one method in one setting, on validation data."""
 
     kind = "searches"
-    method: MethodEntry
-    setting: Mapping[str, str]
-    config: Config
     spec: Mapping[str, Any]
 
     @property
@@ -160,9 +160,6 @@ class Cell(Trained):
     """A method in a setting with a seed. While ``search`` is given, ``config`` does not have its learning rate yet."""
 
     kind = "cells"
-    method: MethodEntry
-    setting: Mapping[str, str]
-    config: Config
     seed: int
     search: Search | None = None
     rate: Mapping[str, Any] = field(default_factory=dict)

@@ -66,6 +66,8 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
         "lowrank.min_clients": 1,
     }
     keys |= {"lowrank.max_update_norm": 0.0, "lowrank.max_update_norm_factor": 0.0, "lowrank.reuse_clients": ""}
+    keys |= {"lowrank.robust": "none", "lowrank.robust_malicious": 1, "lowrank.robust_norm": 0.0}
+    keys["federate.process_num"] = 1
     if name == "pooled":
         keys |= {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
         keys |= {"data.splitter": "iid", "data.splitter_args": [], "federate.make_global_eval": True}

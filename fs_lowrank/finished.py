@@ -179,9 +179,9 @@ def _classified(
 
 def _class(value: Any) -> str:
     """A class as text; 1, "1", 1.0 and "1.0" are the same, as they are in training."""
-    from .data.tables import _plain
+    from .data.tables import label_text
 
-    return _plain(value)
+    return label_text(value)
 
 
 def _instructed(run: FinishedRun, path: Path, table: pd.DataFrame, args: dict[str, Any], labelled: bool) -> Rows:

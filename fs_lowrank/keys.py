@@ -24,8 +24,7 @@ from .errors import UserError, nearest
 from .methods import get_method_class, list_methods
 from .methods.server_optimizer import ServerOptimizer
 from .settings import AdapterSpec, Key, Settings, framework, keys_of
-from .settings.check import _expected as expected
-from .settings.check import hints_of
+from .settings.check import expected, hints_of
 from .settings.effects import on_the_framework
 from .training.schedule import Schedule
 

@@ -135,7 +135,19 @@ class Journal(journal.BaseJournalBackend):
         try:
             yield
         finally:
-            self._lock.release()
+            with self._writing():
+                self._release()
+
+    def _release(self) -> None:
+        for last in (False, True):
+            try:
+                return self._lock.release()
+            except RuntimeError as error:  # Optuna's, whatever the file system said
+                cause = error.__context__
+                if isinstance(cause, FileNotFoundError) or not isinstance(cause, OSError):
+                    return  # released, or another process broke a lock that was held for too long
+                if last:
+                    raise cause from None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -50,15 +50,18 @@ def create(storage: optuna.storages.BaseStorage, name: str, settings: Settings) 
     directions = [OBJECTIVES[n] for n in settings.objectives]
     if name not in optuna.get_all_study_names(storage):
         try:
-            study = optuna.create_study(study_name=name, storage=storage, directions=directions)
-            if changed := revisions(settings.base):
-                study.set_user_attr(REVISIONS, changed)
-            study.set_user_attr("schema", SCHEMA)
-            study.set_user_attr(META, settings.to_dict())
-            study.set_metric_names(list(settings.objectives))
+            optuna.create_study(study_name=name, storage=storage, directions=directions)
         except optuna.exceptions.DuplicatedStudyError:
             time.sleep(1)  # another machine is creating it
     study = optuna.load_study(study_name=name, storage=storage)
+    attributes = study.user_attrs.keys()
+    if META not in attributes and attributes <= {REVISIONS, "schema"} and not study.get_trials(deepcopy=False):
+        # It is new, or the process that made it was ended, by a full disk perhaps, before it had written this.
+        if changed := revisions(settings.base):
+            study.set_user_attr(REVISIONS, changed)
+        study.set_user_attr("schema", SCHEMA)
+        study.set_metric_names(list(settings.objectives))
+        study.set_user_attr(META, settings.to_dict())
     optuna.create_study(study_name=name + CONFIRM, storage=storage, directions=directions[:1], load_if_exists=True)
     then = settings_of(study)
     if keys := _different(then.space, settings.to_dict()["space"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,12 +26,22 @@ def exact_transport(mine: Tensor, theirs: Tensor) -> Tensor:
         mine: ``(n, d)``. theirs: ``(m, d)``.
     Returns:
         float32 ``(n, m)``; rows sum to ``1/n``, columns to ``1/m``. If ``n = m``, a permutation divided by ``n``.
+    Raises:
+        ValueError: the distances are too large for the solver, or it has not found the plan.
     """
     import ot
 
     cost = torch.cdist(mine.double(), theirs.double()).square()
     n, m = cost.shape
-    plan = ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), cost.cpu().numpy(), numItermax=1_000_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it would warn of is in the log, and raised below
+        plan, log = ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), cost.cpu().numpy(), numItermax=1_000_000, log=True)
+    marginals = np.abs(plan.sum(1) - 1 / n).max() * n + np.abs(plan.sum(0) - 1 / m).max() * m
+    if log["warning"] or not marginals < 1e-6:
+        raise ValueError(
+            f"no transport plan for neurons with squared distances up to {float(cost.max()):.3g}: "
+            f"{log['warning'] or 'its marginals are wrong'}"
+        )
     return torch.from_numpy(plan).to(mine)
 
 

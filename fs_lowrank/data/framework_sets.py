@@ -57,11 +57,11 @@ def _code_search_net(root: Path) -> pd.DataFrame:
         for name, folder in folders.items()
         for path in sorted(folder.glob(f"{name}_train_*.jsonl.gz"), key=lambda path: (len(path.name), path.name))
     ]
-    if missing := [folder for name, folder in folders.items() if not any(folder in p.parents for p in parts)]:
+    if missing := [name for name, folder in folders.items() if not any(folder in part.parents for part in parts)]:
         raise UserError(
-            f"no file {missing[0]}/{missing[0].parents[2].name}_train_0.jsonl.gz; code_search_net@llm needs CodeSearchNet's "
-            f"languages ({', '.join(_LANGUAGES)}) below data.root, as python federatedscope/llm/dataset/code_search_net.py "
-            "leaves them"
+            f"no file {folders[missing[0]] / missing[0]}_train_0.jsonl.gz; code_search_net@llm needs CodeSearchNet's "
+            f"languages ({', '.join(_LANGUAGES)}) below data.root, as FederatedScope's "
+            "llm/dataset/code_search_net.py leaves them"
         )
     columns = list(COLUMNS["code_search_net"].values())[:3]
     tables = []

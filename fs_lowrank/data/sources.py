@@ -137,13 +137,11 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
     if provider == "huggingface_datasets":
         return _hub(stem, args)
     if provider == "llm":
-        path, given = _language_file(stem, root), data_args(data_cfg, origin)
-        if path.stem == stem:  # the user's own file
+        path, given, called = _language_file(stem, root), data_args(data_cfg, origin), stem.lower()
+        if path.suffix and path.name != framework_sets.FILES.get(called):  # the user's own file
             return _own_file(path, given, args, language=True)
-        name = stem.lower()
-        return _own_file(
-            path, framework_sets.with_columns(name, given), args, True, partial(framework_sets.read_set, name)
-        )
+        read = partial(framework_sets.read_set, called)
+        return _own_file(path, framework_sets.with_columns(called, given), args, True, read)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's names; the standard files are read.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""

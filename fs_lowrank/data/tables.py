@@ -110,7 +110,7 @@ def classified(
     else:
         index = {str(i): i for i in range(len(names))}
     for role, frame in frames.items():
-        label = frame["label"].map(lambda value: index.get(_plain(value)))
+        label = frame["label"].map(lambda value: index.get(label_text(value)))
         if label.isna().any():
             unknown = frame["label"][label.isna()].iloc[0]
             raise UserError(
@@ -124,7 +124,7 @@ def classified(
     return RawData.of(CLASSIFICATION, frames, names, fields, source, skipped)
 
 
-def _plain(value: Any) -> str:
+def label_text(value: Any) -> str:
     """A label as text. 1, "1", 1.0 and "1.0" are the same label, since pandas and JSON may convert them."""
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
         value = int(value)
@@ -133,7 +133,7 @@ def _plain(value: Any) -> str:
 
 
 def _kinds(labels: pd.Series) -> list[Any]:
-    kinds = sorted({_plain(value) for value in labels})
+    kinds = sorted({label_text(value) for value in labels})
     try:
         return sorted(kinds, key=int)
     except ValueError:

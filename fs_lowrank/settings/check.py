@@ -53,9 +53,9 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
         value = _coerce(plain(value), hint)
     except _Mismatch:
         choices = meta.get("choices")
-        origin.wrong(name, given, f"one of {', '.join(map(str, choices))}" if choices else _expected(hint, meta))
+        origin.wrong(name, given, f"one of {', '.join(map(str, choices))}" if choices else expected(hint, meta))
     if meta.get("filled") and not value:
-        origin.wrong(name, given, f"{_expected(hint, meta)} that is not empty")
+        origin.wrong(name, given, f"{expected(hint, meta)} that is not empty")
     if meta.get("fold"):
         value = {choice.lower(): choice for choice in meta["choices"]}.get(value.lower(), value)
     items = value if isinstance(value, (list, tuple)) else [value]
@@ -74,7 +74,7 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
             limits = " and ".join(
                 f"{words} {limit if isinstance(limit, int) else f'{limit:g}'}" for limit, _, words in bounds
             )
-            origin.wrong(name, given, f"{_expected(hint, meta)}, {limits}")
+            origin.wrong(name, given, f"{expected(hint, meta)}, {limits}")
     return value
 
 
@@ -184,13 +184,13 @@ _EXPECTED = {
 }
 
 
-def _expected(hint: Any, meta: Mapping[str, Any] = types.MappingProxyType({})) -> str:
+def expected(hint: Any, meta: Mapping[str, Any] = types.MappingProxyType({})) -> str:
     """The type in words."""
     if "words" in meta:
         return str(meta["words"])
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_expected(arg) for arg in args)
+        return " or ".join(expected(arg) for arg in args)
     if origin is typing.Literal:
         return "one of " + ", ".join(map(repr, args))
     if origin in (list, tuple) and args:

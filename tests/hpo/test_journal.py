@@ -109,3 +109,34 @@ def test_optunas_backend_reads_ours_and_we_read_its(journal):
     assert optuna.load_study(study_name="s", storage=ours).user_attrs["note"] == 'with ,"sum":" in it'
     optuna.load_study(study_name="s", storage=ours).ask()
     assert len(trials(theirs)) == len(trials(open_storage(str(journal)))) == 4
+
+
+@pytest.mark.parametrize("call", ["rename", "unlink"])
+def test_a_disk_that_fails_while_the_lock_is_released(journal, monkeypatch, call):
+    """Once: it is released all the same. Each time: one error that names the file."""
+    storage, failing = open_storage(str(journal)), [1]
+
+    def fail(path, *others):
+        if ".lock" in str(path) and failing[0]:
+            failing[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, *others)
+
+    real = getattr(os, call)
+    monkeypatch.setattr(os, call, fail)
+    optuna.load_study(study_name="s", storage=storage).ask()
+    assert not failing[0] and len(trials(storage)) == 4
+    if call == "rename":
+        failing[0] = 2
+        with pytest.raises(RunFailed, match="journal.log cannot be written: Input/output error"):
+            optuna.load_study(study_name="s", storage=storage).ask()
+
+
+def test_a_study_that_was_cut_off_while_it_was_made_is_made_whole(search):
+    options, ended, _ = search(trials=1, sampler="random")
+    path = options.folder / "journal.log"
+    lines = path.read_bytes().splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if b'"op_code":2' in line)
+    path.write_bytes(b"".join(lines[:first]))  # the study without its settings, as a full disk leaves it
+    _, again, _ = search(trials=1, sampler="random")
+    assert ended.how == again.how == "done" and open_storage(str(path)).get_all_studies()
