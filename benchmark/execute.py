@@ -263,6 +263,7 @@ def _search(search: Search, progress: Progress) -> dict:
         "engine": search.options.engine,
         "objective": steps[0]["objectives"][0],
         "winner": {"point": winner["point"], "values": winner["values"]},
+        "nothing_learned": winner["nothing_learned"],
         "tried": [entry for step in steps for entry in step["tried"]],
         "grown": grown,
         "diverged": sum(len(step["failed"]) for step in steps),

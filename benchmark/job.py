@@ -125,6 +125,7 @@ class Job(ABC):
         }
 
 
+@dataclass(frozen=True)
 class Trained(Job):
     """A job of a method in a setting, with a configuration."""
 

@@ -391,6 +391,10 @@ def _rates_table(results: ExperimentResults) -> list[str]:
             f"{len(ends)} of {len(results.searches)} searches won at an end of their grid, so a better rate may lie "
             f"beyond, and verdicts that rest on it are inconclusive: {names}."
         )
+    for search in results.searches:
+        if search.get("nothing_learned"):
+            name = search["label"].removeprefix("learning rate of ")
+            blocks.append(f"The best trial of the search of {name}: {search['nothing_learned']}.")
     return blocks
 
 

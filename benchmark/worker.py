@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -11,6 +10,7 @@ import time
 from typing import Any
 
 from fs_lowrank import RunFailed
+from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.jobs.shell import INTERRUPTED, OK, message_of
 
 from .execute import Interrupted, execute
@@ -108,9 +108,9 @@ def _do(store: Store, job: Job) -> None:
         store.unmark(job.key)
         raise
     except Exception as error:  # the failure of a cell must not end the others; it is recorded
-        if disk_full(error):
+        if broken := disk_error(error):
             store.unmark(job.key)
-            raise RunFailed(f"{job.where}: {job.label}: {error}") from error
+            raise RunFailed(f"{job.where}: {job.label}: {broken}") from error
         logging.getLogger("fs_lowrank").error("%s: %s failed: %s", job.where, job.label, message_of(error, job.folder))
         _fail(store, job, type(error).__name__, str(error))
         return
@@ -126,17 +126,6 @@ def _fail(store: Store, job: Job, kind: str, reason: str) -> None:
         {**job.identity(), "status": "failed", "kind": kind, "error": reason, "job": job.kind, "finished": time.time()},
     )
     store.unmark(job.key)
-
-
-def disk_full(error: BaseException | None) -> bool:
-    """Whether the cause of an error is a full disk, so that no other cell can succeed."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "no space left on device" in str(error).lower():
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _interrupt(number, frame) -> None:

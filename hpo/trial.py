@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from errno import EDQUOT, EIO, ENOSPC, EROFS
 from pathlib import Path
 from typing import Any
 
 import optuna
 
 import fs_lowrank
-from fs_lowrank import Config, RunFailed, UserError
+from fs_lowrank import Config, UserError
+from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import in_one_line, write_traceback
 from fs_lowrank.methods import revisions
@@ -48,18 +48,6 @@ class Outcome:
     by_seed: dict[str, list[float]] = field(default_factory=dict)
     rounds: int = 0
     pruned: bool = False
-
-
-def disk_error(error: BaseException) -> RunFailed | None:
-    """The error that ends a search if an exception of a run came from a full or broken disk; else None."""
-    cause = error if isinstance(error, OSError) else error.__cause__
-    if not isinstance(cause, OSError) or cause.errno not in (ENOSPC, EDQUOT, EROFS, EIO):
-        return None
-    if isinstance(error, RunFailed):
-        return error
-    return RunFailed(
-        f"{cause.filename or 'a file'} cannot be written: {cause.strerror}; make room, and give the same command again"
-    )
 
 
 def explain(error: BaseException) -> Failed:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from fs_lowrank.data.sources import GLUE, Glue
 from fs_lowrank.errors import UserError
 
 from . import commonsense
@@ -76,23 +77,6 @@ _COMMONSENSE: dict[tuple[str, str | None], tuple[str, str, Callable[[Question], 
     ("allenai/ai2_arc", "ARC-Challenge"): ("ARC-Challenge", "test", _arc),
     ("allenai/openbookqa", "main"): ("openbookqa", "test", _openbookqa),
 }
-#: GLUE task -> folder, file of each split, field -> column, labels in their order (None: numbers already)
-_PAIR = {"sentence1": "sentence1", "sentence2": "sentence2"}
-_DEV = {"train": "train.tsv", "validation": "dev.tsv"}
-_MNLI = ("entailment", "neutral", "contradiction")
-_GLUE = {
-    "sst2": ("SST-2", _DEV, {"sentence": "sentence"}, "label", None),
-    "rte": ("RTE", _DEV, _PAIR, "label", ("entailment", "not_entailment")),
-    "qnli": ("QNLI", _DEV, {"question": "question", "sentence": "sentence"}, "label", ("entailment", "not_entailment")),
-    "qqp": ("QQP", _DEV, {"question1": "question1", "question2": "question2"}, "is_duplicate", None),
-    "mnli": (
-        "MNLI",
-        {"train": "train.tsv", "validation_matched": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv"},
-        {"premise": "sentence1", "hypothesis": "sentence2"},
-        "gold_label",
-        _MNLI,
-    ),
-}
 MMLU = ("cais/mmlu", "hails/mmlu_no_train")
 
 
@@ -110,7 +94,7 @@ def find(root: Path, dataset_path: str, dataset_name: str | None) -> tuple[dict,
         return _commonsense(root, task, scored, convert)
     if dataset_path in MMLU and dataset_name:
         return _mmlu(root, dataset_name)
-    if dataset_path == "nyu-mll/glue" and dataset_name in _GLUE:
+    if dataset_path == "nyu-mll/glue" and dataset_name and dataset_name in GLUE:
         return _glue(root, dataset_name)
     return None
 
@@ -121,9 +105,8 @@ def expected(root: Path, dataset_path: str, dataset_name: str | None) -> str:
         return f"{commonsense.path(root, _COMMONSENSE[dataset_path, dataset_name][0], 'test')}"
     if dataset_path in MMLU and dataset_name:
         return f"{root / 'mmlu' / 'test' / f'{dataset_name}_test.csv'}"
-    if dataset_path == "nyu-mll/glue" and dataset_name in _GLUE:
-        folder, files, *_ = _GLUE[dataset_name]
-        return f"{root / 'glue' / folder / [*files.values()][1]}"
+    if dataset_path == "nyu-mll/glue" and dataset_name and dataset_name in GLUE:
+        return f"{root / 'glue' / GLUE[dataset_name].folder / GLUE[dataset_name].dev}"
     return ""
 
 
@@ -169,31 +152,35 @@ def _mmlu_rows(path: Path, subject: str) -> list[dict]:
     return rows
 
 
-def _glue(root: Path, task: str):
-    folder, files, fields, column, labels = _GLUE[task]
-    scored = [split for split in files if split != "train"]
-    if not all((root / "glue" / folder / files[split]).is_file() for split in scored):
+def _glue(root: Path, name: str):
+    task = GLUE[name]
+    files = {"train": "train.tsv", task.dev_hub: task.dev}
+    if task.dev_hub.endswith("_matched"):
+        files[task.dev_hub.replace("_matched", "_mismatched")] = task.dev.replace("_matched", "_mismatched")
+    folder, scored = root / "glue" / task.folder, [split for split in files if split != "train"]
+    if not all((folder / files[split]).is_file() for split in scored):
         return None
-    rows = {}
-    for split, name in files.items():
-        path = root / "glue" / folder / name
-        rows[split] = _glue_rows(path, fields, column, labels) if path.is_file() else []
-    return _datasets(rows, scored[0]), f"glue/{folder}, GLUE's own files"
+    rows = {
+        split: _glue_rows(folder / file, task) if (folder / file).is_file() else [] for split, file in files.items()
+    }
+    return _datasets(rows, scored[0]), f"glue/{task.folder}, GLUE's own files"
 
 
-def _glue_rows(path: Path, fields: dict[str, str], column: str, labels: tuple[str, ...] | None) -> list[dict]:
+def _glue_rows(path: Path, task: Glue) -> list[dict]:
+    """The rows by the names of the hub's columns, which lm-eval's tasks use."""
+    fields = dict(zip(task.hub, filter(None, (task.text, task.text_pair))))
+    labels = [*(task.raw or task.names)]
     with path.open(encoding="utf-8", newline="") as file:
-        lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+        lines = list(csv.DictReader(file, task.header or None, delimiter="\t", quoting=csv.QUOTE_NONE))
     rows = []
     for i, line in enumerate(lines, start=1):
-        label = line.get(column)
-        if any(line.get(c) is None for c in fields.values()) or label not in (labels or ("0", "1")):
+        label = line.get(task.label)
+        if any(line.get(c) is None for c in fields.values()) or label not in labels:
             raise UserError(
-                f"{path}: row {i} should have {', '.join(fields.values())} and {column} among "
-                f"{', '.join(labels or ('0', '1'))}, got {line!r}"
+                f"{path}: row {i} should have {', '.join(fields.values())} and {task.label} among "
+                f"{', '.join(labels)}, got {line!r}"
             )
-        value = labels.index(label) if labels else int(label)
-        rows.append({"idx": i - 1, **{f: line[c] for f, c in fields.items()}, "label": value})
+        rows.append({"idx": i - 1, **{f: line[c] for f, c in fields.items()}, "label": labels.index(label)})
     return rows
 
 

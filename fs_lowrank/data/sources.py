@@ -48,7 +48,17 @@ from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin, check_keys, key, keys_of, one_mapping
 from fs_lowrank.settings.reading import read_packaged
 
-__all__ = ["CAUSAL_LM", "CLASSIFICATION", "IMAGE_CLASSIFICATION", "RawData", "data_args", "load_raw", "own_files"]
+__all__ = [
+    "CAUSAL_LM",
+    "CLASSIFICATION",
+    "GLUE",
+    "IMAGE_CLASSIFICATION",
+    "Glue",
+    "RawData",
+    "data_args",
+    "load_raw",
+    "own_files",
+]
 
 _COLUMN, _FILE = "the name of a column", "the name of a file"
 
@@ -239,7 +249,7 @@ FETCHED = {"sentiment": _sentiment, "alpaca_demo": _alpaca_demo}
 
 
 @dataclass(frozen=True)
-class _Glue:
+class Glue:
     """A task as described in ``glue.yaml``."""
 
     folder: str
@@ -255,10 +265,10 @@ class _Glue:
     fields: Sequence[str] = ()
 
 
-GLUE = {name: _Glue(**about) for name, about in read_packaged(__package__, "glue.yaml").items()}
+GLUE = {name: Glue(**about) for name, about in read_packaged(__package__, "glue.yaml").items()}
 
 
-def _glue_task(name: str) -> _Glue:
+def _glue_task(name: str) -> Glue:
     if name.replace("-", "").replace("_", "") == "stsb":
         raise UserError("STS-B is a regression task, and only classification is supported; choose another GLUE task")
     if name not in GLUE:

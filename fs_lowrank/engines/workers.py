@@ -261,9 +261,7 @@ class Workers:
                 else:
                     answers[number] = f"two processes ended while they did it, the last one: {how}"
             if (silent := self.pool.silent()) is not None:
-                silent.ended = (
-                    f"no answer within lowrank.timeout, {silent.timeout:g} s; raise it if a client needs longer"
-                )
+                silent.ended = f"no sign of life within lowrank.timeout, {silent.timeout:g} s"
                 silent.process.kill()  # its end is heard next
         return [answers[i] for i in range(len(jobs))]
 

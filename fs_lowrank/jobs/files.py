@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunFailed
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def sync(path: Path) -> None:
@@ -93,6 +96,25 @@ def write_text(path: str | Path, text: str, durable: bool = True) -> None:
             f"{path} cannot be written: {error.strerror or error}; make room or write elsewhere, and give the same "
             "command again"
         ) from error
+
+
+def disk_error(error: BaseException) -> RunFailed | None:
+    """The error to raise if the cause of an exception is a full, broken or read-only disk; None if it is not.
+
+    Nothing else can be written then either, so that what runs many jobs ends, and goes on when there is room.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        said = str(cause).lower()  # that of safetensors is no OSError
+        if getattr(cause, "errno", None) in _OF_THE_DISK or any(os.strerror(n).lower() in said for n in _OF_THE_DISK):
+            break
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    if isinstance(error, RunFailed):
+        return error
+    path, reason = getattr(cause, "filename", None) or "a file", getattr(cause, "strerror", None) or cause
+    return RunFailed(f"{path} cannot be written: {reason}; make room, and give the same command again")
 
 
 def cannot_write(path: str | Path, error: Exception) -> RunFailed:

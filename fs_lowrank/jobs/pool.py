@@ -1,4 +1,7 @@
-"""Processes that receive their work item by item, over a connection each, with a time limit for each item."""
+"""Processes that receive their work item by item, over a connection each; one that falls silent is noticed.
+
+While a process works it sends empty messages, so that the limit is on its silence, not on the length of its work.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,22 @@ logger = logging.getLogger("fs_lowrank")
 
 
 class Member(Process):
-    """A process of a pool. It handles one item at a time and answers each, so the two sides never write at once.
+    """A process of a pool. It handles one item at a time and answers each; an answer is not empty.
 
     Args:
         target, options: as for ``Process``.
-        timeout: seconds that sending or receiving a message may take, and that the process may take for an item.
+        timeout: seconds that sending or receiving a message may take, and that the process may be silent.
 
     Attributes:
         waiting: items that have not been sent yet.
         idle: whether the process waits for an item.
-        since: when it was sent its current item, on the monotonic clock.
+        since: when it was last sent or heard of, on the monotonic clock.
     """
 
     def __init__(self, target: str, timeout: float, **options: Any):
-        super().__init__(target, timeout=timeout, **options)
+        super().__init__(target, timeout=timeout, beat=min(timeout / 4, 5.0), **options)
+        #: what it has sent and ``receive`` has not returned; None: it is gone
+        self._heard: list[bytes | None] = []
         self.waiting: deque[Any] = deque()
         self.idle, self.since, self.timeout = True, 0.0, timeout
 
@@ -57,17 +62,31 @@ class Member(Process):
         self.send(item)
         return item
 
-    def receive(self) -> Any | None:
-        """The item that it has sent; None if the process is gone, and then it is ended."""
+    def hears(self) -> bool:
+        """Read one message of the process; whether it was an item or its end, and not only a sign of life."""
         try:
-            return self.decode(self.connection.recv_bytes())
+            data = self.connection.recv_bytes()
         except (EOFError, OSError):
+            self._heard.append(None)
+            return True
+        self.since = time.monotonic()
+        if data:
+            self._heard.append(data)
+        return bool(data)
+
+    def receive(self) -> Any | None:
+        """The item that it has sent; None if the process is gone, and then it is ended. Waits while it lives."""
+        while not self._heard and not self.hears():
+            pass
+        data = self._heard.pop(0)
+        if data is None:
             self.end()
             return None
+        return self.decode(data)
 
     @property
     def silent(self) -> bool:
-        """Whether it has worked on one item for longer than ``timeout``."""
+        """Whether it works and has not been heard of for longer than ``timeout``."""
         return not self.idle and time.monotonic() - self.since > self.timeout
 
 
@@ -85,10 +104,10 @@ class Pool:
     def heard(self, seconds: float) -> Sequence[Any]:
         """The working members that have sent an item or are gone; waits for the first, ``seconds`` at most."""
         by_connection = {member.connection: member for member in self.members if not member.idle}
-        return [by_connection[c] for c in wait(list(by_connection), timeout=seconds)]
+        return [by_connection[c] for c in wait(list(by_connection), timeout=seconds) if by_connection[c].hears()]
 
     def silent(self) -> Any | None:
-        """A member that has worked on one item for longer than its ``timeout``; None if there is none."""
+        """A member that works and has been silent for longer than its ``timeout``; None if there is none."""
         return next((member for member in self.members if member.silent), None)
 
     def dismiss(self) -> None:

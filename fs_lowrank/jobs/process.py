@@ -31,6 +31,7 @@ class Process:
     Args:
         target: ``module:function``; it is called with the ``Connection`` and returns the exit code, or None for 0.
         timeout: seconds that sending or receiving a message may take; 0: no limit.
+        beat: seconds after which the process sends an empty message while it works; 0: never.
         environment: variables in addition to those of this process.
         log: a file to which its output is appended.
     """
@@ -40,6 +41,7 @@ class Process:
         target: str,
         *,
         timeout: float = 0.0,
+        beat: float = 0.0,
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
     ):
@@ -52,7 +54,7 @@ class Process:
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         with theirs, log.open("a") if log else contextlib.nullcontext() as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve({target!r}, {theirs.fileno()})"],
+                [sys.executable, "-c", f"from {__name__} import serve; serve({target!r}, {theirs.fileno()}, {beat})"],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -85,14 +87,49 @@ class Process:
         self.kill()
 
 
-def serve(target: str, handle: int) -> None:
+class Beating:
+    """A process's end of a connection: between receiving an item and asking for the next it sends empty messages.
+
+    Whoever reads them knows that the process lives, however long its item takes.
+
+    Args:
+        seconds: between two of them.
+    """
+
+    def __init__(self, connection: Connection, seconds: float):
+        self._connection, self._writing, self._works = connection, threading.Lock(), True
+        threading.Thread(target=self._beat, args=(seconds,), daemon=True).start()
+
+    def _beat(self, seconds: float) -> None:
+        while True:
+            time.sleep(seconds)
+            with self._writing, contextlib.suppress(OSError):  # closed: the process ends
+                if self._works:
+                    self._connection.send_bytes(b"")
+
+    def recv_bytes(self) -> bytes:
+        """As of a ``Connection``."""
+        with self._writing:
+            self._works = False
+        data = self._connection.recv_bytes()
+        self._works = True
+        return data
+
+    def send_bytes(self, data: bytes) -> None:
+        """As of a ``Connection``."""
+        with self._writing:
+            self._connection.send_bytes(data)
+
+
+def serve(target: str, handle: int, beat: float = 0.0) -> None:
     """Run in the process: call ``target`` with the connection whose file descriptor is ``handle``."""
     lifeline = os.dup(0)  # no process that this one starts inherits it
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    connection = Beating(Connection(handle), beat) if beat else Connection(handle)
     module, _, name = target.partition(":")
-    raise SystemExit(getattr(import_module(module), name)(Connection(handle)))
+    raise SystemExit(getattr(import_module(module), name)(connection))
 
 
 def _end_with_parent(lifeline: int) -> None:

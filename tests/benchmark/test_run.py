@@ -22,8 +22,8 @@ from benchmark.plan import plan
 from benchmark.report import _setting
 from benchmark.results import at_the_end, find
 from benchmark.suite import import_all, load_suite
-from benchmark.worker import disk_full
 from fs_lowrank import UserError, list_methods, register_method
+from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.methods import registry
 from fs_lowrank.methods.fedlora import FedLoRA
 
@@ -394,8 +394,8 @@ def test_full_disk_is_recognised_below_other_errors():
         except OSError as error:
             raise UserError("could not save") from error
     except UserError as error:
-        assert disk_full(error)
-    assert not disk_full(ValueError("no"))
+        assert disk_error(error)
+    assert not disk_error(ValueError("no"))
 
 
 def test_values_of_a_script():

@@ -57,8 +57,12 @@ def echo(connection):
         item = connection.recv_bytes()
         if item == b"die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if item == b"stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if item == b"think":
             time.sleep(60)
+        if item == b"dream":
+            time.sleep(2.5)
         connection.send_bytes(item.upper())
 
 
@@ -73,7 +77,7 @@ def pool(monkeypatch):
 
 def test_members_answer_die_and_fall_silent(pool):
     pool.members += [Member("test_jobs:echo", 1.0) for _ in range(3)]
-    for member, item in zip(pool.members, (b"word", b"die", b"think")):
+    for member, item in zip(pool.members, (b"word", b"die", b"stop")):
         member.waiting.append(item)
         assert member.next() == item and not member.idle and member.next() is None
     heard, deadline = {}, time.monotonic() + 60
@@ -85,6 +89,21 @@ def test_members_answer_die_and_fall_silent(pool):
     while pool.silent() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     assert pool.silent() is pool.members[2] and not pool.idle
+    os.kill(pool.members[2].process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("by_pool", [True, False])
+def test_a_member_that_works_for_longer_than_its_timeout_is_heard_of(pool, by_pool):
+    """The limit is on its silence: it answers after two and a half times as long."""
+    pool.members.append(Member("test_jobs:echo", 1.0))
+    (member,) = pool.members
+    member.send(b"word")
+    assert member.receive() == b"WORD"
+    member.send(b"dream")
+    started = time.monotonic()
+    while by_pool and not pool.heard(0.2):
+        assert pool.silent() is None and time.monotonic() - started < 60
+    assert member.receive() == b"DREAM" and time.monotonic() - started > 2
 
 
 def test_a_process_ends_with_the_one_that_started_it(tmp_path):

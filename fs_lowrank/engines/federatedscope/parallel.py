@@ -144,8 +144,8 @@ class ParallelRunner(StandaloneRunner):
             self._take(process, process.receive())
         if (process := self.pool.silent()) is not None:
             raise RunFailed(
-                f"{process} has not answered within lowrank.timeout, {process.timeout:g} s; it is ended. Raise "
-                f"lowrank.timeout if its clients need longer{self._how_to_continue()}"
+                f"{process} has given no sign of life within lowrank.timeout, {process.timeout:g} s; it is ended"
+                f"{self._how_to_continue()}"
             )
 
     def _take(self, process: _ClientProcess, parcel: Parcel | None) -> None:
