@@ -87,3 +87,16 @@ def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys
     assert kept["seeds"] == [4, 5] and losses[1] == single.final["test_loss"] != losses[0]
     spread = abs(losses[0] - losses[1]) / 2**0.5
     assert f"{sum(losses) / 2:.3f} ± {spread:.3f}" in out
+
+
+def test_a_row_leaves_out_what_makes_no_sense_for_it(few):
+    """A robust mean needs more clients than a row has, and a row needs no processes."""
+    from fs_lowrank.baselines import row_config
+
+    keys = {"lowrank.robust": "trimmed_mean", "lowrank.robust_malicious": 1, "federate.process_num": 2}
+    config = fs_lowrank.load_config(few, keys)
+    for name in ("local", "pooled"):
+        row = row_config(name, config, "x")
+        assert row.lowrank.robust == "none" and row.federate.process_num == 1
+    norm = fs_lowrank.load_config(few, {"lowrank.robust": "norm_bound", "lowrank.robust_norm": 2.0})
+    assert row_config("pooled", norm, "x").lowrank.robust_norm == 0

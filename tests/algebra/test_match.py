@@ -72,3 +72,18 @@ def test_a_missing_package(monkeypatch):
     monkeypatch.setattr(match.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'otfusion needs POT; run: pip install "fs-lowrank\[oneshot\]"'):
         match.require("POT", "ot", "otfusion")
+
+
+@pytest.mark.parametrize("scale", [3e38, float("inf")])
+def test_a_plan_that_the_solver_has_not_found_is_an_error(scale):
+    """Distances that are too large: the solver only warns, and its plan is a wrong one."""
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="no transport plan for neurons with squared distances up to"):
+        exact_transport(torch.randn(40, 30) * scale, torch.randn(40, 30) * scale)
+
+
+def test_large_distances_that_the_solver_can_take():
+    torch.manual_seed(0)
+    points = torch.randn(6, 3)
+    order = [2, 0, 1, 4, 3, 5]
+    assert exact_transport(points[order] * 1e15, points * 1e15).argmax(1).tolist() == order

@@ -73,6 +73,11 @@ def root(tmp_path_factory):
                 writer.writerow(["was it bad?\nor good", "tea", "a", "b", "day", answer])
     (root / "glue" / "SST-2").mkdir(parents=True)
     (root / "glue" / "SST-2" / "dev.tsv").write_text('sentence\tlabel\nthe film was "good \t1\nbad tea\t0\n')
+    (root / "glue" / "CoLA").mkdir()
+    (root / "glue" / "CoLA" / "dev.tsv").write_text("x\t1\t\tit is tea\nx\t0\t*\tis it tea\n")
+    (root / "glue" / "MNLI").mkdir()
+    for name in ("dev_matched.tsv", "dev_mismatched.tsv"):
+        (root / "glue" / "MNLI" / name).write_text("sentence1\tsentence2\tgold_label\na\tb\tneutral\n")
     return root
 
 
@@ -205,6 +210,14 @@ def test_local_mmlu_and_glue(root):
     assert local_data.find(root, "cais/mmlu", "anatomy")[0]["dev"][1]["answer"] == 0
     found, _ = local_data.find(root, "nyu-mll/glue", "sst2")
     assert found["validation"][0] == {"idx": 0, "sentence": 'the film was "good ', "label": 1}
+    found, place = local_data.find(root, "nyu-mll/glue", "cola")  # its file has no header
+    assert place == "glue/CoLA, GLUE's own files"
+    assert found["validation"][1] == {"idx": 1, "sentence": "is it tea", "label": 0}
+    assert set(local_data.find(root, "nyu-mll/glue", "mnli")[0]) == {
+        "train",
+        "validation_matched",
+        "validation_mismatched",
+    }
     assert local_data.find(root, "nyu-mll/glue", "rte") is None and local_data.find(root, "other/set", None) is None
 
 

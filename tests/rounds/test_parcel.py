@@ -64,3 +64,20 @@ def test_a_digest_is_of_names_shapes_types_and_values():
     ]
     assert digest(dict(reversed(start.items()))) == digest(start) != digest(start, "another seed")
     assert len({digest(t) for t in (start, *others)}) == 6
+
+
+def test_whatever_reading_raises_is_a_refusal(monkeypatch):
+    import safetensors.torch
+
+    data = Parcel({"a": torch.ones(2)}, round=1).to_bytes()
+    long = (2**40).to_bytes(8, "little") + data[8:]
+    with pytest.raises(ValueError, match="its header is said to have 1099511627776 bytes"):
+        Parcel.of(long)
+    for error in (MemoryError("full"), RecursionError("deep"), AssertionError("odd"), OverflowError("large")):
+
+        def fail(data, error=error):
+            raise error
+
+        monkeypatch.setattr(safetensors.torch, "load", fail)
+        with pytest.raises(ValueError, match="the content cannot be read"):
+            Parcel.of(data)
