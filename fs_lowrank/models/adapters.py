@@ -180,6 +180,8 @@ def _complaints() -> Iterator[None]:
     """Turn an error of PEFT into a ``UserError`` about ``llm.adapter.args``."""
     try:
         yield
+    except UserError:  # it says what is wrong
+        raise
     except (TypeError, ValueError, ImportError, NotImplementedError) as error:
         raise UserError(f"llm.adapter.args: PEFT refuses this adapter: {' '.join(str(error).split())}") from error
 

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
@@ -400,7 +401,12 @@ class FrozenPrefix:
                 "weights": digest(tensors),
                 "model": [type(inner).__name__, self.depth, config],
                 "modules": [type(module).__name__ for module in self.below] + list(self.parts),
+                # not in the configuration's dictionary
+                "attention": getattr(inner.config, "_attn_implementation", None),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                # machines may share the folder
+                "instructions": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
+                "products": torch.get_float32_matmul_precision(),
                 "threads": torch.get_num_threads(),
                 "together": COMPUTED_TOGETHER,
                 "versions": [version(package) for package in ("torch", "transformers", "peft")],

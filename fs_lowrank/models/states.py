@@ -1,8 +1,8 @@
 """Hidden states of frozen layers, kept on disk and shared by the runs and processes of a machine.
 
 An entry is named by a hash of all that decides its values: the weights of the frozen layers, the samples, the
-precision, the device, the number of threads, and the versions of the libraries. So a run gives the same numbers with
-and without.
+precision, the kind of attention, the device and its instructions, the number of threads, and the versions of the
+libraries. So a run gives the same numbers with and without.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ logger = logging.getLogger("fs_lowrank")
 
 #: an entry's values are read and checked in pieces of so many bytes
 _PIECE = 1 << 24
+#: seconds after which a file that is being written has been left by a process that was killed
+_ABANDONED = 3600.0
 
 
 def shared_folder() -> Path:
@@ -91,10 +94,13 @@ class SharedStates:
                 expected = int(file.metadata()["crc32"])
             if _checksum(states) != expected:
                 raise ValueError("its checksum does not match")
-            os.utime(path)
+        except FileNotFoundError:  # another process has made room meanwhile
+            return None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s is damaged (%s) and is made again", path, error)
             return None
+        with suppress(OSError):  # in a folder that is only read, the order of use is not kept
+            os.utime(path)
         return states
 
     def _write(self, key: str, states: Tensor) -> None:
@@ -109,7 +115,14 @@ class SharedStates:
             raise OSError(str(error)) from error
 
     def make_room(self, limit: float) -> int:
-        """Remove the least recently used entries until they have ``limit`` bytes at most; returns how many went."""
+        """Remove the least recently used entries until they have ``limit`` bytes at most; returns how many went.
+
+        What a process that was killed while it wrote has left is removed, too. An entry that another process has mapped
+        stays on the disk until that process ends.
+        """
+        for path in self.folder.glob(".*.writing"):
+            if time.time() - _used(path) > _ABANDONED:
+                path.unlink(missing_ok=True)
         entries = self.entries()
         sizes = [_size(path) for path in entries]
         removed, total = 0, sum(sizes)

@@ -305,3 +305,12 @@ def test_selecting_does_not_depend_on_order():
 def test_tensors_that_no_method_trains_are_refused(tiny_encoder, extra, modules, named):
     with pytest.raises(UserError, match=f"llm.adapter.args: it would train .*{named}"):
         add_adapter(encoder(tiny_encoder), AdapterSpec(r=2, target_modules=modules, extra=extra), seed=1)
+
+
+def test_only_what_peft_says_is_called_peft_s():
+    from fs_lowrank.models.adapters import _complaints
+
+    with pytest.raises(UserError, match="^a sentence of ours$"), _complaints():
+        raise UserError("a sentence of ours")
+    with pytest.raises(UserError, match="PEFT refuses this adapter: odd"), _complaints():
+        raise ValueError("odd")

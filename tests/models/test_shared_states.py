@@ -133,3 +133,43 @@ def test_the_folder_of_the_entries(monkeypatch, tmp_path, folder):
     monkeypatch.delenv("FS_LOWRANK_FROZEN")
     monkeypatch.setenv("FS_LOWRANK_HOME", str(tmp_path))
     assert shared_folder() == tmp_path / "frozen"
+
+
+def test_what_computes_the_states_has_entries_of_its_own(last_layer, computed, monkeypatch):
+    """Another kind of attention, precision of products, instructions of the processor, number of threads."""
+    from transformers import PreTrainedConfig
+
+    last_layer("first")
+    for place, name, value in (
+        (PreTrainedConfig, "_attn_implementation", property(lambda self: "eager", lambda self, value: None)),
+        (torch, "get_float32_matmul_precision", lambda: "medium"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
+        (torch, "get_num_threads", lambda: 3),
+    ):
+        computed.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value)
+            last_layer(name)
+        assert computed, name
+
+
+def test_entries_that_are_removed_or_replaced_while_they_are_mapped(folder, caplog):
+    store = SharedStates(folder, 1e6)
+    values = torch.arange(4000.0).reshape(100, 40)
+    store.get("a", lambda: values)
+    mapped = store.get("a", lambda: pytest.fail("it is there"))
+    SharedStates(folder, 1e6)._write("a", values + 1)  # another process has made it again
+    assert torch.equal(mapped, values)
+    assert store.make_room(0) == 1 and torch.equal(mapped, values)
+    (folder / ".b.safetensors.1.writing").write_bytes(b"of a process that was killed")
+    (folder / ".c.safetensors.2.writing").write_bytes(b"of one that writes now")
+    os.utime(folder / ".b.safetensors.1.writing", (0, 0))
+    store.make_room(1e6)
+    assert [p.name for p in folder.glob(".*.writing")] == [".c.safetensors.2.writing"]
+    assert not caplog.records
+
+
+def test_an_entry_that_is_removed_between_two_looks_is_made_again_without_a_word(folder, monkeypatch, caplog):
+    store = SharedStates(folder, 1e6)
+    monkeypatch.setattr("fs_lowrank.models.states.Path.exists", lambda self: True)
+    assert store.get("a", lambda: torch.ones(2, 3)).sum() == 6 and not caplog.records
