@@ -497,6 +497,7 @@ def test_hub_other_names(monkeypatch):
 
 
 def test_hub_out_of_reach(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub(monkeypatch, ConnectionError("Couldn't reach 'nyu-mll/glue' on the Hub\nmore"))
     with pytest.raises(UserError, match="cannot load data set 'sst2': the hub is switched off .*HF_HOME"):
         load("sst2@huggingface_datasets")
