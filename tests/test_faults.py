@@ -171,7 +171,9 @@ def ended(child):
     return os.waitpid(child, 0)[1]
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=pytest.mark.slow if run.startswith("flora") else ()) for run in RUNS]
+)
 def test_killed_at_any_step_and_resumed(make, monkeypatch, run):
     # The first run of all would keep the frozen layers' states for the others, which takes further steps.
     keys = {**RUNS[run], "train.cache_frozen_shared": 0}
@@ -226,6 +228,7 @@ def test_killed_in_the_middle_of_a_file(make, file):
     assert not list(engine.keeper.outdir.glob("checkpoint/.*"))
 
 
+@pytest.mark.slow
 def test_killed_several_times(make, monkeypatch):
     keys = RUNS["rolora under FedAdam"]
     reference = make("whole", keys)

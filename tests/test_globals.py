@@ -39,5 +39,6 @@ def test_the_plug_in(settings, tmp_path):
     examine(settings, tmp_path, "federatedscope")
 
 
+@pytest.mark.slow
 def test_images(tiny_images, tmp_path):
     examine(small.vision_settings(tiny_images, tmp_path / "run"), tmp_path, "run")

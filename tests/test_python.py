@@ -159,6 +159,7 @@ def test_a_result_shows_itself_and_has_tables(config):
         assert clients[key].sum() == result.bytes[key]
 
 
+@pytest.mark.slow
 def test_in_a_notebook(config, tmp_path):
     """A bar, the result as a table, its plot, and the user's own plots, which still show."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

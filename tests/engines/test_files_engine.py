@@ -38,7 +38,7 @@ VARIANTS = [
     ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": True}),
 ]
 #: run by ``make test``; ``make test-slow`` runs the others
-QUICK = ("rolora", "fedloru", "flora", "pfedloru")
+QUICK = ("fedloru", "pfedloru")
 
 
 def slow_but(cases, quick):
@@ -136,6 +136,7 @@ def test_methods_for_images_alone(quick, vision_settings, method):
     )
 
 
+@pytest.mark.slow
 def test_clients_that_come_late(quick):
     keys = {"federate.method": "fedloru", "lowrank.tau": 2, "federate.sample_client_num": 1, "seed": 5}
     keys |= {"federate.total_round_num": 5, "eval.freq": 0, "lowrank.checkpoint_freq": 0}
@@ -193,6 +194,7 @@ def test_a_client_that_is_killed(quick, monkeypatch):
     assert len(set(second["client_downlink_bytes"].values())) == 1
 
 
+@pytest.mark.slow
 def test_too_few_clients_and_what_cannot_be_resumed(quick):
     keys = {"federate.method": "fedlora", "lowrank.drop_rate": 0.5, "lowrank.min_clients": 3, "seed": 1}
     config = quick("files", keys)

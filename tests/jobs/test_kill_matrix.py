@@ -122,7 +122,7 @@ class Command:
 
 EVENTS = ("SIGTERM", "two SIGINTs", "kill -9 of a worker", "kill -9 of the parent")
 #: run by ``make test``; ``make test-slow`` runs the others
-QUICK = {("hpo", "kill -9 of the parent"), ("benchmark", "kill -9 of a worker"), ("benchmark", "two SIGINTs")}
+QUICK = {("hpo", "kill -9 of the parent"), ("benchmark", "two SIGINTs")}
 
 
 @pytest.mark.parametrize(
