@@ -62,7 +62,8 @@ def _complaints(what: str, place: str) -> Iterator[None]:
         if Path(place).is_dir():
             reason = f" ({first})"
         else:
-            known = f"{', '.join(FETCHABLE)}){nearest(place, FETCHABLE)}"
+            folders = [path.name for path in Path().iterdir() if path.is_dir()]
+            known = f"{', '.join(FETCHABLE)}){nearest(place, [*FETCHABLE, *folders])}"
             why = isinstance(error, OSError) and silence() or first
             reason = f"; it is neither a folder nor one of the models to fetch ({known}, and {why}"
         raise UserError(f"model.type: cannot load the {what} of {place!r}{reason}") from error
