@@ -81,6 +81,20 @@ def vision_settings(tiny_images, tmp_path, monkeypatch):
     return small.vision_settings(tiny_images, tmp_path / "run")
 
 
+@pytest.fixture(scope="session")
+def other():
+    """``other(value)``: a value of the same type that differs from it."""
+
+    def changed(value):
+        if isinstance(value, bool):
+            return not value
+        if isinstance(value, (int, float)):
+            return value + 1
+        return [*value, "x"] if isinstance(value, list) else value + "x"
+
+    return changed
+
+
 def pytest_terminal_summary(terminalreporter):
     """The reasons of skipped tests, one line per reason instead of one per test."""
     reasons: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,70 +15,45 @@ PLAIN = "the a film book day it was is very quite and story room walk tea".split
 DOMAINS = ("films", "books", "tea")
 
 
-def save_tokenizer(folder: str | Path) -> int:
-    """Write a tokenizer of whole words into ``folder``; returns the size of its vocabulary."""
+def save_tokenizer(folder: str | Path, words: Sequence[str] = (*GOOD, *BAD, *PLAIN)) -> int:
+    """Write a tokenizer of whole ``words`` into ``folder``; returns the size of its vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *GOOD, *BAD, *PLAIN]
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    vocabulary = {w: i for i, w in enumerate([*special, *words])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        eos_token="[SEP]",
-    )
-    tokenizer.save_pretrained(str(folder))
-    return len(words)
+    roles = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special), eos_token="[SEP]")
+    PreTrainedTokenizerFast(tokenizer_object=inner, **roles).save_pretrained(str(folder))
+    return len(vocabulary)
+
+
+def _save(folder: str | Path, model: type, config: type, **keys: int) -> Path:
+    """Write a model of 3 layers and width 32, drawn from seed 0, and its tokenizer into ``folder``."""
+    import torch
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    vocabulary = save_tokenizer(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model(config(vocab_size=vocabulary, **shape, **keys)).save_pretrained(str(folder))
+    return Path(folder)
 
 
 def save_encoder(folder: str | Path) -> Path:
     """Write a BERT of 3 layers and width 32 with its tokenizer; its ``intermediate.dense`` is 48 × 32, not square."""
-    import torch
     from transformers import BertConfig, BertModel
 
-    vocabulary = save_tokenizer(folder)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        BertModel(
-            BertConfig(
-                vocab_size=vocabulary,
-                hidden_size=32,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                intermediate_size=48,
-                max_position_embeddings=64,
-            )
-        ).save_pretrained(str(folder))
-    return Path(folder)
+    return _save(folder, BertModel, BertConfig, max_position_embeddings=64)
 
 
 def save_causal(folder: str | Path) -> Path:
     """Write a Llama of 3 layers and width 32 with its tokenizer; with two key-value heads its ``v_proj`` is 16 × 32."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    vocabulary = save_tokenizer(folder)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=vocabulary,
-                hidden_size=32,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                intermediate_size=48,
-                max_position_embeddings=128,
-                pad_token_id=0,
-                bos_token_id=2,
-                eos_token_id=3,
-            )
-        ).save_pretrained(str(folder))
-    return Path(folder)
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    return _save(folder, LlamaForCausalLM, LlamaConfig, num_key_value_heads=2, max_position_embeddings=128, **special)
 
 
 def make_reviews(rows: int, seed: int = 0) -> pd.DataFrame:

@@ -7,34 +7,20 @@ import pytest
 import torch
 from transformers import AutoTokenizer, FNetConfig, FNetModel
 
-from fs_lowrank import UserError, load_config
-from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank import UserError
 
 
 @pytest.fixture
-def make(settings, causal_settings, tmp_path, no_curves):
-    made = []
-
-    def make(task, keys):
-        made.append(task)
-        return LocalEngine(
-            load_config(
-                causal_settings if task == "causal" else settings,
-                {
-                    "federate.client_num": 3,
-                    "federate.total_round_num": 2,
-                    "federate.method": "rolora",
-                    # An adaptive optimizer would enlarge rounding errors of gradients that are almost zero.
-                    "train.optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9},
-                    "train.local_update_steps": 1,
-                    "train.batch_or_epoch": "epoch",
-                    "outdir": str(tmp_path / f"run {len(made)}"),
-                    **keys,
-                },
-            )
-        )
-
-    return make
+def make(make_engine):
+    few = {
+        "federate.total_round_num": 2,
+        "federate.method": "rolora",
+        # An adaptive optimizer would enlarge rounding errors of gradients that are almost zero.
+        "train.optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9},
+        "train.local_update_steps": 1,
+        "train.batch_or_epoch": "epoch",
+    }
+    return lambda task, keys: make_engine(task, {**few, **keys})
 
 
 def close(one, other, tolerance=1e-6):

@@ -6,34 +6,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DistilBertConfig, DistilBertModel
 
-from fs_lowrank import load_config
-from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import say_once
 
 OFF = {"train.only_read": "off", "train.blocks": 1}
 
 
 @pytest.fixture
-def make(settings, causal_settings, tmp_path, no_curves):
-    made = []
-
-    def make(task, keys):
-        made.append(task)
-        return LocalEngine(
-            load_config(
-                causal_settings if task == "causal" else settings,
-                {
-                    "federate.client_num": 3,
-                    "federate.total_round_num": 3,
-                    # Larger steps enlarge rounding: so does a change of the start by 1e-7.
-                    "train.optimizer": {"type": "SGD", "lr": 0.01},
-                    "outdir": str(tmp_path / f"run {len(made)}"),
-                    **keys,
-                },
-            )
-        )
-
-    return make
+def make(make_engine):
+    # Larger steps enlarge rounding: so does a change of the start by 1e-7.
+    few = {"federate.total_round_num": 3, "train.optimizer": {"type": "SGD", "lr": 0.01}}
+    return lambda task, keys: make_engine(task, {**few, **keys})
 
 
 METHODS = {

@@ -80,17 +80,8 @@ def test_a_misspelt_argument_is_refused_with_the_nearest(key, value, parts):
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def other(default):
-    """A value of the type of ``default`` that differs from it."""
-    if isinstance(default, bool):
-        return not default
-    if isinstance(default, (int, float)):
-        return default + 1
-    return [*default, "x"] if isinstance(default, list) else default + "x"
-
-
 @pytest.mark.parametrize("name", sorted(framework.DEFAULTS))
-def test_a_key_of_the_framework_is_refused_or_reported(name, caplog):
+def test_a_key_of_the_framework_is_refused_or_reported(name, caplog, other):
     value = other(framework.DEFAULTS[name])
     config = load_config({**BASE, name: value})
     say_once.cache_clear()

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from fs_lowrank.testing.small import save_tokenizer
+
 WORDS = "good great fine happy bad poor awful sad the a film book day it was is very quite story tea".split()
 
 #: variants of a run by name: keys that replace those of ``settings``. All but the last three use the encoder.
@@ -38,22 +40,12 @@ def make_inputs(folder: Path) -> None:
     import pandas as pd
     import torch
     from PIL import Image
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-    vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        eos_token="[SEP]",
-    )
+    vocabulary = save_tokenizer(folder / "encoder", WORDS)
+    save_tokenizer(folder / "causal", WORDS)
     shape = {
-        "vocab_size": len(vocabulary),
+        "vocab_size": vocabulary,
         "hidden_size": 8,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
@@ -66,7 +58,6 @@ def make_inputs(folder: Path) -> None:
         ("encoder", BertModel(BertConfig(**shape))),
         ("causal", LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=1, **special))),
     ):
-        tokenizer.save_pretrained(str(folder / name))
         model.save_pretrained(str(folder / name))
     draw = np.random.default_rng(0)
     labels = draw.integers(0, 2, 60)

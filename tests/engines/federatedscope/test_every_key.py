@@ -70,16 +70,8 @@ def test_a_misspelt_key_of_every_section_is_refused_or_reported(cfg, section, ca
         assert framework.within(section, framework.OPEN) and f"{wrong} = 3 has no effect" in caplog.text
 
 
-def other(default):
-    if isinstance(default, bool):
-        return not default
-    if isinstance(default, (int, float)):
-        return default + 1
-    return [*default, "x"] if isinstance(default, list) else default + "x"
-
-
 @pytest.mark.parametrize("name", sorted(framework.DEFAULTS))
-def test_a_key_of_the_framework_is_honoured_refused_or_reported(cfg, name, caplog):
+def test_a_key_of_the_framework_is_honoured_refused_or_reported(cfg, name, caplog, other):
     from fs_lowrank.engines.federatedscope.config import _node
 
     node, key = _node(cfg, name)
