@@ -278,6 +278,7 @@ def wait_for_rounds(folder, rounds, process=None):
     pytest.fail("no round in two minutes")
 
 
+@pytest.mark.slow
 def test_the_command_killed_and_resumed(config_file, tmp_path, capsys):
     arguments = ["run", "--cfg", str(config_file)]
     with open(tmp_path / "stderr", "w") as stderr:

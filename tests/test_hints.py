@@ -64,6 +64,7 @@ def test_what_an_interrupted_run_offers_is_the_command_with_resume(command, monk
     assert cli.main(again) == 130  # it is understood
 
 
+@pytest.mark.slow
 def test_what_a_suite_offers_at_its_end_finds_its_results(tmp_path, monkeypatch, capsys, tiny_encoder):
     """A suite of the user's, in another folder, with options that say where its results are."""
     (tmp_path / "my suites").mkdir()

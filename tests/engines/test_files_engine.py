@@ -38,7 +38,7 @@ VARIANTS = [
     ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": True}),
 ]
 #: run by ``make test``; ``make test-slow`` runs the others
-QUICK = ("fedloru", "pfedloru")
+QUICK = ("pfedloru",)
 
 
 def slow_but(cases, quick):
@@ -114,7 +114,8 @@ def test_the_result_is_that_of_the_embedded_engine(quick, method, keys):
     same(fs_lowrank.run(quick("local", keys)), fs_lowrank.run(quick("files", keys), "files"))
 
 
-@pytest.mark.parametrize("method", slow_but([(m,) for m in FOR_CAUSAL], lambda method: method == "fedloru"))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", FOR_CAUSAL)
 def test_causal_models(quick, causal_settings, method):
     keys = {"federate.method": method, "federate.sample_client_num": 2}
     same(
@@ -145,7 +146,8 @@ def test_clients_that_come_late(quick):
     same(local, fs_lowrank.run(quick("files", keys), "files"))
 
 
-@pytest.mark.parametrize("at", slow_but([(1,), (4,), (8,)], lambda at: at == 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [1, 4, 8])
 def test_a_server_that_is_killed(quick, monkeypatch, at):
     """It is killed at its first message, or at the one that ends the training of round 1 or 2; the run is resumed."""
     import files_engine
@@ -210,6 +212,7 @@ def test_too_few_clients_and_what_cannot_be_resumed(quick):
         fs_lowrank.run(quick("other", {"federate.mode": "distributed"}), "files")
 
 
+@pytest.mark.slow
 def test_a_client_that_lost_its_disk(quick):
     """It reports that it is at the start of the run, is sent everything, and the record counts the bytes."""
     keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.client_num": 2, "federate.total_round_num": 3}

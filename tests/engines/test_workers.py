@@ -74,6 +74,7 @@ def test_resumed_with_another_number_of_processes(few):
     same(whole, fs_lowrank.run(config.replace({"federate.process_num": 3}), resume=True))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed(few, monkeypatch):
     """In every round one process is killed while its client trains; another process trains the client again."""
     keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3}

@@ -121,18 +121,11 @@ class Command:
 
 
 EVENTS = ("SIGTERM", "two SIGINTs", "kill -9 of a worker", "kill -9 of the parent")
-#: run by ``make test``; ``make test-slow`` runs the others
-QUICK = {("hpo", "kill -9 of the parent"), ("benchmark", "two SIGINTs")}
 
 
-@pytest.mark.parametrize(
-    "which, event",
-    [
-        pytest.param(which, event, marks=() if (which, event) in QUICK else pytest.mark.slow)
-        for which in ("hpo", "benchmark")
-        for event in EVENTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("which", ["hpo", "benchmark"])
 def test_a_killed_command_leaves_no_process_and_can_be_continued(which, event, settings, tmp_path, monkeypatch):
     command = Command(which, tmp_path, settings)
     # The second worker only waits, and must end when the parent has ended.

@@ -115,6 +115,7 @@ def _get(folder, start, computed):
     SharedStates(folder, 1e9).get("one", compute)
 
 
+@pytest.mark.slow
 def test_processes_that_need_the_same_entry_compute_it_once(folder):
     context = multiprocessing.get_context("spawn")
     start, computed = context.Barrier(3), context.Queue()
