@@ -41,6 +41,7 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
             "train.frozen_dropout",
             "train.only_read",
             "train.blocks",
+            "train.cohort",
             *cache,
         ),
     )

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.examples import IGNORED_LABEL
 from ..models.adapters import layer_stack
 from ..models.masks import Masks, draw, draws
 
@@ -72,27 +71,26 @@ class Blocks:
         number: of blocks; 0: as many as cost least.
     """
 
-    def __init__(self, model: nn.Module, examples, number: int):
-        self.examples, self.number, self.overhead = examples, number, overhead(model)
-        self.drops = draws(model)
+    def __init__(self, model: nn.Module, number: int):
+        self.number, self.overhead, self.drops = number, overhead(model), draws(model)
+        #: no batch is divided
+        self.whole = number == 1 or self.overhead == float("inf")
 
-    def of(self, indices: np.ndarray) -> list[tuple[np.ndarray, float, Callable[[], Masks] | None]]:
+    def parts(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """The positions of each block in a batch of samples of ``lengths``."""
+        return [np.arange(len(lengths))] if self.whole else divide(lengths, self.overhead, self.number)
+
+    def of(self, examples, indices: np.ndarray) -> list[tuple[np.ndarray, float, Callable[[], Masks] | None]]:
         """Of the batch ``indices`` each block's samples, its share of the loss, and a context for its forward pass."""
-        if self.number == 1 or self.overhead == float("inf"):
-            return [(indices, 1.0, None)]
-        lengths = self.examples.lengths[indices]
-        parts = divide(lengths, self.overhead, self.number)
+        lengths = np.zeros(0) if self.whole else examples.lengths[indices]
+        parts = self.parts(lengths)
         if len(parts) == 1:
             return [(indices, 1.0, None)]
-        weights = [self._weight(indices[part]) for part in parts]
+        # The mean is over the losses of the batch.
+        weights = [int(examples.losses(indices[part]).sum()) for part in parts]
         drawn: list[Tensor] = []
         masks = [_masks(len(indices), lengths, part, drawn) if self.drops else None for part in parts]
         return [(indices[p], w / sum(weights), m) for p, w, m in zip(parts, weights, masks) if w]
-
-    def _weight(self, indices: np.ndarray) -> int:
-        """The number of losses that the mean is over: of samples, or of tokens with a label behind another token."""
-        labels = self.examples.columns.get("labels")
-        return len(indices) if labels is None else sum(int((labels[i][1:] != IGNORED_LABEL).sum()) for i in indices)
 
 
 def _masks(samples: int, lengths: np.ndarray, part: np.ndarray, drawn: list[Tensor]) -> Callable[[], Masks]:

@@ -1,0 +1,322 @@
+"""Local training of several clients of a round in one forward and backward pass (``train.cohort``).
+
+Each client has its own tensors, order of data, batches, steps, optimizer state and gradient norm, as alone; results are
+those of ``train_client`` but for rounding. Only dropout draws other masks, which are equal in distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data import Examples
+from ..methods import Phase
+from ..models.adapters import load_tensors, lora_scales
+from ..models.frozen import FrozenPrefix
+from ..models.names import all_tensors, select, tags
+from ..models.reads import OnlyRead
+from ..models.slots import Apart, Slots, check_modules
+from ..seeds import derive
+from ..settings import Optimizer, Settings
+from .blocks import Blocks
+from .local import LocalResult, batches_of, label_logits, loss_of, set_trainable, shortcuts, to_device
+from .optimizer import make_optimizer
+
+#: number of samples in the comparison before cohorts are used
+_TRIED = 4
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client of a cohort; the attributes are arguments of ``train_client``."""
+
+    owner: str
+    examples: Any
+    phases: Sequence[Phase]
+    seed: int
+
+
+def train_cohort(
+    model: nn.Module,
+    members: Sequence[Member],
+    load: Callable[[int], None],
+    held: Collection[str],
+    config: Settings,
+    *,
+    lr: float,
+    prefix: FrozenPrefix | None = None,
+    reads: OnlyRead | None = None,
+) -> list[tuple[LocalResult, dict[str, Tensor]]]:
+    """Train all ``members``; for each the result, and what its tensors are after it, by name.
+
+    Args:
+        load: loads the tensors of one member, by its index, into the model. The model is left with those of the last.
+        held: tags of the tensors that may differ between clients.
+    Raises:
+        Apart: the clients have to be trained one by one; the message says why.
+    """
+    if reason := apart(model, config, [member.phases for member in members]):
+        raise Apart(reason)
+    phases = members[0].phases
+    slots = _slots(model, len(members), load, held, {tag for phase in phases for tag in phase.train})
+    training = _Training(model, members, slots, config, prefix, reads)
+    torch.manual_seed(derive(members[0].seed, "dropout", *(member.seed for member in members[1:])))
+    model.train()
+    if prefix is not None:
+        prefix.eval_below()
+    set_trainable(model, ())
+    with slots.installed():
+        for phase in phases:
+            training.run(phase, lr)
+    set_trainable(model, phases[-1].train)
+    losses = training.losses.tolist()
+    return [
+        (LocalResult(loss / max(steps, 1), steps, samples), {n: t.clone() for n, t in slots.of(i).items()})
+        for i, (loss, steps, samples) in enumerate(zip(losses, training.steps, training.samples))
+    ]
+
+
+def _slots(
+    model: nn.Module, number: int, load: Callable[[int], None], held: Collection[str], trained: Collection[str]
+) -> Slots:
+    each: list[dict[str, Tensor]] = []
+    scales = []
+    for i in range(number):
+        load(i)
+        tensors = all_tensors(model)
+        each.append({n: tensors[n].detach().clone() for n in select(tensors, {*held, *trained})})
+        scales.append(lora_scales(model))
+    return Slots(model, each, scales, trained)
+
+
+class _Training:
+    """The steps of a cohort.
+
+    Attributes:
+        losses: of each client, the sum over its batches, ``(clients,)``; steps: the number of its batches;
+            samples: of its samples, with repetitions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        members: Sequence[Member],
+        slots: Slots,
+        config: Settings,
+        prefix: FrozenPrefix | None,
+        reads: OnlyRead | None,
+    ):
+        self.model, self.members, self.slots, self.config = model, members, slots, config
+        self.prefix, self.reads = prefix, reads
+        self.device = next(model.parameters()).device
+        self.blocks = Blocks(model, config.train.blocks)
+        self.orders = [np.random.default_rng(member.seed) for member in members]
+        self.losses = torch.zeros(len(members), device=self.device)
+        self.steps, self.samples = [0] * len(members), [0] * len(members)
+
+    def run(self, phase: Phase, lr: float) -> None:
+        """One phase of all clients; those with fewer batches than others stop at their last step."""
+        kind, slots = self.config.train.optimizer, self.slots
+        parameters = slots.trainable(phase.train)
+        optimizer = make_optimizer(parameters, kind.type, lr, kind.extra)
+        coming = [batches_of(phase, len(m.examples), self.config, order) for m, order in zip(self.members, self.orders)]
+        ahead = [next(batches, None) for batches in coming]
+        ended: dict[int, dict[str, Tensor]] = {}
+        pending = 0
+        while now := {i: batch for i, batch in enumerate(ahead) if batch is not None}:
+            # The others' steps would move a client that has ended, too, by momentum and weight decay.
+            for i in set(range(len(ahead))) - now.keys() - ended.keys() if not pending else ():
+                ended[i] = {n: t.clone() for n, t in slots.of(i).items()}
+            self._add_gradients(now)
+            ahead = [None if batch is None else next(batches, None) for batch, batches in zip(ahead, coming)]
+            pending += 1
+            if pending == self.config.grad.grad_accum_count or all(batch is None for batch in ahead):
+                _clip(parameters, self.config.grad.grad_clip)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                pending = 0
+        for i, tensors in ended.items():
+            slots.put(i, tensors)
+
+    def _add_gradients(self, batches: Mapping[int, np.ndarray]) -> None:
+        """Add the gradients of one batch of each client, whose loss is the mean over the batch."""
+        members = [self.members[i] for i in batches]
+        indices, sizes = np.concatenate(list(batches.values())), [len(batch) for batch in batches.values()]
+        together = Examples.together(zip((m.examples for m in members), batches.values()))
+        slot = np.repeat(list(batches), sizes)
+        losses = together.losses(np.arange(len(together)))
+        shares = 1 / np.maximum(np.bincount(slot, losses, len(self.members)), 1)
+        for part in self.blocks.parts(together.lengths):
+            part = np.sort(part)  # by client
+            if not losses[part].sum():
+                continue
+            counts = np.bincount(slot[part], minlength=len(self.members))
+            rows = [
+                (m.owner, m.examples, indices[part][slot[part] == i]) for i, m in zip(batches, members) if counts[i]
+            ]
+            batch = together.batch(part)
+            with shortcuts(self.prefix, self.reads, rows, batch), self.slots.rows(counts.tolist(), self.device):
+                logits, labels = label_logits(self.model, to_device(batch, self.device))
+            each = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+            each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
+            of_slots = np.bincount(slot[part], losses[part], len(self.members)).astype(np.int64)
+            self.losses += torch.segment_reduce(each.detach(), "sum", lengths=self._on_device(of_slots))
+            (each.sum() / self.config.grad.grad_accum_count).backward()
+        for i, batch in batches.items():
+            self.steps[i] += 1
+            self.samples[i] += len(batch)
+
+    def _on_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
+    """``clip_grad_norm_`` for each client by the norm of its own gradients."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if most <= 0 or not gradients:
+        return
+    norms = torch.stack([g.flatten(1).norm(dim=1).float() for g in gradients]).norm(dim=0)
+    factors = (most / (norms + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)).to(gradient.dtype))
+
+
+# -- who can train together ----------------------------------------------------------------------------
+
+
+def apart(model: nn.Module, config: Settings, phases: Sequence[Sequence[Phase]]) -> str:
+    """Why clients with these ``phases`` cannot train together; empty if they can, as far as can be told from these."""
+    if any(phase.penalty is not None for each in phases for phase in each):
+        return "a penalty is added to a client's loss"
+    plans = {tuple((tuple(sorted(phase.train)), phase.steps) for phase in each) for each in phases}
+    if len(plans) > 1:
+        return "the clients train different tensors, or for different numbers of steps"
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        return "the routers' loss of a mixture of experts is not a mean over samples"
+    trained = select(dict(model.named_parameters()), {tag for phase in phases[0] for tag in phase.train})
+    if base := [n for n in trained if "base" in tags(n)]:
+        return f"the method trains the base ({base[0]})"
+    own = dict(model.named_parameters())
+    try:
+        check_modules(model, [n for n in trained if own[n].numel()])
+    except Apart as error:
+        return str(error)
+    return ""
+
+
+def cohort_size(model: nn.Module, config: Settings, longest: int, prefix: FrozenPrefix | None) -> int:
+    """The number of clients that train together as ``train.cohort`` asks for; 1: each alone.
+
+    Args:
+        longest: of the samples, in tokens.
+    """
+    device = next(model.parameters()).device
+    if config.train.cohort or device.type != "cuda":
+        return config.train.cohort or 1
+    return 1  # TODO
+
+
+def elementwise(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` steps each number alone, such that stacked tensors are stepped as each of them is."""
+    draw = torch.Generator().manual_seed(0)
+    start, first, second = torch.randn(3, 2, 4, 5, generator=draw)
+    extra = {key: value for key, value in optimizer.extra.items() if key not in ("capturable", "fused")}
+
+    def stepped(*starts: Tensor) -> Tensor:
+        parameters = [nn.Parameter(start.clone()) for start in starts]
+        trial = make_optimizer(parameters, optimizer.type, optimizer.lr, extra)
+        for gradients in (first, second):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = gradients.clone() if len(parameters) == 1 else gradients[i].clone()
+            trial.step()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    try:
+        return torch.allclose(stepped(start), stepped(*start), rtol=1e-5, atol=1e-7)
+    except Exception:  # an optimizer for matrices refuses others
+        return False
+
+
+def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
+    """Why a few of ``examples`` have other losses or gradients in one pass than client by client; empty if not.
+
+    Three clients are tried, whose tensors are the model's with some noise. Dropout is off; what the model holds and how
+    it stands are restored.
+    """
+    own = {n: t.detach().clone() for n, t in all_tensors(model).items() if tags(n) & set(held)}
+    names = [n for n in own if not tags(n) & {"base"} and _slotted(model, n)]
+    if not names:
+        return "no tensor that it trains is that of a linear layer or a layer norm"
+    _, first = np.unique(examples.lengths, return_index=True)
+    chosen = np.resize(np.concatenate([first, np.setdiff1d(np.arange(len(examples)), first)]), _TRIED)
+    batches = np.split(chosen, [1, 2])
+    draw = torch.Generator().manual_seed(0)
+    each = [{n: own[n] + 0.02 * torch.randn(own[n].shape, generator=draw).to(own[n]) for n in names} for _ in batches]
+    modes = {m: m.training for m in model.modules()}
+    asked = {p: p.requires_grad for p in model.parameters()}
+    device = next(model.parameters()).device
+    model.eval()
+    try:
+        plain = []
+        for tensors, rows in zip(each, batches):
+            load_tensors(model, tensors)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in names)
+            with torch.enable_grad():
+                loss = loss_of(model, to_device(examples.batch(rows), device))
+            parameters = dict(model.named_parameters())
+            plain.append((loss, torch.autograd.grad(loss, [parameters[n] for n in names], allow_unused=True)))
+        model.requires_grad_(False)
+        slots = Slots(model, each, [lora_scales(model)] * len(each), held)
+        slots.trainable(held)
+        losses = examples.losses(chosen)
+        slot = np.repeat(range(len(batches)), [len(rows) for rows in batches])
+        counts = [len(rows) for rows in batches]
+        with slots.installed(), slots.rows(counts, device), torch.enable_grad():
+            logits, labels = label_logits(model, to_device(examples.batch(chosen), device))
+        of_slots = [int(losses[slot == i].sum()) for i in range(len(batches))]
+        found = nn.functional.cross_entropy(logits.float(), labels, reduction="none").split(of_slots)
+        means = torch.stack([part.mean() for part in found])
+        gradients = torch.autograd.grad(means.sum(), [slots.stacked[n] for n in names], allow_unused=True)
+        ours = [(means[i], [None if g is None else g[i] for g in gradients]) for i in range(len(batches))]
+        return _compared(plain, ours, next(model.parameters()).dtype)
+    except Apart as error:
+        return str(error)
+    except Exception as error:  # a model's code may raise any error for inputs that it does not expect
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        load_tensors(model, own)
+        for module, was in modes.items():
+            module.training = was
+        for parameter, was in asked.items():
+            parameter.requires_grad_(was)
+
+
+def _compared(plain: Sequence[Any], ours: Sequence[Any], dtype: torch.dtype) -> str:
+    """What differs beyond rounding between losses and gradients."""
+    allowed = max(1e-4, 8 * torch.finfo(dtype).eps)
+    for (loss, gradients), (our_loss, our_gradients) in zip(plain, ours):
+        flat = [
+            torch.cat([g.detach().flatten().float() for g in each if g is not None] or [loss.new_zeros(1).float()])
+            for each in (gradients, our_gradients)
+        ]
+        for what, a, b in (("losses", loss.detach().float(), our_loss.detach()), ("gradients", *flat)):
+            if a.shape != b.shape:
+                return f"other tensors have {what}"
+            difference, scale = float((a - b).abs().max()), float(a.abs().max())
+            if not difference <= allowed * scale:  # NaN too
+                return f"{what} up to {scale:.2g} differ by {difference:.2g}"
+    return ""
+
+
+def _slotted(model: nn.Module, name: str) -> bool:
+    try:
+        check_modules(model, [name])
+    except Apart:
+        return False
+    return dict(model.named_parameters())[name].numel() > 0
