@@ -22,6 +22,7 @@ from ..errors import UserError
 from ..methods import Averaging, Method, create_method, get_method_class
 from ..models.adapters import load_adapter, load_tensors
 from ..models.names import all_tensors, tags
+from ..rounds import site
 from ..seeds import derive
 from ..training import train_client
 from ..versions import SCHEMA
@@ -315,6 +316,33 @@ def check_resume(bench: Bench, method: str, task: str) -> None:
     assert without_seconds(history) == without_seconds(expected), "after resuming, the records differ"
 
 
+def check_cohort(bench: Bench, method: str, task: str) -> int:
+    """Clients that train together (``train.cohort``) end where they end one by one, without dropout.
+
+    Returns:
+        how many cohorts have trained together.
+    """
+    keys = {"train.optimizer": {"type": "SGD", "lr": 0.01}, "train.batch_or_epoch": "epoch"}
+    alone, together = (bench.make(task, method, {**keys, "train.cohort": size}) for size in ("off", 2))
+    trained: list[Any] = []
+    real = site.train_cohort
+    for engine in (alone, together):
+        for module in engine.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    with mock.patch.object(site, "train_cohort", lambda *a, **o: trained.append(real(*a, **o)) or trained[-1]):
+        found = together.run().history
+    if not trained:
+        return 0
+    expected = alone.run().history
+    state = state_of(together)
+    for name, value in state_of(alone).items():
+        torch.testing.assert_close(_double(state[name]), _double(value), atol=1e-5, rtol=1e-5, msg=_named(name))
+    for a, b in zip(expected, found, strict=True):
+        assert not b["failed"] and abs(a["loss"] - b["loss"]) < 1e-5, f"round {a['round']}: {a['loss']}, {b['loss']}"
+    return len(trained)
+
+
 def check_arguments(bench: Bench, method: str, task: str) -> None:
     """The server's step changes neither the updates nor the state that it is given, and twice gives the same."""
     engine = bench.make(task, method, {"federate.total_round_num": 2})
@@ -408,6 +436,7 @@ CHECKS = (
     Check("weights", check_weights),
     Check("one client", check_one_client),
     Check("resume", check_resume),
+    Check("cohort", check_cohort),
     Check("arguments", check_arguments),
     Check("half precision", check_half_precision),
     Check("server optimizer", check_server_optimizer),
