@@ -317,7 +317,7 @@ def check_resume(bench: Bench, method: str, task: str) -> None:
 
 
 def check_cohort(bench: Bench, method: str, task: str) -> int:
-    """Clients that train together (``train.cohort``) end where they end one by one, without dropout.
+    """Clients that train together (``train.cohort``) end where they end one by one.
 
     Returns:
         how many cohorts have trained together.
@@ -326,10 +326,6 @@ def check_cohort(bench: Bench, method: str, task: str) -> int:
     alone, together = (bench.make(task, method, {**keys, "train.cohort": size}) for size in ("off", 2))
     trained: list[Any] = []
     real = site.train_cohort
-    for engine in (alone, together):
-        for module in engine.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
     with mock.patch.object(site, "train_cohort", lambda *a, **o: trained.append(real(*a, **o)) or trained[-1]):
         found = together.run().history
     if not trained:

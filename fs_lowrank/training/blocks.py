@@ -7,7 +7,7 @@ masks that it would have there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -89,12 +89,46 @@ class Blocks:
         # The mean is over the losses of the batch.
         weights = [int(examples.losses(indices[part]).sum()) for part in parts]
         drawn: list[Tensor] = []
-        masks = [_masks(len(indices), lengths, part, drawn) if self.drops else None for part in parts]
+        masks = [masks_of(lengths, part, drawn) if self.drops else None for part in parts]
         return [(indices[p], w / sum(weights), m) for p, w, m in zip(parts, weights, masks) if w]
 
 
-def _masks(samples: int, lengths: np.ndarray, part: np.ndarray, drawn: list[Tensor]) -> Callable[[], Masks]:
-    """Dropout of the samples ``part``, with the masks of the batch; the first block draws them into ``drawn``."""
+#: gives dropout's mask of a batch, 0 or not: from its shape, the sides that go over positions, the values, and p
+Drawing = Callable[[list[int], tuple[int, ...], Tensor, float], Tensor]
+
+
+def _drawn(sides: list[int], along: tuple[int, ...], values: Tensor, p: float) -> Tensor:
+    return draw(tuple(sides), values, p).bool()
+
+
+def drawn_by_each(lengths: Sequence[np.ndarray], generators: Sequence[torch.Generator]) -> Drawing:
+    """Dropout of a batch with samples of several clients, each of which draws what it would draw alone.
+
+    Args:
+        lengths: of each client's samples, in the order of the batch. generators: of the clients.
+    """
+
+    def drawing(sides: list[int], along: tuple[int, ...], values: Tensor, p: float) -> Tensor:
+        whole, first = values.new_zeros(sides, dtype=torch.bool), 0
+        for own, generator in zip(lengths, generators):
+            place = whole[first : first + len(own)]
+            for axis in along:
+                place = place.narrow(axis, 0, int(own.max()))
+            place.copy_(values.new_empty(place.shape).bernoulli_(1 - p, generator=generator))
+            first += len(own)
+        return whole
+
+    return drawing
+
+
+def masks_of(
+    lengths: np.ndarray, part: np.ndarray, drawn: list[Tensor], drawing: Drawing = _drawn
+) -> Callable[[], Masks]:
+    """Dropout of the samples ``part`` of a batch of samples of ``lengths``, with the masks of the batch.
+
+    Args:
+        drawn: where the first block leaves the masks for the others.
+    """
     longest, longest_here = int(lengths.max()), int(lengths[part].max())
     rows = torch.from_numpy(part)
 
@@ -105,14 +139,15 @@ def _masks(samples: int, lengths: np.ndarray, part: np.ndarray, drawn: list[Tens
             sides = list(values.shape)
             if sides[0] != len(part):
                 return None
-            along = {3: (1,), 4: (2, 3)}.get(values.ndim, ())
+            along: tuple[int, ...] = {3: (1,), 4: (2, 3)}.get(values.ndim, ())
             if any(sides[axis] != longest_here for axis in along):
                 return None
+            sides[0] = len(lengths)
             for axis in along:
                 sides[axis] = longest
             call = next(calls)
             if call == len(drawn):
-                drawn.append(draw((samples, *sides[1:]), values, p).bool())
+                drawn.append(drawing(sides, along, values, p))
             mine = drawn[call][rows.to(values.device)]
             for axis in along:
                 mine = mine.narrow(axis, 0, longest_here)

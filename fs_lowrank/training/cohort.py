@@ -1,12 +1,13 @@
 """Local training of several clients of a round in one forward and backward pass (``train.cohort``).
 
-Each client has its own tensors, order of data, batches, steps, optimizer state and gradient norm, as alone; results are
-those of ``train_client`` but for rounding. Only dropout draws other masks, which are equal in distribution.
+Each client has its own tensors, order of data, batches, steps, optimizer state, gradient norm and dropout, as alone, so
+results are those of ``train_client`` but for rounding. On a GPU dropout draws other masks, equal in distribution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..models.reads import OnlyRead
 from ..models.slots import Apart, Slots, check_modules
 from ..seeds import derive
 from ..settings import Optimizer, Settings
-from .blocks import Blocks
+from .blocks import Blocks, drawn_by_each, masks_of
 from .local import LocalResult, batches_of, label_logits, loss_of, set_trainable, shortcuts, to_device
 from .optimizer import make_optimizer
 
@@ -64,12 +65,12 @@ def train_cohort(
         raise Apart(reason)
     phases = members[0].phases
     slots = _slots(model, len(members), load, held, {tag for phase in phases for tag in phase.train})
-    training = _Training(model, members, slots, config, prefix, reads)
     torch.manual_seed(derive(members[0].seed, "dropout", *(member.seed for member in members[1:])))
     model.train()
     if prefix is not None:
         prefix.eval_below()
     set_trainable(model, ())
+    training = _Training(model, members, slots, config, prefix, reads)
     with slots.installed():
         for phase in phases:
             training.run(phase, lr)
@@ -115,6 +116,11 @@ class _Training:
         self.prefix, self.reads = prefix, reads
         self.device = next(model.parameters()).device
         self.blocks = Blocks(model, config.train.blocks)
+        #: for dropout, which on a GPU is drawn for all at once
+        self.draws: list[torch.Generator] = []
+        if self.blocks.drops and self.device.type == "cpu":
+            seeds = [derive(member.seed, "dropout") for member in members]
+            self.draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.orders = [np.random.default_rng(member.seed) for member in members]
         self.losses = torch.zeros(len(members), device=self.device)
         self.steps, self.samples = [0] * len(members), [0] * len(members)
@@ -151,6 +157,9 @@ class _Training:
         slot = np.repeat(list(batches), sizes)
         losses = together.losses(np.arange(len(together)))
         shares = 1 / np.maximum(np.bincount(slot, losses, len(self.members)), 1)
+        drawn: list[Tensor] = []
+        own = np.split(together.lengths, np.cumsum(sizes)[:-1])
+        drawing = drawn_by_each(own, [self.draws[i] for i in batches]) if self.draws else None
         for part in self.blocks.parts(together.lengths):
             part = np.sort(part)  # by client
             if not losses[part].sum():
@@ -160,7 +169,8 @@ class _Training:
                 (m.owner, m.examples, indices[part][slot[part] == i]) for i, m in zip(batches, members) if counts[i]
             ]
             batch = together.batch(part)
-            with shortcuts(self.prefix, self.reads, rows, batch), self.slots.rows(counts.tolist(), self.device):
+            masks = masks_of(together.lengths, part, drawn, drawing)() if drawing else nullcontext()
+            with shortcuts(self.prefix, self.reads, rows, batch), self.slots.rows(counts.tolist(), self.device), masks:
                 logits, labels = label_logits(self.model, to_device(batch, self.device))
             each = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
             each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
