@@ -91,7 +91,7 @@ def of_minilm(tokens: int, batch: int, read: str) -> dict:
         **MINILM,
         "llm": {"tok_len": tokens, "adapter": {"args": [adapter]}},
         "dataloader": {"batch_size": batch},
-        "train": {**MINILM["train"], "only_read": read},
+        "train": {"local_update_steps": 8, "optimizer": {"type": "SGD", "lr": 0.05}, "only_read": read},
     }
 
 

@@ -182,10 +182,11 @@ class Workers:
         site = self.site
         cohorts = site.cohorts(clients, round.number)
         for client, answer in self._answers(round.number, cohorts, state, on_client):
-            facts: Mapping[str, Any] = {"error": answer} if isinstance(answer, str) else answer.facts
-            if "error" in facts:
-                round.fail(client, "failed", facts["error"])
+            failure = answer if isinstance(answer, str) else answer.facts.get("error")
+            if isinstance(answer, str) or failure:
+                round.fail(client, "failed", failure)
                 continue
+            facts = answer.facts
             site.add_spent({client: facts["spent"]})
             update, personal = _parts(answer, site.device)[client]
             parcel = Parcel(update, round=round.number, samples=facts["samples"], loss=facts["loss"])
@@ -378,7 +379,9 @@ class _Clients:
 
     def _train(self, item: Parcel) -> Parcel:
         site, round = self.site, item.facts["round"]
-        parts, tensors, answers = _parts(item, site.device), {}, []
+        parts = _parts(item, site.device)
+        tensors: dict[str, Tensor] = {}
+        answers: list[dict[str, Any]] = []
         for client, fitted in site.fit_all(item.facts["clients"], round, lambda c: self._load(parts[c])):
             if isinstance(fitted, Exception):
                 answers.append({"error": f"{type(fitted).__name__}: {fitted}"})

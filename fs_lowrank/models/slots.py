@@ -169,7 +169,8 @@ class Slots:
             if x.ndim < 2 or len(x) != rows.total:
                 raise Apart(f"{path} is computed for {len(x)} rows of a batch of {rows.total}")
             factor = self.factors.get(path)
-            return compute(module, rows, x, weight if factor is None else weight * factor, bias)
+            mine = weight if factor is None or weight is None else weight * factor
+            return compute(module, rows, x, mine, bias)
 
         return forward
 

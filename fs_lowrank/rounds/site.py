@@ -323,8 +323,9 @@ class Site:
     def cohort(self) -> int:
         """How many clients train together; 1: each alone."""
         config, data = self.config, self.data.clients
-        longest = 0 if config.is_vision else max(int(examples.lengths.max()) for examples in data)
-        size = min(cohort_size(self.model, config, longest, self.prefix), config.sampled_per_round)
+        lengths = np.ones(1) if config.is_vision else np.concatenate([e.lengths for e in data[:1000]])
+        depth = self.prefix.depth if self.prefix else 0
+        size = min(cohort_size(self.model, config, lengths, depth), config.sampled_per_round)
         if size < 2:
             return 1
         if config.is_vision:
@@ -376,7 +377,8 @@ class Site:
         """
         together = self._fit_together(clients, round, load) if len(clients) > 1 else {}
         for client in clients:
-            own, fitted = self.clients[client - 1], None
+            own = self.clients[client - 1]
+            fitted: tuple[Update, LocalResult] | Exception
             try:
                 load(client)
                 if trained := together.get(client):

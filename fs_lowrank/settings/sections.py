@@ -199,7 +199,7 @@ class Train:
     #: as save more than they cost
     blocks: int = key(0, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
     #: clients of a round that are trained in one forward and backward pass; 1, written ``off``: one by one; 0, written
-    #: ``auto``, is as many as a GPU's memory has room for, and on a processor ``off``
+    #: ``auto``, is as many as a GPU's memory has room for, and on a CPU ``off`` unless batches have few tokens
     cohort: int = key(
         0, min=0, also={"auto": 0, "off": 1, False: 1, True: 0}, words="off, a whole number or auto", result=False
     )

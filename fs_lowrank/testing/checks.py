@@ -25,6 +25,7 @@ from ..models.names import all_tensors, tags
 from ..rounds import site
 from ..seeds import derive
 from ..training import train_client
+from ..training.cohort import train_cohort
 from ..versions import SCHEMA
 from .bench import Bench, equal, logits, plain_model, state_of, without_seconds
 
@@ -324,9 +325,14 @@ def check_cohort(bench: Bench, method: str, task: str) -> int:
     """
     keys = {"train.optimizer": {"type": "SGD", "lr": 0.01}, "train.batch_or_epoch": "epoch"}
     alone, together = (bench.make(task, method, {**keys, "train.cohort": size}) for size in ("off", 2))
-    trained: list[Any] = []
-    real = site.train_cohort
-    with mock.patch.object(site, "train_cohort", lambda *a, **o: trained.append(real(*a, **o)) or trained[-1]):
+    trained: list[int] = []
+
+    def train(model, members, *given, **options):
+        found = train_cohort(model, members, *given, **options)
+        trained.append(len(members))
+        return found
+
+    with mock.patch.object(site, "train_cohort", train):
         found = together.run().history
     if not trained:
         return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -17,17 +17,25 @@ from torch import Tensor, nn
 
 from ..data import Examples
 from ..methods import Phase
-from ..models.adapters import load_tensors, lora_scales
+from ..models.adapters import layer_stack, load_tensors, lora_scales
 from ..models.frozen import FrozenPrefix
 from ..models.names import all_tensors, select, tags
 from ..models.reads import OnlyRead
 from ..models.slots import Apart, Slots, check_modules
 from ..seeds import derive
 from ..settings import Optimizer, Settings
-from .blocks import Blocks, drawn_by_each, masks_of
+from .blocks import Blocks, drawn_by_each, masks_of, overhead
 from .local import LocalResult, batches_of, label_logits, loss_of, set_trainable, shortcuts, to_device
 from .optimizer import make_optimizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: ``auto`` on a processor: a client's batch may have so many times the tokens that a further pass costs
+#: (``blocks.overhead``), and a pass of a cohort so many times, of so many clients at most
+_FEW, _TOGETHER, _MOST = 2.0, 8.0, 16
+#: ``auto`` on a GPU: the part of its memory that may be used, and the tokens of a pass with which it is busy
+_SHARE, _FULL = 0.5, 65536
 #: number of samples in the comparison before cohorts are used
 _TRIED = 4
 
@@ -45,7 +53,7 @@ class Member:
 def train_cohort(
     model: nn.Module,
     members: Sequence[Member],
-    load: Callable[[int], None],
+    load: Callable[[int], object],
     held: Collection[str],
     config: Settings,
     *,
@@ -83,7 +91,7 @@ def train_cohort(
 
 
 def _slots(
-    model: nn.Module, number: int, load: Callable[[int], None], held: Collection[str], trained: Collection[str]
+    model: nn.Module, number: int, load: Callable[[int], object], held: Collection[str], trained: Collection[str]
 ) -> Slots:
     each: list[dict[str, Tensor]] = []
     scales = []
@@ -219,16 +227,39 @@ def apart(model: nn.Module, config: Settings, phases: Sequence[Sequence[Phase]])
     return ""
 
 
-def cohort_size(model: nn.Module, config: Settings, longest: int, prefix: FrozenPrefix | None) -> int:
+def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: int) -> int:
     """The number of clients that train together as ``train.cohort`` asks for; 1: each alone.
 
     Args:
-        longest: of the samples, in tokens.
+        lengths: of the clients' samples, in tokens. depth: the number of layers whose states are kept.
     """
     device = next(model.parameters()).device
-    if config.train.cohort or device.type != "cuda":
-        return config.train.cohort or 1
-    return 1  # TODO
+    if config.train.cohort:
+        return config.train.cohort
+    tokens, stack = config.dataloader.batch_size * float(lengths.mean()), layer_stack(model)
+    if stack is None:
+        return 1
+    if device.type == "cpu":
+        cost = overhead(model)
+        return max(1, min(_MOST, int(_TOGETHER * cost / tokens))) if tokens <= _FEW * cost else 1
+    if device.type != "cuda":
+        return 1
+    total = torch.cuda.get_device_properties(device).total_memory
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    longest = config.dataloader.batch_size * int(lengths.max())
+    room = (_SHARE * total - held) / bytes_a_token(model, len(stack[1]) - depth, int(lengths.max()))
+    return max(1, int(min(room, _FULL) / longest))
+
+
+def bytes_a_token(model: nn.Module, layers: int, longest: int) -> float:
+    """Memory of a training pass for each token: what ``layers`` layers and the head keep for the backward pass."""
+    sizes: Any = cast("PreTrainedModel", model).config.get_text_config()
+    width = sizes.hidden_size
+    inner = getattr(sizes, "intermediate_size", None) or 4 * width
+    values = layers * (16 * width + 4 * inner + 3 * sizes.num_attention_heads * longest)
+    # Logits of a language model, their softmax and its gradient are in float32.
+    words = 3 * sizes.vocab_size if cast("PreTrainedModel", model).get_output_embeddings() is not None else 0
+    return values * next(model.parameters()).element_size() + 4 * words
 
 
 def elementwise(optimizer: Optimizer) -> bool:
@@ -315,7 +346,8 @@ def _compared(plain: Sequence[Any], ours: Sequence[Any], dtype: torch.dtype) -> 
             torch.cat([g.detach().flatten().float() for g in each if g is not None] or [loss.new_zeros(1).float()])
             for each in (gradients, our_gradients)
         ]
-        for what, a, b in (("losses", loss.detach().float(), our_loss.detach()), ("gradients", *flat)):
+        pairs = {"losses": (loss.detach().float(), our_loss.detach()), "gradients": (flat[0], flat[1])}
+        for what, (a, b) in pairs.items():
             if a.shape != b.shape:
                 return f"other tensors have {what}"
             difference, scale = float((a - b).abs().max()), float(a.abs().max())
