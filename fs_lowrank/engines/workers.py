@@ -39,6 +39,9 @@ from ..training.evaluate import BatchScore, batch_scores, mean_scores
 
 logger = logging.getLogger("fs_lowrank")
 
+#: the tensors of a client that others see, and its personal ones
+Halves = tuple[dict[str, Tensor], dict[str, Tensor]]
+
 
 def processes_of(config: Config) -> int:
     """How many processes train the clients of a round.
@@ -181,31 +184,29 @@ class Workers:
         """
         site = self.site
         cohorts = site.cohorts(clients, round.number)
-        for client, answer in self._answers(round.number, cohorts, state, on_client):
-            failure = answer if isinstance(answer, str) else answer.facts.get("error")
-            if isinstance(answer, str) or failure:
-                round.fail(client, "failed", failure)
+        for client, facts, (update, personal) in self._answers(round.number, cohorts, state, on_client):
+            if "error" in facts:
+                round.fail(client, "failed", facts["error"])
                 continue
-            facts = answer.facts
             site.add_spent({client: facts["spent"]})
-            update, personal = _parts(answer, site.device)[client]
             parcel = Parcel(update, round=round.number, samples=facts["samples"], loss=facts["loss"])
             if round.take(client, parcel) and personal:
                 site.personal.keep(client, round.number, personal)
 
     def _answers(
         self, round: int, cohorts: Sequence[Sequence[int]], state: State, on_client: Callable[[int], object]
-    ) -> Iterator[tuple[int, Parcel | str]]:
-        """What came of each client of ``cohorts``, in their order; a text says why it failed."""
+    ) -> Iterator[tuple[int, dict[str, Any], Halves]]:
+        """What came of each client of ``cohorts``, in their order: facts, its update, and its personal tensors."""
         site = self.site
         jobs = [
             Job(_parcel(site, state, cohort, kind="train", round=round), cohort[0] // site.cohort) for cohort in cohorts
         ]
         for cohort, answer in zip(cohorts, self._do(jobs, on_client)):
             if not isinstance(answer, str):
-                yield from ((c, Parcel(answer.tensors, **facts)) for c, facts in zip(cohort, answer.facts["clients"]))
+                parts = _parts(answer, site.device)
+                yield from ((c, facts, parts[c]) for c, facts in zip(cohort, answer.facts["clients"]))
             elif len(cohort) == 1:
-                yield cohort[0], answer
+                yield cohort[0], {"error": answer}, ({}, {})
             else:  # two processes have died of them together
                 yield from self._answers(round, [[client] for client in cohort], state, lambda done: None)
 
@@ -305,9 +306,9 @@ def _packed(client: int, view: Mapping[str, Tensor], personal: Mapping[str, Tens
     return {f"{client}/{half}/{n}": t for half, tensors in halves.items() for n, t in tensors.items()}
 
 
-def _parts(parcel: Parcel, device: torch.device) -> dict[int, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def _parts(parcel: Parcel, device: torch.device) -> dict[int, Halves]:
     """What ``_packed`` packed, by client."""
-    found: dict[int, tuple[dict[str, Tensor], dict[str, Tensor]]] = defaultdict(lambda: ({}, {}))
+    found: dict[int, Halves] = defaultdict(lambda: ({}, {}))
     for name, tensor in parcel.tensors.items():
         client, half, rest = name.split("/", 2)
         found[int(client)][half == "personal"][rest] = tensor.to(device)

@@ -156,8 +156,6 @@ class FrozenPrefix:
             return
         rows: list[Tensor] = []
         for owner, examples, indices in batch:
-            if not len(indices):
-                continue
             if not self.budget.get(owner):
                 found = self._hidden(examples, indices).cpu()
                 rows += [row[: examples.lengths[i]] for row, i in zip(found, indices)]

@@ -198,9 +198,7 @@ def check_modules(model: nn.Module, names: Collection[str]) -> None:
         path, _, part = name.rpartition(".")
         module = model.get_submodule(path)
         if type(module) not in _KINDS or part not in ("weight", "bias"):
-            raise Apart(
-                f"{name} is part of a {type(module).__name__}, which is not computed for several clients at once"
-            )
+            raise Apart(f"{name} is a tensor of {type(module).__name__}, which is not computed for several clients")
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

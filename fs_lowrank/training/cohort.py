@@ -154,8 +154,8 @@ class _Training:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 pending = 0
-        for i, tensors in ended.items():
-            slots.put(i, tensors)
+        for i, own in ended.items():
+            slots.put(i, own)
 
     def _add_gradients(self, batches: Mapping[int, np.ndarray]) -> None:
         """Add the gradients of one batch of each client, whose loss is the mean over the batch."""
@@ -185,9 +185,9 @@ class _Training:
             of_slots = np.bincount(slot[part], losses[part], len(self.members)).astype(np.int64)
             self.losses += torch.segment_reduce(each.detach(), "sum", lengths=self._on_device(of_slots))
             (each.sum() / self.config.grad.grad_accum_count).backward()
-        for i, batch in batches.items():
+        for i, size in zip(batches, sizes):
             self.steps[i] += 1
-            self.samples[i] += len(batch)
+            self.samples[i] += size
 
     def _on_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)

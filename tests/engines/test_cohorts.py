@@ -111,10 +111,9 @@ def test_the_same_run(both, trained, case):
     assert trained == [3, 2] * 2
 
 
-@pytest.mark.parametrize("task", ["encoder", "causal"])
-def test_states_that_are_kept_of_some_only(both, trained, task):
+def test_states_that_are_kept_of_some_only(both, trained):
     """Those of clients whose samples are not seen often enough are computed in each step."""
-    prefix = both(task, {"data.splitter": "lda", "data.splitter_args": [{"alpha": 0.5, "min_size": 4}]}, 4).site.prefix
+    prefix = both("encoder", {}, 4).site.prefix
     assert [prefix.budget[f"client {i}"] for i in range(1, 5)] == [True, True, True, False] and prefix.parts
     assert trained == [4, 4] and "client 1" in prefix.kept and "client 4" not in prefix.kept
 
