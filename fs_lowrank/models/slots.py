@@ -100,12 +100,13 @@ class Slots:
         scales: Sequence[Mapping[str, float]],
         trained: Collection[str],
     ):
-        self.held, self._rows = held, None
+        self._rows: Rows | None = None
         apart = [n for n, first in held[0].items() if first.numel() or any(h[n].numel() for h in held)]
         apart = [n for n in apart if tags(n) & set(trained) or not all(_same(held[0][n], h[n]) for h in held[1:])]
         check_modules(model, apart)
         self.modules = {path: model.get_submodule(path) for path in sorted({n.rpartition(".")[0] for n in apart})}
         own, here = all_tensors(model), lora_scales(model)
+        self._shapes = [{n: tensors[n].shape for n in tensors} for tensors in held]
         #: name -> the clients' tensors, ``(slots, …)``
         self.stacked: dict[str, nn.Parameter] = {}
         for name in own:
@@ -130,7 +131,7 @@ class Slots:
     def of(self, slot: int) -> dict[str, Tensor]:
         """The tensors of one client, not copied, in its shapes."""
         return {
-            n: p.detach()[slot][tuple(map(slice, self.held[slot].get(n, p[slot]).shape))]
+            n: p.detach()[slot][tuple(map(slice, self._shapes[slot].get(n, p.shape[1:])))]
             for n, p in self.stacked.items()
         }
 
@@ -155,8 +156,6 @@ class Slots:
             yield
         finally:
             self._rows = None
-
-    _rows: Rows | None
 
     def _forward(self, path: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
         weight, bias = (self.stacked.get(f"{path}.{part}") for part in ("weight", "bias"))

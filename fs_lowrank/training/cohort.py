@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _FEW, _TOGETHER, _MOST = 2.0, 8.0, 16
 #: ``auto`` on a GPU: the part of its memory that may be used, and the tokens of a pass with which it is busy
 _SHARE, _FULL = 0.5, 65536
+#: a loss, and its gradients, None for a tensor that it does not depend on
+Gradients = tuple[Tensor, Sequence[Tensor | None]]
 #: number of samples in the comparison before cohorts are used
 _TRIED = 4
 
@@ -289,8 +291,9 @@ def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
     Three clients are tried, whose tensors are the model's with some noise. Dropout is off; what the model holds and how
     it stands are restored.
     """
-    own = {n: t.detach().clone() for n, t in all_tensors(model).items() if tags(n) & set(held)}
-    names = [n for n in own if not tags(n) & {"base"} and _slotted(model, n)]
+    candidates = [n for n, p in model.named_parameters() if tags(n) & set(held) and "base" not in tags(n) and p.numel()]
+    names = [n for n in candidates if _slotted(model, n)]
+    own = {n: model.get_parameter(n).detach().clone() for n in names}
     if not names:
         return "no tensor that it trains is that of a linear layer or a layer norm"
     _, first = np.unique(examples.lengths, return_index=True)
@@ -303,29 +306,12 @@ def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
     device = next(model.parameters()).device
     model.eval()
     try:
-        plain = []
-        for tensors, rows in zip(each, batches):
-            load_tensors(model, tensors)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(name in names)
-            with torch.enable_grad():
-                loss = loss_of(model, to_device(examples.batch(rows), device))
-            parameters = dict(model.named_parameters())
-            plain.append((loss, torch.autograd.grad(loss, [parameters[n] for n in names], allow_unused=True)))
-        model.requires_grad_(False)
-        slots = Slots(model, each, [lora_scales(model)] * len(each), held)
-        slots.trainable(held)
-        losses = examples.losses(chosen)
-        slot = np.repeat(range(len(batches)), [len(rows) for rows in batches])
-        counts = [len(rows) for rows in batches]
-        with slots.installed(), slots.rows(counts, device), torch.enable_grad():
-            logits, labels = label_logits(model, to_device(examples.batch(chosen), device))
-        of_slots = [int(losses[slot == i].sum()) for i in range(len(batches))]
-        found = nn.functional.cross_entropy(logits.float(), labels, reduction="none").split(of_slots)
-        means = torch.stack([part.mean() for part in found])
-        gradients = torch.autograd.grad(means.sum(), [slots.stacked[n] for n in names], allow_unused=True)
-        ours = [(means[i], [None if g is None else g[i] for g in gradients]) for i in range(len(batches))]
-        return _compared(plain, ours, next(model.parameters()).dtype)
+        plain = [
+            _gradients(model, tensors, to_device(examples.batch(rows), device)) for tensors, rows in zip(each, batches)
+        ]
+        return _compared(
+            plain, _gradients_together(model, each, held, examples, batches), next(model.parameters()).dtype
+        )
     except Apart as error:
         return str(error)
     except Exception as error:  # a model's code may raise any error for inputs that it does not expect
@@ -338,7 +324,38 @@ def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
             parameter.requires_grad_(was)
 
 
-def _compared(plain: Sequence[Any], ours: Sequence[Any], dtype: torch.dtype) -> str:
+def _gradients(model: nn.Module, tensors: Mapping[str, Tensor], batch: dict[str, Tensor]) -> Gradients:
+    """The loss of one client's batch, and its gradients for the client's ``tensors``."""
+    load_tensors(model, tensors)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in tensors)
+    with torch.enable_grad():
+        loss = loss_of(model, batch)
+    return loss, torch.autograd.grad(loss, [model.get_parameter(n) for n in tensors], allow_unused=True)
+
+
+def _gradients_together(
+    model: nn.Module,
+    each: Sequence[Mapping[str, Tensor]],
+    held: Collection[str],
+    examples: Any,
+    batches: Sequence[np.ndarray],
+) -> list[Gradients]:
+    """The same of all clients, from one pass."""
+    model.requires_grad_(False)
+    slots = Slots(model, each, [lora_scales(model)] * len(each), held)
+    slots.trainable(held)
+    device = next(model.parameters()).device
+    batch = to_device(examples.batch(np.concatenate(batches)), device)
+    with slots.installed(), slots.rows([len(rows) for rows in batches], device), torch.enable_grad():
+        logits, labels = label_logits(model, batch)
+    losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    means = [part.mean() for part in losses.split([int(examples.losses(rows).sum()) for rows in batches])]
+    stacked = torch.autograd.grad(torch.stack(means).sum(), [slots.stacked[n] for n in each[0]], allow_unused=True)
+    return [(mean, [None if g is None else g[i] for g in stacked]) for i, mean in enumerate(means)]
+
+
+def _compared(plain: Sequence[Gradients], ours: Sequence[Gradients], dtype: torch.dtype) -> str:
     """What differs beyond rounding between losses and gradients."""
     allowed = max(1e-4, 8 * torch.finfo(dtype).eps)
     for (loss, gradients), (our_loss, our_gradients) in zip(plain, ours):
@@ -361,4 +378,4 @@ def _slotted(model: nn.Module, name: str) -> bool:
         check_modules(model, [name])
     except Apart:
         return False
-    return dict(model.named_parameters())[name].numel() > 0
+    return True

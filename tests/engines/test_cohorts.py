@@ -14,6 +14,7 @@ from fs_lowrank.errors import UserError, say_once
 from fs_lowrank.methods import Phase
 from fs_lowrank.models.names import all_tensors
 from fs_lowrank.rounds import site
+from fs_lowrank.settings.effects import without_effect
 from fs_lowrank.training import cohort
 
 SGD = {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.05}}
@@ -123,6 +124,12 @@ def test_one_step_of_adam(both, trained):
     keys = {"train.optimizer": {"type": "AdamW", "lr": 5e-3, "weight_decay": 0.01}}
     both("encoder", {**keys, "federate.total_round_num": 1, "train.local_update_steps": 1})
     assert trained == [3, 2]
+
+
+def test_half_precision(both, trained):
+    """Rounding is that of bfloat16, in which the base computes."""
+    both("encoder", {"lowrank.dtype": "bfloat16"}, tolerance=2e-3)
+    assert trained == [3, 2] * 2
 
 
 def test_a_head_of_several_layers(both, trained, tiny_encoder, tmp_path):
@@ -364,6 +371,9 @@ def test_the_key(settings):
         return fs_lowrank.load_config(settings, {"train.cohort": value}).train.cohort
 
     assert [of(v) for v in ("off", False, 1, "auto", 0, 7)] == [1, 1, 1, 0, 0, 7]
+    for value, reported in (("off", False), ("auto", False), (4, True)):
+        told = without_effect(fs_lowrank.load_config(settings, {"train.cohort": value}), "federatedscope")
+        assert [v for name, v, _ in told if name == "train.cohort"] == [value] * reported
     for wrong in (-1, 2.5, "many"):
         with pytest.raises(UserError, match="train.cohort.*off, a whole number or auto"):
             of(wrong)
