@@ -91,7 +91,7 @@ def of_minilm(tokens: int, batch: int, read: str) -> dict:
         **MINILM,
         "llm": {"tok_len": tokens, "adapter": {"args": [adapter]}},
         "dataloader": {"batch_size": batch},
-        "train": {"local_update_steps": 8, "optimizer": {"type": "SGD", "lr": 0.05}, "only_read": read},
+        "train": {"local_update_steps": 3, "optimizer": {"type": "SGD", "lr": 0.05}, "only_read": read},
     }
 
 
@@ -101,7 +101,7 @@ def run() -> dict:
         for read in ("off", "auto"):
             name = f"MiniLM, layers 4 and 5 of 6, {batch} × {tokens} tokens, train.only_read {read}"
             with threads(1):
-                found = results[name] = measure(load_config(of_minilm(tokens, batch, read)), 9)
+                found = results[name] = measure(load_config(of_minilm(tokens, batch, read)), 7)
             step = {k: f"{1e3 * v:.4g} ms" for k, v in found["seconds_a_clients_step"].items()}
             rows.append(
                 row(

@@ -126,7 +126,7 @@ def encoder_settings(model: str | Path, data: str | Path, outdir: str | Path) ->
         "train": {
             "local_update_steps": 3,
             "optimizer": {"type": "AdamW", "lr": 5e-3, "weight_decay": 0.01},
-            "cohort": "off",
+            "cohort": 1,
         },
         "eval": {"split": ["test", "val"]},
     }
