@@ -55,10 +55,11 @@ class Rows:
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor]:
-        """Rows such that each slot has the same number, filled up with row 0, and the places of the rows in them."""
+        """Rows such that each slot has the same number, filled up with its own, and the places of the rows in them."""
         most = max(self.counts)
         places = np.concatenate([i * most + np.arange(n) for i, n in enumerate(self.counts)])
-        rows = np.zeros(most * len(self.counts), dtype=np.int64)
+        # Another slot's rows may be NaN, and so would the gradients be, in spite of their weight 0.
+        rows = np.repeat(np.cumsum(self.counts) - self.counts, most)
         rows[places] = np.arange(self.total)
         return torch.from_numpy(rows).to(self.device), torch.from_numpy(places).to(self.device)
 

@@ -75,6 +75,7 @@ def test_slots_are_filled_up_where_products_are_batched():
     weight, bias = torch.randn(3, 4, 5), torch.randn(3, 4)
     rows, x = Rows((1, 4, 2), CPU), torch.randn(7, 2, 5)
     at, places = rows.filled
+    assert at.tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 5, 5], "each with its own"
     torch.testing.assert_close(_products(x[at], weight, bias)[places], rows.linear(x, weight, bias))
     torch.testing.assert_close(_products(x[at], weight, None)[places], rows.linear(x, weight, None))
 
