@@ -106,7 +106,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+#: the others are in ``make test-slow``
+QUICK = (
+    "a language model",
+    "unequal numbers of batches",
+    "momentum, decay and clipping",
+    "accumulated gradients",
+    "blocks",
+    "unequal ranks",
+    "personal parts",
+)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_the_same_run(both, trained, case):
     both(*CASES[case])
     assert trained == [3, 2] * 2
