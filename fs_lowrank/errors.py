@@ -33,6 +33,6 @@ def hint(*words: object) -> str:
 
 
 @cache
-def say_once(message: str) -> None:
-    """Log ``message`` as a warning, once per process."""
-    logging.getLogger("fs_lowrank").warning("%s", message)
+def say_once(message: str, level: int = logging.WARNING) -> None:
+    """Log ``message``, once per process."""
+    logging.getLogger("fs_lowrank").log(level, "%s", message)

@@ -106,6 +106,14 @@ def test_a_resumed_run_is_the_run_to_the_bit(bench, method, task):
 
 
 @pytest.mark.parametrize("method, task", FIRST)
+def test_clients_that_train_together_end_where_they_end_one_by_one(bench, method, task):
+    trained = checks.check_cohort(bench, method, task)
+    method = get_method_class(method)
+    adapts = requirements(method.name).adapts(None) and "base" not in (*method.shared, *method.personal)
+    assert (trained == 3) == (task != "vision" and adapts), "three rounds of three clients, in cohorts of two"
+
+
+@pytest.mark.parametrize("method, task", FIRST)
 def test_the_server_step_leaves_its_arguments_as_they_are(bench, method, task):
     checks.check_arguments(bench, method, task)
 

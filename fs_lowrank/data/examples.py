@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +67,26 @@ class Examples:
             self.pad_id,
             self.pad_token_type_id,
         )
+
+    @classmethod
+    def together(cls, parts: Iterable[tuple[Examples, np.ndarray]]) -> Examples:
+        """Of several sets of the same columns the examples at some indices, set after set; nothing is copied."""
+        chosen = [examples.select(indices) for examples, indices in parts]
+        first = chosen[0]
+        return cls(
+            {name: [row for part in chosen for row in part.columns[name]] for name in first.columns},
+            None if first.labels is None else np.concatenate([part.labels for part in chosen]),
+            first.pad_id,
+            first.pad_token_type_id,
+        )
+
+    def losses(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """How many losses each of the examples at ``indices`` has: one, or one for each labelled token but the first,
+        which nothing predicts."""
+        rows = self.columns.get("labels")
+        if rows is None:
+            return np.ones(len(indices), dtype=np.int64)
+        return np.array([int((rows[i][1:] != IGNORED_LABEL).sum()) for i in indices], dtype=np.int64)
 
     def batch(
         self, indices: Sequence[int] | np.ndarray, augment: np.random.Generator | None = None

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..config import Config, check_local
-from ..errors import RunFailed, UserError
+from ..errors import RunFailed
 from ..methods import State
 from ..rounds.ending import end_round
 from ..rounds.evaluator import Evaluator
@@ -40,28 +40,23 @@ class ThisProcess:
         self.site = site
 
     def train(self, round: Round, clients: Sequence[int], state: State, on_client: Callable[[int], object]) -> None:
-        """Train ``clients`` one after the other, and hand what they answer to ``round``.
+        """Train ``clients`` in their order, those of a cohort together, and hand what they answer to ``round``.
 
         Args:
             on_client: called with the number of clients that are done, when one begins.
         """
-        site = self.site
-        for done, client in enumerate(clients):
+        site, done = self.site, 0
+        for cohort in site.cohorts(clients, round.number):
             on_client(done)
-            try:
-                site.load_client(state, client)
-                update, result = site.fit(
-                    site.clients[client - 1], site.data.clients[client - 1], round.number, site.model, site.prefix
-                )
-            except UserError:
-                raise
-            except Exception as error:  # the failure of one client is recorded and must not end the round
-                round.fail(client, "failed", f"{type(error).__name__}: {error}")
-                logger.debug("client %d", client, exc_info=True)
-                continue
-            parcel = Parcel(update.tensors, round=round.number, samples=update.num_samples, loss=result.loss)
-            if round.take(client, parcel):
-                site.keep_personal(client, round.number)
+            for client, fitted in site.fit_all(cohort, round.number, lambda c: site.load_client(state, c)):
+                done += 1
+                if isinstance(fitted, Exception):
+                    round.fail(client, "failed", f"{type(fitted).__name__}: {fitted}")
+                    continue
+                update, result = fitted
+                parcel = Parcel(update.tensors, round=round.number, samples=update.num_samples, loss=result.loss)
+                if round.take(client, parcel):
+                    site.keep_personal(client, round.number)
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
         """The engine's own model is the only one, and has followed."""

@@ -11,8 +11,8 @@ import logging
 import math
 import os
 import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -38,6 +38,9 @@ from ..runs.folder import outdir_of
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
 
 logger = logging.getLogger("fs_lowrank")
+
+#: the tensors of a client that others see, and its personal ones
+Halves = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def processes_of(config: Config) -> int:
@@ -180,23 +183,32 @@ class Workers:
             on_client: called with the number of clients that are done, when one begins.
         """
         site = self.site
-        jobs = [
-            Job(_parcel(site, state, client, kind="train", round=round.number), client % self.count)
-            for client in clients
-        ]
-        for client, answer in zip(clients, self._do(jobs, on_client)):
-            if isinstance(answer, str):
-                round.fail(client, "failed", answer)
-                continue
-            facts = answer.facts
+        cohorts = site.cohorts(clients, round.number)
+        for client, facts, (update, personal) in self._answers(round.number, cohorts, state, on_client):
             if "error" in facts:
                 round.fail(client, "failed", facts["error"])
                 continue
             site.add_spent({client: facts["spent"]})
-            update, personal = _parts(answer, site.device)
             parcel = Parcel(update, round=round.number, samples=facts["samples"], loss=facts["loss"])
             if round.take(client, parcel) and personal:
                 site.personal.keep(client, round.number, personal)
+
+    def _answers(
+        self, round: int, cohorts: Sequence[Sequence[int]], state: State, on_client: Callable[[int], object]
+    ) -> Iterator[tuple[int, dict[str, Any], Halves]]:
+        """What came of each client of ``cohorts``, in their order: facts, its update, and its personal tensors."""
+        site = self.site
+        jobs = [
+            Job(_parcel(site, state, cohort, kind="train", round=round), cohort[0] // site.cohort) for cohort in cohorts
+        ]
+        for cohort, answer in zip(cohorts, self._do(jobs, on_client)):
+            if not isinstance(answer, str):
+                parts = _parts(answer, site.device)
+                yield from ((c, facts, parts[c]) for c, facts in zip(cohort, answer.facts["clients"]))
+            elif len(cohort) == 1:
+                yield cohort[0], {"error": answer}, ({}, {})
+            else:  # two processes have died of them together
+                yield from self._answers(round, [[client] for client in cohort], state, lambda done: None)
 
     def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
         """As ``Evaluator.evaluate``.
@@ -214,7 +226,7 @@ class Workers:
                 continue
             for client, examples in zip(site.clients, site.data.client_tests):
                 if examples is not None:
-                    jobs.append(Job(_parcel(site, state, client.id, kind="score"), client.id))
+                    jobs.append(Job(_parcel(site, state, [client.id], kind="score"), client.id))
                     of.append((split, client.id))
                     sizes[client.id] = len(examples)
         scores: dict[tuple[str, int], list[BatchScore]] = {key: [] for key in of}
@@ -243,7 +255,7 @@ class Workers:
                     number = next(i for i in waiting if jobs[i].home % self.count == home)
                     waiting.remove(number)
                     doing[rank] = number
-                    on_begin(len(answers))
+                    on_begin(sum(len(jobs[i].parcel.facts.get("clients", ())) for i in answers))
                     member.send(jobs[number].parcel)
             for member in self.pool.heard(1.0):
                 answer = member.receive()
@@ -280,20 +292,27 @@ class Workers:
         self.pool.end()
 
 
-def _parcel(site: Site, state: State, client: int, /, **facts: Any) -> Parcel:
-    """The tensors of a client's model beside the base, ``view/NAME`` and ``personal/NAME``, and the fact ``client``."""
-    tensors = {f"view/{n}": t for n, t in site.method.view(state, client).items()}
-    tensors |= {f"personal/{n}": t for n, t in site.personal.of(client).items()}
-    return Parcel(tensors, client=client, **facts)
+def _parcel(site: Site, state: State, clients: Sequence[int], /, **facts: Any) -> Parcel:
+    """The tensors of the models of ``clients`` beside the base, and the fact ``clients``."""
+    tensors: dict[str, Tensor] = {}
+    for client in clients:
+        tensors |= _packed(client, site.method.view(state, client), site.personal.of(client))
+    return Parcel(tensors, clients=list(clients), **facts)
 
 
-def _parts(parcel: Parcel, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The two halves of what ``_parcel`` packed."""
-    halves: dict[str, dict[str, Tensor]] = {"view": {}, "personal": {}}
+def _packed(client: int, view: Mapping[str, Tensor], personal: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of one client as ``CLIENT/view/NAME`` and ``CLIENT/personal/NAME``."""
+    halves = {"view": view, "personal": personal}
+    return {f"{client}/{half}/{n}": t for half, tensors in halves.items() for n, t in tensors.items()}
+
+
+def _parts(parcel: Parcel, device: torch.device) -> dict[int, Halves]:
+    """What ``_packed`` packed, by client."""
+    found: dict[int, Halves] = defaultdict(lambda: ({}, {}))
     for name, tensor in parcel.tensors.items():
-        half, _, rest = name.partition("/")
-        halves[half][rest] = tensor.to(device)
-    return halves["view"], halves["personal"]
+        client, half, rest = name.split("/", 2)
+        found[int(client)][half == "personal"][rest] = tensor.to(device)
+    return found
 
 
 def _checked(member: Worker, answer: Parcel) -> Parcel:
@@ -306,7 +325,9 @@ def _checked(member: Worker, answer: Parcel) -> Parcel:
 
 def _named(job: Job) -> str:
     facts = job.parcel.facts
-    return f"client {facts['client']}" if "client" in facts else f"the evaluation of {facts['split']}"
+    if "clients" not in facts:
+        return f"the evaluation of {facts['split']}"
+    return f"client {', '.join(map(str, facts['clients']))}"
 
 
 # -- in the process ------------------------------------------------------------------------------------
@@ -357,37 +378,37 @@ class _Clients:
         self.standing = copied(site.model, site.method.shared)
         return Parcel({}, kind="stands")
 
-    def _load(self, item: Parcel) -> None:
-        for half in _parts(item, self.site.device):
-            load_tensors(self.site.model, half)
-
     def _train(self, item: Parcel) -> Parcel:
-        site, client, round = self.site, item.facts["client"], item.facts["round"]
-        self._load(item)
-        try:
-            update, result = site.fit(
-                site.clients[client - 1], site.data.clients[client - 1], round, site.model, site.prefix
-            )
-        except UserError:
-            raise
-        except Exception as error:  # one client's failure must not end the others' round; it is recorded
-            logger.debug("client %d", client, exc_info=True)
-            return Parcel({}, kind="trained", error=f"{type(error).__name__}: {error}")
-        tensors = {f"view/{n}": t for n, t in update.tensors.items()}
-        if site.personal.untrained:
-            tensors |= {f"personal/{n}": t for n, t in copied(site.model, site.method.personal).items()}
-        spent = site.take_spent()[client]
-        return Parcel(tensors, kind="trained", samples=update.num_samples, loss=result.loss, spent=spent)
+        site, round = self.site, item.facts["round"]
+        parts = _parts(item, site.device)
+        tensors: dict[str, Tensor] = {}
+        answers: list[dict[str, Any]] = []
+        for client, fitted in site.fit_all(item.facts["clients"], round, lambda c: self._load(parts[c])):
+            if isinstance(fitted, Exception):
+                answers.append({"error": f"{type(fitted).__name__}: {fitted}"})
+                continue
+            update, result = fitted
+            personal = copied(site.model, site.method.personal) if site.personal.untrained else {}
+            own = {n: t.clone() for n, t in update.tensors.items()}
+            tensors |= _packed(client, own, personal)
+            spent = site.take_spent()[client]
+            answers.append({"samples": update.num_samples, "loss": result.loss, "spent": spent})
+        return Parcel(tensors, kind="trained", clients=answers)
+
+    def _load(self, halves: Iterable[Mapping[str, Tensor]]) -> None:
+        for half in halves:
+            load_tensors(self.site.model, half)
 
     def _score(self, item: Parcel) -> Parcel:
         site, facts = self.site, item.facts
         config = site.config
         size = config.eval.batch_size or config.dataloader.batch_size
         examples: Examples | ImageExamples | None
-        if "client" in facts:
-            self._load(item)
-            owner = f"client {facts['client']} test"
-            examples = site.data.client_tests[facts["client"] - 1]
+        if "clients" in facts:
+            (client,) = facts["clients"]
+            self._load(_parts(item, site.device)[client])
+            owner = f"client {client} test"
+            examples = site.data.client_tests[client - 1]
         else:
             load_tensors(site.model, {**self.standing, **site.personal.untrained})
             owner = f"{facts['split']} {facts['part'] + 1}/{facts['parts']}"

@@ -62,6 +62,8 @@ class Requires:
         sums: the server needs only the weighted sum of what clients send; secret sharing is then possible.
         validation: the server's step needs ``Method.workbench``.
         rounds: what happens in a round depends on the number of rounds of the run.
+        alone: a client needs the model to itself while it trains, because the method computes with the model's own
+            tensors then, by hooks for example. ``train.cohort`` trains the clients of other methods together.
     """
 
     adapter: Literal["none", "any", "lora", "optional"] = "any"
@@ -69,6 +71,7 @@ class Requires:
     sums: bool = False
     validation: bool = False
     rounds: bool = False
+    alone: bool = False
 
     def adapts(self, use: bool | None) -> bool:
         """Whether the shared tensors are an adapter if ``llm.adapter.use`` is ``use``."""

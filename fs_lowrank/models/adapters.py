@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -378,6 +378,15 @@ def _set_rank(layer: LoraLayer, adapter: str) -> None:
     layer.set_scale(adapter, 1.0)
     if adapter == ACCUMULATED:
         layer.scaling[adapter] = 1.0
+
+
+def lora_scales(model: nn.Module) -> dict[str, float]:
+    """PEFT's scale of each LoRA pair, which depends on its rank, by the name of its second module."""
+    return {
+        f"{name}.lora_B.{adapter}": layer.scaling[adapter]
+        for name, layer in cast("Iterable[tuple[str, Any]]", model.named_modules())
+        for adapter in getattr(layer, "lora_B", ())
+    }
 
 
 def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> None:

@@ -21,7 +21,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -141,19 +141,31 @@ class FrozenPrefix:
         elif kept and self.folder:
             _make(self.folder)
 
-    @contextlib.contextmanager
-    def states(self, owner: str, examples, indices: np.ndarray) -> Iterator[None]:
+    def states(self, owner: str, examples, indices: np.ndarray) -> contextlib.AbstractContextManager[None]:
         """A context in which the forward pass of the batch ``indices`` uses the cached states of ``owner``."""
-        if not self or not self.budget.get(owner):
+        return self.states_of([(owner, examples, indices)])
+
+    @contextlib.contextmanager
+    def states_of(self, batch: Sequence[tuple[str, Any, np.ndarray]]) -> Iterator[None]:
+        """The same for a batch of several owners' samples: owners, their examples, and the indices of the samples.
+
+        If only some of them have cached states, those of the others are computed first.
+        """
+        if not self or not any(self.budget.get(owner) for owner, _, _ in batch):
             yield
             return
-        if owner not in self.kept:
-            self.kept[owner] = self._compute(owner, examples)
-        buffer, starts = self.kept[owner]
+        rows: list[Tensor] = []
+        for owner, examples, indices in batch:
+            if not self.budget.get(owner):
+                found = self._hidden(examples, indices).cpu()
+                rows += [row[: examples.lengths[i]] for row, i in zip(found, indices)]
+                continue
+            if owner not in self.kept:
+                self.kept[owner] = self._compute(owner, examples)
+            buffer, starts = self.kept[owner]
+            rows += [buffer[starts[i] : starts[i + 1]] for i in indices]
         device = next(self.model.parameters()).device
-        with self._bypass(
-            [piece.to(device) for piece in self._padded([buffer[starts[i] : starts[i + 1]] for i in indices])]
-        ):
+        with self._bypass([piece.to(device) for piece in self._padded(rows)]):
             yield
 
     @property

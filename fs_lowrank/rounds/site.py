@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +20,20 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data import Examples, ImageExamples, RawData, build_data, load_raw
-from ..errors import UserError
+from ..errors import UserError, say_once
 from ..methods import Client, Method, RobustMean, State, Update, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.frozen import FrozenPrefix
 from ..models.names import is_statistic, tags
 from ..models.reads import OnlyRead
+from ..models.slots import Apart
 from ..models.states import SharedStates, shared_folder
 from ..runs.environment import model_fingerprint
 from ..seeds import derive
 from ..settings import Eval
 from ..training import train_client
+from ..training.cohort import Member, apart, cohort_size, differs, elementwise, train_cohort
 from ..training.local import LocalResult
 from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .copies import changed_base, copied
@@ -72,6 +77,24 @@ def method_of(config: Config) -> Method:
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,
     )
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A client after its training: what the model does not hold yet, and under what to keep it for other runs."""
+
+    tensors: Mapping[str, Tensor]
+    result: LocalResult
+    seconds: float
+    key: str | None = None
+    reused: bool = False
+
+
+def _kept(found: tuple[dict[str, Tensor], dict[str, Any]] | None) -> _Trained | None:
+    if found is None:
+        return None
+    tensors, facts = found
+    return _Trained(tensors, LocalResult(**facts["result"]), facts["seconds"], reused=True)
 
 
 class Site:
@@ -255,30 +278,159 @@ class Site:
         prefix: FrozenPrefix | None,
     ) -> tuple[Update, LocalResult]:
         """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors, not copies."""
-        config, phases = self.config, self.method.phases(round, client.id)
-        rounds, train = config.federate.total_round_num, config.train
-        lr = lr_at(round, rounds, train.optimizer.lr, self.schedule)
-        seed = derive(config.seed, "train", round, client.id)
-        started = time.perf_counter()
-        reuse = self.reuse
-        key = reuse.key(config, model, examples, phases, lr=lr, seed=seed) if reuse else None
-        kept = reuse.find(key) if reuse and key else None
-        if kept:
-            load_tensors(model, kept[0])
-            result, seconds = LocalResult(**kept[1]["result"]), kept[1]["seconds"]
-        else:
-            reads = self.reads_of(model)
-            owner = f"client {client.id}"
+        config, member = self.config, self._member(client, examples, round)
+        started, lr, reuse = time.perf_counter(), self._rate(round), self.reuse
+        key = reuse.key(config, model, examples, member.phases, lr=lr, seed=member.seed) if reuse else None
+        trained = _kept(reuse.find(key)) if reuse and key else None
+        if trained is None:
             result = train_client(
-                model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
+                model,
+                examples,
+                member.phases,
+                config,
+                owner=member.owner,
+                prefix=prefix,
+                reads=self.reads_of(model),
+                lr=lr,
+                seed=member.seed,
             )
-            seconds = time.perf_counter() - started
-            if reuse and key:
-                reuse.keep(key, model, phases, {"result": dataclasses.asdict(result), "seconds": seconds})
-        trained = time.perf_counter()
+            trained = _Trained({}, result, time.perf_counter() - started, key)
+        return self._answer(client, round, model, trained), trained.result
+
+    def _member(self, client: Client, examples: Examples | ImageExamples, round: int) -> Member:
+        phases, seed = self.method.phases(round, client.id), derive(self.config.seed, "train", round, client.id)
+        return Member(f"client {client.id}", examples, phases, seed)
+
+    def _rate(self, round: int) -> float:
+        config = self.config
+        return lr_at(round, config.federate.total_round_num, config.train.optimizer.lr, self.schedule)
+
+    def _answer(self, client: Client, round: int, model: nn.Module, trained: _Trained) -> Update:
+        """The update of ``client``, with whose tensors ``model`` was loaded before it was trained."""
+        load_tensors(model, trained.tensors)
+        if self.reuse and trained.key:
+            facts = {"result": dataclasses.asdict(trained.result), "seconds": trained.seconds}
+            self.reuse.keep(trained.key, model, self.method.phases(round, client.id), facts)
+        started = time.perf_counter()
         tensors = {n: t.detach() for n, t in self.method.upload(model, round, client).items()}
-        self._spent[client.id] = {"training": seconds, "upload": time.perf_counter() - trained, "reused": bool(kept)}
-        return Update(client.id, client.num_samples, tensors), result
+        spent = {"training": trained.seconds, "upload": time.perf_counter() - started, "reused": trained.reused}
+        self._spent[client.id] = spent
+        return Update(client.id, client.num_samples, tensors)
+
+    # -- clients that train together -------------------------------------------------------------------
+
+    @cached_property
+    def cohort(self) -> int:
+        """How many clients train together; 1: each alone."""
+        config, data = self.config, self.data.clients
+        lengths = np.ones(1) if config.is_vision else np.concatenate([e.lengths for e in data[:1000]])
+        depth = self.prefix.depth if self.prefix else 0
+        size = min(cohort_size(self.model, config, lengths, depth), config.sampled_per_round)
+        if size < 2:
+            return 1
+        if config.is_vision:
+            reason = "images are not trained together"
+        elif self.method.needs.alone:
+            reason = f"federate.method = {config.federate.method} asks for it"
+        elif not elementwise(config.train.optimizer):
+            reason = f"train.optimizer.type = {config.train.optimizer.type} does not step each number by itself"
+        else:
+            reason = differs(self.model, self._held, max(data[:20], key=lambda e: len(np.unique(e.lengths[:100]))))
+        if reason:
+            self._say_alone(reason)
+        return 1 if reason else size
+
+    @property
+    def _held(self) -> set[str]:
+        """Tags of what a client may hold that others do not."""
+        return {*self.method.shared, *self.method.personal}
+
+    def _say_alone(self, reason: str) -> None:
+        asked = self.config.train.cohort > 1
+        say_once(f"train.cohort: clients are trained one by one: {reason}", logging.WARNING if asked else logging.INFO)
+
+    def cohorts(self, clients: Sequence[int], round: int) -> list[Sequence[int]]:
+        """``clients`` in groups that train together in ``round``: as many in their order as ``cohort`` says."""
+        groups: list[Sequence[int]] = []
+        for first in range(0, len(clients), self.cohort):
+            group = clients[first : first + self.cohort]
+            if len(group) > 1 and (
+                reason := apart(self.model, self.config, [self.method.phases(round, client) for client in group])
+            ):
+                self._say_alone(reason)
+                groups += [[client] for client in group]
+            else:
+                groups.append(group)
+        return groups
+
+    def fit_all(
+        self, clients: Sequence[int], round: int, load: Callable[[int], object]
+    ) -> Iterator[tuple[int, tuple[Update, LocalResult] | Exception]]:
+        """Train the model as each of ``clients`` in ``round``: together if they are several, and one by one if that
+        fails.
+
+        Args:
+            load: loads the tensors of a client into the model.
+        Returns:
+            for each client what ``fit`` gives, or why it failed; while that is in use the model holds the client's
+            tensors.
+        """
+        together = self._fit_together(clients, round, load) if len(clients) > 1 else {}
+        for client in clients:
+            own = self.clients[client - 1]
+            fitted: tuple[Update, LocalResult] | Exception
+            try:
+                load(client)
+                if trained := together.get(client):
+                    fitted = self._answer(own, round, self.model, trained), trained.result
+                else:
+                    fitted = self.fit(own, self.data.clients[client - 1], round, self.model, self.prefix)
+            except UserError:
+                raise
+            except Exception as error:  # the failure of one client is recorded and must not end the round
+                logger.debug("client %d", client, exc_info=True)
+                fitted = error
+            yield client, fitted
+
+    def _fit_together(self, clients: Sequence[int], round: int, load: Callable[[int], object]) -> dict[int, _Trained]:
+        """What one pass for all ``clients`` gives; nothing if they have to be trained one by one."""
+        config, reuse, lr, started = self.config, self.reuse, self._rate(round), time.perf_counter()
+        members = [self._member(self.clients[c - 1], self.data.clients[c - 1], round) for c in clients]
+        keys: list[str | None] = [None] * len(clients)
+        try:
+            if reuse:
+                for i, (client, member) in enumerate(zip(clients, members)):
+                    load(client)
+                    keys[i] = reuse.key(config, self.model, member.examples, member.phases, lr=lr, seed=member.seed)
+                keys = reuse.keys_together(keys)
+                kept = [_kept(reuse.find(key)) if key else None for key in keys]
+                if all(kept):
+                    return {client: trained for client, trained in zip(clients, kept) if trained}
+            found = train_cohort(
+                self.model,
+                members,
+                lambda i: load(clients[i]),
+                self._held,
+                config,
+                lr=lr,
+                prefix=self.prefix,
+                reads=self.reads,
+            )
+        except UserError:
+            raise
+        except Apart as error:
+            self._say_alone(str(error))
+            return {}
+        except Exception as error:  # of one client or of all, such as a lack of memory; alone the others can go on
+            logger.debug("clients %s", clients, exc_info=True)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            say_once(f"train.cohort: clients are trained one by one where they fail together ({reason})")
+            return {}
+        seconds, samples = time.perf_counter() - started, sum(result.samples for result, _ in found)
+        return {
+            client: _Trained(tensors, result, seconds * result.samples / max(samples, 1), key)
+            for client, key, (result, tensors) in zip(clients, keys, found)
+        }
 
     def take_spent(self) -> dict[int, Spent]:
         """What was spent on each client trained here since the last call."""

@@ -41,6 +41,7 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
             "train.frozen_dropout",
             "train.only_read",
             "train.blocks",
+            "train.cohort",
             *cache,
         ),
     )
@@ -124,8 +125,10 @@ def without_effect(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
         for name in changed
         if not effective and framework.within(name, names)
     }
-    for name, (_, meta) in changed.items():
+    for name, (value, meta) in changed.items():
         reason = meta.get("idle") if engine == "local" else _idle(name, {}, engine)
+        if engine != "local" and value in framework.AS_IT_IS.get(name, ()):
+            continue
         if reason:
             reasons[name] = reason
     idle = [(name, changed[name][0], reason) for name, reason in reasons.items()]

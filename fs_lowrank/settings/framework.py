@@ -25,6 +25,7 @@ SWITCHES: dict[str, str] = _TABLES["switches"]
 #: what the engine federatedscope does with them, and with keys of ours: see the file
 HONOURED: list[str] = _TABLES["federatedscope"]["honoured"]
 IDLE: dict[str, list[str]] = _TABLES["federatedscope"]["idle"]
+AS_IT_IS: dict[str, list[object]] = _TABLES["federatedscope"]["same_as_ours"]
 REFUSED: dict[str, str] = _TABLES["federatedscope"]["refused"]
 #: method of FederatedScope -> our method, if ``llm.adapter.use`` is True
 WITH_ADAPTERS = {"fedavg": "fedlora"}

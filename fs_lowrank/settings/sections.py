@@ -198,6 +198,11 @@ class Train:
     #: blocks of samples of similar length that a batch is computed in, against padding; 0, written ``auto``, is as many
     #: as save more than they cost
     blocks: int = key(0, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
+    #: clients of a round that are trained in one forward and backward pass; 1, written ``off``: one by one; 0, written
+    #: ``auto``, is as many as a GPU's memory has room for, and on a CPU ``off`` unless batches have few tokens
+    cohort: int = key(
+        0, min=0, also={"auto": 0, "off": 1, False: 1, True: 0}, words="off, a whole number or auto", result=False
+    )
     #: dropout in the layers of the cache; False allows caching
     frozen_dropout: bool = key(False)
 

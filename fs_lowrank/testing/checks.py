@@ -22,8 +22,10 @@ from ..errors import UserError
 from ..methods import Averaging, Method, create_method, get_method_class
 from ..models.adapters import load_adapter, load_tensors
 from ..models.names import all_tensors, tags
+from ..rounds import site
 from ..seeds import derive
 from ..training import train_client
+from ..training.cohort import train_cohort
 from ..versions import SCHEMA
 from .bench import Bench, equal, logits, plain_model, state_of, without_seconds
 
@@ -315,6 +317,36 @@ def check_resume(bench: Bench, method: str, task: str) -> None:
     assert without_seconds(history) == without_seconds(expected), "after resuming, the records differ"
 
 
+def check_cohort(bench: Bench, method: str, task: str) -> int:
+    """Clients that train together (``train.cohort``) end where they end one by one.
+
+    Returns:
+        how many cohorts have trained together.
+    """
+    keys = {"train.optimizer": {"type": "SGD", "lr": 0.01}, "train.batch_or_epoch": "epoch"}
+    together, trained = bench.make(task, method, {**keys, "train.cohort": 2}), []
+
+    def train(model, members, *given, **options):
+        found = train_cohort(model, members, *given, **options)
+        trained.append(len(members))
+        return found
+
+    with mock.patch.object(site, "train_cohort", train):
+        found = together.run().history
+    if not trained:
+        return 0
+    alone = bench.make(task, method, {**keys, "train.cohort": "off"})
+    for a, b in zip(alone.run().history, found, strict=True):
+        why = (
+            f"round {a['round']}: losses {a['loss']} and {b['loss']}, {b['failed']}; does it need Requires(alone=True)?"
+        )
+        assert not b["failed"] and abs(a["loss"] - b["loss"]) < 1e-5, why
+    state = state_of(together)
+    for name, value in state_of(alone).items():
+        torch.testing.assert_close(_double(state[name]), _double(value), atol=1e-5, rtol=1e-5, msg=_named(name))
+    return len(trained)
+
+
 def check_arguments(bench: Bench, method: str, task: str) -> None:
     """The server's step changes neither the updates nor the state that it is given, and twice gives the same."""
     engine = bench.make(task, method, {"federate.total_round_num": 2})
@@ -408,6 +440,7 @@ CHECKS = (
     Check("weights", check_weights),
     Check("one client", check_one_client),
     Check("resume", check_resume),
+    Check("cohort", check_cohort),
     Check("arguments", check_arguments),
     Check("half precision", check_half_precision),
     Check("server optimizer", check_server_optimizer),

@@ -123,7 +123,11 @@ def encoder_settings(model: str | Path, data: str | Path, outdir: str | Path) ->
             "adapter": {"args": [{"r": 2, "alpha": 6, "modules": ["query", "intermediate.dense"], "layers": [1, 2]}]},
         },
         "dataloader": {"batch_size": 8},
-        "train": {"local_update_steps": 3, "optimizer": {"type": "AdamW", "lr": 5e-3, "weight_decay": 0.01}},
+        "train": {
+            "local_update_steps": 3,
+            "optimizer": {"type": "AdamW", "lr": 5e-3, "weight_decay": 0.01},
+            "cohort": 1,
+        },
         "eval": {"split": ["test", "val"]},
     }
 

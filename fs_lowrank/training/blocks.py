@@ -7,13 +7,12 @@ masks that it would have there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.examples import IGNORED_LABEL
 from ..models.adapters import layer_stack
 from ..models.masks import Masks, draw, draws
 
@@ -72,31 +71,64 @@ class Blocks:
         number: of blocks; 0: as many as cost least.
     """
 
-    def __init__(self, model: nn.Module, examples, number: int):
-        self.examples, self.number, self.overhead = examples, number, overhead(model)
-        self.drops = draws(model)
+    def __init__(self, model: nn.Module, number: int):
+        self.number, self.overhead, self.drops = number, overhead(model), draws(model)
+        #: no batch is divided
+        self.whole = number == 1 or self.overhead == float("inf")
 
-    def of(self, indices: np.ndarray) -> list[tuple[np.ndarray, float, Callable[[], Masks] | None]]:
+    def parts(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """The positions of each block in a batch of samples of ``lengths``."""
+        return [np.arange(len(lengths))] if self.whole else divide(lengths, self.overhead, self.number)
+
+    def of(self, examples, indices: np.ndarray) -> list[tuple[np.ndarray, float, Callable[[], Masks] | None]]:
         """Of the batch ``indices`` each block's samples, its share of the loss, and a context for its forward pass."""
-        if self.number == 1 or self.overhead == float("inf"):
-            return [(indices, 1.0, None)]
-        lengths = self.examples.lengths[indices]
-        parts = divide(lengths, self.overhead, self.number)
+        lengths = np.zeros(0) if self.whole else examples.lengths[indices]
+        parts = self.parts(lengths)
         if len(parts) == 1:
             return [(indices, 1.0, None)]
-        weights = [self._weight(indices[part]) for part in parts]
+        # The mean is over the losses of the batch.
+        weights = [int(examples.losses(indices[part]).sum()) for part in parts]
         drawn: list[Tensor] = []
-        masks = [_masks(len(indices), lengths, part, drawn) if self.drops else None for part in parts]
+        masks = [masks_of(lengths, part, drawn) if self.drops else None for part in parts]
         return [(indices[p], w / sum(weights), m) for p, w, m in zip(parts, weights, masks) if w]
 
-    def _weight(self, indices: np.ndarray) -> int:
-        """The number of losses that the mean is over: of samples, or of tokens with a label behind another token."""
-        labels = self.examples.columns.get("labels")
-        return len(indices) if labels is None else sum(int((labels[i][1:] != IGNORED_LABEL).sum()) for i in indices)
+
+#: gives dropout's mask of a batch, 0 or not: from its shape, the sides that go over positions, the values, and p
+Drawing = Callable[[list[int], tuple[int, ...], Tensor, float], Tensor]
 
 
-def _masks(samples: int, lengths: np.ndarray, part: np.ndarray, drawn: list[Tensor]) -> Callable[[], Masks]:
-    """Dropout of the samples ``part``, with the masks of the batch; the first block draws them into ``drawn``."""
+def _drawn(sides: list[int], along: tuple[int, ...], values: Tensor, p: float) -> Tensor:
+    return draw(tuple(sides), values, p).bool()
+
+
+def drawn_by_each(lengths: Sequence[np.ndarray], generators: Sequence[torch.Generator]) -> Drawing:
+    """Dropout of a batch with samples of several clients, each of which draws what it would draw alone.
+
+    Args:
+        lengths: of each client's samples, in the order of the batch. generators: of the clients.
+    """
+
+    def drawing(sides: list[int], along: tuple[int, ...], values: Tensor, p: float) -> Tensor:
+        whole, first = values.new_zeros(sides, dtype=torch.bool), 0
+        for own, generator in zip(lengths, generators):
+            place = whole[first : first + len(own)]
+            for axis in along:
+                place = place.narrow(axis, 0, int(own.max()))
+            place.copy_(values.new_empty(place.shape).bernoulli_(1 - p, generator=generator))
+            first += len(own)
+        return whole
+
+    return drawing
+
+
+def masks_of(
+    lengths: np.ndarray, part: np.ndarray, drawn: list[Tensor], drawing: Drawing = _drawn
+) -> Callable[[], Masks]:
+    """Dropout of the samples ``part`` of a batch of samples of ``lengths``, with the masks of the batch.
+
+    Args:
+        drawn: where the first block leaves the masks for the others.
+    """
     longest, longest_here = int(lengths.max()), int(lengths[part].max())
     rows = torch.from_numpy(part)
 
@@ -107,14 +139,15 @@ def _masks(samples: int, lengths: np.ndarray, part: np.ndarray, drawn: list[Tens
             sides = list(values.shape)
             if sides[0] != len(part):
                 return None
-            along = {3: (1,), 4: (2, 3)}.get(values.ndim, ())
+            along: tuple[int, ...] = {3: (1,), 4: (2, 3)}.get(values.ndim, ())
             if any(sides[axis] != longest_here for axis in along):
                 return None
+            sides[0] = len(lengths)
             for axis in along:
                 sides[axis] = longest
             call = next(calls)
             if call == len(drawn):
-                drawn.append(draw((samples, *sides[1:]), values, p).bool())
+                drawn.append(drawing(sides, along, values, p))
             mine = drawn[call][rows.to(values.device)]
             for axis in along:
                 mine = mine.narrow(axis, 0, longest_here)

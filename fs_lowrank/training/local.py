@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -46,8 +46,9 @@ def batch_indices(
             yield batch
 
 
-def _batches(size: int, config: Settings, steps: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """Index batches of a phase: ``steps`` epochs, or ``steps`` optimizer steps over repeated epochs."""
+def batches_of(phase: Phase, size: int, config: Settings, generator: np.random.Generator) -> Iterator[np.ndarray]:
+    """Index batches of a phase: its ``steps`` epochs, or ``steps`` optimizer steps over repeated epochs."""
+    steps = config.train.local_update_steps if phase.steps is None else phase.steps
     limit = None if config.train.batch_or_epoch == "epoch" else steps * config.grad.grad_accum_count
     epoch, given = 0, 0
     while (epoch < steps) if limit is None else (given < limit):
@@ -138,12 +139,16 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def shortcuts(
-    prefix: FrozenPrefix | None, reads: OnlyRead | None, owner: str, examples, indices: np.ndarray, batch: dict
+    prefix: FrozenPrefix | None, reads: OnlyRead | None, rows: Sequence[tuple[str, Any, np.ndarray]], batch: dict
 ) -> Iterator[None]:
-    """A context for one forward pass of a batch that computes neither what is kept nor what is not read."""
+    """A context for one forward pass of a batch that computes neither what is kept nor what is not read.
+
+    Args:
+        rows: whose the samples of the batch are, as for ``FrozenPrefix.states_of``.
+    """
     with contextlib.ExitStack() as stack:
         if prefix is not None:
-            stack.enter_context(prefix.states(owner, examples, indices))
+            stack.enter_context(prefix.states_of(rows))
         if reads is not None:
             stack.enter_context(reads.reading(batch))
         yield
@@ -181,18 +186,17 @@ def train_client(
     model.train()
     if prefix is not None:
         prefix.eval_below()
-    settings, blocks = config.train.optimizer, Blocks(model, examples, config.train.blocks)
+    settings, blocks = config.train.optimizer, Blocks(model, config.train.blocks)
     total, steps, samples = torch.zeros((), device=device), 0, 0
     for phase in phases:
         parameters = set_trainable(model, phase.train)
         optimizer = make_optimizer(parameters, settings.type, lr, settings.extra)
         batches_per_step, pending = config.grad.grad_accum_count, 0
-        duration = config.train.local_update_steps if phase.steps is None else phase.steps
-        for indices in _batches(len(examples), config, duration, order):
+        for indices in batches_of(phase, len(examples), config, order):
             penalty = phase.penalty
-            for part, share, masks in blocks.of(indices):
+            for part, share, masks in blocks.of(examples, indices):
                 batch = examples.batch(part, augment)
-                with shortcuts(prefix, reads, owner, examples, part, batch), masks() if masks else nullcontext():
+                with shortcuts(prefix, reads, [(owner, examples, part)], batch), masks() if masks else nullcontext():
                     loss = loss_of(model, to_device(batch, device))
                 loss = share * loss if share != 1 else loss
                 total += loss.detach()

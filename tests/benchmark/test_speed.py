@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmark.speed import __main__ as runner
-from benchmark.speed import clients, frozen_cache, only_read, overhead, race, server_step, vision
+from benchmark.speed import clients, cohort, frozen_cache, only_read, overhead, race, server_step, vision
 from fs_lowrank import UserError, load_config
 
 #: layers that are not square, and an odd number of modules
@@ -50,6 +50,11 @@ def test_cached_states_give_the_same_losses_and_tensors(kind, request):
 def test_what_is_not_read_changes_nothing(kind, request):
     found = only_read.measure(load_config(request.getfixturevalue(kind), train__optimizer__type="SGD"), 12, 1)
     assert found["used"] and found["difference"] < 1e-5
+
+
+def test_a_cohort_trains_as_its_clients_alone(settings):
+    found = cohort.measure(load_config(settings, train__optimizer__type="SGD"), 1, clients=3)
+    assert found["clients"] == 3 and found["difference"] < 1e-5
 
 
 def test_overhead_adds_up_and_removes_its_timers(settings):

@@ -100,7 +100,7 @@ def test_the_update_of_a_client_that_kills_two_processes_is_left_out(few, monkey
 
     def send(self, item, send=workers.Worker.send):
         send(self, item)
-        if item.facts.get("kind") == "train" and item.facts["client"] == 3:
+        if item.facts.get("kind") == "train" and item.facts["clients"] == [3]:
             os.kill(self.process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(workers.Worker, "send", send)

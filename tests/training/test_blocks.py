@@ -164,11 +164,11 @@ def test_auto_divides_where_layers_are_wide():
 def test_a_loss_of_routers_is_not_divided():
     model, data = make("answers", 0.0), examples("answers")
     model.config.output_router_logits = True
-    assert len(Blocks(model, data, 4).of(np.arange(5))) == 1
+    assert len(Blocks(model, 4).of(data, np.arange(5))) == 1
 
 
 def test_a_sample_without_a_label_has_no_share():
     data = examples("answers", 4)
     data.columns["labels"][0][:] = -100
-    parts = Blocks(make("answers", 0.0), data, 4).of(np.arange(4))
+    parts = Blocks(make("answers", 0.0), 4).of(data, np.arange(4))
     assert sum(share for _, share, _ in parts) == pytest.approx(1) and 0 not in np.concatenate([p for p, _, _ in parts])

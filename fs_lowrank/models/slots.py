@@ -1,0 +1,217 @@
+"""One forward pass of several clients' models, which share the frozen base.
+
+The rows of a batch are ordered by client, and each client has a slot. The base is computed over all rows at once. Only
+the modules that hold tensors which differ between the clients (the matrices of LoRA, a head) compute slot by slot, with
+the clients' tensors stacked to parameters of shape ``(slots, …)``. LoRA pairs of lower rank are filled up with zeros,
+which changes neither results nor gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .adapters import lora_scales
+from .names import all_tensors, tags
+from .reads import instead
+
+
+class Apart(Exception):
+    """The clients cannot share a forward pass; the message says why."""
+
+
+class Rows:
+    """Whose the rows of a batch are.
+
+    Args:
+        counts: the number of rows of each slot.
+    """
+
+    def __init__(self, counts: Sequence[int], device: torch.device):
+        self.slots = [i for i, n in enumerate(counts) if n]
+        self.counts = [counts[i] for i in self.slots]
+        self.total, self.all, self.device = sum(counts), len(self.slots) == len(counts), device
+        self.equal = len(set(self.counts)) == 1
+
+    def of(self, stacked: Tensor) -> Tensor:
+        """The tensors of the slots that have rows."""
+        return stacked if self.all else stacked[self._index]
+
+    @cached_property
+    def _index(self) -> Tensor:
+        return torch.tensor(self.slots, device=self.device)
+
+    @cached_property
+    def each(self) -> Tensor:
+        """The slot of each row, ``(total,)``."""
+        return torch.from_numpy(np.repeat(self.slots, self.counts)).to(self.device)
+
+    @cached_property
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """Rows such that each slot has the same number, filled up with its own, and the places of the rows in them."""
+        most = max(self.counts)
+        places = np.concatenate([i * most + np.arange(n) for i, n in enumerate(self.counts)])
+        # Another slot's rows may be NaN, and so would the gradients be, in spite of their weight 0.
+        rows = np.repeat(np.cumsum(self.counts) - self.counts, most)
+        rows[places] = np.arange(self.total)
+        return torch.from_numpy(rows).to(self.device), torch.from_numpy(places).to(self.device)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``F.linear`` with the slots' matrices ``(slots, out, in)``."""
+        weight, bias = self.of(weight), None if bias is None else self.of(bias)
+        if self.equal:
+            return _products(x, weight, bias)
+        if self.device.type == "cpu":
+            biases = [None] * len(self.counts) if bias is None else bias.unbind()
+            parts = zip(x.split(self.counts), weight.unbind(), biases)
+            return torch.cat([F.linear(part, w, b) for part, w, b in parts])
+        rows, places = self.filled
+        return _products(x[rows], weight, bias)[places]
+
+
+def _products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    flat = x.reshape(len(weight), -1, x.shape[-1])
+    out = flat @ weight.mT if bias is None else torch.baddbmm(bias.unsqueeze(1), flat, weight.mT)
+    return out.reshape(*x.shape[:-1], weight.shape[1])
+
+
+class Slots:
+    """The stacked tensors of several clients, and the forward pass with them.
+
+    Args:
+        held: for each client its tensors by name, of which those that are equal for all are left to the model.
+        scales: for each client PEFT's scale of each of its pairs, ``adapters.lora_scales``.
+        trained: tags of what is trained; these tensors are stacked in any case.
+
+    Raises:
+        Apart: a module computes with tensors that differ, and there is no slot-wise form for it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Sequence[Mapping[str, Tensor]],
+        scales: Sequence[Mapping[str, float]],
+        trained: Collection[str],
+    ):
+        self._rows: Rows | None = None
+        apart = [n for n, first in held[0].items() if first.numel() or any(h[n].numel() for h in held)]
+        apart = [n for n in apart if tags(n) & set(trained) or not all(_same(held[0][n], h[n]) for h in held[1:])]
+        check_modules(model, apart)
+        self.modules = {path: model.get_submodule(path) for path in sorted({n.rpartition(".")[0] for n in apart})}
+        own, here = all_tensors(model), lora_scales(model)
+        self._shapes = [{n: tensors[n].shape for n in tensors} for tensors in held]
+        #: name -> the clients' tensors, ``(slots, …)``
+        self.stacked: dict[str, nn.Parameter] = {}
+        for name in own:
+            if name.rpartition(".")[0] in self.modules:
+                each = [h.get(name, own[name].detach()) for h in held]
+                self.stacked[name] = nn.Parameter(_stack(name, each), requires_grad=False)
+        #: a pair's second module -> the clients' scales ÷ that of the model, which PEFT applies, ``(slots, 1, 1)``
+        self.factors: dict[str, Tensor] = {}
+        for path in self.modules:
+            ratios = [s[path] / here[path] for s in scales] if path in here else []
+            if any(r != 1 for r in ratios):
+                weight = self.stacked[f"{path}.weight"]
+                self.factors[path] = weight.new_tensor(ratios).view(-1, 1, 1)
+
+    def trainable(self, wanted: Collection[str]) -> list[nn.Parameter]:
+        """Freeze all but the tensors with one of the tags ``wanted``, which are returned."""
+        for name, parameter in self.stacked.items():
+            parameter.requires_grad_(bool(tags(name) & set(wanted)))
+            parameter.grad = None
+        return [p for p in self.stacked.values() if p.requires_grad]
+
+    def of(self, slot: int) -> dict[str, Tensor]:
+        """The tensors of one client, not copied, in its shapes."""
+        return {
+            n: p.detach()[slot][tuple(map(slice, self._shapes[slot].get(n, p.shape[1:])))]
+            for n, p in self.stacked.items()
+        }
+
+    def put(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Set the tensors of one client."""
+        for name, own in self.of(slot).items():
+            own.copy_(tensors[name])
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """A context in which the modules compute slot by slot within ``rows``, and as ever outside it."""
+        with contextlib.ExitStack() as stack:
+            for path, module in self.modules.items():
+                stack.enter_context(instead(module, self._forward(path, module)))
+            yield
+
+    @contextlib.contextmanager
+    def rows(self, counts: Sequence[int], device: torch.device) -> Iterator[None]:
+        """A context for one forward pass of a batch with ``counts`` rows of each slot, in their order."""
+        self._rows = Rows(counts, device)
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    def _forward(self, path: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        weight, bias = (self.stacked.get(f"{path}.{part}") for part in ("weight", "bias"))
+        compute = _KINDS[type(module)]
+
+        def forward(x: Tensor) -> Tensor:
+            rows = self._rows
+            if rows is None:
+                return type(module).forward(module, x)
+            if x.ndim < 2 or len(x) != rows.total:
+                raise Apart(f"{path} is computed for {len(x)} rows of a batch of {rows.total}")
+            factor = self.factors.get(path)
+            mine = weight if factor is None or weight is None else weight * factor
+            return compute(module, rows, x, mine, bias)
+
+        return forward
+
+
+def _linear(module: Any, rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows.linear(x, weight, bias)
+
+
+def _layer_norm(module: Any, rows: Rows, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    out = F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+    ones = (1,) * (x.ndim - 1 - len(module.normalized_shape))
+    for stacked, combine in ((weight, torch.mul), (bias, torch.add)):
+        if stacked is not None:
+            out = combine(out, stacked[rows.each].view(rows.total, *ones, *module.normalized_shape))
+    return out
+
+
+#: the types of modules that have a slot-wise form; their subclasses may compute something else
+_KINDS: dict[type, Callable[..., Tensor]] = {nn.Linear: _linear, nn.LayerNorm: _layer_norm}
+
+
+def check_modules(model: nn.Module, names: Collection[str]) -> None:
+    """Raise ``Apart`` if a module with one of the tensors ``names`` has no slot-wise form."""
+    for name in names:
+        path, _, part = name.rpartition(".")
+        module = model.get_submodule(path)
+        if type(module) not in _KINDS or part not in ("weight", "bias"):
+            raise Apart(f"{name} is a tensor of {type(module).__name__}, which is not computed for several clients")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _stack(name: str, each: Sequence[Tensor]) -> Tensor:
+    """The tensors in one, those of LoRA pairs of lower rank filled up with zeros."""
+    if len({t.shape for t in each}) == 1:
+        return torch.stack(list(each))
+    if not {"lora_A", "lora_B"} & set(name.split(".")):
+        raise Apart(f"{name} has another shape at each client")
+    stacked = each[0].new_zeros(len(each), *(max(sides) for sides in zip(*(t.shape for t in each))))
+    for slot, tensor in zip(stacked, each):
+        slot[tuple(map(slice, tensor.shape))] = tensor
+    return stacked

@@ -1,0 +1,383 @@
+"""Local training of several clients of a round in one forward and backward pass (``train.cohort``).
+
+Each client has its own tensors, order of data, batches, steps, optimizer state, gradient norm and dropout, as alone, so
+results are those of ``train_client`` but for rounding. On a GPU dropout draws other masks, equal in distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data import Examples
+from ..methods import Phase
+from ..models.adapters import layer_stack, load_tensors, lora_scales
+from ..models.frozen import FrozenPrefix
+from ..models.names import all_tensors, select, tags
+from ..models.reads import OnlyRead
+from ..models.slots import Apart, Slots, check_modules
+from ..seeds import derive
+from ..settings import Optimizer, Settings
+from .blocks import Blocks, drawn_by_each, masks_of, overhead
+from .local import LocalResult, batches_of, label_logits, loss_of, set_trainable, shortcuts, to_device
+from .optimizer import make_optimizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: ``auto`` on a processor: a client's batch may have so many times the tokens that a further pass costs
+#: (``blocks.overhead``), and a cohort's so many times, of so many clients at most. Measured with MiniLM's last two
+#: layers, where a pass costs 80 tokens: cohorts of 8 are 1.9, 1.6 and 1.3 times as fast with batches of 80, 160 and 320
+#: tokens, and 1.15 times with 500
+_FEW, _TOGETHER, _MOST = 4.0, 32.0, 16
+#: ``auto`` on a GPU: the part of its memory that may be used, and the tokens of a pass with which it is busy
+_SHARE, _FULL = 0.5, 65536
+#: a loss, and its gradients, None for a tensor that it does not depend on
+Gradients = tuple[Tensor, Sequence[Tensor | None]]
+#: number of samples in the comparison before cohorts are used
+_TRIED = 4
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client of a cohort; the attributes are arguments of ``train_client``."""
+
+    owner: str
+    examples: Any
+    phases: Sequence[Phase]
+    seed: int
+
+
+def train_cohort(
+    model: nn.Module,
+    members: Sequence[Member],
+    load: Callable[[int], object],
+    held: Collection[str],
+    config: Settings,
+    *,
+    lr: float,
+    prefix: FrozenPrefix | None = None,
+    reads: OnlyRead | None = None,
+) -> list[tuple[LocalResult, dict[str, Tensor]]]:
+    """Train all ``members``; for each the result, and what its tensors are after it, by name.
+
+    Args:
+        load: loads the tensors of one member, by its index, into the model. The model is left with those of the last.
+        held: tags of the tensors that may differ between clients.
+    Raises:
+        Apart: the clients have to be trained one by one; the message says why.
+    """
+    if reason := apart(model, config, [member.phases for member in members]):
+        raise Apart(reason)
+    phases = members[0].phases
+    slots = _slots(model, len(members), load, held, {tag for phase in phases for tag in phase.train})
+    torch.manual_seed(derive(members[0].seed, "dropout", *(member.seed for member in members[1:])))
+    model.train()
+    if prefix is not None:
+        prefix.eval_below()
+    set_trainable(model, ())
+    training = _Training(model, members, slots, config, prefix, reads)
+    with slots.installed():
+        for phase in phases:
+            training.run(phase, lr)
+    set_trainable(model, phases[-1].train)
+    losses = training.losses.tolist()
+    return [
+        (LocalResult(loss / max(steps, 1), steps, samples), {n: t.clone() for n, t in slots.of(i).items()})
+        for i, (loss, steps, samples) in enumerate(zip(losses, training.steps, training.samples))
+    ]
+
+
+def _slots(
+    model: nn.Module, number: int, load: Callable[[int], object], held: Collection[str], trained: Collection[str]
+) -> Slots:
+    each: list[dict[str, Tensor]] = []
+    scales = []
+    for i in range(number):
+        load(i)
+        tensors = all_tensors(model)
+        each.append({n: tensors[n].detach().clone() for n in select(tensors, {*held, *trained})})
+        scales.append(lora_scales(model))
+    return Slots(model, each, scales, trained)
+
+
+class _Training:
+    """The steps of a cohort.
+
+    Attributes:
+        losses: of each client, the sum over its batches, ``(clients,)``; steps: the number of its batches;
+            samples: of its samples, with repetitions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        members: Sequence[Member],
+        slots: Slots,
+        config: Settings,
+        prefix: FrozenPrefix | None,
+        reads: OnlyRead | None,
+    ):
+        self.model, self.members, self.slots, self.config = model, members, slots, config
+        self.prefix, self.reads = prefix, reads
+        self.device = next(model.parameters()).device
+        self.blocks = Blocks(model, config.train.blocks)
+        #: for dropout, which on a GPU is drawn for all at once
+        self.draws: list[torch.Generator] = []
+        if self.blocks.drops and self.device.type == "cpu":
+            seeds = [derive(member.seed, "dropout") for member in members]
+            self.draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.orders = [np.random.default_rng(member.seed) for member in members]
+        self.losses = torch.zeros(len(members), device=self.device)
+        self.steps, self.samples = [0] * len(members), [0] * len(members)
+
+    def run(self, phase: Phase, lr: float) -> None:
+        """One phase of all clients; those with fewer batches than others stop at their last step."""
+        kind, slots = self.config.train.optimizer, self.slots
+        parameters = slots.trainable(phase.train)
+        optimizer = make_optimizer(parameters, kind.type, lr, kind.extra)
+        coming = [batches_of(phase, len(m.examples), self.config, order) for m, order in zip(self.members, self.orders)]
+        ahead = [next(batches, None) for batches in coming]
+        ended: dict[int, dict[str, Tensor]] = {}
+        pending = 0
+        while now := {i: batch for i, batch in enumerate(ahead) if batch is not None}:
+            # The others' steps would move a client that has ended, too, by momentum and weight decay.
+            for i in set(range(len(ahead))) - now.keys() - ended.keys() if not pending else ():
+                ended[i] = {n: t.clone() for n, t in slots.of(i).items()}
+            self._add_gradients(now)
+            ahead = [None if batch is None else next(batches, None) for batch, batches in zip(ahead, coming)]
+            pending += 1
+            if pending == self.config.grad.grad_accum_count or all(batch is None for batch in ahead):
+                _clip(parameters, self.config.grad.grad_clip)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                pending = 0
+        for i, own in ended.items():
+            slots.put(i, own)
+
+    def _add_gradients(self, batches: Mapping[int, np.ndarray]) -> None:
+        """Add the gradients of one batch of each client, whose loss is the mean over the batch."""
+        members = [self.members[i] for i in batches]
+        indices, sizes = np.concatenate(list(batches.values())), [len(batch) for batch in batches.values()]
+        together = Examples.together(zip((m.examples for m in members), batches.values()))
+        slot = np.repeat(list(batches), sizes)
+        losses = together.losses(np.arange(len(together)))
+        shares = 1 / np.maximum(np.bincount(slot, losses, len(self.members)), 1)
+        drawn: list[Tensor] = []
+        own = np.split(together.lengths, np.cumsum(sizes)[:-1])
+        drawing = drawn_by_each(own, [self.draws[i] for i in batches]) if self.draws else None
+        for part in self.blocks.parts(together.lengths):
+            part = np.sort(part)  # by client
+            if not losses[part].sum():
+                continue
+            counts = np.bincount(slot[part], minlength=len(self.members))
+            rows = [
+                (m.owner, m.examples, indices[part][slot[part] == i]) for i, m in zip(batches, members) if counts[i]
+            ]
+            batch = together.batch(part)
+            masks = masks_of(together.lengths, part, drawn, drawing)() if drawing else nullcontext()
+            with shortcuts(self.prefix, self.reads, rows, batch), self.slots.rows(counts.tolist(), self.device), masks:
+                logits, labels = label_logits(self.model, to_device(batch, self.device))
+            each = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+            each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
+            of_slots = np.bincount(slot[part], losses[part], len(self.members)).astype(np.int64)
+            self.losses += torch.segment_reduce(each.detach(), "sum", lengths=self._on_device(of_slots))
+            (each.sum() / self.config.grad.grad_accum_count).backward()
+        for i, size in zip(batches, sizes):
+            self.steps[i] += 1
+            self.samples[i] += size
+
+    def _on_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
+    """``clip_grad_norm_`` for each client by the norm of its own gradients."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if most <= 0 or not gradients:
+        return
+    norms = torch.stack([g.flatten(1).norm(dim=1).float() for g in gradients]).norm(dim=0)
+    factors = (most / (norms + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)).to(gradient.dtype))
+
+
+# -- who can train together ----------------------------------------------------------------------------
+
+
+def apart(model: nn.Module, config: Settings, phases: Sequence[Sequence[Phase]]) -> str:
+    """Why clients with these ``phases`` cannot train together; empty if they can, as far as can be told from these."""
+    if any(phase.penalty is not None for each in phases for phase in each):
+        return "a penalty is added to a client's loss"
+    plans = {tuple((tuple(sorted(phase.train)), phase.steps) for phase in each) for each in phases}
+    if len(plans) > 1:
+        return "the clients train different tensors, or for different numbers of steps"
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        return "the routers' loss of a mixture of experts is not a mean over samples"
+    trained = select(dict(model.named_parameters()), {tag for phase in phases[0] for tag in phase.train})
+    if base := [n for n in trained if "base" in tags(n)]:
+        return f"the method trains the base ({base[0]})"
+    own = dict(model.named_parameters())
+    try:
+        check_modules(model, [n for n in trained if own[n].numel()])
+    except Apart as error:
+        return str(error)
+    return ""
+
+
+def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: int) -> int:
+    """The number of clients that train together as ``train.cohort`` asks for; 1: each alone.
+
+    Args:
+        lengths: of the clients' samples, in tokens. depth: the number of layers whose states are kept.
+    """
+    device = next(model.parameters()).device
+    if config.train.cohort:
+        return config.train.cohort
+    tokens, stack = config.dataloader.batch_size * float(lengths.mean()), layer_stack(model)
+    if stack is None:
+        return 1
+    if device.type == "cpu":
+        cost = overhead(model)
+        return max(1, min(_MOST, int(_TOGETHER * cost / tokens))) if tokens <= _FEW * cost else 1
+    if device.type != "cuda":
+        return 1
+    total = torch.cuda.get_device_properties(device).total_memory
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    longest = config.dataloader.batch_size * int(lengths.max())
+    room = (_SHARE * total - held) / bytes_a_token(model, len(stack[1]) - depth, int(lengths.max()))
+    return max(1, int(min(room, _FULL) / longest))
+
+
+def bytes_a_token(model: nn.Module, layers: int, longest: int) -> float:
+    """Memory of a training pass for each token: what ``layers`` layers and the head keep for the backward pass."""
+    sizes: Any = cast("PreTrainedModel", model).config.get_text_config()
+    width = sizes.hidden_size
+    inner = getattr(sizes, "intermediate_size", None) or 4 * width
+    values = layers * (16 * width + 4 * inner + 3 * sizes.num_attention_heads * longest)
+    # Logits of a language model, their softmax and its gradient are in float32.
+    words = 3 * sizes.vocab_size if cast("PreTrainedModel", model).get_output_embeddings() is not None else 0
+    return values * next(model.parameters()).element_size() + 4 * words
+
+
+def elementwise(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` steps each number alone, such that stacked tensors are stepped as each of them is."""
+    draw = torch.Generator().manual_seed(0)
+    start, first, second = torch.randn(3, 2, 4, 5, generator=draw)
+    extra = {key: value for key, value in optimizer.extra.items() if key not in ("capturable", "fused")}
+
+    def stepped(*starts: Tensor) -> Tensor:
+        parameters = [nn.Parameter(start.clone()) for start in starts]
+        trial = make_optimizer(parameters, optimizer.type, optimizer.lr, extra)
+        for gradients in (first, second):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = gradients.clone() if len(parameters) == 1 else gradients[i].clone()
+            trial.step()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    try:
+        return torch.allclose(stepped(start), stepped(*start), rtol=1e-5, atol=1e-7)
+    except Exception:  # an optimizer for matrices refuses others
+        return False
+
+
+def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
+    """Why a few of ``examples`` have other losses or gradients in one pass than client by client; empty if not.
+
+    Three clients are tried, whose tensors are the model's with some noise. Dropout is off; what the model holds and how
+    it stands are restored.
+    """
+    candidates = [n for n, p in model.named_parameters() if tags(n) & set(held) and "base" not in tags(n) and p.numel()]
+    names = [n for n in candidates if _slotted(model, n)]
+    own = {n: model.get_parameter(n).detach().clone() for n in names}
+    if not names:
+        return "no tensor that it trains is that of a linear layer or a layer norm"
+    _, first = np.unique(examples.lengths, return_index=True)
+    chosen = np.resize(np.concatenate([first, np.setdiff1d(np.arange(len(examples)), first)]), _TRIED)
+    batches = np.split(chosen, [1, 2])
+    draw = torch.Generator().manual_seed(0)
+    each = [{n: own[n] + 0.02 * torch.randn(own[n].shape, generator=draw).to(own[n]) for n in names} for _ in batches]
+    modes = {m: m.training for m in model.modules()}
+    asked = {p: p.requires_grad for p in model.parameters()}
+    device = next(model.parameters()).device
+    model.eval()
+    try:
+        plain = [
+            _gradients(model, tensors, to_device(examples.batch(rows), device)) for tensors, rows in zip(each, batches)
+        ]
+        return _compared(
+            plain, _gradients_together(model, each, held, examples, batches), next(model.parameters()).dtype
+        )
+    except Apart as error:
+        return str(error)
+    except Exception as error:  # a model's code may raise any error for inputs that it does not expect
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        load_tensors(model, own)
+        for module, was in modes.items():
+            module.training = was
+        for parameter, was in asked.items():
+            parameter.requires_grad_(was)
+
+
+def _gradients(model: nn.Module, tensors: Mapping[str, Tensor], batch: dict[str, Tensor]) -> Gradients:
+    """The loss of one client's batch, and its gradients for the client's ``tensors``."""
+    load_tensors(model, tensors)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in tensors)
+    with torch.enable_grad():
+        loss = loss_of(model, batch)
+    return loss, torch.autograd.grad(loss, [model.get_parameter(n) for n in tensors], allow_unused=True)
+
+
+def _gradients_together(
+    model: nn.Module,
+    each: Sequence[Mapping[str, Tensor]],
+    held: Collection[str],
+    examples: Any,
+    batches: Sequence[np.ndarray],
+) -> list[Gradients]:
+    """The same of all clients, from one pass."""
+    model.requires_grad_(False)
+    slots = Slots(model, each, [lora_scales(model)] * len(each), held)
+    slots.trainable(held)
+    device = next(model.parameters()).device
+    batch = to_device(examples.batch(np.concatenate(batches)), device)
+    with slots.installed(), slots.rows([len(rows) for rows in batches], device), torch.enable_grad():
+        logits, labels = label_logits(model, batch)
+    losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    means = [part.mean() for part in losses.split([int(examples.losses(rows).sum()) for rows in batches])]
+    stacked = torch.autograd.grad(torch.stack(means).sum(), [slots.stacked[n] for n in each[0]], allow_unused=True)
+    return [(mean, [None if g is None else g[i] for g in stacked]) for i, mean in enumerate(means)]
+
+
+def _compared(plain: Sequence[Gradients], ours: Sequence[Gradients], dtype: torch.dtype) -> str:
+    """What differs beyond rounding between losses and gradients."""
+    allowed = max(1e-4, 8 * torch.finfo(dtype).eps)
+    for (loss, gradients), (our_loss, our_gradients) in zip(plain, ours):
+        flat = [
+            torch.cat([g.detach().flatten().float() for g in each if g is not None] or [loss.new_zeros(1).float()])
+            for each in (gradients, our_gradients)
+        ]
+        pairs = {"losses": (loss.detach().float(), our_loss.detach()), "gradients": (flat[0], flat[1])}
+        for what, (a, b) in pairs.items():
+            if a.shape != b.shape:
+                return f"other tensors have {what}"
+            difference, scale = float((a - b).abs().max()), float(a.abs().max())
+            if not difference <= allowed * scale:  # NaN too
+                return f"{what} up to {scale:.2g} differ by {difference:.2g}"
+    return ""
+
+
+def _slotted(model: nn.Module, name: str) -> bool:
+    try:
+        check_modules(model, [name])
+    except Apart:
+        return False
+    return True

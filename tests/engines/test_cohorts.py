@@ -1,0 +1,410 @@
+"""``train.cohort``: clients that train in one pass end where they end one by one, and who cannot is trained alone."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import fs_lowrank
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.errors import UserError, say_once
+from fs_lowrank.methods import Phase
+from fs_lowrank.models.names import all_tensors
+from fs_lowrank.rounds import site
+from fs_lowrank.settings.effects import without_effect
+from fs_lowrank.training import cohort
+
+SGD = {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.05}}
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The number of clients of each cohort that has trained together."""
+    sizes, real = [], site.train_cohort
+
+    def train(model, members, *given, **options):
+        found = real(model, members, *given, **options)
+        sizes.append(len(members))
+        return found
+
+    monkeypatch.setattr(site, "train_cohort", train)
+    say_once.cache_clear()
+    return sizes
+
+
+@pytest.fixture
+def both(make_engine, trained):
+    """``both(task, keys, size)``: runs of 5 clients in cohorts and one by one, which end alike; the first of them."""
+
+    def run(task, keys, size=3, tolerance=1e-5):
+        keys = {**SGD, "federate.client_num": 5, **keys}
+        ours, plain = (make_engine(task, {**keys, "train.cohort": n}) for n in (size, "off"))
+        start = {n: t.clone() for n, t in ours.ledger.state.items()}
+        for engine in (ours, plain):
+            engine.run()
+        assert ours.ledger.state.keys() == plain.ledger.state.keys()
+        moved = [n for n, t in start.items() if not torch.allclose(ours.ledger.state[n], t, atol=1e-4)]
+        assert moved, "the training is too short to tell anything"
+        close(ours, plain, tolerance)
+        return ours
+
+    return run
+
+
+def close(ours, plain, tolerance=1e-5):
+    for name, value in plain.ledger.state.items():
+        torch.testing.assert_close(ours.ledger.state[name], value, atol=tolerance, rtol=tolerance)
+    for client, own in plain.site.personal.items():
+        for name, value in own.items():
+            torch.testing.assert_close(ours.site.personal[client][name], value, atol=tolerance, rtol=tolerance)
+    for a, b in zip(ours.keeper.history, plain.keeper.history, strict=True):
+        assert a["clients"] == b["clients"] and a["failed"] == b["failed"] == []
+        assert a["loss"] == pytest.approx(b["loss"], abs=tolerance)
+        assert a["uplink_bytes"] == b["uplink_bytes"]
+
+
+CASES = {
+    "several steps": ("encoder", {}),
+    "a language model": ("causal", {}),
+    "unequal numbers of batches": ("encoder", {"train.batch_or_epoch": "epoch", "train.local_update_steps": 2}),
+    "unequal batches": ("encoder", {"dataloader.batch_size": 30}),
+    "a last batch left out": (
+        "encoder",
+        {"train.batch_or_epoch": "epoch", "dataloader.batch_size": 30, "dataloader.drop_last": True},
+    ),
+    "momentum, decay and clipping": (
+        "encoder",
+        {
+            "train.optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+            "train.batch_or_epoch": "epoch",
+            "grad.grad_clip": 0.3,
+        },
+    ),
+    "accumulated gradients": (
+        "encoder",
+        {
+            "train.optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9},
+            "train.batch_or_epoch": "epoch",
+            "grad.grad_accum_count": 3,
+        },
+    ),
+    "blocks": ("encoder", {"train.blocks": 3}),
+    "blocks of a language model": ("causal", {"train.blocks": 3, "dataloader.batch_size": 5}),
+    "all positions": ("encoder", {"train.only_read": "off"}),
+    "states computed": ("causal", {"train.cache_frozen": "off"}),
+    "unequal ranks": ("encoder", {"federate.method": "flexlora", "lowrank.ranks": [1, 3, 2]}),
+    "ranks of a language model": ("causal", {"federate.method": "flora", "lowrank.ranks": [3, 1]}),
+    "personal parts": ("encoder", {"federate.method": "pfedloru", "train.batch_or_epoch": "epoch"}),
+    "dropout of the adapter": (
+        "causal",
+        {"llm.adapter.args": [{"r": 2, "alpha": 6, "dropout": 0.3, "modules": ["q_proj", "v_proj"]}]},
+    ),
+    "no dropout": ("encoder", {"train.frozen_dropout": True}),
+}
+
+
+#: the others are in ``make test-slow``
+QUICK = (
+    "a language model",
+    "unequal numbers of batches",
+    "momentum, decay and clipping",
+    "accumulated gradients",
+    "blocks",
+    "unequal ranks",
+    "personal parts",
+)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
+def test_the_same_run(both, trained, case):
+    both(*CASES[case])
+    assert trained == [3, 2] * 2
+
+
+def test_states_that_are_kept_of_some_only(both, trained):
+    """Those of clients whose samples are not seen often enough are computed in each step."""
+    prefix = both("encoder", {}, 4).site.prefix
+    assert [prefix.budget[f"client {i}"] for i in range(1, 5)] == [True, True, True, False] and prefix.parts
+    assert trained == [4, 4] and "client 1" in prefix.kept and "client 4" not in prefix.kept
+
+
+def test_one_step_of_adam(both, trained):
+    # More steps would enlarge rounding where gradients are almost zero.
+    keys = {"train.optimizer": {"type": "AdamW", "lr": 5e-3, "weight_decay": 0.01}}
+    both("encoder", {**keys, "federate.total_round_num": 1, "train.local_update_steps": 1})
+    assert trained == [3, 2]
+
+
+def test_half_precision(both, trained):
+    """Rounding is that of bfloat16, in which the base computes."""
+    both("encoder", {"lowrank.dtype": "bfloat16"}, tolerance=2e-3)
+    assert trained == [3, 2] * 2
+
+
+def test_a_head_of_several_layers(both, trained, tiny_encoder, tmp_path):
+    """RoBERTa's head is a module with two linear layers."""
+    from transformers import AutoTokenizer, RobertaConfig, RobertaModel
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_encoder))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    RobertaModel(RobertaConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)).save_pretrained(str(tmp_path / "m"))
+    tokenizer.save_pretrained(str(tmp_path / "m"))
+    both(
+        "encoder", {"model.type": f"{tmp_path / 'm'}@transformers", "llm.adapter.args": [{"r": 2, "modules": "query"}]}
+    )
+    assert trained == [3, 2] * 2
+
+
+# -- the same bits ---------------------------------------------------------------------------------------
+
+
+def equal(a, b):
+    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+    assert [r["loss"] for r in a.history] == [r["loss"] for r in b.history]
+
+
+@pytest.fixture
+def few(settings, tmp_path, no_curves):
+    def make(name, keys=None):
+        base = {
+            "federate.client_num": 5,
+            "federate.total_round_num": 3,
+            "train.cohort": 2,
+            "federate.method": "fedloru",
+        }
+        return fs_lowrank.load_config(settings, {**base, "outdir": str(tmp_path / name), **(keys or {})})
+
+    return make
+
+
+def test_resumed_and_by_two_processes(few, trained):
+    keys = {"lowrank.tau": 1, "federate.sample_client_num": 4}
+    whole = fs_lowrank.run(few("whole", keys))
+    assert trained == [2] * 6
+    config = few("resumed", keys)
+    fs_lowrank.run(config, on_round=lambda record: record["round"] == 1)
+    equal(whole, fs_lowrank.run(config, resume=True))
+    seen = []
+    by_two = few("two", {**keys, "federate.process_num": 2})
+    equal(whole, fs_lowrank.run(by_two, on_client=lambda round, done, of: seen.append((round, done, of))))
+    assert {of for _, _, of in seen} == {4} and all(done in (0, 2) for _, done, _ in seen)
+    seconds = whole.history[0]["client_seconds"]
+    assert len(seconds) == 4 and all(s["training"] > 0 and not s["reused"] for s in seconds.values())
+
+
+@pytest.mark.slow
+def test_clients_that_kill_two_processes_together_are_trained_alone(few, monkeypatch):
+    import os
+    import signal
+
+    from fs_lowrank.engines import workers
+
+    def send(self, item, send=workers.Worker.send):
+        send(self, item)
+        if item.facts.get("kind") == "train" and 3 in item.facts["clients"]:
+            os.kill(self.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(workers.Worker, "send", send)
+    result = fs_lowrank.run(few("killed", {"federate.process_num": 2, "federate.total_round_num": 1}))
+    (record,) = result.history
+    assert record["clients"] == [1, 2, 4, 5] and [f["client"] for f in record["failed"]] == [3]
+
+
+def test_clients_are_reused_with_their_cohort(few, trained, tmp_path):
+    keys = {"lowrank.reuse_clients": str(tmp_path / "clients"), "federate.total_round_num": 1}
+    first = fs_lowrank.run(few("first", keys))
+    assert trained == [2, 2]
+    again = fs_lowrank.run(few("again", keys))
+    assert trained == [2, 2], "all found"
+    equal(first, again)
+    assert all(s["reused"] for s in again.history[0]["client_seconds"].values())
+    fs_lowrank.run(few("other", {**keys, "train.cohort": 3}))
+    assert trained == [2, 2, 3, 2], "their company is another"
+    # The cohort of clients 1 and 2, of which one is gone, trains whole.
+    entries = sorted((tmp_path / "clients").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    entries[0].unlink()
+    equal(first, fs_lowrank.run(few("less", keys)))
+    assert trained == [2, 2, 3, 2, 2]
+
+
+# -- failures --------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_fails_does_not_take_the_others(make_engine, trained, caplog):
+    keys = {**SGD, "federate.client_num": 4}
+    ours, plain = (make_engine("encoder", {**keys, "train.cohort": n}) for n in (4, "off"))
+    for engine in (ours, plain):
+        # Tokens that the model does not have.
+        engine.site.data.clients[1].columns["input_ids"] = [
+            np.full_like(row, 10**6) for row in engine.site.data.clients[1].columns["input_ids"]
+        ]
+        engine.run()
+    assert trained == [] and "where they fail together (IndexError" in caplog.text
+    for a, b in zip(ours.keeper.history, plain.keeper.history, strict=True):
+        assert a["failed"] == b["failed"] and [f["client"] for f in a["failed"]] == [2] and a["clients"] == [1, 3, 4]
+    assert all(torch.equal(t, plain.ledger.state[n]) for n, t in ours.ledger.state.items())
+
+
+def test_a_client_that_diverges_does_not_take_the_others(make_engine, trained, monkeypatch):
+    keys = {**SGD, "federate.client_num": 3, "grad.grad_clip": 1.0}
+    ours, plain = (make_engine("encoder", {**keys, "train.cohort": n}) for n in (3, "off"))
+    for engine in (ours, plain):
+
+        def load(state, client, engine=engine, real=engine.site.load_client):
+            real(state, client)
+            if client == 2:
+                with torch.no_grad():
+                    next(t for n, t in all_tensors(engine.model).items() if "modules_to_save" in n).fill_(torch.nan)
+
+        monkeypatch.setattr(engine.site, "load_client", load)
+        engine.run()
+        assert [[f["client"] for f in r["failed"]] for r in engine.keeper.history] == [[2], [2]]
+    assert trained == [3, 3]
+    for name, value in plain.ledger.state.items():
+        torch.testing.assert_close(ours.ledger.state[name], value, atol=1e-5, rtol=1e-5)
+
+
+def test_an_upload_that_fails_is_that_clients(make_engine, trained, monkeypatch):
+    engine = make_engine("encoder", {**SGD, "train.cohort": 3})
+    upload = engine.method.upload
+
+    def fail(model, round, client):
+        if client.id == 2:
+            raise RuntimeError("no")
+        return upload(model, round, client)
+
+    monkeypatch.setattr(engine.method, "upload", fail)
+    for record in engine.run().history:
+        assert record["clients"] == [1, 3] and [f["client"] for f in record["failed"]] == [2]
+
+
+# -- who trains alone ------------------------------------------------------------------------------------
+
+ALONE = {
+    "the base": ("encoder", {"federate.method": "fedavg"}, r"the method trains the base \(.*embeddings"),
+    "a penalty": ("encoder", {"federate.method": "fedhm"}, "a penalty is added to a client's loss"),
+    "another adapter": (
+        "encoder",
+        {"llm.adapter.args": [{"r": 2, "adapter_method": "lokr", "modules": ["query"]}]},
+        r"lokr_w\S+ is a tensor of ParameterDict, which is not computed for several clients",
+    ),
+    "nested pairs": (
+        "encoder",
+        {"federate.method": "mfedloru", "lowrank.nested_ranks": [1, 1], "llm.adapter.args.0.r": 3},
+        "is a tensor of Nested, which",
+    ),
+    "an optimizer of matrices": (
+        "encoder",
+        {"train.optimizer": {"type": "Adafactor", "lr": 0.01}},
+        "train.optimizer.type = Adafactor does not step each number by itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_it_says_once_why_clients_train_alone(make_engine, trained, caplog, case):
+    task, keys, reason = ALONE[case]
+    ours, plain = (make_engine(task, {**SGD, **keys, "train.cohort": n}) for n in (3, "off"))
+    for engine in (ours, plain):
+        engine.run()
+    said = [r.getMessage() for r in caplog.records if "train.cohort" in r.getMessage()]
+    assert trained == [] and len(said) == 1, said
+    assert re.search(f"^train.cohort: clients are trained one by one: .*{reason}", said[0])
+    assert all(torch.equal(t, plain.ledger.state[n]) for n, t in ours.ledger.state.items())
+
+
+def test_a_method_that_asks_for_it(make_engine, trained, caplog, monkeypatch):
+    engine = make_engine("encoder", {**SGD, "train.cohort": 3})
+    monkeypatch.setattr(engine.method, "needs", dataclasses.replace(engine.method.needs, alone=True))
+    engine.run()
+    assert not trained and "one by one: federate.method = fedlora asks for it" in caplog.text
+
+
+def test_clients_with_other_phases(make_engine, trained, caplog, monkeypatch):
+    engine = make_engine("encoder", {**SGD, "federate.client_num": 4, "train.cohort": 2})
+    phases = {2: [Phase(engine.method.shared, steps=1)]}
+    monkeypatch.setattr(engine.method, "phases", lambda t, c=None: phases.get(c, [Phase(engine.method.shared)]))
+    engine.run()
+    assert trained == [2, 2] and "the clients train different tensors" in caplog.text, "clients 3 and 4 train together"
+
+
+def test_images(vision_settings, trained, caplog):
+    keys = {**SGD, "federate.total_round_num": 1, "train.cohort": 3}
+    engine = LocalEngine(fs_lowrank.load_config(vision_settings, keys))
+    assert engine.site.cohort == 1 and "one by one: images are not trained together" in caplog.text
+    assert "train.cohort = 3 has no effect: it is for text" in caplog.text
+
+
+def test_a_model_whose_samples_depend_on_their_company(make_engine, tiny_encoder, tmp_path, trained, caplog):
+    """FNet mixes padding into its results."""
+    from transformers import AutoTokenizer, FNetConfig, FNetModel
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_encoder))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+    FNetModel(FNetConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(str(tmp_path / "fnet"))
+    tokenizer.save_pretrained(str(tmp_path / "fnet"))
+    keys = {
+        "model.type": f"{tmp_path / 'fnet'}@transformers",
+        "llm.adapter.args": [{"r": 2, "modules": ["intermediate.dense"]}],
+    }
+    engine = make_engine("encoder", {**SGD, **keys, "train.cohort": 3})
+    before = {n: t.clone() for n, t in all_tensors(engine.model).items()}
+    asked = {n: p.requires_grad for n, p in engine.model.named_parameters()}
+    assert engine.site.cohort == 1 and "one by one: losses up to" in caplog.text
+    assert all(torch.equal(t, before[n]) for n, t in all_tensors(engine.model).items())
+    assert asked == {n: p.requires_grad for n, p in engine.model.named_parameters()}
+
+
+def test_a_language_models_head_that_is_trained(make_engine, trained, caplog):
+    """It is computed for the tokens with a label, whose number is not that of the batch's rows."""
+    keys = {"llm.adapter.args": [{"r": 2, "modules": ["q_proj"], "modules_to_save": ["lm_head"]}]}
+    engine = make_engine("causal", {**SGD, **keys, "train.cohort": 3})
+    engine.run()
+    assert not trained and "one by one" in caplog.text
+
+
+def test_optimizers_that_step_each_number_alone(settings):
+    for kind, alone in {"SGD": True, "AdamW": True, "RMSprop": True, "Adagrad": True, "Adafactor": False}.items():
+        config = fs_lowrank.load_config(settings, {"train.optimizer": {"type": kind, "lr": 0.1}})
+        assert cohort.elementwise(config.train.optimizer) == alone, kind
+
+
+# -- the key ---------------------------------------------------------------------------------------------
+
+
+def test_the_key(settings):
+    def of(value):
+        return fs_lowrank.load_config(settings, {"train.cohort": value}).train.cohort
+
+    assert [of(v) for v in ("off", False, 1, "auto", 0, 7)] == [1, 1, 1, 0, 0, 7]
+    for value, reported in (("off", False), ("auto", False), (4, True)):
+        told = without_effect(fs_lowrank.load_config(settings, {"train.cohort": value}), "federatedscope")
+        assert [v for name, v, _ in told if name == "train.cohort"] == [value] * reported
+    for wrong in (-1, 2.5, "many"):
+        with pytest.raises(UserError, match="train.cohort.*off, a whole number or auto"):
+            of(wrong)
+
+
+def test_auto_decides_by_the_sizes(settings, tmp_path):
+    def size(tokens, **keys):
+        config = fs_lowrank.load_config(settings, {"train.cohort": "auto", **keys})
+        return cohort.cohort_size(model, config, np.full(10, tokens), 1)
+
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bert", num_hidden_layers=3))
+    assert size(20) == 1, "an unknown device"
+    model = model.to_empty(device="cpu")
+    # A further pass costs 38 tokens.
+    assert [size(20, **{"dataloader.batch_size": n}) for n in (2, 6, 7, 8, 16)] == [16, 10, 8, 1, 1]
+    assert size(64, **{"dataloader.batch_size": 8}) == 1 and size(20, **{"train.cohort": 5}) == 5
+    # By hand: one layer of 16 · 768 + 4 · 3072 + 3 · 12 · 100 float32 values; no logits of a vocabulary.
+    assert cohort.bytes_a_token(model, 1, 100) == 4 * (16 * 768 + 4 * 3072 + 3 * 12 * 100)
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=2))
+    assert cohort.bytes_a_token(causal, 0, 100) == 4 * 3 * 50257
