@@ -10,10 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,7 +22,6 @@ from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
 from ..jobs.crew import INSIDE
-from ..jobs.pool import Member, Pool
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.frozen import COMPUTED_TOGETHER
@@ -36,6 +32,8 @@ from ..rounds.round import Round
 from ..rounds.site import Site
 from ..runs.folder import outdir_of
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
+from . import team
+from .team import Job, Team, divided, joined, on_a_gpu, reporting
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -56,22 +54,7 @@ def processes_of(config: Config) -> int:
     return min(asked, config.sampled_per_round)
 
 
-@dataclass
-class Job:
-    """One item of work, for any process.
-
-    Attributes:
-        parcel: what is sent. home: the number of the process that is to do it if it is free, so that a client's frozen
-            states are computed once.
-        deaths: processes that died while they did it.
-    """
-
-    parcel: Parcel
-    home: int
-    deaths: int = 0
-
-
-class Worker(Member):
+class Worker(team.Worker):
     """The engine's side of one process. What it prints goes to ``process_N.log`` in the run's folder.
 
     Args:
@@ -85,43 +68,27 @@ class Worker(Member):
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(
             f"{__name__}:serve",
+            rank,
             config.lowrank.timeout,
             environment={"OMP_NUM_THREADS": str(threads)},
             log=folder / f"process_{rank + 1}.log",
         )
-        self.rank = rank
-        #: why the engine has ended it, if it has
-        self.ended = ""
-        self.send(Parcel({}, config=config.to_dict(), rank=rank, threads=threads))
-
-    def __str__(self) -> str:
-        return f"process {self.rank + 1}"
-
-    def encode(self, item: Parcel) -> bytes:
-        return item.to_bytes()
-
-    def decode(self, data: bytes) -> Parcel:
-        return Parcel.of(data)
 
 
 class Workers:
-    """The processes of a run.
-
-    A process that dies is replaced, and what it did is done again by another; a second death fails that client's round,
-    never the run.
+    """The processes of a run; one that dies is replaced (``team``).
 
     Args:
-        config: of the run. The processes start at once, and load data and model meanwhile.
+        config: of the run. The processes start at once, and import the libraries while this one loads data and model.
         count: how many.
     """
 
     def __init__(self, config: Config, count: int):
         self.config, self.count = config, count
         self.threads = max(1, torch.get_num_threads() // count)
-        self.pool = Pool()
         self.site: Site
-        self._stands: Callable[[], Parcel] = lambda: Parcel({}, kind="stand")
-        self.pool.members = [Worker(rank, config, self.threads) for rank in range(count)]
+        self._state: Callable[[], State]
+        self.team = Team(count, lambda rank: Worker(rank, config, self.threads), self._settle)
 
     def begin(self, site: Site, state: Callable[[], State]) -> None:
         """Bring every process to where the run stands.
@@ -131,47 +98,30 @@ class Workers:
         Raises:
             UserError: a process could not load the run's data or model.
         """
-        self.site = site
+        self.site, self._state = site, state
+        for member in self.team.members:
+            self._load(member)
+        for member in self.team.members:
+            self._stand(member)
 
-        def stands() -> Parcel:
-            tensors = {**site.method.view(state()), **site.personal.untrained, **site.changed_base()}
-            return Parcel(tensors, kind="stand")
+    def _load(self, member: Worker) -> None:
+        member.send(Parcel({}, config=self.config.to_dict(), rank=member.rank, threads=self.threads))
 
-        self._stands = stands
-        for member in self.pool.members:
-            self._ready(member)
+    def _stand(self, member: Worker) -> None:
+        member.hear()
+        member.send(team.stands(self.site, self._state()))
+        member.hear()
 
-    def _ready(self, member: Worker) -> None:
-        """Wait until ``member`` has loaded, and bring it to where the run stands."""
-        self._hear(member)
-        member.send(self._stands())
-        self._hear(member)
-
-    def _hear(self, member: Worker) -> Parcel:
-        """The next word of one process that cannot be replaced.
-
-        Raises:
-            RunFailed: it died, or does not answer within ``lowrank.timeout``.
-        """
-        answer = member.receive()
-        if answer is None:
-            raise RunFailed(
-                f"{member} of federate.process_num {self.count} could not start or go on "
-                f"(exit code {member.process.returncode}); was it killed, or out of memory?"
-            )
-        member.idle = True
-        return _checked(member, answer)
+    def _settle(self, member: Worker) -> None:
+        """Bring a process that has just been started to where the run stands."""
+        self._load(member)
+        self._stand(member)
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
         """Bring every process to the end of ``round``."""
-        for member in self.pool.members:
-            member.send(Parcel(message, kind="follow", round=round))
-        for rank, member in enumerate(self.pool.members):
-            if (answer := member.receive()) is None:
-                self._replace(rank, "while it followed the round")
-            else:
-                member.idle = True
-                _checked(member, answer)
+        parcel = Parcel(message, kind="follow", round=round)
+        name = f"the end of round {round}"
+        self._do([Job(parcel, rank, name, only_there=True, stands=True) for rank in range(self.count)])
 
     def train(self, round: Round, clients: Sequence[int], state: State, on_client: Callable[[int], object]) -> None:
         """Train ``clients`` and hand what they answer to ``round``, in their order.
@@ -181,7 +131,7 @@ class Workers:
         """
         site = self.site
         jobs = [
-            Job(_parcel(site, state, client, kind="train", round=round.number), client % self.count)
+            Job(_parcel(site, state, client, kind="train", round=round.number), client, f"client {client}")
             for client in clients
         ]
         for client, answer in zip(clients, self._do(jobs, on_client)):
@@ -193,7 +143,7 @@ class Workers:
                 round.fail(client, "failed", facts["error"])
                 continue
             site.add_spent({client: facts["spent"]})
-            update, personal = _parts(answer, site.device)
+            update, personal = _halves(answer, site.device)
             parcel = Parcel(update, round=round.number, samples=facts["samples"], loss=facts["loss"])
             if round.take(client, parcel) and personal:
                 site.personal.keep(client, round.number, personal)
@@ -209,12 +159,14 @@ class Workers:
         for split in evaluator.splits():
             if split != CLIENTS:
                 for part in range(self.count):
-                    jobs.append(Job(Parcel({}, kind="score", split=split, part=part, parts=self.count), part))
+                    parcel = Parcel({}, kind="score", split=split, part=part, parts=self.count)
+                    jobs.append(Job(parcel, part, f"the evaluation of {split}"))
                     of.append((split, 0))
                 continue
             for client, examples in zip(site.clients, site.data.client_tests):
                 if examples is not None:
-                    jobs.append(Job(_parcel(site, state, client.id, kind="score"), client.id))
+                    parcel = _parcel(site, state, client.id, kind="score")
+                    jobs.append(Job(parcel, client.id, f"client {client.id}"))
                     of.append((split, client.id))
                     sizes[client.id] = len(examples)
         scores: dict[tuple[str, int], list[BatchScore]] = {key: [] for key in of}
@@ -231,82 +183,27 @@ class Workers:
 
     def _do(self, jobs: Sequence[Job], on_begin: Callable[[int], object] = lambda done: None) -> list[Parcel | str]:
         """What the processes answered to ``jobs``, in their order; a text says why there is no answer."""
-        answers: dict[int, Parcel | str] = {}
-        waiting = list(range(len(jobs)))
-        doing: dict[int, int] = {}
+        answers: dict[Job, Parcel | str] = {}
+        self.team.jobs += jobs
         while len(answers) < len(jobs):
-            for rank, member in enumerate(self.pool.members):
-                if waiting and rank not in doing:
-                    # Its own first; then one from whoever has most left to do.
-                    left = Counter(jobs[i].home % self.count for i in waiting)
-                    home = rank if rank in left else left.most_common(1)[0][0]
-                    number = next(i for i in waiting if jobs[i].home % self.count == home)
-                    waiting.remove(number)
-                    doing[rank] = number
-                    on_begin(len(answers))
-                    member.send(jobs[number].parcel)
-            for member in self.pool.heard(1.0):
-                answer = member.receive()
-                number = doing.pop(member.rank)
-                if answer is not None:
-                    member.idle = True
-                    answers[number] = _checked(member, answer)
-                    continue
-                how = self._replace(member.rank, f"while it did {_named(jobs[number])}")
-                jobs[number].deaths += 1
-                if jobs[number].deaths < 2:
-                    waiting.insert(0, number)
-                    jobs[number].home += 1  # elsewhere
-                else:
-                    answers[number] = f"two processes ended while they did it, the last one: {how}"
-            if (silent := self.pool.silent()) is not None:
-                silent.ended = f"no sign of life within lowrank.timeout, {silent.timeout:g} s"
-                silent.process.kill()  # its end is heard next
-        return [answers[i] for i in range(len(jobs))]
-
-    def _replace(self, rank: int, when: str) -> str:
-        """Start another process in the place of one that has died; returns how it died."""
-        dead = self.pool.members[rank]
-        dead.end()
-        code = dead.process.returncode
-        how = dead.ended or (f"signal {-code}" if code < 0 else f"exit code {code}")
-        logger.warning("%s ended %s (%s); another takes its place", dead, when, how)
-        self.pool.members[rank] = Worker(rank, self.config, self.threads)
-        self._ready(self.pool.members[rank])
-        return how
+            answers.update(self.team.step(1.0, lambda job: on_begin(len(answers))))
+        return [answers[job] for job in jobs]
 
     def end(self) -> None:
         """End all processes, whatever they do."""
-        self.pool.end()
+        self.team.end()
 
 
 def _parcel(site: Site, state: State, client: int, /, **facts: Any) -> Parcel:
     """The tensors of a client's model beside the base, ``view/NAME`` and ``personal/NAME``, and the fact ``client``."""
-    tensors = {f"view/{n}": t for n, t in site.method.view(state, client).items()}
-    tensors |= {f"personal/{n}": t for n, t in site.personal.of(client).items()}
-    return Parcel(tensors, client=client, **facts)
+    groups = {"view": site.method.view(state, client), "personal": site.personal.of(client)}
+    return Parcel(joined(groups), client=client, **facts)
 
 
-def _parts(parcel: Parcel, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The two halves of what ``_parcel`` packed."""
-    halves: dict[str, dict[str, Tensor]] = {"view": {}, "personal": {}}
-    for name, tensor in parcel.tensors.items():
-        half, _, rest = name.partition("/")
-        halves[half][rest] = tensor.to(device)
-    return halves["view"], halves["personal"]
-
-
-def _checked(member: Worker, answer: Parcel) -> Parcel:
-    """``answer``, if it is none that ends the run."""
-    if answer.facts.get("kind") == "stopped":
-        kind = {k.__name__: k for k in (RunFailed, UserError)}.get(answer.facts["error"], RuntimeError)
-        raise kind(answer.facts["reason"] if kind is not RuntimeError else f"{member}: {answer.facts['reason']}")
-    return answer
-
-
-def _named(job: Job) -> str:
-    facts = job.parcel.facts
-    return f"client {facts['client']}" if "client" in facts else f"the evaluation of {facts['split']}"
+def _halves(parcel: Parcel, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The two groups of a parcel about a client."""
+    groups = divided(parcel, device)
+    return groups.get("view", {}), groups.get("personal", {})
 
 
 # -- in the process ------------------------------------------------------------------------------------
@@ -314,23 +211,15 @@ def _named(job: Job) -> str:
 
 def serve(connection: Connection) -> None:
     """Load the run's data and model, then do one item after the other until the engine closes the connection."""
-    try:
+    with reporting(connection):
         first = Parcel.of(connection.recv_bytes()).facts
         torch.set_num_threads(first["threads"])
-        config = load_config(first["config"])
-        if config.torch_device != "cpu" and torch.cuda.is_available():
-            config = config.replace(device=(max(int(config.device), 0) + first["rank"]) % torch.cuda.device_count())
+        config = on_a_gpu(load_config(first["config"]), first["rank"])
         worker = _Clients(Site(config, serves=False))
         answer = Parcel({}, kind="ready")
         while True:
             connection.send_bytes(answer.to_bytes())
             answer = worker.do(Parcel.of(connection.recv_bytes()))
-    except (EOFError, ConnectionError):
-        return  # the engine has ended, or ends this process
-    except Exception as error:  # the engine tells the user
-        kind = next((kind.__name__ for kind in (RunFailed, UserError) if isinstance(error, kind)), "")
-        reason = str(error) if kind else traceback.format_exc()
-        connection.send_bytes(Parcel({}, kind="stopped", error=kind, reason=reason).to_bytes())
 
 
 class _Clients:
@@ -358,7 +247,7 @@ class _Clients:
         return Parcel({}, kind="stands")
 
     def _load(self, item: Parcel) -> None:
-        for half in _parts(item, self.site.device):
+        for half in divided(item, self.site.device).values():
             load_tensors(self.site.model, half)
 
     def _train(self, item: Parcel) -> Parcel:
@@ -373,9 +262,8 @@ class _Clients:
         except Exception as error:  # one client's failure must not end the others' round; it is recorded
             logger.debug("client %d", client, exc_info=True)
             return Parcel({}, kind="trained", error=f"{type(error).__name__}: {error}")
-        tensors = {f"view/{n}": t for n, t in update.tensors.items()}
-        if site.personal.untrained:
-            tensors |= {f"personal/{n}": t for n, t in copied(site.model, site.method.personal).items()}
+        own = copied(site.model, site.method.personal) if site.personal.untrained else {}
+        tensors = joined({"view": update.tensors, "personal": own})
         spent = site.take_spent()[client]
         return Parcel(tensors, kind="trained", samples=update.num_samples, loss=result.loss, spent=spent)
 
