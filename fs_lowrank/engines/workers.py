@@ -1,6 +1,7 @@
 """Clients trained and evaluated by several processes of this machine (``federate.process_num``).
 
-Each process holds a copy of the base model, which follows the server's messages. What a client trains is decided by its
+Each process has a copy of the model, which follows the server's messages. What no copy changes, such as frozen weights,
+is in memory once for all processes on a CPU under Linux. What a client trains is decided by its
 data, the tensors it starts from, the round and the seed, and not by the process that trains it. So the result is equal
 to the bit to that of one process, if all compute with the same number of threads.
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,6 +24,7 @@ from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
 from ..jobs.crew import INSIDE
+from ..jobs.kept import Keep, keeping
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.frozen import COMPUTED_TOGETHER
@@ -86,9 +89,18 @@ class Workers:
     def __init__(self, config: Config, count: int):
         self.config, self.count = config, count
         self.threads = max(1, torch.get_num_threads() // count)
+        #: what the processes share: the unchanged base, and the data
+        self.keep = Keep(limit=math.inf)
         self.site: Site
         self._state: Callable[[], State]
         self.team = Team(count, lambda rank: Worker(rank, config, self.threads), self._settle)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context for loading the engine's own data and model, which the processes then share."""
+        with keeping(self.keep) as keep:
+            yield
+        self._places = keep.places
 
     def begin(self, site: Site, state: Callable[[], State]) -> None:
         """Bring every process to where the run stands.
@@ -105,7 +117,8 @@ class Workers:
             self._stand(member)
 
     def _load(self, member: Worker) -> None:
-        member.send(Parcel({}, config=self.config.to_dict(), rank=member.rank, threads=self.threads))
+        facts = {"config": self.config.to_dict(), "rank": member.rank, "threads": self.threads}
+        member.send(Parcel({}, **facts, kept=self._places))
 
     def _stand(self, member: Worker) -> None:
         member.hear()
@@ -192,6 +205,7 @@ class Workers:
     def end(self) -> None:
         """End all processes, whatever they do."""
         self.team.end()
+        self.keep.close()
 
 
 def _parcel(site: Site, state: State, client: int, /, **facts: Any) -> Parcel:
@@ -211,11 +225,14 @@ def _halves(parcel: Parcel, device: torch.device) -> tuple[dict[str, Tensor], di
 
 def serve(connection: Connection) -> None:
     """Load the run's data and model, then do one item after the other until the engine closes the connection."""
+    import peft  # noqa: F401  what takes seconds is done while the engine loads data and model
+
     with reporting(connection):
         first = Parcel.of(connection.recv_bytes()).facts
         torch.set_num_threads(first["threads"])
         config = on_a_gpu(load_config(first["config"]), first["rank"])
-        worker = _Clients(Site(config, serves=False))
+        with keeping(Keep(limit=0, given=first["kept"])):
+            worker = _Clients(Site(config, serves=False))
         answer = Parcel({}, kind="ready")
         while True:
             connection.send_bytes(answer.to_bytes())

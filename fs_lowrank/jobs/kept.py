@@ -1,8 +1,8 @@
-"""What a process has loaded and will need again, such as a model before a method has changed it.
+"""What a process has loaded and needs again, such as a model before a method has changed it.
 
-Inside ``keeping``, a value is made once for all that decides it. It is then written to memory that has no name on any
-disk, and every use is a copy that is read from there: tensors are mapped, so that unchanged ones take memory once, for
-all copies and for other processes that are told of them (``Keep.places``). A copy that is changed changes no other.
+Within ``keeping``, a value is made once for all that decides it, and written to memory that no disk holds. Every use is
+a copy of its own, mapped from there: what no copy changes takes memory once, in this process and in others that are
+told of it (``Keep.places``). What one copy changes, no other sees.
 """
 
 from __future__ import annotations
@@ -10,14 +10,25 @@ from __future__ import annotations
 import io
 import json
 import logging
+import mmap
 import os
+import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("fs_lowrank")
 
 Value = TypeVar("Value")
+
+#: addresses keep their remainder by this, because a product's rounding may depend on it
+_ALIGNED = 64
+#: arrays of fewer bytes are copied
+_MAPPED = 1 << 16
 
 _current: Keep | None = None
 
@@ -48,36 +59,39 @@ class Keep:
         if key in self.given:
             try:
                 return _read(self.given[key])
-            except OSError as error:  # that process has ended, or is another user's
+            except OSError as error:  # that process has ended, or dropped the value
                 logger.debug("%s is loaded anew: %s", key, error)
                 del self.given[key]
         if key not in self.files:
             made = make()
-            if key in self.refused or not self._write(key, made):
+            if key in self.refused or not self._keep(key, made):
                 self.refused.add(key)
                 return made
             del made  # what is returned shares its memory with what is kept
         self.files[key] = self.files.pop(key)
         return _read(self.places[key])
 
-    def _write(self, key: str, value: object) -> bool:
+    def _keep(self, key: str, value: object) -> bool:
         """Keep ``value``; whether that was possible."""
-        import torch
-
         if not hasattr(os, "memfd_create"):  # only Linux has it
             return False
+        try:
+            packed = _Packed(value)
+        except Exception as error:  # a class may refuse in any way to be pickled
+            logger.debug("%s is not kept: %s: %s", key, type(error).__name__, error)
+            return False
+        if packed.size > self.limit:
+            return False
+        while self.files and packed.size + sum(size for _, size in self.files.values()) > self.limit:
+            self._drop(next(iter(self.files)))
         file = os.memfd_create("fs_lowrank")
         try:
-            with _Limited(file, self.limit) as stream:
-                torch.save(value, stream)
-                size = stream.written
-        except Exception as error:  # of a class that cannot be pickled, or too large
+            packed.write(file)
+        except OSError as error:
             logger.debug("%s is not kept: %s", key, error)
             os.close(file)
             return False
-        self.files[key] = file, size
-        while sum(size for _, size in self.files.values()) > self.limit:
-            self._drop(next(iter(self.files)))
+        self.files[key] = file, packed.size
         return True
 
     def _drop(self, key: str) -> None:
@@ -89,55 +103,119 @@ class Keep:
             self._drop(key)
 
 
-class _Limited(io.FileIO):
-    """A file that refuses to become larger than ``limit`` bytes."""
+class _Packed(pickle.Pickler):
+    """A value as it is kept: the bytes of its tensors and large arrays, then everything else as a pickle."""
 
-    def __init__(self, file: int, limit: float):
-        super().__init__(file, "w", closefd=False)
-        self.limit, self.written = limit, 0
+    def __init__(self, value: object):
+        import torch
 
-    def write(self, data: Any) -> int:
-        self.written += memoryview(data).nbytes
-        if self.written > self.limit:
-            raise OSError(f"more than {self.limit:.0f} bytes")
-        left = memoryview(data).cast("B")
-        while left:
-            left = left[super().write(left) :]
-        return memoryview(data).nbytes
+        self.torch = torch
+        self.pickled = io.BytesIO()
+        super().__init__(self.pickled, protocol=5, buffer_callback=self._is_small)
+        #: where a run of bytes begins, and the bytes
+        self.parts: list[tuple[int, Any]] = []
+        self.end = 0
+        #: by the storages' identity: offset and length
+        self.storages: dict[int, tuple[int, int]] = {}
+        #: of the large arrays, in the order in which they are read
+        self.arrays: list[tuple[int, int]] = []
+        self.dump(value)
+        self.tail = pickle.dumps(self.arrays)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end + self.pickled.tell() + len(self.tail) + 24
+
+    def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether an array goes into the pickle; otherwise it is noted."""
+        data = buffer.raw()
+        if data.nbytes < _MAPPED:
+            return True
+        self.arrays.append(self._note(data, 0))
+        return False
+
+    def persistent_id(self, value: Any) -> Any:
+        """What stands for a tensor's storage in the pickle; None for anything else."""
+        if not isinstance(value, self.torch.storage.TypedStorage):
+            return None
+        storage = value._untyped_storage
+        if storage.device.type != "cpu":
+            raise pickle.PicklingError(f"a tensor on {storage.device}")
+        if storage._cdata not in self.storages:
+            data = self.torch.empty(0, dtype=self.torch.uint8).set_(storage).numpy().data
+            self.storages[storage._cdata] = self._note(data, storage.data_ptr() % _ALIGNED)
+        return *self.storages[storage._cdata], value.dtype
+
+    def _note(self, data: Any, remainder: int) -> tuple[int, int]:
+        start = self.end + (remainder - self.end) % _ALIGNED
+        self.parts.append((start, data))
+        self.end = start + data.nbytes
+        return start, data.nbytes
+
+    def write(self, file: int) -> None:
+        """Write everything to ``file``, which is empty."""
+        os.ftruncate(file, self.size)
+        for start, data in [*self.parts, (self.end, self.pickled.getbuffer())]:
+            while data:
+                written = os.pwrite(file, data, start)
+                start, data = start + written, data[written:]
+        sizes = struct.pack("<QQQ", self.end, self.pickled.tell(), len(self.tail))
+        os.pwrite(file, self.tail + sizes, self.end + self.pickled.tell())
+
+
+class _Unpacked(pickle.Unpickler):
+    """Reads what ``_Packed`` wrote. Only processes of the same run or worker have written it."""
+
+    def __init__(self, kept: mmap.mmap):
+        import torch
+
+        self.torch, self.kept = torch, memoryview(kept)
+        end, pickled, tail = struct.unpack("<QQQ", self.kept[-24:])
+        arrays = pickle.loads(self.kept[end + pickled : end + pickled + tail])
+        buffers = [self.kept[start : start + size] for start, size in arrays]
+        super().__init__(io.BytesIO(self.kept[end : end + pickled]), buffers=buffers)
+
+    def persistent_load(self, place: tuple[int, int, torch.dtype]) -> Any:
+        start, size, dtype = place
+        empty = self.torch.UntypedStorage(0)
+        data = self.torch.frombuffer(self.kept[start : start + size], dtype=self.torch.uint8) if size else None
+        storage = empty if data is None else data.untyped_storage()
+        return self.torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _read(place: str) -> Any:
-    import torch
-
-    # What this user's own processes have written; mapped so that a write changes this process's copy alone.
-    return torch.load(place, mmap=True, weights_only=False)
+    with open(place, "rb") as file:
+        return _Unpacked(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)).load()
 
 
 @contextmanager
-def keeping(limit: float | None = None, given: Mapping[str, str] | None = None) -> Iterator[Keep]:
-    """Within the block, ``kept`` keeps values; within a block of this kind, that one's are used.
+def keeping(keep: Keep | None = None) -> Iterator[Keep]:
+    """Within the block, ``kept`` keeps values. In a block inside another, the outer one's values are used.
 
     Args:
-        limit, given: as for ``Keep``.
+        keep: where, for a caller that closes it; None: what is kept is dropped at the end of the block.
     """
     global _current
     if _current is not None:
         yield _current
         return
-    _current = Keep(limit, given)
+    _current = keep or Keep()
     try:
         yield _current
     finally:
-        _current.close()
+        if keep is None:
+            _current.close()
         _current = None
 
 
-def kept(what: str, decides: Mapping[str, Any], make: Callable[[], Value]) -> Value:
-    """What ``make`` gives; within ``keeping``, a copy of what it gave before for the same ``decides``.
+def kept(what: str, decides: Callable[[], Mapping[str, Any] | None], make: Callable[[], Value]) -> Value:
+    """What ``make`` gives; within ``keeping``, a copy of what it gave before where the same decides it.
 
     Args:
-        what: kind of value. decides: all that decides it, as plain data.
+        what: the kind of value. decides: gives all that decides it, as plain data; None: not known, so it is not kept.
     """
-    if _current is None:
+    known = None if _current is None else decides()
+    if _current is None or known is None:
         return make()
-    return _current.value(json.dumps([what, decides], sort_keys=True, default=str), make)
+    return _current.value(json.dumps([what, known], sort_keys=True, default=str), make)
