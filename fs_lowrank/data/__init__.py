@@ -210,18 +210,17 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
 
 
 def _decides(cfg: Any, tokenizer: Any, raw: RawData) -> dict[str, Any] | None:
-    """All that decides what ``_built`` gives; None if that is not known."""
+    """All that decides what ``_built`` gives; None if that is not known, or takes no time, as with images."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(cfg, Settings) or backend is None and tokenizer is not None:
+    if not isinstance(cfg, Settings) or backend is None:
         return None
     parts = (raw.train, raw.validation, raw.test)
     keys = {name: asdict(getattr(cfg, name)) for name in ("data", "llm")}
     return {
         "keys": [keys, cfg.federate.client_num, cfg.seed, cfg.lowrank.test_seed],
-        "raw": [raw.fingerprint, raw.source, raw.fields, raw.skipped, raw.mean, raw.std],
+        "raw": [raw.fingerprint, raw.source, raw.fields, raw.skipped],
         "rows": [None if p is None else hashlib.sha256(p.index.to_numpy(np.int64)).hexdigest() for p in parts],
-        "tokenizer": backend and [hashlib.sha256(backend.to_str().encode()).hexdigest(), repr(tokenizer)],
-        "template": getattr(tokenizer, "chat_template", None),
+        "tokenizer": [hashlib.sha256(backend.to_str().encode()).hexdigest(), repr(tokenizer), tokenizer.chat_template],
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import mmap
 import os
 import pickle
 import struct
@@ -59,7 +58,7 @@ class Keep:
         if key in self.given:
             try:
                 return _read(self.given[key])
-            except OSError as error:  # that process has ended, or dropped the value
+            except (OSError, RuntimeError) as error:  # that process has ended, or dropped the value
                 logger.debug("%s is loaded anew: %s", key, error)
                 del self.given[key]
         if key not in self.files:
@@ -162,31 +161,28 @@ class _Packed(pickle.Pickler):
                 start, data = start + written, data[written:]
         sizes = struct.pack("<QQQ", self.end, self.pickled.tell(), len(self.tail))
         os.pwrite(file, self.tail + sizes, self.end + self.pickled.tell())
-
-
-class _Unpacked(pickle.Unpickler):
-    """Reads what ``_Packed`` wrote. Only processes of the same run or worker have written it."""
-
-    def __init__(self, kept: mmap.mmap):
-        import torch
-
-        self.torch, self.kept = torch, memoryview(kept)
-        end, pickled, tail = struct.unpack("<QQQ", self.kept[-24:])
-        arrays = pickle.loads(self.kept[end + pickled : end + pickled + tail])
-        buffers = [self.kept[start : start + size] for start, size in arrays]
-        super().__init__(io.BytesIO(self.kept[end : end + pickled]), buffers=buffers)
-
-    def persistent_load(self, place: tuple[int, int, torch.dtype]) -> Any:
-        start, size, dtype = place
-        empty = self.torch.UntypedStorage(0)
-        data = self.torch.frombuffer(self.kept[start : start + size], dtype=self.torch.uint8) if size else None
-        storage = empty if data is None else data.untyped_storage()
-        return self.torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        self.parts.clear()  # what holds the value itself
+        self.clear_memo()
 
 
 def _read(place: str) -> Any:
-    with open(place, "rb") as file:
-        return _Unpacked(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)).load()
+    """A copy of the value that ``_Packed`` wrote to ``place``, which only processes of the same worker or run do."""
+    import torch
+
+    # Mapped such that what is written changes this process's copy alone.
+    kept = memoryview(torch.from_file(place, False, os.stat(place).st_size, dtype=torch.uint8).numpy())
+    end, pickled, tail = struct.unpack("<QQQ", kept[-24:])
+    arrays = pickle.loads(kept[end + pickled : end + pickled + tail])
+
+    def storage(found: tuple[int, int, torch.dtype]) -> Any:
+        start, size, dtype = found
+        data = torch.frombuffer(kept[start : start + size], dtype=torch.uint8) if size else torch.empty(0)
+        return torch.storage.TypedStorage(wrap_storage=data.untyped_storage(), dtype=dtype, _internal=True)
+
+    buffers = [kept[start : start + size] for start, size in arrays]
+    unpickler = pickle.Unpickler(io.BytesIO(kept[end : end + pickled]), buffers=buffers)
+    unpickler.persistent_load = storage  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 @contextmanager
