@@ -7,6 +7,7 @@ told of it (``Keep.places``). What one copy changes, no other sees.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import logging
@@ -14,7 +15,7 @@ import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Keep:
                 self.refused.add(key)
                 return made
             del made  # what is returned shares its memory with what is kept
+            with suppress(AttributeError, OSError):  # of the C library of Linux: gives freed memory back
+                ctypes.CDLL(None).malloc_trim(0)
         self.files[key] = self.files.pop(key)
         return _read(self.places[key])
 
@@ -203,6 +206,11 @@ def keeping(keep: Keep | None = None) -> Iterator[Keep]:
         if keep is None:
             _current.close()
         _current = None
+
+
+def places() -> dict[str, str]:
+    """Where other processes find what is kept now (``Keep.places``)."""
+    return {} if _current is None else _current.places
 
 
 def kept(what: str, decides: Callable[[], Mapping[str, Any] | None], make: Callable[[], Value]) -> Value:
