@@ -11,6 +11,7 @@ from typing import Any
 
 from fs_lowrank import RunFailed
 from fs_lowrank.jobs.files import disk_error
+from fs_lowrank.jobs.kept import keeping
 from fs_lowrank.jobs.shell import INTERRUPTED, OK, message_of
 
 from .execute import Interrupted, execute
@@ -139,6 +140,7 @@ def main(given: dict[str, Any]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        return work(options)
+        with keeping():  # most cells of a suite start from the same model and data
+            return work(options)
     except Interrupted:
         return INTERRUPTED

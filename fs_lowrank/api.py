@@ -13,6 +13,7 @@ from .engines import get_engine
 from .engines.kept import start_method_kept
 from .errors import RunFailed, UserError
 from .jobs.files import replacing, to_json
+from .jobs.kept import keeping
 from .jobs.shell import names
 from .runs.folder import holds_run, outdir_of, remove_run
 from .runs.plots import plot_curves, setting_of
@@ -137,23 +138,24 @@ def compare(
         # All methods start from the same model, so clients that train alike are trained once.
         configs = {n: c.replace(**{"lowrank.reuse_clients": str(outdir / "clients")}) for n, c in configs.items()}
     results = {}
-    for name, config_of_method in configs.items():
-        if on_method:
-            on_method(name)
-        results[name] = run(config_of_method, engine, **existing, **callbacks)
-    for name in rows:
-        configs[name] = row_config(name, config, outdir / name)
-        if overwrite:
-            remove_run(outdir / name)
-        if on_method:
-            on_method(name)
-        told = (callbacks.get("on_round"), callbacks.get("on_client"))
-        with (
-            generators_kept(),
-            start_method_kept(),
-            shown(name, config.federate.total_round_num, progress, *told) as told,
-        ):
-            results[name] = run_row(name, configs[name], bool(resume), *told)
+    with keeping():  # the model and the data are loaded once
+        for name, config_of_method in configs.items():
+            if on_method:
+                on_method(name)
+            results[name] = run(config_of_method, engine, **existing, **callbacks)
+        for name in rows:
+            configs[name] = row_config(name, config, outdir / name)
+            if overwrite:
+                remove_run(outdir / name)
+            if on_method:
+                on_method(name)
+            told = (callbacks.get("on_round"), callbacks.get("on_client"))
+            with (
+                generators_kept(),
+                start_method_kept(),
+                shown(name, config.federate.total_round_num, progress, *told) as told,
+            ):
+                results[name] = run_row(name, configs[name], bool(resume), *told)
     first = next(iter(results.values()))
     majority = first.facts["majority"]
     try:

@@ -12,6 +12,7 @@ from optuna.trial import TrialState
 
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.jobs.crew import stop_signals
+from fs_lowrank.jobs.kept import keeping
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
 
@@ -55,7 +56,8 @@ def work(
     Raises:
         UserError: the storage failed.
     """
-    with reported(folder), storage_errors(where):
+    # All trials start from the same model, and most from the same data.
+    with reported(folder), storage_errors(where), keeping():
         storage = open_storage(where)
         searches = [_Search(storage, n, folder / n, wanted[n], confirm, limit, overrides, stopping, say) for n in names]
         while not stopping():

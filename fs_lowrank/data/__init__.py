@@ -7,7 +7,7 @@ import json
 import logging
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +37,8 @@ from fs_lowrank.data.sources import (
 from fs_lowrank.data.tables import count_skipped
 from fs_lowrank.data.tokenize import check_vocabulary, tokenize_causal, tokenize_classification
 from fs_lowrank.errors import UserError, say_once
-from fs_lowrank.settings import Origin, one_mapping
+from fs_lowrank.jobs.kept import kept
+from fs_lowrank.settings import Origin, Settings, one_mapping
 
 __all__ = [
     "CAUSAL_LM",
@@ -196,9 +197,51 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         UserError: see ``load_raw`` and ``partition``; splits without training rows; a tokenizer that does not know
             the training text; an invalid transform, or one that does not fit the images.
     """
-    origin = getattr(cfg, "source", None) or Origin()
     if raw is None:
-        raw = load_raw(cfg.data, origin=origin)
+        raw = load_raw(cfg.data, origin=getattr(cfg, "source", None) or Origin())
+    given = cfg, tokenizer, raw
+    data, cut = kept("data", lambda: _decides(*given), lambda: (_built(*given), _cutting(tokenizer)))
+    _cut_alike(tokenizer, cut)
+    if any(data.skipped.values()) or any(data.truncated.values()):
+        say_once(data.describe())
+    else:
+        logger.info("%s", data.describe())
+    return data
+
+
+def _decides(cfg: Any, tokenizer: Any, raw: RawData) -> dict[str, Any] | None:
+    """All that decides what ``_built`` gives; None if that is not known, or takes no time, as with images."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(cfg, Settings) or backend is None:
+        return None
+    parts = (raw.train, raw.validation, raw.test)
+    keys = {name: asdict(getattr(cfg, name)) for name in ("data", "llm")}
+    return {
+        "keys": [keys, cfg.federate.client_num, cfg.seed, cfg.lowrank.test_seed],
+        "raw": [raw.fingerprint, raw.source, raw.fields, raw.skipped],
+        "rows": [None if p is None else hashlib.sha256(p.index.to_numpy(np.int64)).hexdigest() for p in parts],
+        "tokenizer": [hashlib.sha256(backend.to_str().encode()).hexdigest(), repr(tokenizer), tokenizer.chat_template],
+    }
+
+
+def _cutting(tokenizer: Any) -> tuple[Any, Any]:
+    """How a tokenizer was last told to cut and to pad, which is saved with it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return (backend.truncation, backend.padding) if backend is not None else (None, None)
+
+
+def _cut_alike(tokenizer: Any, cut: tuple[Any, Any]) -> None:
+    """Tell ``tokenizer`` to cut and to pad as another one was told."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or _cutting(tokenizer) == cut:
+        return
+    truncation, padding = cut
+    _ = backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
+    _ = backend.no_padding() if padding is None else backend.enable_padding(**padding)
+
+
+def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
+    origin = getattr(cfg, "source", None) or Origin()
     seed = int(cfg.seed)
     args = data_args(cfg.data, origin)
     test_seed = getattr(getattr(cfg, "lowrank", None), "test_seed", -1)
@@ -266,7 +309,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     majority = None
     if test_examples is not None and test_examples.labels is not None and len(test_examples):
         majority = float(np.bincount(test_examples.labels).max() / len(test_examples))
-    data = FederatedData(
+    return FederatedData(
         clients=[train_examples.select(indices) for indices in parts.indices],
         validation=validation_examples,
         test=test_examples,
@@ -290,11 +333,6 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         },
         cut=tuple(split for split in ("validation", "test") if getattr(raw, split) is None),
     )
-    if any(skipped.values()) or any(truncated.values()):
-        say_once(data.describe())
-    else:
-        logger.info("%s", data.describe())
-    return data
 
 
 def _fitting_length(train: pd.DataFrame, tokenizer: Any, task: str, options: dict[str, Any]) -> int:

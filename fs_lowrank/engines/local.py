@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from safetensors import SafetensorError
@@ -34,6 +35,10 @@ logger = logging.getLogger("fs_lowrank")
 
 class ThisProcess:
     """Trains and evaluates in the engine's process; ``Workers`` does the same with several."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Data and model are loaded for this process alone."""
+        return nullcontext()
 
     def begin(self, site: Site, state: Callable[[], State]) -> None:
         """The run begins, or goes on, with the data and the model of ``site``."""
@@ -88,10 +93,11 @@ class LocalEngine:
         self.config = config
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
         count = processes_of(config)
-        # Processes load data and model while this one does.
+        # Processes import the libraries while this one loads data and model.
         self.trains: ThisProcess | Workers = Workers(config, count) if count > 1 else ThisProcess()
         try:
-            self.site = Site(config)
+            with self.trains.loading():
+                self.site = Site(config)
             self.evaluator = Evaluator(self.site)
             self.evaluator.check_watched()
             self.method, self.model = self.site.method, self.site.model

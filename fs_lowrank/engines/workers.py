@@ -1,6 +1,7 @@
 """Clients trained and evaluated by several processes of this machine (``federate.process_num``).
 
-Each process holds a copy of the base model, which follows the server's messages. What a client trains is decided by its
+Each process has a copy of the model, which follows the server's messages. What no copy changes, such as frozen weights,
+is in memory once for all processes on a CPU under Linux. What a client trains is decided by its
 data, the tensors it starts from, the round and the seed, and not by the process that trains it. So the result is equal
 to the bit to that of one process, if all compute with the same number of threads.
 """
@@ -10,10 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import traceback
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
 from ..jobs.crew import INSIDE
-from ..jobs.pool import Member, Pool
+from ..jobs.kept import Keep, keeping
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.frozen import COMPUTED_TOGETHER
@@ -36,6 +35,8 @@ from ..rounds.round import Round
 from ..rounds.site import Site
 from ..runs.folder import outdir_of
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
+from . import team
+from .team import Job, Team, divided, joined, on_a_gpu, reporting
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -59,22 +60,7 @@ def processes_of(config: Config) -> int:
     return min(asked, config.sampled_per_round)
 
 
-@dataclass
-class Job:
-    """One item of work, for any process.
-
-    Attributes:
-        parcel: what is sent. home: the number of the process that is to do it if it is free, so that a client's frozen
-            states are computed once.
-        deaths: processes that died while they did it.
-    """
-
-    parcel: Parcel
-    home: int
-    deaths: int = 0
-
-
-class Worker(Member):
+class Worker(team.Worker):
     """The engine's side of one process. What it prints goes to ``process_N.log`` in the run's folder.
 
     Args:
@@ -88,43 +74,36 @@ class Worker(Member):
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(
             f"{__name__}:serve",
+            rank,
             config.lowrank.timeout,
             environment={"OMP_NUM_THREADS": str(threads)},
             log=folder / f"process_{rank + 1}.log",
         )
-        self.rank = rank
-        #: why the engine has ended it, if it has
-        self.ended = ""
-        self.send(Parcel({}, config=config.to_dict(), rank=rank, threads=threads))
-
-    def __str__(self) -> str:
-        return f"process {self.rank + 1}"
-
-    def encode(self, item: Parcel) -> bytes:
-        return item.to_bytes()
-
-    def decode(self, data: bytes) -> Parcel:
-        return Parcel.of(data)
 
 
 class Workers:
-    """The processes of a run.
-
-    A process that dies is replaced, and what it did is done again by another; a second death fails that client's round,
-    never the run.
+    """The processes of a run; one that dies is replaced (``team``).
 
     Args:
-        config: of the run. The processes start at once, and load data and model meanwhile.
+        config: of the run. The processes start at once, and import the libraries while this one loads data and model.
         count: how many.
     """
 
     def __init__(self, config: Config, count: int):
         self.config, self.count = config, count
         self.threads = max(1, torch.get_num_threads() // count)
-        self.pool = Pool()
+        #: what the processes share: the unchanged base, and the data
+        self.keep = Keep(limit=math.inf)
         self.site: Site
-        self._stands: Callable[[], Parcel] = lambda: Parcel({}, kind="stand")
-        self.pool.members = [Worker(rank, config, self.threads) for rank in range(count)]
+        self._state: Callable[[], State]
+        self.team = Team(count, lambda rank: Worker(rank, config, self.threads), self._settle)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context for loading the engine's own data and model, which the processes then share."""
+        with keeping(self.keep) as keep:
+            yield
+        self._places = keep.places
 
     def begin(self, site: Site, state: Callable[[], State]) -> None:
         """Bring every process to where the run stands.
@@ -134,47 +113,31 @@ class Workers:
         Raises:
             UserError: a process could not load the run's data or model.
         """
-        self.site = site
+        self.site, self._state = site, state
+        for member in self.team.members:
+            self._load(member)
+        for member in self.team.members:
+            self._stand(member)
 
-        def stands() -> Parcel:
-            tensors = {**site.method.view(state()), **site.personal.untrained, **site.changed_base()}
-            return Parcel(tensors, kind="stand")
+    def _load(self, member: Worker) -> None:
+        facts = {"config": self.config.to_dict(), "rank": member.rank, "threads": self.threads}
+        member.send(Parcel({}, **facts, kept=self._places))
 
-        self._stands = stands
-        for member in self.pool.members:
-            self._ready(member)
+    def _stand(self, member: Worker) -> None:
+        member.hear()
+        member.send(team.stands(self.site, self._state()))
+        member.hear()
 
-    def _ready(self, member: Worker) -> None:
-        """Wait until ``member`` has loaded, and bring it to where the run stands."""
-        self._hear(member)
-        member.send(self._stands())
-        self._hear(member)
-
-    def _hear(self, member: Worker) -> Parcel:
-        """The next word of one process that cannot be replaced.
-
-        Raises:
-            RunFailed: it died, or does not answer within ``lowrank.timeout``.
-        """
-        answer = member.receive()
-        if answer is None:
-            raise RunFailed(
-                f"{member} of federate.process_num {self.count} could not start or go on "
-                f"(exit code {member.process.returncode}); was it killed, or out of memory?"
-            )
-        member.idle = True
-        return _checked(member, answer)
+    def _settle(self, member: Worker) -> None:
+        """Bring a process that has just been started to where the run stands."""
+        self._load(member)
+        self._stand(member)
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
         """Bring every process to the end of ``round``."""
-        for member in self.pool.members:
-            member.send(Parcel(message, kind="follow", round=round))
-        for rank, member in enumerate(self.pool.members):
-            if (answer := member.receive()) is None:
-                self._replace(rank, "while it followed the round")
-            else:
-                member.idle = True
-                _checked(member, answer)
+        parcel = Parcel(message, kind="follow", round=round)
+        name = f"the end of round {round}"
+        self._do([Job(parcel, rank, name, only_there=True, stands=True) for rank in range(self.count)])
 
     def train(self, round: Round, clients: Sequence[int], state: State, on_client: Callable[[int], object]) -> None:
         """Train ``clients`` and hand what they answer to ``round``, in their order.
@@ -199,12 +162,17 @@ class Workers:
         """What came of each client of ``cohorts``, in their order: facts, its update, and its personal tensors."""
         site = self.site
         jobs = [
-            Job(_parcel(site, state, cohort, kind="train", round=round), cohort[0] // site.cohort) for cohort in cohorts
+            Job(
+                _parcel(site, state, cohort, kind="train", round=round),
+                cohort[0] // site.cohort,
+                f"client {', '.join(map(str, cohort))}",
+            )
+            for cohort in cohorts
         ]
         for cohort, answer in zip(cohorts, self._do(jobs, on_client)):
             if not isinstance(answer, str):
-                parts = _parts(answer, site.device)
-                yield from ((c, facts, parts[c]) for c, facts in zip(cohort, answer.facts["clients"]))
+                groups = divided(answer, site.device)
+                yield from ((c, facts, _halves(groups, c)) for c, facts in zip(cohort, answer.facts["clients"]))
             elif len(cohort) == 1:
                 yield cohort[0], {"error": answer}, ({}, {})
             else:  # two processes have died of them together
@@ -221,12 +189,14 @@ class Workers:
         for split in evaluator.splits():
             if split != CLIENTS:
                 for part in range(self.count):
-                    jobs.append(Job(Parcel({}, kind="score", split=split, part=part, parts=self.count), part))
+                    parcel = Parcel({}, kind="score", split=split, part=part, parts=self.count)
+                    jobs.append(Job(parcel, part, f"the evaluation of {split}"))
                     of.append((split, 0))
                 continue
             for client, examples in zip(site.clients, site.data.client_tests):
                 if examples is not None:
-                    jobs.append(Job(_parcel(site, state, [client.id], kind="score"), client.id))
+                    parcel = _parcel(site, state, [client.id], kind="score")
+                    jobs.append(Job(parcel, client.id, f"client {client.id}"))
                     of.append((split, client.id))
                     sizes[client.id] = len(examples)
         scores: dict[tuple[str, int], list[BatchScore]] = {key: [] for key in of}
@@ -243,91 +213,38 @@ class Workers:
 
     def _do(self, jobs: Sequence[Job], on_begin: Callable[[int], object] = lambda done: None) -> list[Parcel | str]:
         """What the processes answered to ``jobs``, in their order; a text says why there is no answer."""
-        answers: dict[int, Parcel | str] = {}
-        waiting = list(range(len(jobs)))
-        doing: dict[int, int] = {}
+        answers: dict[Job, Parcel | str] = {}
+        self.team.jobs += jobs
         while len(answers) < len(jobs):
-            for rank, member in enumerate(self.pool.members):
-                if waiting and rank not in doing:
-                    # Its own first; then one from whoever has most left to do.
-                    left = Counter(jobs[i].home % self.count for i in waiting)
-                    home = rank if rank in left else left.most_common(1)[0][0]
-                    number = next(i for i in waiting if jobs[i].home % self.count == home)
-                    waiting.remove(number)
-                    doing[rank] = number
-                    on_begin(sum(len(jobs[i].parcel.facts.get("clients", ())) for i in answers))
-                    member.send(jobs[number].parcel)
-            for member in self.pool.heard(1.0):
-                answer = member.receive()
-                number = doing.pop(member.rank)
-                if answer is not None:
-                    member.idle = True
-                    answers[number] = _checked(member, answer)
-                    continue
-                how = self._replace(member.rank, f"while it did {_named(jobs[number])}")
-                jobs[number].deaths += 1
-                if jobs[number].deaths < 2:
-                    waiting.insert(0, number)
-                    jobs[number].home += 1  # elsewhere
-                else:
-                    answers[number] = f"two processes ended while they did it, the last one: {how}"
-            if (silent := self.pool.silent()) is not None:
-                silent.ended = f"no sign of life within lowrank.timeout, {silent.timeout:g} s"
-                silent.process.kill()  # its end is heard next
-        return [answers[i] for i in range(len(jobs))]
-
-    def _replace(self, rank: int, when: str) -> str:
-        """Start another process in the place of one that has died; returns how it died."""
-        dead = self.pool.members[rank]
-        dead.end()
-        code = dead.process.returncode
-        how = dead.ended or (f"signal {-code}" if code < 0 else f"exit code {code}")
-        logger.warning("%s ended %s (%s); another takes its place", dead, when, how)
-        self.pool.members[rank] = Worker(rank, self.config, self.threads)
-        self._ready(self.pool.members[rank])
-        return how
+            answers.update(self.team.step(1.0, lambda job: on_begin(sum(_clients(j) for j in answers))))
+        return [answers[job] for job in jobs]
 
     def end(self) -> None:
         """End all processes, whatever they do."""
-        self.pool.end()
+        self.team.end()
+        self.keep.close()
+
+
+def _clients(job: Job) -> int:
+    """The number of clients that a job is about."""
+    return len(job.parcel.facts.get("clients", ()))
 
 
 def _parcel(site: Site, state: State, clients: Sequence[int], /, **facts: Any) -> Parcel:
     """The tensors of the models of ``clients`` beside the base, and the fact ``clients``."""
-    tensors: dict[str, Tensor] = {}
+    groups: dict[str, Mapping[str, Tensor]] = {}
     for client in clients:
-        tensors |= _packed(client, site.method.view(state, client), site.personal.of(client))
-    return Parcel(tensors, clients=list(clients), **facts)
+        groups |= _groups(client, site.method.view(state, client), site.personal.of(client))
+    return Parcel(joined(groups), clients=list(clients), **facts)
 
 
-def _packed(client: int, view: Mapping[str, Tensor], personal: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of one client as ``CLIENT/view/NAME`` and ``CLIENT/personal/NAME``."""
-    halves = {"view": view, "personal": personal}
-    return {f"{client}/{half}/{n}": t for half, tensors in halves.items() for n, t in tensors.items()}
+def _groups(client: int, view: Mapping[str, Tensor], personal: Mapping[str, Tensor]) -> dict[str, Mapping[str, Tensor]]:
+    return {f"view of {client}": view, f"personal of {client}": personal}
 
 
-def _parts(parcel: Parcel, device: torch.device) -> dict[int, Halves]:
-    """What ``_packed`` packed, by client."""
-    found: dict[int, Halves] = defaultdict(lambda: ({}, {}))
-    for name, tensor in parcel.tensors.items():
-        client, half, rest = name.split("/", 2)
-        found[int(client)][half == "personal"][rest] = tensor.to(device)
-    return found
-
-
-def _checked(member: Worker, answer: Parcel) -> Parcel:
-    """``answer``, if it is none that ends the run."""
-    if answer.facts.get("kind") == "stopped":
-        kind = {k.__name__: k for k in (RunFailed, UserError)}.get(answer.facts["error"], RuntimeError)
-        raise kind(answer.facts["reason"] if kind is not RuntimeError else f"{member}: {answer.facts['reason']}")
-    return answer
-
-
-def _named(job: Job) -> str:
-    facts = job.parcel.facts
-    if "clients" not in facts:
-        return f"the evaluation of {facts['split']}"
-    return f"client {', '.join(map(str, facts['clients']))}"
+def _halves(groups: Mapping[str, dict[str, Tensor]], client: int) -> Halves:
+    """The two groups about ``client``."""
+    return groups.get(f"view of {client}", {}), groups.get(f"personal of {client}", {})
 
 
 # -- in the process ------------------------------------------------------------------------------------
@@ -335,23 +252,18 @@ def _named(job: Job) -> str:
 
 def serve(connection: Connection) -> None:
     """Load the run's data and model, then do one item after the other until the engine closes the connection."""
-    try:
+    import peft  # noqa: F401  what takes seconds is done while the engine loads data and model
+
+    with reporting(connection):
         first = Parcel.of(connection.recv_bytes()).facts
         torch.set_num_threads(first["threads"])
-        config = load_config(first["config"])
-        if config.torch_device != "cpu" and torch.cuda.is_available():
-            config = config.replace(device=(max(int(config.device), 0) + first["rank"]) % torch.cuda.device_count())
-        worker = _Clients(Site(config, serves=False))
+        config = on_a_gpu(load_config(first["config"]), first["rank"])
+        with keeping(Keep(limit=0, given=first["kept"])):
+            worker = _Clients(Site(config, serves=False))
         answer = Parcel({}, kind="ready")
         while True:
             connection.send_bytes(answer.to_bytes())
             answer = worker.do(Parcel.of(connection.recv_bytes()))
-    except (EOFError, ConnectionError):
-        return  # the engine has ended, or ends this process
-    except Exception as error:  # the engine tells the user
-        kind = next((kind.__name__ for kind in (RunFailed, UserError) if isinstance(error, kind)), "")
-        reason = str(error) if kind else traceback.format_exc()
-        connection.send_bytes(Parcel({}, kind="stopped", error=kind, reason=reason).to_bytes())
 
 
 class _Clients:
@@ -378,26 +290,24 @@ class _Clients:
         self.standing = copied(site.model, site.method.shared)
         return Parcel({}, kind="stands")
 
+    def _load(self, halves: Halves) -> None:
+        for half in halves:
+            load_tensors(self.site.model, half)
+
     def _train(self, item: Parcel) -> Parcel:
-        site, round = self.site, item.facts["round"]
-        parts = _parts(item, site.device)
-        tensors: dict[str, Tensor] = {}
+        site, round, given = self.site, item.facts["round"], divided(item, self.site.device)
+        groups: dict[str, Mapping[str, Tensor]] = {}
         answers: list[dict[str, Any]] = []
-        for client, fitted in site.fit_all(item.facts["clients"], round, lambda c: self._load(parts[c])):
+        for client, fitted in site.fit_all(item.facts["clients"], round, lambda c: self._load(_halves(given, c))):
             if isinstance(fitted, Exception):
                 answers.append({"error": f"{type(fitted).__name__}: {fitted}"})
                 continue
             update, result = fitted
             personal = copied(site.model, site.method.personal) if site.personal.untrained else {}
-            own = {n: t.clone() for n, t in update.tensors.items()}
-            tensors |= _packed(client, own, personal)
+            groups |= _groups(client, {n: t.clone() for n, t in update.tensors.items()}, personal)
             spent = site.take_spent()[client]
             answers.append({"samples": update.num_samples, "loss": result.loss, "spent": spent})
-        return Parcel(tensors, kind="trained", clients=answers)
-
-    def _load(self, halves: Iterable[Mapping[str, Tensor]]) -> None:
-        for half in halves:
-            load_tensors(self.site.model, half)
+        return Parcel(joined(groups), kind="trained", clients=answers)
 
     def _score(self, item: Parcel) -> Parcel:
         site, facts = self.site, item.facts
@@ -406,7 +316,7 @@ class _Clients:
         examples: Examples | ImageExamples | None
         if "clients" in facts:
             (client,) = facts["clients"]
-            self._load(_parts(item, site.device)[client])
+            self._load(_halves(divided(item, site.device), client))
             owner = f"client {client} test"
             examples = site.data.client_tests[client - 1]
         else:

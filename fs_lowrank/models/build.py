@@ -14,6 +14,7 @@ from ..data.fetch import FETCHABLE, resolve
 from ..data.fetch.hub import hub, silence
 from ..data.sources import data_args
 from ..errors import UserError, nearest
+from ..jobs.kept import kept
 from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
 from .loaded import check_loaded, transformers_silent
@@ -155,12 +156,55 @@ def build_model(
         UserError: the model cannot be found or loaded; its checkpoint lacks weights or has other shapes.
     """
     _check_type(config)
+    place = config.lowrank.weights if config.is_vision else locate(model_name(config.model.type))
+
+    def decides() -> dict[str, Any] | None:
+        known = {
+            "place": [place, state := _state(place)],
+            "dtype": config.dtype,
+            "seed": config.seed,
+            "model": [config.model.type, config.model.task, config.model.use_bias],
+            "vision": [config.lowrank.width, config.lowrank.norm, image_shape],
+            "data": [num_labels, pad_token_id, list(label_names)],
+        }
+        return None if state is None else known
+
+    def make() -> tuple[nn.Module, torch.Tensor]:
+        built = _built(config, place, num_labels, pad_token_id, image_shape, label_names, say_new)
+        vars(built)["decided_by"] = decides()
+        return built, torch.get_rng_state()
+
+    model, drawn = kept("model", decides, make)
+    torch.set_rng_state(drawn)
+    return model
+
+
+def _state(place: str) -> list[tuple[str, int, int]] | None:
+    """Names, sizes and times of the files at ``place``, by which a change is noticed; None for a name on a hub."""
+    if not place:
+        return []
+    path = Path(place).expanduser()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    try:
+        return [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
+    except OSError:
+        return None
+
+
+def _built(
+    config: Settings,
+    place: str,
+    num_labels: int | None,
+    pad_token_id: int | None,
+    image_shape: tuple[int, int, int] | None,
+    label_names: Sequence[str],
+    say_new: bool,
+) -> nn.Module:
     if config.is_vision:
         assert num_labels is not None and image_shape is not None
         return _build_vision(config, num_labels, image_shape)
     import transformers
 
-    place = locate(model_name(config.model.type))
     if (Path(place) / "adapter_config.json").is_file():
         raise UserError(
             f"model.type: {place!r} holds an adapter in PEFT's format; expected a whole model, as a run saves it with "

@@ -89,6 +89,10 @@ class RecordKeeper:
         if self.checkpoint_due(record["round"]):
             self.save(record["round"])
         best.keep_only(self.outdir, saved_rounds(self.outdir / "checkpoint"))
+        picture = self.outdir / "clients.png"
+        if self.config.lowrank.pictures and (record["round"] == 1 or not picture.exists()):
+            # Not before: the library that draws takes as long to import as a small run's first round.
+            plot_clients(self.site.data.record(), picture, title=setting_of(self.config))
 
     def _best(self) -> Mapping[str, Any] | None:
         return self.evaluator.best(self.history)
@@ -169,10 +173,8 @@ class RecordKeeper:
         write_environment(
             self.outdir / "environment.json", self.site.new_weights, checkpoint.round if checkpoint else None
         )
-        data = {"schema": SCHEMA, **self.site.data.record()}
-        write_text(self.outdir / "data.json", to_json(data, separators=(",", ":")))
-        if self.config.lowrank.pictures:
-            plot_clients(data, self.outdir / "clients.png", title=setting_of(self.config))
+        data = to_json({"schema": SCHEMA, **self.site.data.record()}, separators=(",", ":"))
+        write_text(self.outdir / "data.json", data)
         if self.config.eval.before:
             self._evaluate_before(begins=checkpoint is None)
         return checkpoint

@@ -29,7 +29,7 @@ from ..models.names import is_statistic, tags
 from ..models.reads import OnlyRead
 from ..models.slots import Apart
 from ..models.states import SharedStates, shared_folder
-from ..runs.environment import model_fingerprint
+from ..runs.environment import fingerprint_of
 from ..seeds import derive
 from ..settings import Eval
 from ..training import train_client
@@ -124,7 +124,7 @@ class Site:
         self.data = build_data(_of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
         self._check_splits()
         model = self.plain_model()
-        self.base_fingerprint = model_fingerprint(model)
+        self.base_fingerprint = fingerprint_of(model)
         # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])
         total = sum(p.numel() for p in model.parameters())

@@ -2,15 +2,15 @@
 
 The framework's own runner needs P GPUs and a state dict of one shape in every message. This one sends what the method
 sends, runs with or without GPUs, and gives tensors that are bit-identical to those of a run in one process. A clients'
-process handles one message at a time and reports when it is done, so that the two ends of a connection never write at
-the same time.
+process handles one message at a time and answers it, so that the two ends of a connection never write at the same time.
+A process that dies is replaced, as in the embedded engine (``team``).
 """
 
 from __future__ import annotations
 
 import logging
-import traceback
 from collections import deque
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +24,13 @@ from federatedscope.core.message import Message
 
 from ...config import load_config
 from ...errors import RunFailed, UserError
-from ...jobs.pool import Member, Pool
+from ...jobs.kept import Keep, keeping, places
 from ...models.adapters import load_tensors
-from ...rounds.copies import copied
+from ...rounds.copies import apology, copied
 from ...rounds.parcel import Parcel
+from ...rounds.site import Site
 from ...runs.checkpoint import load_checkpoint
+from ..team import Job, Team, Worker, divided, joined, on_a_gpu, reporting, stands
 from .aggregator import MethodAggregator
 from .config import our_method, to_framework
 from .data import worker_data
@@ -37,9 +39,6 @@ from .session import close_session, current
 from .wire import Sealed
 
 logger = logging.getLogger("federatedscope.lowrank")
-
-#: errors that a clients' process reports by their class, subclasses first
-_FOR_USERS = (RunFailed, UserError)
 
 
 class ParallelRunner(StandaloneRunner):
@@ -74,13 +73,18 @@ class ParallelRunner(StandaloneRunner):
         """Run to the end and return the best results, as every runner of the framework does.
 
         Raises:
-            RunFailed: a process died, did not answer within ``lowrank.timeout``, or had nothing left to do.
+            RunFailed: a process could not start, two processes died of one evaluation, or nothing is left to do.
             UserError: what a process reports that the user can put right.
         """
-        self.pool = Pool()
         self.session.on_message = self._follow
+        numbers = list(self.client)
+        count = min(self.processes - 1, len(numbers))
+        self.parts = [numbers[i::count] for i in range(count)]
+        self.home_of = {number: rank for rank, part in enumerate(self.parts) for number in part}
+        self.team = Team(count, self._start, self._settle)
         try:
-            self._begin()
+            for process in self.team.members:
+                self._take(process.hear())
             while not (self.server.is_finish and self._nothing_left()):
                 self._hand_out()
                 if self._nothing_left() and not self.server.is_finish:
@@ -88,114 +92,132 @@ class ParallelRunner(StandaloneRunner):
                         f"round {self.server.state + 1} cannot be completed: no process has any work left; the logs "
                         f"are in {self.session.outdir}{self._how_to_continue()}"
                     )
-                self._listen()
-            self.pool.dismiss()
+                for job, answer in self.team.step(0 if self.shared_comm_queue else 1.0, self._begins):
+                    if isinstance(answer, Parcel):
+                        self._take(answer)
+                    else:
+                        self._give_up(job, answer)
+            self.team.dismiss()
         finally:
-            self.pool.end()
+            self.team.end()
         self.server._monitor.finish_fed_runner(fl_mode=self.mode)
         return self.server.best_results
 
     def _nothing_left(self) -> bool:
-        return not self.shared_comm_queue and self.pool.idle
+        return not (self.shared_comm_queue or self.team.jobs or self.team.doing)
 
-    def _begin(self) -> None:
-        numbers, session = list(self.client), self.session
-        count = min(self.processes - 1, len(numbers))
-        for i in range(count):
-            process = _ClientProcess(i + 1, numbers[i::count], session.config.lowrank.timeout)
-            self.pool.members.append(process)
-            process.send(
-                Parcel(
-                    {},
-                    config=session.config.to_dict(),
-                    outdir=str(session.outdir),
-                    rank=i + 1,
-                    resources={n: self.client[n].resource_info for n in numbers[i::count]},
-                    resume=session.resume,
-                )
+    def _start(self, rank: int) -> _ClientProcess:
+        numbers, session = self.parts[rank], self.session
+        process = _ClientProcess(rank, numbers, session.config.lowrank.timeout)
+        process.send(
+            Parcel(
+                {},
+                config=session.config.to_dict(),
+                outdir=str(session.outdir),
+                rank=rank + 1,
+                resources={n: self.client[n].resource_info for n in numbers},
+                resume=session.resume,
+                kept=places(),
             )
-        self.process_of = {number: process for process in self.pool.members for number in process.numbers}
+        )
+        return process
+
+    def _settle(self, process: _ClientProcess) -> None:
+        """Bring a process that replaces another to where the run stands.
+
+        Copies of a model of their own start anew, so they are sent the whole model again, as after a lost message.
+        """
+        session, site = self.session, self.session.site
+        if session.config.federate.use_ss:
+            raise RunFailed(
+                f"{process} is gone, and with it the secret shares that it was sent; without them no sum is left of "
+                f"this round{self._how_to_continue()}"
+            )
+        process.hear()  # its clients join again, which the server knows
+        own = {f"personal {n}": site.personal[n] for n in process.numbers if n in site.personal}
+        state = stands(site, session.ledger.state).tensors if session.shares_model else {}
+        process.send(Parcel(joined({"state": state, **own}), kind="stand"))
+        process.hear()
+        if session.shares_model:
+            return
+        session.ledger.forget(process.numbers)
+        for job in self.team.jobs:
+            if job.home == process.rank and job.parcel.facts["kind"] in ("model_para", "evaluate"):
+                with suppress(ValueError):  # the round no longer waits for this client, which has dropped out
+                    job.parcel = self._asked_again(job.parcel)
+
+    def _asked_again(self, parcel: Parcel) -> Parcel:
+        """The message ``parcel``, with all that a client needs whose copy has been lost."""
+        facts, round = parcel.facts, self.server.round
+        order = round.ask(facts["receiver"], purpose=facts["facts"]["purpose"])
+        round.delivered(order)
+        return Parcel(order.parcel.tensors, **{**facts, "facts": order.parcel.facts})
 
     def _follow(self, message, round: int) -> None:
         if self.session.shares_model:
-            for process in self.pool.members:
-                process.waiting.append(Parcel(message, kind="follow", round=round))
+            parcel, name = Parcel(message, kind="follow", round=round), f"the end of round {round}"
+            for rank in range(len(self.parts)):
+                self.team.jobs.append(Job(parcel, rank, name, only_there=True, stands=True))
 
     def _hand_out(self) -> None:
-        """Deliver the messages in the framework's queue."""
+        """Make jobs of the messages in the framework's queue."""
         while self.shared_comm_queue:
             message = self.shared_comm_queue.popleft()
             receivers = message.receiver if isinstance(message.receiver, list) else [message.receiver]
             if receivers == [self.server_id]:
                 self._handle_msg(message)
                 continue
-            for number in receivers:
-                self.process_of[int(number)].waiting.append(_packed(message, int(number)))
-        for process in self.pool.members:
-            begun = process.next()
-            if begun is not None and begun.facts.get("facts", {}).get("purpose") == "train":
-                self.session.on_client(
-                    begun.facts["facts"]["round"], begun.facts["receiver"], self.session.config.sampled_per_round
-                )
+            for number in map(int, receivers):
+                parcel = _packed(message, number)
+                self.team.jobs.append(Job(parcel, self.home_of[number], f"client {number}", only_there=True))
 
-    def _listen(self) -> None:
-        """Take what the processes have sent; wait for it if there is nothing else to do."""
-        for process in self.pool.heard(0 if self.shared_comm_queue else 1.0):
-            self._take(process, process.receive())
-        if (process := self.pool.silent()) is not None:
-            raise RunFailed(
-                f"{process} has given no sign of life within lowrank.timeout, {process.timeout:g} s; it is ended"
-                f"{self._how_to_continue()}"
-            )
+    def _begins(self, job: Job) -> None:
+        facts = job.parcel.facts
+        if facts.get("facts", {}).get("purpose") == "train":
+            clients = self.session.config.sampled_per_round
+            self.session.on_client(facts["facts"]["round"], facts["receiver"], clients)
 
-    def _take(self, process: _ClientProcess, parcel: Parcel | None) -> None:
-        if parcel is None:
-            raise RunFailed(
-                f"{process} is gone (exit code {process.process.returncode}); was it killed, or out of memory?"
-                f"{self._how_to_continue()}"
-            )
-        facts = parcel.facts
-        if facts["kind"] == "done":
-            process.idle = True
-        elif facts["kind"] == "stopped":
-            kind = next((kind for kind in _FOR_USERS if kind.__name__ == facts["error"]), RuntimeError)
-            raise kind(f"{process}: {facts['reason']}")
-        elif facts["kind"] == "client":
-            number = facts["client"]
-            self.session.site.add_spent({int(n): spent for n, spent in facts["spent"].items()})
-            if parcel.tensors:
-                device = self.session.site.device
-                own = {n: t.to(device) for n, t in parcel.tensors.items()}
-                self.session.site.personal.keep(number, self.server.round.number, own)
-        else:
-            self.shared_comm_queue.append(_unpacked(parcel))
+    def _take(self, answer: Parcel) -> None:
+        """Take what a process has answered: what its clients have sent, and their own parts of the model."""
+        facts, site, groups = answer.facts, self.session.site, divided(answer)
+        site.add_spent({int(n): spent for n, spent in facts["spent"].items()})
+        for group, tensors in groups.items():
+            if group.startswith("personal "):
+                own = {n: t.to(site.device) for n, t in tensors.items()}
+                site.personal.keep(int(group.removeprefix("personal ")), self.server.round.number, own)
+        for i, message in enumerate(facts["messages"]):
+            self.shared_comm_queue.append(_unpacked(Parcel(groups.get(str(i), {}), **message)))
+
+    def _give_up(self, job: Job, why: str) -> None:
+        """Two processes have died of ``job``: in training, that costs the client's update."""
+        facts = job.parcel.facts
+        if facts["kind"] == "evaluate":
+            raise RunFailed(f"the evaluation of {job.name} failed: {why}{self._how_to_continue()}")
+        if facts.get("facts", {}).get("purpose") != "train":
+            return
+        sorry = apology(facts["facts"]["round"], RunFailed(why))
+        back = {"sender": facts["receiver"], "receiver": self.server_id}
+        self.shared_comm_queue.append(_unpacked(Parcel({}, **{**facts, **back, "facts": sorry.facts})))
 
     def _how_to_continue(self) -> str:
         kept = (self.session.outdir / "checkpoint").exists()
         return f"; the last checkpoint is in {self.session.outdir / 'checkpoint'}; continue with resume=True" * kept
 
 
-class _ClientProcess(Member):
+class _ClientProcess(Worker):
     """The server's end of a process that runs some of the clients.
 
     Args:
-        rank: from 1. numbers: of the clients.
-        timeout: seconds that sending a message may take, and that the process may take to answer.
+        numbers: of the clients. rank, timeout: as for ``Worker``.
     """
 
     def __init__(self, rank: int, numbers: list[int], timeout: float):
-        self.rank, self.numbers = rank, numbers
-        super().__init__(f"{__name__}:serve", timeout)
+        self.numbers = numbers
+        super().__init__(f"{__name__}:serve", rank, timeout)
 
     def __str__(self) -> str:
         clients = ", ".join(map(str, self.numbers[:3])) + (", …" if len(self.numbers) > 3 else "")
-        return f"process {self.rank} (client{'s' if len(self.numbers) > 1 else ''} {clients})"
-
-    def encode(self, item: Parcel) -> bytes:
-        return item.to_bytes()
-
-    def decode(self, data: bytes) -> Parcel:
-        return Parcel.of(data)
+        return f"{super().__str__()} (client{'s' if len(self.numbers) > 1 else ''} {clients})"
 
 
 def _packed(message: Message, receiver: int) -> Parcel:
@@ -231,58 +253,59 @@ def _unpacked(parcel: Parcel) -> Message:
 
 def serve(connection: Connection) -> None:
     """Run the clients that the server's process names, until it closes the connection."""
-
-    def send(kind: str, tensors=None, **facts) -> None:
-        connection.send_bytes(Parcel(tensors or {}, kind=kind, **facts).to_bytes())
-
     try:
-        task = Parcel.of(connection.recv_bytes()).facts
-        cfg = to_framework(load_config(task["config"]))
-        cfg.outdir = task["outdir"]
-        if cfg.use_gpu and torch.cuda.is_available():
-            cfg.device = (max(cfg.device, 0) + task["rank"]) % torch.cuda.device_count()
-        cfg.wandb.use = False  # only the server's process reports the run
-        resources = {int(number): resource for number, resource in task["resources"].items()}
-        with LogTo(Path(cfg.outdir) / f"process_{task['rank']}.log", cfg.verbose):
-            _answer(connection, send, *_clients(cfg, resources, task["resume"]))
-    except (EOFError, ConnectionError):
-        return  # the server's process has ended, or is ending this one
-    except Exception as error:  # reported by the server's process
-        kind = next((kind.__name__ for kind in _FOR_USERS if isinstance(error, kind)), "")
-        send("stopped", error=kind, reason=str(error) if kind else traceback.format_exc())
+        with reporting(connection):
+            task = Parcel.of(connection.recv_bytes()).facts
+            cfg = to_framework(on_a_gpu(load_config(task["config"]), task["rank"]))
+            cfg.outdir = task["outdir"]
+            cfg.wandb.use = False  # only the server's process reports the run
+            resources = {int(number): resource for number, resource in task["resources"].items()}
+            with LogTo(Path(cfg.outdir) / f"process_{task['rank']}.log", cfg.verbose):
+                with keeping(Keep(limit=0, given=task["kept"])):
+                    clients, queue = _clients(cfg, resources, task["resume"])
+                _answer(connection, clients, queue)
     finally:
         close_session()
 
 
-def _answer(connection: Connection, send, clients: dict, queue: deque[Message]) -> None:
+def _answer(connection: Connection, clients: dict, queue: deque[Message]) -> None:
     session = current()
-    shared = copied(session.site.model, session.method.shared) if session.shares_model else {}
+    site, method, shares_model = session.site, session.method, session.shares_model
+    shared = copied(site.model, method.shared) if shares_model else {}
     for client in clients.values():
         client.join_in()
     while True:
-        spent = session.site.take_spent()
-        for number in spent:
-            send("client", session.site.personal.get(number), client=number, spent=spent)
-        while queue:
-            message = queue.popleft()
-            for receiver in message.receiver:
-                connection.send_bytes(_packed(message, int(receiver)).to_bytes())
-        send("done")
+        connection.send_bytes(_done(site, queue).to_bytes())
         parcel = Parcel.of(connection.recv_bytes())
-        if parcel.facts["kind"] == "follow":
+        kind = parcel.facts["kind"]
+        if kind == "stand":
+            groups = divided(parcel, site.device)
+            load_tensors(site.model, groups.pop("state", {}))
+            site.personal.update({int(name.partition(" ")[2]): own for name, own in groups.items()})
+        elif kind == "follow":
             # The message applies to the model at the end of the last round, not to what the last client trained.
-            load_tensors(session.site.model, shared)
+            load_tensors(site.model, shared)
             with torch.no_grad():
-                session.method.apply(
-                    session.site.model,
-                    {n: t.to(session.site.device) for n, t in parcel.tensors.items()},
-                    parcel.facts["round"],
-                )
-            shared = copied(session.site.model, session.method.shared)
+                tensors = {n: t.to(site.device) for n, t in parcel.tensors.items()}
+                method.apply(site.model, tensors, parcel.facts["round"])
         else:
             message, client = _unpacked(parcel), clients[parcel.facts["receiver"]]
             client._monitor.track_download_bytes(message.count_bytes()[0])
             client.msg_handlers[message.msg_type](message)
+            continue
+        shared = copied(site.model, method.shared) if shares_model else {}
+
+
+def _done(site: Site, queue: deque[Message]) -> Parcel:
+    """The answer to one message: what the clients have sent meanwhile, and the own parts of those that trained."""
+    messages = []
+    while queue:
+        message = queue.popleft()
+        messages += [_packed(message, int(receiver)) for receiver in message.receiver]
+    spent = site.take_spent()
+    own = {f"personal {n}": site.personal[n] for n in spent if n in site.personal}
+    tensors = joined({**{str(i): m.tensors for i, m in enumerate(messages)}, **own})
+    return Parcel(tensors, kind="done", messages=[m.facts for m in messages], spent=spent)
 
 
 def _clients(cfg, resources: dict[int, object], resume: bool):

@@ -86,31 +86,73 @@ def test_secret_sharing_works_between_processes(quick, assert_same):
     assert_same(fs_lowrank.run(quick("alone", keys)), shared)
 
 
+PERSONAL = {
+    "federate.method": "pfedloru",
+    "lowrank.tau": 2,
+    "federate.sample_client_num": 4,
+    "lowrank.drop_rate": 0.3,
+    **THREE,
+}
+
+
+def killing(monkeypatch, when):
+    """The processes to which a message is sent of whose facts ``when`` is true are killed; the list of these facts."""
+    killed, plain = [], parallel()._ClientProcess.send
+
+    def send(self, item):
+        plain(self, item)
+        facts = item.facts.get("facts", {})
+        if when(facts, item.facts, killed):
+            killed.append({**facts, "client": item.facts.get("receiver")})
+            os.kill(self.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(parallel()._ClientProcess, "send", send)
+    return killed
+
+
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
-def test_a_run_is_resumed_after_a_process_was_killed(quick, sites, share):
-    keys = {
-        "federate.method": "pfedloru",
-        "lowrank.tau": 2,
-        "federate.sample_client_num": 4,
-        **THREE,
-        "federate.share_local_model": share,
-        "lowrank.drop_rate": 0.3,
-    }
+def test_a_process_that_is_killed_is_replaced(quick, sites, share, monkeypatch):
+    """And the run, which was stopped after its third round, is resumed."""
+    keys = {**PERSONAL, "federate.share_local_model": share}
     whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
 
-    def kill_one(record):
-        if record["round"] == 3:
-            sites[-1].process.kill()
+    def once_a_round(facts, item, killed):
+        return facts.get("purpose") == "train" and facts["round"] in (2, 3) and facts["round"] not in _rounds(killed)
 
-    with pytest.raises(
-        UserError, match=r"process \d \(clients .*\) is gone \(exit code -9\).*continue with resume=True"
-    ):
-        fs_lowrank.run(quick("cut", keys), "federatedscope", on_round=kill_one)
-    assert all(site.process.poll() is not None for site in sites)
-    rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)
+    killed = killing(monkeypatch, once_a_round)
+    config = quick("killed", keys)
+    fs_lowrank.run(config, "federatedscope", on_round=lambda record: record["round"] == 3)
+    assert _rounds(killed) == [2, 3]
+    rest = fs_lowrank.run(config, "federatedscope", resume=True)
     for name, tensor in whole.model.named_parameters():
         assert tensor.equal(dict(rest.model.named_parameters())[name]), name
-    assert [r["metrics"] for r in rest.history] == [r["metrics"] for r in whole.history]
+    for x, y in zip(whole.history, rest.history, strict=True):
+        assert all(x[k] == y[k] for k in ("clients", "loss", "metrics", "uplink_bytes", "failed"))
+        # A copy that died with its process is sent the whole model again.
+        assert x["downlink_bytes"] == y["downlink_bytes"] if share else x["downlink_bytes"] <= y["downlink_bytes"]
+    assert all(site.process.poll() is not None for site in sites)
+
+
+def _rounds(killed):
+    return [facts["round"] for facts in killed]
+
+
+def test_a_client_of_which_two_processes_die_costs_its_update(quick, sites, monkeypatch):
+    killed = killing(monkeypatch, lambda facts, item, _: facts.get("purpose") == "train" and item["receiver"] == 3)
+    config = quick("run", {"federate.method": "rolora", "federate.total_round_num": 1, **THREE})
+    (record,) = fs_lowrank.run(config, "federatedscope").history
+    assert record["clients"] == [1, 2, 4, 5] and len(killed) == 2
+    (failure,) = record["failed"]
+    assert failure["client"] == 3
+    assert "two processes ended while they did it, the last one: signal 9" in failure["reason"]
+
+
+def test_shares_that_died_with_a_process_end_the_run(quick, sites, monkeypatch):
+    killing(monkeypatch, lambda facts, item, killed: facts.get("purpose") == "train" and not killed)
+    config = quick("run", {"federate.method": "fedlora", "federate.use_ss": True, **THREE})
+    with pytest.raises(UserError, match=r"process \d \(clients .*\) is gone, and with it the secret shares"):
+        fs_lowrank.run(config, "federatedscope")
+    assert all(site.process.poll() is not None for site in sites)
 
 
 def test_a_process_that_is_silent_is_not_waited_for(quick, sites, monkeypatch):
@@ -121,7 +163,7 @@ def test_a_process_that_is_silent_is_not_waited_for(quick, sites, monkeypatch):
         os.kill(self.process.pid, signal.SIGSTOP)
 
     monkeypatch.setattr(parallel()._ClientProcess, "send", send)
-    with pytest.raises(UserError, match="has given no sign of life within lowrank.timeout, 0.5 s"):
+    with pytest.raises(UserError, match="process 1 .* of federate.process_num could not start"):
         fs_lowrank.run(quick("run", {"federate.method": "rolora", "lowrank.timeout": 0.5, **THREE}), "federatedscope")
     assert all(site.process.poll() is not None for site in sites)
 
@@ -129,7 +171,7 @@ def test_a_process_that_is_silent_is_not_waited_for(quick, sites, monkeypatch):
 def test_sending_to_a_stopped_process_takes_no_longer_than_the_timeout():
     from fs_lowrank.rounds.parcel import Parcel
 
-    site = parallel()._ClientProcess(1, [1, 2], timeout=0.5)
+    site = parallel()._ClientProcess(0, [1, 2], timeout=0.5)
     try:
         site.process.send_signal(signal.SIGSTOP)
         started = time.monotonic()
