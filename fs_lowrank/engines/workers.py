@@ -2,7 +2,8 @@
 
 Each process holds a copy of the base model, which follows the server's messages. What a client trains is decided by its
 data, the tensors it starts from, the round and the seed, and not by the process that trains it. So the result is equal
-to the bit to that of one process, if all compute with the same number of threads.
+to the bit to that of one process that has as many threads as each of them. The engine's own process, with the server
+step, has that number, too, until they end.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from ..rounds.parcel import Parcel
 from ..rounds.round import Round
 from ..rounds.site import Site
 from ..runs.folder import outdir_of
+from ..settings import Settings
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
 
 logger = logging.getLogger("fs_lowrank")
 
 
-def processes_of(config: Config) -> int:
+def processes_of(config: Settings) -> int:
     """How many processes train the clients of a round.
 
     ``federate.process_num: auto`` is one for each GPU, or one for each thread that torch would
@@ -108,7 +110,7 @@ class Workers:
     """The processes of a run.
 
     A process that dies is replaced, and what it did is done again by another; a second death fails that client's round,
-    never the run.
+    never the run. If no other can take its place, the run goes on with fewer.
 
     Args:
         config: of the run. The processes start at once, and load data and model meanwhile.
@@ -117,7 +119,9 @@ class Workers:
 
     def __init__(self, config: Config, count: int):
         self.config, self.count = config, count
-        self.threads = max(1, torch.get_num_threads() // count)
+        self._threads_before = torch.get_num_threads()
+        self.threads = max(1, self._threads_before // count)
+        torch.set_num_threads(self.threads)
         self.pool = Pool()
         self.site: Site
         self._stands: Callable[[], Parcel] = lambda: Parcel({}, kind="stand")
@@ -166,9 +170,9 @@ class Workers:
         """Bring every process to the end of ``round``."""
         for member in self.pool.members:
             member.send(Parcel(message, kind="follow", round=round))
-        for rank, member in enumerate(self.pool.members):
+        for member in list(self.pool.members):
             if (answer := member.receive()) is None:
-                self._replace(rank, "while it followed the round")
+                self._replace(member, "while it followed the round")
             else:
                 member.idle = True
                 _checked(member, answer)
@@ -235,7 +239,7 @@ class Workers:
         waiting = list(range(len(jobs)))
         doing: dict[int, int] = {}
         while len(answers) < len(jobs):
-            for rank, member in enumerate(self.pool.members):
+            for rank, member in ((member.rank, member) for member in self.pool.members):
                 if waiting and rank not in doing:
                     # Its own first; then one from whoever has most left to do.
                     left = Counter(jobs[i].home % self.count for i in waiting)
@@ -252,7 +256,7 @@ class Workers:
                     member.idle = True
                     answers[number] = _checked(member, answer)
                     continue
-                how = self._replace(member.rank, f"while it did {_named(jobs[number])}")
+                how = self._replace(member, f"while it did {_named(jobs[number])}")
                 jobs[number].deaths += 1
                 if jobs[number].deaths < 2:
                     waiting.insert(0, number)
@@ -264,20 +268,38 @@ class Workers:
                 silent.process.kill()  # its end is heard next
         return [answers[i] for i in range(len(jobs))]
 
-    def _replace(self, rank: int, when: str) -> str:
-        """Start another process in the place of one that has died; returns how it died."""
-        dead = self.pool.members[rank]
+    def _replace(self, dead: Worker, when: str) -> str:
+        """Start another process in the place of one that has died; returns how it died.
+
+        If two in turn do not get to where the run stands, the others go on without it.
+
+        Raises:
+            RunFailed: there are no others.
+        """
         dead.end()
         code = dead.process.returncode
         how = dead.ended or (f"signal {-code}" if code < 0 else f"exit code {code}")
         logger.warning("%s ended %s (%s); another takes its place", dead, when, how)
-        self.pool.members[rank] = Worker(rank, self.config, self.threads)
-        self._ready(self.pool.members[rank])
+        members, why = self.pool.members, ""
+        place = members.index(dead)
+        for _ in range(2):
+            try:
+                members[place] = Worker(dead.rank, self.config, self.threads)
+                self._ready(members[place])
+                return how
+            except (OSError, RuntimeError, UserError) as error:
+                why = str(error).strip().splitlines()[-1]
+                members[place].end()
+        del members[place]
+        if not members:
+            raise RunFailed(f"{dead} ended {when} ({how}), no other could take its place ({why}), and none is left")
+        logger.warning("%s cannot be replaced (%s); the run goes on with fewer: %d", dead, why, len(members))
         return how
 
     def end(self) -> None:
         """End all processes, whatever they do."""
         self.pool.end()
+        torch.set_num_threads(self._threads_before)
 
 
 def _parcel(site: Site, state: State, client: int, /, **facts: Any) -> Parcel:

@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from ..algebra import digest
 from ..errors import UserError
 from .adapters import layer_stack
+from .machine import machine
 from .names import tags
 from .reads import Attending, Enough, giving, instead, outermost
 from .states import SharedStates
@@ -394,20 +394,13 @@ class FrozenPrefix:
                     for name, tensor in self.model.named_parameters()
                     if name.startswith(self.place) and "base" in tags(name) and name not in (self.changing or ())
                 }
-            device = next(self.model.parameters()).device
             inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()
             config = {k: v for k, v in inner.config.to_dict().items() if k != "_name_or_path"}
             self._below = {
                 "weights": digest(tensors),
                 "model": [type(inner).__name__, self.depth, config],
                 "modules": [type(module).__name__ for module in self.below] + list(self.parts),
-                # not in the configuration's dictionary
-                "attention": getattr(inner.config, "_attn_implementation", None),
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                # machines may share the folder
-                "instructions": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
-                "products": torch.get_float32_matmul_precision(),
-                "threads": torch.get_num_threads(),
+                **machine(self.model),
                 "together": COMPUTED_TOGETHER,
                 "versions": [version(package) for package in ("torch", "transformers", "peft")],
             }

@@ -1,21 +1,24 @@
 """A batch divided into blocks of samples of similar length, so that less padding is computed.
 
 The losses of the blocks are weighted so that their gradients add up to that of the whole batch, and dropout has the
-masks that it would have there.
+masks that it would have there. Before a model's batches are divided, that is tried on a few samples.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..data.examples import IGNORED_LABEL
+from ..errors import say_once
 from ..models.adapters import layer_stack
-from ..models.masks import Masks, draw, draws
+from ..models.masks import Masks, comparable, draw, draws
 
 #: by device: what a further block costs in each layer, in multiplications (calls) and in tokens (small matrices).
 #: Measured on a processor, where it is 80 and 40 tokens at widths 384 and 768; of a GPU only its order is known
@@ -65,6 +68,10 @@ def divide(lengths: np.ndarray, overhead: float, number: int = 0) -> list[np.nda
     return parts
 
 
+#: by model, whether its batches may be divided
+_USABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
 class Blocks:
     """Divides batches as ``train.blocks`` says.
 
@@ -73,7 +80,7 @@ class Blocks:
     """
 
     def __init__(self, model: nn.Module, examples, number: int):
-        self.examples, self.number, self.overhead = examples, number, overhead(model)
+        self.model, self.examples, self.number, self.overhead = model, examples, number, overhead(model)
         self.drops = draws(model)
 
     def of(self, indices: np.ndarray) -> list[tuple[np.ndarray, float, Callable[[], Masks] | None]]:
@@ -82,12 +89,55 @@ class Blocks:
             return [(indices, 1.0, None)]
         lengths = self.examples.lengths[indices]
         parts = divide(lengths, self.overhead, self.number)
-        if len(parts) == 1:
+        if len(parts) == 1 or not self._usable(indices):
             return [(indices, 1.0, None)]
         weights = [self._weight(indices[part]) for part in parts]
+        return [(indices[p], w / sum(weights), m) for p, w, m in zip(parts, weights, self._masks(lengths, parts)) if w]
+
+    def _masks(self, lengths: np.ndarray, parts: list[np.ndarray]) -> list[Callable[[], Masks] | None]:
         drawn: list[Tensor] = []
-        masks = [_masks(len(indices), lengths, part, drawn) if self.drops else None for part in parts]
-        return [(indices[p], w / sum(weights), m) for p, w, m in zip(parts, weights, masks) if w]
+        return [_masks(len(lengths), lengths, part, drawn) if self.drops else None for part in parts]
+
+    def _usable(self, indices: np.ndarray) -> bool:
+        """Whether blocks give what the batch gives: tried once for each model, as it trains, with some of ``indices``.
+
+        If not, a warning says so once.
+        """
+        if self.model not in _USABLE:
+            order = indices[np.argsort(self.examples.lengths[indices], kind="stable")]
+            try:
+                wrong = self._differs(order[[0, 1, -2, -1]] if len(order) > 3 else order)
+            except Exception as error:  # a model's code may raise any error for inputs that it does not expect
+                wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+            _USABLE[self.model] = not wrong
+            if wrong:
+                inner = getattr(self.model, "get_base_model", lambda: self.model)()
+                say_once(f"train.blocks: a batch of {type(inner).__name__} is not divided ({wrong})")
+        return _USABLE[self.model]
+
+    @torch.no_grad()
+    def _differs(self, indices: np.ndarray) -> str:
+        """How results of ``indices``, which are sorted by length, differ as two blocks; ``""`` if they are equal."""
+        device, lengths = next(self.model.parameters()).device, self.examples.lengths[indices]
+        parts = divide(lengths, 0.0, 2)[::-1]  # the shorter ones first
+
+        def results(parts: list[np.ndarray], masks: list[Callable[[], Masks] | None]) -> tuple[Tensor, Tensor]:
+            found = []
+            with comparable(device):
+                for part, mask in zip(parts, masks):
+                    batch = {k: v.to(device) for k, v in self.examples.batch(indices[part]).items() if k != "labels"}
+                    with mask() if mask else nullcontext():
+                        logits = self.model(**batch).logits
+                    found.append(logits[batch["attention_mask"].bool()] if logits.ndim == 3 else logits)
+                return torch.cat(found).float(), torch.rand((), device=device)
+
+        whole, number = results([np.arange(len(indices))], [None])
+        ours, again = results(parts, self._masks(lengths, parts))
+        if number != again:
+            return "its blocks draw other random numbers"
+        allowed = max(1e-4, 8 * torch.finfo(next(self.model.parameters()).dtype).eps)
+        difference, scale = float((whole - ours).abs().max()), float(whole.abs().max())
+        return "" if difference <= allowed * scale else f"logits up to {scale:.2g} differ by {difference:.2g}"
 
     def _weight(self, indices: np.ndarray) -> int:
         """The number of losses that the mean is over: of samples, or of tokens with a label behind another token."""
