@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import digest
-from ..errors import UserError
+from ..errors import RunFailed, UserError
+from ..jobs.files import disk_error
 from .adapters import layer_stack
 from .machine import machine
 from .names import tags
@@ -423,7 +424,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(
+        raise _kind(error)(
             f"train.cache_frozen_dir: {folder} cannot be used as a folder for the frozen layers' states "
             f"({error.strerror}); name another, or leave the key out to keep them in memory"
         ) from None
@@ -437,10 +438,14 @@ def _reserve(path: Path, size: int) -> None:
                 os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise UserError(
+        raise _kind(error)(
             f"train.cache_frozen_dir: {path.parent} has no room for the {size / 1e6:.3g} MB of cached "
             f"states ({error.strerror}); choose another folder, or set train.cache_frozen: off"
         ) from None
+
+
+def _kind(error: OSError) -> type[UserError]:
+    return RunFailed if disk_error(error) else UserError
 
 
 class _Unused(Exception):

@@ -81,7 +81,7 @@ def folder_of(round: int) -> str:
 
 
 def saved_rounds(folder: Path) -> list[int]:
-    """The rounds that ``folder`` keeps something of, valid or not, in order; a copy with another name is not counted."""
+    """The rounds that ``folder`` keeps something of, valid or not, in order; not copies that have another name."""
     named = {int(found[1]) for path in folder.glob("round_*") if (found := re.fullmatch(r"round_(\d+)", path.name))}
     return sorted(round for round in named if (folder / folder_of(round)).exists())
 
