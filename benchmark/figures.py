@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fs_lowrank.runs.plots import legend, plain
+
 from .results import ExperimentResults, scale_of, title_of
 
 _COLOURS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #7f7f7f #bcbd22".split()
@@ -73,8 +75,8 @@ def _along_axis(results: ExperimentResults):
             capsize=3,
             **_style(results, method),
         )
-    axes.set(xlabel=name, ylabel=title_of(metric), title=results.experiment.title)
-    axes.set_xticks(at, columns)
+    axes.set(xlabel=plain(name), ylabel=title_of(metric), title=plain(results.experiment.title))
+    axes.set_xticks(at, [plain(column) for column in columns])
     majority = _majority(results)
     if majority and scale == 100:
         axes.axhline(100 * majority, color="grey", ls=":", label="majority class")
@@ -103,17 +105,20 @@ def _grid(results: ExperimentResults, title: str, count: int):
     panels = figure.subplots(rows, across, squeeze=False, sharey=True)
     for axes in panels.flat[count:]:
         axes.set_visible(False)
-    figure.suptitle(textwrap.fill(f"{results.experiment.title}: {title}", int(13 * figure.get_figwidth())), fontsize=11)
+    said = textwrap.fill(f"{results.experiment.title}: {title}", int(13 * figure.get_figwidth()))
+    figure.suptitle(plain(said), fontsize=11)
     return figure, panels.flat[:count]
 
 
 def _common_legend(figure, panels) -> None:
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6), fontsize=8)
+    legend(figure, handles, loc="outside lower center", ncols=min(len(handles), 6), fontsize=8)
 
 
 def _axis_title(results: ExperimentResults, column: str) -> str:
-    return ", ".join(f"{n} {label}" for n, label in zip(results.experiment.axes, column.split(" / "))) if column else ""
+    """The setting of ``column`` for a title."""
+    named = zip(results.experiment.axes, column.split(" / ")) if column else ()
+    return plain(", ".join(f"{n} {label}" for n, label in named))
 
 
 def _lines(results: ExperimentResults, title: str, x_label: str, x_of, log: bool = False):
@@ -199,7 +204,7 @@ def _bytes(results: ExperimentResults):
         axes.annotate(f" {total / 1e3:.4g}", (total / 1e3, index), va="center", fontsize=8)
     axes.invert_yaxis()
     at = _axis_title(results, column)
-    axes.set(xlabel="kB per client and round", title=f"{results.experiment.title}{': ' + at if at else ''}")
+    axes.set(xlabel="kB per client and round", title=plain(results.experiment.title) + (f": {at}" if at else ""))
     axes.margins(x=0.12)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
     return figure
@@ -222,7 +227,7 @@ def _rates(results: ExperimentResults):
             look: dict[str, Any] = _style(results, method) if method in results.methods else {"marker": "."}
             axes.plot(*zip(*points), label=method, lw=1.4, **look)
         rates = sorted({p[key] for search in searches for p in search["tried"]})
-        axes.set(xscale="log", xlabel="learning rate", title=setting)
+        axes.set(xscale="log", xlabel="learning rate", title=plain(setting))
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.set_xticks([], minor=True)
         axes.title.set_fontsize(9)

@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 from fs_lowrank import UserError
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.page.look import document, plot, table
-from fs_lowrank.runs.plots import save
+from fs_lowrank.runs.plots import legend, plain, save
 
 from .best import points_of, summary
 from .settings import settings_of, space_of
@@ -185,10 +185,11 @@ def draw_png(figures: Sequence[go.Figure], path: Path) -> Path:
 
     page = Figure(figsize=(1.5 + 5.5 * len(figures), 4.2), layout="constrained")
     for figure, axes in zip(figures, page.subplots(1, len(figures), squeeze=False)[0]):
+        layout, named = figure.layout, {}
         for trace in figure.data:
             colour = trace.line.color or trace.marker.color
-            axes.errorbar(
-                trace.x,
+            drawn = axes.errorbar(
+                [plain(x) if isinstance(x, str) else x for x in trace.x],
                 trace.y,
                 yerr=trace.error_y.array,
                 marker=_MARKERS.get(trace.marker.symbol, "o") if "markers" in (trace.mode or "markers") else "",
@@ -197,9 +198,9 @@ def draw_png(figures: Sequence[go.Figure], path: Path) -> Path:
                 linestyle=_STYLES.get(trace.line.dash, "-") if "lines" in (trace.mode or "lines") else "",
                 color=colour if isinstance(colour, str) and colour.startswith("#") else None,
                 capsize=4,
-                label=trace.name if len(trace.x) and trace.showlegend is not False else None,
             )
-        layout = figure.layout
+            if trace.name and len(trace.x) and trace.showlegend is not False:
+                named[trace.name] = drawn
         if layout.xaxis.type == "log":
             axes.set_xscale("log")
         if layout.xaxis.tickvals:
@@ -207,10 +208,11 @@ def draw_png(figures: Sequence[go.Figure], path: Path) -> Path:
             axes.minorticks_off()
         if layout.xaxis.dtick:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(title=layout.title.text, xlabel=layout.xaxis.title.text, ylabel=layout.yaxis.title.text)
+        titles = {"title": layout.title, "xlabel": layout.xaxis.title, "ylabel": layout.yaxis.title}
+        axes.set(**{name: plain(title.text or "") for name, title in titles.items()})
         axes.grid(alpha=0.3)
-        if layout.showlegend is not False and axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize=8)
+        if layout.showlegend is not False and named:
+            legend(axes, named, fontsize=8)
     return save(page, path)
 
 

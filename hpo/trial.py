@@ -22,6 +22,7 @@ from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import in_one_line, write_traceback
 from fs_lowrank.methods import revisions
 from fs_lowrank.runs.chance import Chance
+from fs_lowrank.runs.checkpoint import saved_rounds
 from fs_lowrank.runs.records import read_records
 
 from .search import BEAT, REVISIONS
@@ -97,7 +98,7 @@ def trial_config(
 
 def history_of(folder: Path) -> list[dict[str, Any]]:
     """The records of a run up to its last checkpoint, from which it continues."""
-    saved = [int(p.name.removeprefix("round_")) for p in (folder / "checkpoint").glob("round_*")]
+    saved = saved_rounds(folder / "checkpoint")
     return read_records(folder / "rounds.jsonl", up_to=max(saved)) if saved else []
 
 

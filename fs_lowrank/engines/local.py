@@ -26,7 +26,7 @@ from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
 from ..rounds.round import Round
 from ..rounds.site import Site
-from ..runs.folder import check_outdir, outdir_of
+from ..runs.folder import check_outdir, claim, outdir_of
 from ..runs.result import RunResult
 from .workers import Workers, processes_of
 
@@ -93,6 +93,7 @@ class LocalEngine:
         self.config = config
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
         count = processes_of(config)
+        lock = claim(outdir_of(config)) if count > 1 else None  # processes write their logs there from the start
         # Processes import the libraries while this one loads data and model.
         self.trains: ThisProcess | Workers = Workers(config, count) if count > 1 else ThisProcess()
         try:
@@ -102,9 +103,11 @@ class LocalEngine:
             self.evaluator.check_watched()
             self.method, self.model = self.site.method, self.site.model
             self.ledger = Ledger.of(config, self.method, self.site.initial_state, self.site.clients)
-            self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
+            self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config), lock=lock)
         except BaseException:
             self.trains.end()
+            if lock:
+                lock.release()
             raise
 
     def _round(self, number: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The processes of an engine that train and evaluate clients (``federate.process_num``), and the jobs that they do.
 
 A process that dies or falls silent is replaced, and what it did is done again once, by another process if any may do
-it. A second death ends that job, never the run.
+it. A second death ends that job, never the run. If no other can take its place, the run goes on with fewer.
 """
 
 from __future__ import annotations
@@ -107,14 +107,17 @@ class Team(Pool):
         count: how many.
         start: starts process number ``rank``.
         settle: waits until a process can work, and brings it to where the run stands.
+        alike: what one does, any other could do, so that the run can go on with fewer.
 
     Attributes:
         jobs: that wait. doing: by the number of a process, the job that it does.
     """
 
-    def __init__(self, count: int, start: Callable[[int], Worker], settle: Callable[[Worker], object]):
+    def __init__(
+        self, count: int, start: Callable[[int], Worker], settle: Callable[[Worker], object], alike: bool = False
+    ):
         super().__init__()
-        self.start, self.settle = start, settle
+        self.count, self.start, self.settle, self.alike = count, start, settle, alike
         self.jobs: list[Job] = []
         self.doing: dict[int, Job] = {}
         for rank in range(count):
@@ -129,10 +132,10 @@ class Team(Pool):
             seconds: to wait for the first of them.
             begins: called with each job that is handed out.
         """
-        for rank, member in enumerate(self.members):
-            if rank not in self.doing and (job := self._next(rank)) is not None:
+        for member in self.members:
+            if member.rank not in self.doing and (job := self._next(member.rank)) is not None:
                 self.jobs.remove(job)
-                self.doing[rank] = job
+                self.doing[member.rank] = job
                 begins(job)
                 member.send(job.parcel)
         ended: list[tuple[Job, Parcel | str]] = []
@@ -149,7 +152,7 @@ class Team(Pool):
 
     def _next(self, rank: int) -> Job | None:
         """The job that process ``rank`` does next: its own first, then one from the process that has most left."""
-        count = len(self.members)
+        count = self.count
         own = next((job for job in self.jobs if job.home % count == rank), None)
         left = Counter(job.home % count for job in self.jobs if not job.only_there)
         if own is not None or not left:
@@ -165,13 +168,35 @@ class Team(Pool):
             job.home += not job.only_there
             self.jobs.insert(0, job)
         dead.end()
-        code, rank = dead.process.returncode, dead.rank
+        code = dead.process.returncode
         how = dead.ended or (f"signal {-code}" if code < 0 else f"exit code {code}")
         logger.warning("%s ended while it did %s (%s); another takes its place", dead, job.name, how)
-        self.jobs = [j for j in self.jobs if not (j.stands and j.home == rank)]
-        self.members[rank] = self.start(rank)
-        self.settle(self.members[rank])
+        self.jobs = [j for j in self.jobs if not (j.stands and j.home == dead.rank)]
+        self._replace(dead, f"{dead} ended while it did {job.name} ({how})")
         return None if again else f"two processes ended while they did it, the last one: {how}"
+
+    def _replace(self, dead: Worker, what: str) -> None:
+        """Start another process in the place of ``dead``; if two in turn do not get to where the run stands, go on
+        without it.
+
+        Args:
+            what: has happened, for messages.
+        Raises:
+            RunFailed: there are no others, or they cannot do what it did.
+        """
+        place, why = self.members.index(dead), ""
+        for _ in range(2):
+            try:
+                self.members[place] = self.start(dead.rank)
+                self.settle(self.members[place])
+                return
+            except (OSError, RuntimeError, UserError) as error:
+                why = str(error).strip().splitlines()[-1]
+                self.members[place].end()
+        del self.members[place]
+        if not (self.members and self.alike):
+            raise RunFailed(f"{what}, and no other could take its place: {why}")
+        logger.warning("%s cannot be replaced (%s); the run goes on with fewer: %d", dead, why, len(self.members))
 
 
 def stands(site: Site, state: State) -> Parcel:

@@ -3,7 +3,8 @@
 Each process has a copy of the model, which follows the server's messages. What no copy changes, such as frozen weights,
 is in memory once for all processes on a CPU under Linux. What a client trains is decided by its
 data, the tensors it starts from, the round and the seed, and not by the process that trains it. So the result is equal
-to the bit to that of one process, if all compute with the same number of threads.
+to the bit to that of one process that has as many threads as each of them. The engine's own process, with the server
+step, has that number, too, until they end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ..config import Config, load_config
 from ..data import Examples, ImageExamples
-from ..errors import RunFailed, UserError
+from ..errors import RunFailed
 from ..jobs.crew import INSIDE
 from ..jobs.kept import Keep, keeping
 from ..methods import State
@@ -34,6 +35,7 @@ from ..rounds.parcel import Parcel
 from ..rounds.round import Round
 from ..rounds.site import Site
 from ..runs.folder import outdir_of
+from ..settings import Settings
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
 from . import team
 from .team import Job, Team, divided, joined, on_a_gpu, reporting
@@ -44,7 +46,7 @@ logger = logging.getLogger("fs_lowrank")
 Halves = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def processes_of(config: Config) -> int:
+def processes_of(config: Settings) -> int:
     """How many processes train the clients of a round.
 
     ``federate.process_num: auto`` is one for each GPU, or one for each thread that torch would
@@ -91,12 +93,14 @@ class Workers:
 
     def __init__(self, config: Config, count: int):
         self.config, self.count = config, count
-        self.threads = max(1, torch.get_num_threads() // count)
+        self._threads_before = torch.get_num_threads()
+        self.threads = max(1, self._threads_before // count)
+        torch.set_num_threads(self.threads)
         #: what the processes share: the unchanged base, and the data
         self.keep = Keep(limit=math.inf)
         self.site: Site
         self._state: Callable[[], State]
-        self.team = Team(count, lambda rank: Worker(rank, config, self.threads), self._settle)
+        self.team = Team(count, lambda rank: Worker(rank, config, self.threads), self._settle, alike=True)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -137,7 +141,7 @@ class Workers:
         """Bring every process to the end of ``round``."""
         parcel = Parcel(message, kind="follow", round=round)
         name = f"the end of round {round}"
-        self._do([Job(parcel, rank, name, only_there=True, stands=True) for rank in range(self.count)])
+        self._do([Job(parcel, member.rank, name, only_there=True, stands=True) for member in self.team.members])
 
     def train(self, round: Round, clients: Sequence[int], state: State, on_client: Callable[[int], object]) -> None:
         """Train ``clients`` and hand what they answer to ``round``, in their order.
@@ -223,6 +227,7 @@ class Workers:
         """End all processes, whatever they do."""
         self.team.end()
         self.keep.close()
+        torch.set_num_threads(self._threads_before)
 
 
 def _clients(job: Job) -> int:

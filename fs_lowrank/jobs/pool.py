@@ -85,9 +85,14 @@ class Member(Process):
         return self.decode(data)
 
     @property
+    def news(self) -> bool:
+        """Whether an item or its end has been read, and not been received yet."""
+        return bool(self._heard)
+
+    @property
     def silent(self) -> bool:
         """Whether it works and has not been heard of for longer than ``timeout``."""
-        return not self.idle and time.monotonic() - self.since > self.timeout
+        return not (self.idle or self.news) and time.monotonic() - self.since > self.timeout
 
 
 class Pool:
@@ -103,11 +108,21 @@ class Pool:
 
     def heard(self, seconds: float) -> Sequence[Any]:
         """The working members that have sent an item or are gone; waits for the first, ``seconds`` at most."""
-        by_connection = {member.connection: member for member in self.members if not member.idle}
-        return [by_connection[c] for c in wait(list(by_connection), timeout=seconds) if by_connection[c].hears()]
+        self._read(0 if any(member.news for member in self.members) else seconds)
+        return [member for member in self.members if member.news and not member.idle]
+
+    def _read(self, seconds: float) -> None:
+        """Read one message of each working member that has sent some and has no news; wait for the first."""
+        by_connection = {member.connection: member for member in self.members if not (member.idle or member.news)}
+        for connection in wait(list(by_connection), timeout=seconds):
+            by_connection[connection].hears()
 
     def silent(self) -> Any | None:
-        """A member that works and has been silent for longer than its ``timeout``; None if there is none."""
+        """A member that works and has been silent for longer than its ``timeout``; None if there is none.
+
+        What members have sent while nobody listened is read first.
+        """
+        self._read(0)
         return next((member for member in self.members if member.silent), None)
 
     def dismiss(self) -> None:

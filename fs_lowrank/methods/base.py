@@ -363,7 +363,8 @@ class Averaging(Method):
         """The mean over the clients, by names of the state; arguments as for ``aggregate``."""
         return self.mean_of(self.recovered(updates, state))
 
-    def _robust_mean(self, robust: RobustMean, updates: Sequence[Update], state: State) -> dict[str, Tensor]:
+    def robust_mean(self, robust: RobustMean, updates: Sequence[Update], state: State) -> dict[str, Tensor]:
+        """In place of ``mean`` where there is a robust mean."""
         own = self.recovered(updates, state)
         start = tensors_of({n: state[n] for n in own[0].tensors})
         mean, self.notes = robust.mean({u.client: u.tensors for u in own}, self.weights(own), start)
@@ -380,7 +381,7 @@ class Averaging(Method):
 
     def aggregate(self, updates: Sequence[Update], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
         self.notes = {}
-        mean = self._robust_mean(self.robust, updates, state) if self.robust else self.mean(updates, state)
+        mean = self.robust_mean(self.robust, updates, state) if self.robust else self.mean(updates, state)
         memory: State = {}
         for wrapper in self.wrappers:
             mean, remembered = wrapper.step(mean, state)

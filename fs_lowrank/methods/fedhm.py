@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..algebra import factor_matrices, factorise, stack_pairs
+from ..algebra import factor_matrices, factorise, stack_pairs, weighted_mean
 from ..algebra.factorise import from_matrix
 from ..models.adapters import load_tensors, target_modules
 from ..models.factorised import empty_factors, factorise_layers, frobenius, full_shape
@@ -121,9 +121,17 @@ class FedHM(Averaging):
         return [*updates, Update(0, max(sum(u.num_samples for u in updates) // len(updates), 1), own)]
 
     def recovered(self, updates, state):
-        """Full weights for the factors, with the master: ``W_k = U_k V_k``."""
+        """Full weights for the factors: ``W_k = U_k V_k``."""
         shapes = {layer.name: layer.W for layer in adapted_layers(self.view(state))}
-        return [self.recover(u, shapes) for u in self.with_master(updates, state)]
+        return [self.recover(u, shapes) for u in updates]
+
+    def robust_mean(self, robust, updates, state):
+        # The master is honest and has not moved, so the rule neither judges it nor measures the clients by it.
+        mean, joined = super().robust_mean(robust, updates, state), self.with_master(updates, state)
+        if len(joined) == len(updates):
+            return mean
+        share = self.weights(joined)[-1]
+        return weighted_mean([mean, joined[-1].tensors], [1 - share, share])
 
     def recover(self, update: Update, weights: Tensors) -> Update:
         """The update with the products in place of the factors; ``weights`` gives their shapes by layer."""
@@ -135,7 +143,7 @@ class FedHM(Averaging):
         return replace(update, tensors=tensors)
 
     def mean(self, updates, state):
-        # The same as the mean of ``recovered``, in one product per layer.
+        # The same as the mean of ``recovered`` and the master, in one product per layer.
         updates = self.with_master(updates, state)
         mean, weights = self.mean_of(updates, ("rest", "head")), self.weights(updates)
         for layer, *held in zip(adapted_layers(self.view(state)), *(adapted_layers(u.tensors) for u in updates)):

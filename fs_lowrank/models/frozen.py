@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -31,8 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import digest
-from ..errors import UserError
+from ..errors import RunFailed, UserError
+from ..jobs.files import disk_error
 from .adapters import layer_stack
+from .machine import machine
 from .names import tags
 from .reads import Attending, Enough, giving, instead, outermost
 from .states import SharedStates
@@ -406,20 +407,13 @@ class FrozenPrefix:
                     for name, tensor in self.model.named_parameters()
                     if name.startswith(self.place) and "base" in tags(name) and name not in (self.changing or ())
                 }
-            device = next(self.model.parameters()).device
             inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()
             config = {k: v for k, v in inner.config.to_dict().items() if k != "_name_or_path"}
             self._below = {
                 "weights": digest(tensors),
                 "model": [type(inner).__name__, self.depth, config],
                 "modules": [type(module).__name__ for module in self.below] + list(self.parts),
-                # not in the configuration's dictionary
-                "attention": getattr(inner.config, "_attn_implementation", None),
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                # machines may share the folder
-                "instructions": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
-                "products": torch.get_float32_matmul_precision(),
-                "threads": torch.get_num_threads(),
+                **machine(self.model),
                 "together": COMPUTED_TOGETHER,
                 "versions": [version(package) for package in ("torch", "transformers", "peft")],
             }
@@ -442,7 +436,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(
+        raise _kind(error)(
             f"train.cache_frozen_dir: {folder} cannot be used as a folder for the frozen layers' states "
             f"({error.strerror}); name another, or leave the key out to keep them in memory"
         ) from None
@@ -456,10 +450,14 @@ def _reserve(path: Path, size: int) -> None:
                 os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise UserError(
+        raise _kind(error)(
             f"train.cache_frozen_dir: {path.parent} has no room for the {size / 1e6:.3g} MB of cached "
             f"states ({error.strerror}); choose another folder, or set train.cache_frozen: off"
         ) from None
+
+
+def _kind(error: OSError) -> type[UserError]:
+    return RunFailed if disk_error(error) else UserError
 
 
 class _Unused(Exception):

@@ -3,29 +3,48 @@
 A mask is drawn in the shape that it has for the whole batch, and the rows and positions that are computed are taken
 from it. So the random numbers are the same, and results with dropout are equal but for rounding. The exception is the
 dropout of attention on a GPU, whose kernels draw in an order of their own: there it is equal in distribution only.
+Whether a model's dropout can be drawn so is tried before it is relied on (``OnlyRead.check``, ``training.blocks``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-#: attributes of modules of transformers and PEFT that are a probability, or one by the adapter's name
-_NUMBERS = ("attention_dropout", "rank_dropout", "module_dropout")
-
 
 def draws(model: nn.Module) -> bool:
-    """Whether a module of ``model`` applies dropout now: by a module, or by a number (attention, LoHa and LoKr)."""
+    """Whether a module of ``model`` applies dropout now: by a module or by a number (attention, OPT, LoHa, LoKr)."""
     for module in model.modules():
-        given = [vars(module).get(name, 0) for name in _NUMBERS] if module.training else []
+        if not module.training:
+            continue
+        given = [value for name, value in vars(module).items() if "drop" in name]  # PEFT has one by the adapter's name
         numbers = [n for value in given for n in (value.values() if isinstance(value, dict) else [value])]
-        if any(numbers) or module.training and isinstance(module, nn.Dropout) and module.p > 0:
+        if any(isinstance(n, float) and n > 0 for n in numbers) or isinstance(module, nn.Dropout) and module.p > 0:
             return True
     return False
+
+
+@contextmanager
+def comparable(device: torch.device) -> Iterator[None]:
+    """A context in which the same is drawn each time, apart from all else; without attention's dropout on a GPU."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), _WithoutAttention():
+        torch.manual_seed(0)
+        yield
+
+
+class _WithoutAttention(TorchFunctionMode):
+    """A context without the dropout of attention on a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention and args[0].device.type != "cpu" and "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
 
 
 def draw(shape: tuple[int, ...], like: Tensor, p: float) -> Tensor:

@@ -9,7 +9,8 @@ the cache that transformers' layers take for generating text. The second has the
 keys and values from the cache, and takes over what the first pass computed. Its output is put back into its positions,
 and the others are zeros, which nobody reads. So no code here is for one family of models; the layers of BERT, RoBERTa,
 Llama, Qwen2, GPT-2 and others take such a cache. Queries are not computed in the first pass, except where they come
-from the same matrix as keys and values (GPT-2). Before use, results and gradients are compared on a few samples.
+from the same matrix as keys and values (GPT-2). Before use, results and gradients are compared on a few samples, in
+evaluation and with dropout.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from ..errors import say_once
 from .adapters import layer_stack
-from .masks import Masks, draw, draws
+from .masks import Masks, comparable, draw, draws
 
 #: of a batch's positions so many may be read at most; with more, two passes save nothing
 _MOST = 0.75
@@ -165,6 +166,8 @@ class OnlyRead:
         self.shared: tuple[str, ...] = ()
         self.unneeded: dict[str, torch.Size] = {}
         self.usable = False
+        #: whether dropout is that of all positions
+        self.usable_in_training = False
 
     def __bool__(self) -> bool:
         return self.usable
@@ -173,6 +176,7 @@ class OnlyRead:
         """The same for a copy of the model, which is not checked again."""
         other = OnlyRead(model)
         other.shared, other.unneeded, other.usable = self.shared, self.unneeded, self.usable
+        other.usable_in_training = self.usable_in_training
         return other
 
     def positions(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -198,7 +202,7 @@ class OnlyRead:
     @contextlib.contextmanager
     def reading(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
         """A context for one forward pass of ``batch``, with its labels; other positions of the output are zeros."""
-        read = self.positions(batch) if self else None
+        read = self.positions(batch) if (self.usable_in_training if self.layer.training else self) else None
         if read is None or not 0 < int(read.sum(1).max()) <= _MOST * read.shape[1]:
             yield
             return
@@ -260,30 +264,40 @@ class OnlyRead:
         """Compare results and gradients of a few of ``examples`` with the plain forward; use it if they are equal.
 
         If not, a warning says so once. A padded batch is compared, and a sample alone, for which models make no mask.
-        Dropout is off, and modes of the model are restored.
+        This is done without dropout and then with it; if only the second differs, it is used in evaluation only. Modes
+        of the model are restored, and no random numbers are used.
         """
         lengths = examples.lengths
         _, first = np.unique(lengths, return_index=True)
         chosen = np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:_TRIED]
         device = next(self.model.parameters()).device
         modes = {m: m.training for m in self.model.modules()}
-        self.model.eval()
+        batches = [examples.batch(rows) for rows in (chosen, chosen[-1:])]
         try:
-            wrong = self._differs([examples.batch(rows) for rows in (chosen, chosen[-1:])], device)
-        except Unused as error:
-            wrong = str(error)
-        except Exception as error:  # a model's code may raise any error for inputs that it does not expect
-            wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+            wrong = self._trial(batches, device, training=False)
+            self.usable = not wrong
+            wrong = wrong or self._trial(batches, device, training=True)
+            self.usable_in_training = not wrong
         finally:
             for module, was in modes.items():
                 module.training = was
-        self.usable = not wrong
         if wrong:
             inner = getattr(self.model, "get_base_model", lambda: self.model)()
+            when = " in training" if self.usable else ""
             say_once(
-                f"train.only_read: the last layer of {type(inner).__name__} cannot be computed for some positions only "
-                f"({wrong}); it is computed for all"
+                f"train.only_read: the last layer of {type(inner).__name__} cannot be computed for some positions only"
+                f"{when} ({wrong}); it is computed for all"
             )
+
+    def _trial(self, batches: list[dict[str, Tensor]], device: torch.device, training: bool) -> str:
+        """What differs, or fails, in one of the modes; ``""`` if nothing does."""
+        self.model.train(training)
+        try:
+            return self._differs(batches, device)
+        except Unused as error:
+            return str(error)
+        except Exception as error:  # a model's code may raise any error for inputs that it does not expect
+            return f"{type(error).__name__}: {error}".splitlines()[0]
 
     def _differs(self, batches: list[dict[str, Tensor]], device: torch.device) -> str:
         config: Any = self.model.config
@@ -298,15 +312,17 @@ class OnlyRead:
             with self._narrowed(Positions.of(read, device)):
                 ours = self._results(inputs, read)
             # Rounding errors of a layer; of gradients all together, because some of them are zero but for rounding.
-            for what, a, b in zip(("outputs", "gradients of the input", "gradients"), plain, ours):
+            for what, a, b in zip(("outputs", "gradients of the input", "gradients", "random numbers"), plain, ours):
                 allowed = max(1e-4, 8 * torch.finfo(next(self.model.parameters()).dtype).eps)
                 difference, scale = float((a - b).abs().max()), float(a.abs().max())
                 if not difference <= allowed * scale:  # NaN too
                     return f"{what} up to {scale:.2g} differ by {difference:.2g}"
         return ""
 
-    def _results(self, inputs: dict[str, Tensor], read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs of the read positions, and gradients of a fixed sum of them: of the layer's input, and parameters."""
+    def _results(self, inputs: dict[str, Tensor], read: Tensor) -> tuple[Tensor, ...]:
+        """Outputs of the read positions, gradients of a fixed sum of them (of the layer's input, and parameters), and
+        the next random number.
+        """
         entered: list[Tensor] = []
 
         def enter(layer, args, kwargs):
@@ -315,9 +331,11 @@ class OnlyRead:
             return (entered[0],), given
 
         hook = self.layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        device = next(self.model.parameters()).device
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), comparable(device):
                 logits = self.model(**inputs).logits
+                number = torch.rand((), device=device)
         finally:
             hook.remove()
         logits = (logits[read.to(logits.device)] if logits.ndim == 3 else logits).float()
@@ -325,7 +343,7 @@ class OnlyRead:
         trained = [p for p in self.layer.parameters() if p.requires_grad]
         of_input, *gradients = torch.autograd.grad((logits * weights).sum(), [entered[0], *trained], allow_unused=True)
         flat = [g.flatten().float() for g in gradients if g is not None]
-        return logits.detach(), of_input.float(), torch.cat(flat) if flat else logits.new_zeros(1)
+        return logits.detach(), of_input.float(), torch.cat(flat) if flat else logits.new_zeros(1), number
 
     def _probe(self, inputs: dict[str, Tensor]) -> None:
         """Find the modules that the first pass runs, and which of them keys and values do not depend on."""

@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..methods import Method, Update
 from ..models.adapters import load_tensors
 from ..models.names import named_tensors
-from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, saved_rounds
 from .codec import Codec
 from .ledger import Standing
 from .parcel import Parcel
@@ -143,7 +143,7 @@ class OwnCopy(SharedCopy):
         client's personal tensors start anew.
         """
         # Later saves get higher numbers than all folders that exist, even if those cannot be read.
-        self._saved = max((int(path.name.rpartition("_")[2]) for path in folder.glob("round_*")), default=0)
+        self._saved = max(saved_rounds(folder), default=0)
         saved = _saved(folder, self.client, self.identity, next(self.model.parameters()).device)
         if saved is None:
             return False

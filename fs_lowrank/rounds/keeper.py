@@ -19,7 +19,6 @@ from ..algebra import nbytes
 from ..config import load_config
 from ..errors import RunFailed, UserError
 from ..jobs.files import cannot_write, remove_unfinished, replacing, to_json, write_text
-from ..jobs.locks import take
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
 from ..models.names import tags
@@ -27,7 +26,7 @@ from ..runs import best
 from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds
 from ..runs.environment import environment, write_environment
-from ..runs.folder import check_outdir
+from ..runs.folder import check_outdir, claim
 from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
@@ -52,6 +51,7 @@ class RecordKeeper:
         outdir: the folder.
         config_name: name of the file in it for the resolved configuration.
         clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data, too.
+        lock: of the folder, if it is locked already; ``release`` releases it.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class RecordKeeper:
         outdir: Path,
         config_name: str = "config.yaml",
         clients_evaluate: bool = False,
+        lock: FileLock | None = None,
     ):
         self.site, self.evaluator, self.ledger = site, evaluator, ledger
         self.config, self.method = site.config, site.method
@@ -69,8 +70,10 @@ class RecordKeeper:
         self.clients_evaluate = clients_evaluate
         #: the metrics before round 1, if ``eval.before`` asks for them
         self.before: dict[str, float] = {}
-        self._lock: FileLock | None = None
+        self._lock = lock
         self._records: Records | None = None
+        #: the last record with scores of clients, and all of them
+        self._scored: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -81,9 +84,12 @@ class RecordKeeper:
         """Write the record of a round, and a checkpoint if one is due."""
         if self._records is None:
             raise RuntimeError(f"round {record['round']} cannot be recorded before start() has opened {self.outdir}")
-        if record["round"] < self.config.federate.total_round_num and "client_scores" in record:
-            record = {**record, "client_scores": extremes(record["client_scores"])}
+        scores, last = record.get("client_scores"), record["round"] == self.config.federate.total_round_num
+        if scores and not last and not self.evaluator.stalled([*self.history, record]):
+            record = {**record, "client_scores": extremes(scores)}
         self._records.add(record)
+        if scores:
+            self._scored = self.history[-1], {str(client): of for client, of in scores.items()}
         if self.config.eval.save_best and self._best() is self.history[-1]:
             self._keep_best()
         if self.checkpoint_due(record["round"]):
@@ -125,20 +131,11 @@ class RecordKeeper:
         )
         return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {kept}")
 
-    def claim(self) -> None:
-        """Lock the folder until ``release`` or the end of this process.
-
-        Raises:
-            RunFailed: another run writes to it.
-        """
-        self._lock = take(self.outdir / ".lock")
-        if self._lock is None:
-            raise RunFailed(f"another run is writing into {self.outdir}; wait for it, or choose another outdir")
-
     def release(self) -> None:
         """Unlock the folder; nothing happens if it is not locked."""
         if self._lock is not None:
             self._lock.release()
+            self._lock = None
 
     def start(self, resume: bool) -> Checkpoint | None:
         """Lock the folder, restore its last checkpoint if ``resume``, and write the files that describe the run.
@@ -150,7 +147,7 @@ class RecordKeeper:
             RunFailed: another run writes to the folder, or a file cannot be written.
         """
         self.evaluator.check_best(self.clients_evaluate)
-        self.claim()
+        self._lock = self._lock or claim(self.outdir)
         check_outdir(self.config, resume)
         remove_unfinished(self.outdir)
         records = self.outdir / "rounds.jsonl"
@@ -176,19 +173,30 @@ class RecordKeeper:
         data = to_json({"schema": SCHEMA, **self.site.data.record()}, separators=(",", ":"))
         write_text(self.outdir / "data.json", data)
         if self.config.eval.before:
-            self._evaluate_before(begins=checkpoint is None)
+            self._evaluate_before(checkpoint)
         return checkpoint
 
-    def _evaluate_before(self, begins: bool) -> None:
-        """Evaluate what the run starts from, or read what its start has written."""
+    def _evaluate_before(self, checkpoint: Checkpoint | None) -> None:
+        """Evaluate what the run starts from, or read what its start has written.
+
+        What cannot be read is evaluated again, unless the run has changed base weights or personal tensors since.
+        """
         path = self.outdir / "before.json"
-        if begins:
-            self.site.load_global(self.ledger.state)
-            self.before = _figures({"metrics": self.evaluator.evaluate(self.ledger.state)})
-            write_text(path, to_json({"schema": SCHEMA, **self.before}, indent=1))
-        elif path.exists():
-            read = json.loads(path.read_text(encoding="utf-8"))
-            self.before = {name: math.nan if v is None else v for name, v in read.items() if name != "schema"}
+        if checkpoint is not None:
+            try:
+                read = json.loads(path.read_text(encoding="utf-8"))
+                self.before = {n: math.nan if v is None else float(v) for n, v in read.items() if n != "schema"}
+                return
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                gone = checkpoint.parts.get("base") or self.site.personal.untrained
+                then = "the result lacks the metrics before round 1" if gone else "what the run began with is evaluated"
+                logger.warning("%s cannot be read (%s); %s", path, getattr(error, "strerror", None) or error, then)
+                if gone:
+                    return
+        self.site.load_global(self.site.initial_state)
+        self.before = _figures({"metrics": self.evaluator.evaluate(self.site.initial_state)})
+        self.site.load_global(self.ledger.state)
+        write_text(path, to_json({"schema": SCHEMA, **self.before}, indent=1))
 
     def _unseen(self, record: Mapping[str, Any]) -> dict[str, float]:
         """The scores over the test shares of the clients that never took part, from the last evaluated record."""
@@ -364,6 +372,8 @@ class RecordKeeper:
         Raises:
             RunFailed, OSError: something cannot be written; what was there before is unchanged.
         """
+        if self._scored:  # the record in the file may have a part of them, if the run ended early
+            self._scored[0]["client_scores"] = self._scored[1]
         history, result = self.history, self._result()
         pictures = self.config.lowrank.pictures
         named = bool(self.site.data.label_names) and any("test" in r["metrics"] for r in history)

@@ -1,8 +1,8 @@
 """Trained tensors of clients kept on disk, so that the same training is not repeated.
 
 Local training is determined by the client's data, the tensors it starts from, the phases, and the settings of the
-training loop. The key of an entry is a hash over all of them and nothing else, so runs whose methods differ only in the
-server step share their clients.
+training loop; its last digits also by the machine. The key of an entry is a hash over all of them and nothing else, so
+runs whose methods differ only in the server step share their clients.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from ..algebra import digest
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
-from ..jobs.files import replacing
+from ..jobs.files import disk_error, replacing
 from ..methods import Phase
+from ..models.machine import machine
 from ..models.names import all_tensors, is_statistic, select
 from ..runs.environment import versions
 from ..settings import Settings
@@ -32,13 +33,15 @@ logger = logging.getLogger("fs_lowrank")
 #: sections of the configuration that the training loop reads; the learning rate of the round is hashed separately
 _SECTIONS = ("train.", "dataloader.", "grad.", "model.", "llm.", "data.transform")
 _KEYS = ("seed", "lowrank.dtype", "lowrank.norm", "lowrank.width")
+#: of ``train``, what changes rounding only
+_ROUNDING = ("blocks", "only_read", "cache_frozen", "cache_frozen_bytes")
 
 
 class Reuse:
     """A folder of trained tensors.
 
     Raises:
-        UserError: the folder cannot be made.
+        UserError: the folder cannot be made. RunFailed: the disk is full, broken or read-only.
     """
 
     def __init__(self, folder: str | Path):
@@ -46,7 +49,8 @@ class Reuse:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"lowrank.reuse_clients = {folder}: cannot be used as a folder: {error}") from error
+            told = UserError(f"lowrank.reuse_clients = {folder}: cannot be used as a folder: {error}")
+            raise disk_error(error) or told from error
 
     @staticmethod
     def key(
@@ -74,11 +78,12 @@ class Reuse:
         }
         determined = {
             "settings": settings,
+            "rounding": {name: getattr(config.train, name) for name in _ROUNDING},
             "lr": lr,
             "seed": seed,
             "data": examples.fingerprint(),
             "start": digest(all_tensors(model)),
-            "device": next(model.parameters()).device.type,
+            "machine": machine(model),
             "versions": versions(),
             "adapter": config.adapter.to_args() if config.llm.adapter.use else None,
             "phases": [[sorted(phase.train), phase.steps] for phase in phases],

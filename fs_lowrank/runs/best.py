@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..jobs.files import remove_unfinished, replacing
+from .checkpoint import folder_of, saved_rounds
 
 #: what may be kept of a round, and is saved of the last one
 KINDS = ("adapter", "model")
@@ -18,12 +19,12 @@ KINDS = ("adapter", "model")
 
 def place(round: int) -> str:
     """The folder of ``round`` in the run's folder."""
-    return f"best/round_{round:06d}"
+    return f"best/{folder_of(round)}"
 
 
 def kept(outdir: Path) -> list[int]:
     """The rounds that are kept, in order."""
-    return sorted(int(path.name.rpartition("_")[2]) for path in outdir.glob("best/round_*"))
+    return saved_rounds(outdir / "best")
 
 
 def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def save_checkpoint(
     Raises:
         RunFailed: it could not be written, for instance on a full disk; earlier checkpoints are unchanged.
     """
-    final = folder / _name(round)
+    final = folder / folder_of(round)
     try:
         with replacing(final) as aside:
             aside.mkdir()
@@ -65,7 +66,7 @@ def save_checkpoint(
             content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
             (aside / "meta.json").write_text(json.dumps({"sha256": _meta_sum(content), **content}))
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
-        kept = sorted(p.name for p in folder.glob("round_*"))
+        kept = [folder_of(saved) for saved in saved_rounds(folder)]
         raise RunFailed(
             f"could not save the checkpoint of round {round} in {folder}: {error}; "
             f"last good: {kept[-1] if kept else 'none'}. Make room and run again with resume=True"
@@ -74,9 +75,15 @@ def save_checkpoint(
     return final
 
 
+def folder_of(round: int) -> str:
+    """The name of what is kept of ``round``."""
+    return f"round_{round:06d}"
+
+
 def saved_rounds(folder: Path) -> list[int]:
-    """The rounds of the checkpoints in ``folder``, valid or not."""
-    return sorted(int(path.name.rpartition("_")[2]) for path in folder.glob("round_*"))
+    """The rounds that ``folder`` keeps something of, valid or not, in order; not copies that have another name."""
+    named = {int(found[1]) for path in folder.glob("round_*") if (found := re.fullmatch(r"round_(\d+)", path.name))}
+    return sorted(round for round in named if (folder / folder_of(round)).exists())
 
 
 def remove_old(folder: Path, keep: int, loaded: int = 0) -> None:
@@ -85,13 +92,9 @@ def remove_old(folder: Path, keep: int, loaded: int = 0) -> None:
     Args:
         loaded: the round of a checkpoint that stays, because newer ones may be damaged.
     """
-    for path in (*sorted(folder.glob("round_*"))[:-keep], *folder.glob(".*")):
-        if path.name != _name(loaded):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _name(round: int) -> str:
-    return f"round_{round:06d}"
+    for name in (*map(folder_of, saved_rounds(folder)[:-keep]), *(path.name for path in folder.glob(".*"))):
+        if name != folder_of(loaded):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _read(path: Path, device: torch.device | str) -> Checkpoint:
@@ -114,7 +117,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpo
     Raises:
         UserError: all checkpoints are damaged, or the newest is of a newer version of fs-lowrank.
     """
-    checkpoints = sorted(folder.glob("round_*"), reverse=True) if folder.is_dir() else []
+    checkpoints = [folder / folder_of(round) for round in reversed(saved_rounds(folder))]
     for path in checkpoints:
         try:
             return _read(path, device)

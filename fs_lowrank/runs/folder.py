@@ -5,8 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from filelock import FileLock
+
 from ..errors import RunFailed, UserError
-from ..jobs.locks import claimed
+from ..jobs.files import cannot_write
+from ..jobs.locks import take
 from ..settings import Settings
 
 #: what a run writes to its folder, and ``overwrite`` removes
@@ -14,7 +17,10 @@ CONTENTS = (
     *("rounds.jsonl", "checkpoint", "summary.json", "environment.json", "data.json", "config.yaml", "summary.csv"),
     *("summary.tex", *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf"))),
     *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
+    "exp_print.log",
 )
+#: of further processes
+_LOGS = "process_[0-9]*.log"
 
 
 def outdir_of(config: Settings) -> Path:
@@ -25,6 +31,21 @@ def outdir_of(config: Settings) -> Path:
 def holds_run(folder: Path) -> bool:
     """Whether a run has begun, or ended, in ``folder``."""
     return any((folder / name).exists() for name in ("checkpoint", "summary.json", "rounds.jsonl"))
+
+
+def claim(folder: Path) -> FileLock:
+    """Lock the folder of a run; the lock ends when it is released, or with this process.
+
+    Raises:
+        RunFailed: another run writes to it, or it cannot be made.
+    """
+    try:
+        lock = take(folder / ".lock")
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    if lock is None:
+        raise RunFailed(f"another run is writing into {folder}; wait for it, or choose another outdir")
+    return lock
 
 
 def check_outdir(config: Settings, resume: bool) -> None:
@@ -56,11 +77,9 @@ def remove_run(folder: Path) -> None:
     """
     if not folder.is_dir():
         return
-    with claimed(folder / ".lock") as ours:
-        if not ours:
-            raise RunFailed(f"another run is writing into {folder}; wait for it, or choose another outdir")
+    with claim(folder):
         try:
-            for path in (folder / name for name in CONTENTS):
+            for path in (*(folder / name for name in CONTENTS), *folder.glob(_LOGS)):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:

@@ -87,6 +87,18 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
+def plain(text: str) -> str:
+    """``text`` as matplotlib is given it; what stands between two ``$`` would be read as a formula."""
+    return text.replace("$", r"\$")
+
+
+def legend(on: Axes | Figure, handles: Mapping[str, Any], **options: Any) -> None:
+    """A legend of ``handles`` by their names; by itself matplotlib leaves out names that begin with ``_``."""
+    made = on.legend(list(handles.values()), [str(i) for i in range(len(handles))], **options)
+    for text, name in zip(made.get_texts(), handles):
+        text.set_text(plain(name))
+
+
 # -- curves ----------------------------------------------------------------------------------------------
 
 
@@ -121,26 +133,27 @@ def curves(
     size = (sizes or {}).get(split, 0) if majority is not None else 0
     held_out = [(first, x) for x in _PLACES] + [(second, "round")]
     panels = list(figure.subplots(2, 4).flat)
+    named: dict[str, Any] = {}
     for axes, (metric, x) in zip(panels, held_out):
         for i, (label, runs) in enumerate(histories.items()):
             found = [_points(h, x, "metrics", split, metric) for h in runs]
-            _line(axes, found, i, label, size if metric == accuracy else 0)
+            _line(axes, found, i, size if metric == accuracy else 0, named=label, handles=named)
         if metric == accuracy and majority is not None and axes.lines:
-            axes.axhline(majority, color="grey", linestyle=":", label="majority class")
+            named["majority class"] = axes.axhline(majority, color="grey", linestyle=":", label="majority class")
         _finish(axes, _PLACES[x][0], f"{split} {words[metric]}", x == "round")
         _calm(axes, max(0.1, 8 * math.sqrt(0.25 / size) if size else 0) if metric == accuracy else 0)
     for i, (label, runs) in enumerate(histories.items()):
-        _line(panels[4], [_points(h, "round", "loss") for h in runs], i, label)
+        _line(panels[4], [_points(h, "round", "loss") for h in runs], i, named=label, handles=named)
         for axes, key in ((panels[5], "adapter_norm"), (panels[6], "drift")):
             for half, (_, style) in _HALVES.items():
-                _line(axes, [_points(h, "round", key, half) for h in runs], i, "", style=style)
+                _line(axes, [_points(h, "round", key, half) for h in runs], i, style=style)
     _finish(panels[4], "round", "training loss, on clients' own data", True)
     _calm(panels[4])
     _finish(panels[5], "round", "norm of what is trained", True)
     _finish(panels[6], "round", "drift: norm of a client's change, mean", True)
     for axes in panels:
         axes.set_visible(bool(axes.lines))
-    _legend(panels, {half for r in records for half in r.get("adapter_norm", {})})
+    _legend(panels[-1], named, {half for r in records for half in r.get("adapter_norm", {})})
     seeds = max((len(runs) for runs in histories.values()), default=0)
     band = f"one standard error of {size:,} {split} samples" if size else ""
     if seeds > 1:
@@ -155,7 +168,7 @@ def curves(
 
 def _title(figure: Figure, *lines: str) -> None:
     width = int(12.5 * figure.get_figwidth())
-    figure.suptitle("\n".join(textwrap.fill(line, width) for line in lines if line), fontsize=10)
+    figure.suptitle("\n".join(plain(textwrap.fill(line, width)) for line in lines if line), fontsize=10)
 
 
 def _sent(record: Record) -> float:
@@ -188,9 +201,20 @@ def _points(history: History, x: str, *keys: str) -> list[tuple[float, float]]:
 
 
 def _line(
-    axes: Axes, runs: Sequence[Sequence[tuple[float, float]]], index: int, label: str, size: int = 0, style: str = "-"
+    axes: Axes,
+    runs: Sequence[Sequence[tuple[float, float]]],
+    index: int,
+    size: int = 0,
+    style: str = "-",
+    *,
+    named: str = "",
+    handles: dict[str, Any] | None = None,
 ) -> None:
-    """The mean of runs, with a band: over several of them, or that of an accuracy on ``size`` samples."""
+    """The mean of runs, with a band: over several of them, or that of an accuracy on ``size`` samples.
+
+    Args:
+        named, handles: in which the line is noted for the legend, and by which name.
+    """
     count = min(map(len, runs), default=0)
     if not count:
         return
@@ -203,7 +227,9 @@ def _line(
     elif size:
         spread = [math.sqrt(max(y * (1 - y), 0) / size) if math.isfinite(y) else 0.0 for y in mean]
     look: dict[str, Any] = {"color": f"C{index % 10}", "linestyle": style}
-    axes.plot(x, mean, marker="." if count <= 50 else "", label=label or "_", **look)
+    (line,) = axes.plot(x, mean, marker="." if count <= 50 else "", **look)
+    if handles is not None:
+        handles[named] = line
     if any(spread):
         low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]
         axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -226,18 +252,18 @@ def _calm(axes: Axes, least: float = 0.0) -> None:
         axes.set_ylim(low - missing / 2, high + missing / 2)
 
 
-def _legend(panels: Sequence[Axes], halves: set[str]) -> None:
-    """What the colours and the styles of all panels mean, in the last one."""
+def _legend(axes: Axes, handles: Mapping[str, Any], halves: set[str]) -> None:
+    """What the colours and the styles of all panels mean, in ``axes``, which has nothing else."""
     from matplotlib.lines import Line2D
 
-    found = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels())}
+    found = dict(handles)
     for half, (name, style) in _HALVES.items():
         if half in halves:
             found[f"norms: {name}"] = Line2D([], [], color="black", linestyle=style)
-    panels[-1].set(visible=True)
-    panels[-1].axis("off")
+    axes.set(visible=True)
+    axes.axis("off")
     if found:
-        panels[-1].legend(list(found.values()), list(found), loc="center", ncols=1 + len(found) // 13)
+        legend(axes, found, loc="center", ncols=1 + len(found) // 13)
 
 
 # -- clients and classes ---------------------------------------------------------------------------------
@@ -267,13 +293,13 @@ def plot_clients(data: Mapping[str, Any], path: Path, title: str = "") -> Path:
         axes.set(xlabel="client", ylabel="class")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     else:
-        base = np.zeros(len(at))
+        base, bars = np.zeros(len(at)), {}
         for name, column in zip(names or ["samples"], counts.T):
-            axes.bar(at, column, bottom=base, label=name, width=0.85)
+            bars[name] = axes.bar(at, column, bottom=base, width=0.85)
             base = base + column
         axes.set(xlabel="client", ylabel="training samples")
         if names:
-            figure.legend(loc="outside right center", title="class", fontsize=9)
+            legend(figure, bars, loc="outside right center", title="class", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     others = len(data["clients"]) - len(clients)
     more = f"the first {len(clients)} of {len(data['clients'])} clients" if others else ""
@@ -303,8 +329,8 @@ def plot_test(
     figure.colorbar(left.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class")
     left.set(xlabel="predicted class", ylabel="true class")
     if len(counts) <= MOST_CLASSES:
-        short = [name if len(name) <= 16 else name[:15] + "…" for name in names]
-        left.set_xticks(range(len(names)), short, rotation=45 if max(map(len, short)) > 4 else 0)
+        short = [plain(name if len(name) <= 16 else name[:15] + "…") for name in names]
+        left.set_xticks(range(len(names)), short, rotation=45 if max(map(len, names)) > 4 else 0)
         left.set_yticks(range(len(names)), short)
         for (i, j), count in np.ndenumerate(counts):
             left.text(j, i, f"{count}", ha="center", va="center", color="white" if shares[i, j] > 0.6 else "black")

@@ -1,26 +1,31 @@
 """A batch divided into blocks of samples of similar length, so that less padding is computed.
 
 The losses of the blocks are weighted so that their gradients add up to that of the whole batch, and dropout has the
-masks that it would have there.
+masks that it would have there. Before a model's batches are divided, that is tried on a few samples.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import say_once
 from ..models.adapters import layer_stack
-from ..models.masks import Masks, draw, draws
+from ..models.masks import Masks, comparable, draw, draws
 
 #: by device: what a further block costs in each layer, in multiplications (calls) and in tokens (small matrices).
 #: Measured on a processor, where it is 80 and 40 tokens at widths 384 and 768; of a GPU only its order is known
 _OVERHEAD = {"cpu": (1e8, 24.0), "cuda": (1e10, 256.0)}
 #: ``auto`` makes so many blocks at most
 _MOST = 8
+#: by model, whether its batches may be divided
+_USABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def overhead(model: nn.Module) -> float:
@@ -72,25 +77,72 @@ class Blocks:
     """
 
     def __init__(self, model: nn.Module, number: int):
-        self.number, self.overhead, self.drops = number, overhead(model), draws(model)
+        self.model, self.number, self.overhead, self.drops = model, number, overhead(model), draws(model)
         #: no batch is divided
         self.whole = number == 1 or self.overhead == float("inf")
 
-    def parts(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """The positions of each block in a batch of samples of ``lengths``."""
-        return [np.arange(len(lengths))] if self.whole else divide(lengths, self.overhead, self.number)
+    def parts(self, examples, indices: np.ndarray) -> list[np.ndarray]:
+        """The positions of each block in the batch ``indices``."""
+        whole = [np.arange(len(indices))]
+        if self.whole:
+            return whole
+        parts = divide(examples.lengths[indices], self.overhead, self.number)
+        return parts if len(parts) > 1 and self._usable(examples, indices) else whole
 
     def of(self, examples, indices: np.ndarray) -> list[tuple[np.ndarray, float, Callable[[], Masks] | None]]:
         """Of the batch ``indices`` each block's samples, its share of the loss, and a context for its forward pass."""
-        lengths = np.zeros(0) if self.whole else examples.lengths[indices]
-        parts = self.parts(lengths)
+        parts = self.parts(examples, indices)
         if len(parts) == 1:
             return [(indices, 1.0, None)]
         # The mean is over the losses of the batch.
         weights = [int(examples.losses(indices[part]).sum()) for part in parts]
-        drawn: list[Tensor] = []
-        masks = [masks_of(lengths, part, drawn) if self.drops else None for part in parts]
+        masks = self._masks(examples.lengths[indices], parts)
         return [(indices[p], w / sum(weights), m) for p, w, m in zip(parts, weights, masks) if w]
+
+    def _masks(self, lengths: np.ndarray, parts: list[np.ndarray]) -> list[Callable[[], Masks] | None]:
+        drawn: list[Tensor] = []
+        return [masks_of(lengths, part, drawn) if self.drops else None for part in parts]
+
+    def _usable(self, examples, indices: np.ndarray) -> bool:
+        """Whether blocks give what the batch gives: tried once for each model, as it trains, with some of ``indices``.
+
+        If not, a warning says so once.
+        """
+        if self.model not in _USABLE:
+            order = indices[np.argsort(examples.lengths[indices], kind="stable")]
+            try:
+                wrong = self._differs(examples, order[[0, 1, -2, -1]] if len(order) > 3 else order)
+            except Exception as error:  # a model's code may raise any error for inputs that it does not expect
+                wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+            _USABLE[self.model] = not wrong
+            if wrong:
+                inner = getattr(self.model, "get_base_model", lambda: self.model)()
+                say_once(f"train.blocks: a batch of {type(inner).__name__} is not divided ({wrong})")
+        return _USABLE[self.model]
+
+    @torch.no_grad()
+    def _differs(self, examples, indices: np.ndarray) -> str:
+        """How results of ``indices``, which are sorted by length, differ as two blocks; ``""`` if they are equal."""
+        device, lengths = next(self.model.parameters()).device, examples.lengths[indices]
+        parts = divide(lengths, 0.0, 2)[::-1]  # the shorter ones first
+
+        def results(parts: list[np.ndarray], masks: list[Callable[[], Masks] | None]) -> tuple[Tensor, Tensor]:
+            found = []
+            with comparable(device):
+                for part, mask in zip(parts, masks):
+                    batch = {k: v.to(device) for k, v in examples.batch(indices[part]).items() if k != "labels"}
+                    with mask() if mask else nullcontext():
+                        logits = self.model(**batch).logits
+                    found.append(logits[batch["attention_mask"].bool()] if logits.ndim == 3 else logits)
+                return torch.cat(found).float(), torch.rand((), device=device)
+
+        whole, number = results([np.arange(len(indices))], [None])
+        ours, again = results(parts, self._masks(lengths, parts))
+        if number != again:
+            return "its blocks draw other random numbers"
+        allowed = max(1e-4, 8 * torch.finfo(next(self.model.parameters()).dtype).eps)
+        difference, scale = float((whole - ours).abs().max()), float(whole.abs().max())
+        return "" if difference <= allowed * scale else f"logits up to {scale:.2g} differ by {difference:.2g}"
 
 
 #: gives dropout's mask of a batch, 0 or not: from its shape, the sides that go over positions, the values, and p

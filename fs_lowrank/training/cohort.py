@@ -172,7 +172,7 @@ class _Training:
         drawn: list[Tensor] = []
         own = np.split(together.lengths, np.cumsum(sizes)[:-1])
         drawing = drawn_by_each(own, [self.draws[i] for i in batches]) if self.draws else None
-        for part in self.blocks.parts(together.lengths):
+        for part in self.blocks.parts(together, np.arange(len(together))):
             part = np.sort(part)  # by client
             if not losses[part].sum():
                 continue

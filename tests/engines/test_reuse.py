@@ -1,6 +1,9 @@
 """Trained clients are reused: which settings decide whether they can be, and what a comparison records."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +11,10 @@ import torch
 import fs_lowrank
 from fs_lowrank import load_config
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import RunFailed, UserError
+from fs_lowrank.methods import Phase
 from fs_lowrank.rounds import keeper, site
+from fs_lowrank.rounds.reuse import Reuse
 
 
 @pytest.fixture
@@ -100,6 +105,56 @@ def test_settings_that_change_the_training_change_the_key(run, keys):
 def test_settings_of_the_server_do_not_change_the_key(run, keys):
     run()
     assert run(**keys)[1] == 3 * (keys.get("federate.total_round_num", 1) - 1), "round 2 starts from another model"
+
+
+@pytest.fixture
+def key(settings):
+    """``key(keys)``: of one training under this configuration, on the machine as it is."""
+    model = torch.nn.Linear(3, 5)
+
+    class Data:
+        def fingerprint(self):
+            return "x"
+
+    def made(keys=None):
+        config = load_config(settings, {"federate.method": "fedlora", **(keys or {})})
+        return Reuse.key(config, model, Data(), [Phase(("head",))], lr=0.1, seed=1)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"train.blocks": 1}, {"train.only_read": "off"}, {"train.cache_frozen": "off"}, {"train.cache_frozen_bytes": 1e3}],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_settings_that_change_rounding_change_the_key(key, keys):
+    assert key() == key({"train.cache_frozen_dir": "elsewhere"}) != key(keys)
+
+
+@pytest.mark.parametrize(
+    "where, name, value",
+    [
+        (torch, "get_num_threads", 2),
+        (torch, "get_float32_matmul_precision", "high"),
+        (torch.backends.cpu, "get_cpu_capability", "another"),
+    ],
+)
+def test_the_machine_changes_the_key(key, monkeypatch, where, name, value):
+    before = key()
+    monkeypatch.setattr(where, name, lambda: value)
+    assert key() != before
+
+
+@pytest.mark.parametrize("number, kind", [(errno.ENOSPC, RunFailed), (errno.EACCES, UserError)])
+def test_a_folder_that_cannot_be_made_on_a_full_disk(tmp_path, monkeypatch, number, kind):
+    def full(self, **options):
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(UserError, match=os.strerror(number)) as told:
+        Reuse(tmp_path / "clients")
+    assert type(told.value) is kind and "\n" not in str(told.value)
 
 
 def test_a_client_is_trained_again_if_its_entry_is_damaged(run, tmp_path, caplog):

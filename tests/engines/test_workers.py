@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModel
 
 import fs_lowrank
 from fs_lowrank.engines import workers
@@ -132,6 +134,68 @@ def test_a_process_that_does_not_answer(few, monkeypatch, caplog):
     same(whole, engine.run())
     assert stopped[0].process.returncode == -signal.SIGKILL
     assert "no sign of life within lowrank.timeout, 2 s" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", ["live", "die"])
+def test_a_process_that_cannot_be_replaced(few, monkeypatch, caplog, others):
+    """The process of a client dies, and so does every further one while it loads: the other process does all work."""
+    keys = {"federate.method": "fedlora"}
+    engine, killed, start = LocalEngine(few("killed", {**keys, "federate.process_num": 2})), [], workers.Worker.__init__
+
+    def send(self, item, send=workers.Worker.send):
+        send(self, item)
+        if item.facts.get("kind") == "train" and not (killed and others == "live"):
+            killed.append(self.rank)
+            os.kill(self.process.pid, signal.SIGKILL)
+
+    def further(self, *given):
+        start(self, *given)
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(workers.Worker, "send", send)
+    monkeypatch.setattr(workers.Worker, "__init__", further)
+    if others == "live":
+        same(fs_lowrank.run(few("whole", keys)), engine.run())
+        assert "cannot be replaced (process 1 of federate.process_num 2 could not start" in caplog.text
+        assert "the run goes on with fewer: 1" in caplog.text
+    else:
+        with pytest.raises(fs_lowrank.RunFailed, match="no other could take its place .* and none is left"):
+            engine.run()
+
+
+@pytest.fixture
+def two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def test_the_engines_process_has_as_many_threads_as_the_others(few, two_threads):
+    engine = LocalEngine(few("run", {"federate.process_num": 2}))
+    try:
+        assert torch.get_num_threads() == 1
+        engine.keeper.start(False)
+        assert json.loads((engine.keeper.outdir / "environment.json").read_text())["threads"] == 1
+    finally:
+        engine.trains.end()
+        engine.keeper.release()
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.slow
+def test_two_processes_of_one_thread_are_one_process_of_one_thread(few, tiny_encoder, tmp_path, two_threads):
+    """The server step, too, whose products differ between one and two threads on layers as wide as these."""
+    wide = tmp_path / "wide"
+    shutil.copytree(tiny_encoder, wide)
+    sizes = {"hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 384}
+    config = AutoConfig.from_pretrained(tiny_encoder, **sizes)
+    AutoModel.from_config(config).save_pretrained(wide)
+    keys = {"federate.method": "flexlora", "model.type": f"{wide}@transformers", "federate.total_round_num": 1}
+    keys["llm.adapter.args"] = [{"r": 8, "alpha": 16, "modules": ["query", "value"]}]
+    both = fs_lowrank.run(few("two", {**keys, "federate.process_num": 2}))
+    torch.set_num_threads(1)
+    same(fs_lowrank.run(few("one", keys)), both)
 
 
 def test_wrong_use_in_a_process_is_one_error(few, monkeypatch):

@@ -107,6 +107,22 @@ def test_a_member_that_works_for_longer_than_its_timeout_is_heard_of(pool, by_po
     assert member.receive() == b"DREAM" and time.monotonic() - started > 2
 
 
+@pytest.mark.parametrize("item", [b"dream", b"word"])
+def test_what_a_member_has_sent_while_nobody_listened_counts(pool, item):
+    """Signs of life while it works, and its answer; whoever listens was busy for longer than its limit."""
+    pool.members.append(Member("test_jobs:echo", 1.0))
+    (member,) = pool.members
+    member.send(b"word")
+    assert member.receive() == b"WORD"
+    member.send(item)
+    time.sleep(1.5)
+    assert pool.silent() is None
+    deadline = time.monotonic() + 60
+    while not (heard := pool.heard(0.2)):
+        assert pool.silent() is None and time.monotonic() < deadline
+    assert heard == [member] and member.receive() == item.upper() and not member.news
+
+
 def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     code = (
         "import time; from fs_lowrank.jobs.pool import Member\n"

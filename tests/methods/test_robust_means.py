@@ -142,6 +142,24 @@ def test_fewer_updates_than_the_rule_needs_are_a_bad_round(toy, federation):
     assert all(fed.ledger.state[n] is t for n, t in before.items())
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("by", ["uniform", "samples"])
+def test_the_master_of_fedhm_is_averaged_with_what_the_rule_gives_for_the_clients(toy, federation, rule, by):
+    robust, sizes = RobustMean(rule), SIZES[:6]
+    given = {"rank_factors": (3, 3, 3, 3, 3, 3, 2), "average_by": by}  # the client of the smallest factor is absent
+    fed = federation(toy.method("fedhm", **given, master=True, robust=robust), sizes)
+    state, updates = played(fed)
+    fed.finish(1)
+    own = fed.method.recovered(updates, state)
+    alone, notes = robust.mean({u.client: u.tensors for u in own}, fed.method.weights(own), state)
+    counts = [u.num_samples for u in own]
+    mean = max(sum(counts) // len(counts), 1)
+    share = 1 / (len(own) + 1) if by == "uniform" else mean / (sum(counts) + mean)
+    for name, tensor in alone.items():
+        close(fed.ledger.state[name], (1 - share) * tensor.double() + share * state[name].double())
+    assert fed.method.notes == notes and 0 not in notes
+
+
 def test_a_server_optimizer_steps_from_the_robust_mean(toy, federation):
     optimizer = {"type": "SGD", "lr": 0.5, "momentum": 0.9}
     fed = federation(toy.method("fedlora", robust=RobustMean("median"), server_optimizer=optimizer), SIZES)

@@ -1,7 +1,9 @@
 """Cached states are equal to those that the frozen layers would compute."""
 
 import copy
+import errno
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fs_lowrank.data import Examples
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import RunFailed, UserError
+from fs_lowrank.models import frozen
 from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.models.frozen import FrozenPrefix
 from fs_lowrank.settings import AdapterSpec
@@ -226,6 +229,17 @@ def test_keys_and_values_of_other_weights_have_another_name(tiny_encoder):
             prefix.layers[2].get_parameter(change).data.add_(0.1)
         keys.add(prefix._key(data))
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize("number, kind", [(errno.ENOSPC, RunFailed), (errno.EFBIG, UserError)])
+def test_a_full_disk_is_no_wrong_use(tmp_path, monkeypatch, number, kind):
+    def full(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match="has no room for the 1e-05 MB") as told:
+        frozen._reserve(tmp_path / "x.states", 10)
+    assert type(told.value) is kind and not list(tmp_path.iterdir())
 
 
 # -- architectures -------------------------------------------------------------------------------------

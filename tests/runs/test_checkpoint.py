@@ -12,7 +12,8 @@ import torch
 
 import fs_lowrank.runs.checkpoint as module
 from fs_lowrank.errors import UserError
-from fs_lowrank.runs import load_checkpoint, save_checkpoint
+from fs_lowrank.runs import best, load_checkpoint, save_checkpoint
+from fs_lowrank.runs.checkpoint import saved_rounds
 
 META = {"numbers": {"t": 3, "x": 0.1}, "synced": {1: 2, 10: 0}, "outbox": {"a": (1, [2, 3], "float32")}, "config": {}}
 
@@ -57,6 +58,21 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["round_000012"]
     save(tmp_path, 12)  # a repeated round replaces its checkpoint
     check(load_checkpoint(tmp_path), 12)
+
+
+@pytest.mark.parametrize("name", ["round_000009.bak", "round_000003_old", "round_9", "round_x"])
+def test_a_copy_beside_the_checkpoints_is_neither_read_nor_counted_nor_removed(tmp_path, name):
+    folder = tmp_path / "checkpoint"
+    save(folder, 2, 3)
+    shutil.copytree(folder / "round_000003", folder / name)
+    shutil.copytree(folder, tmp_path / "best")
+    save(folder, 4)
+    assert sorted(p.name for p in folder.iterdir()) == sorted(["round_000003", "round_000004", name])
+    assert saved_rounds(folder) == [3, 4] and best.kept(tmp_path) == [2, 3]
+    check(load_checkpoint(folder), 4)
+    best.keep_only(tmp_path, [4])
+    best.go_back(tmp_path, 2)
+    assert [p.name for p in (tmp_path / "best").iterdir()] == [name]
 
 
 def flip(path, at):

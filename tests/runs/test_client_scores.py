@@ -86,6 +86,20 @@ def test_records_of_many_clients_have_the_worst_and_the_best(make):
     assert len(first["client_scores"]) == 2 < len(last["client_scores"])
 
 
+@pytest.mark.parametrize("stop", ["by on_round", "by patience"])
+def test_a_run_that_ends_early_has_the_scores_of_all_clients(make, monkeypatch, stop):
+    monkeypatch.setattr("fs_lowrank.rounds.record.MANY", 1)
+    monkeypatch.setattr("fs_lowrank.rounds.record.EXTREME", 1)
+    patience = {"early_stop.patience": 1, "early_stop.delta": 9.0, "federate.total_round_num": 4}
+    config = make("run", {} if stop == "by on_round" else patience)
+    result = fs_lowrank.run(config, on_round=lambda record: stop == "by on_round")
+    assert len(result.history) == 1 + (stop == "by patience") < config.federate.total_round_num
+    assert len(result.client_scores) > 2 and "unseen_test_acc" in result.final
+    if stop == "by patience":
+        last = json.loads((result.outdir / "rounds.jsonl").read_text().splitlines()[-1])
+        assert len(last["client_scores"]) == len(result.client_scores)
+
+
 def test_before_round_1(make):
     keys = {"eval.client_scores": False, "federate.sample_client_num": -1}
     plain = fs_lowrank.run(make("plain", keys))

@@ -18,7 +18,7 @@ from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds import keeper
 from fs_lowrank.runs import environment, records
-from fs_lowrank.runs.folder import CONTENTS, remove_run
+from fs_lowrank.runs.folder import CONTENTS, claim, remove_run
 from fs_lowrank.runs.result import sort_configs
 
 
@@ -49,6 +49,7 @@ def tensors(result):
 def test_a_run_is_replaced_with_overwrite(config, tmp_path):
     folder = stopped(config)
     (folder / "notes.txt").write_text("mine")
+    (folder / "process_2.log").write_text("of the run that is replaced")
     with pytest.raises(
         UserError, match="holds a run already; continue it with resume=True, replace it with overwrite=True"
     ):
@@ -68,6 +69,35 @@ def test_a_run_that_another_process_writes_to_is_not_removed(config):
         remove_run(Path(config.outdir))
     assert (Path(config.outdir) / "config.yaml").exists()
     engine.keeper.release()
+
+
+def test_no_process_writes_into_a_folder_that_another_run_writes_to(config):
+    folder = Path(config.outdir)
+    with claim(folder), pytest.raises(RunFailed, match="another run is writing"):
+        LocalEngine(config.replace({"federate.process_num": 2}))
+    assert not list(folder.glob("process_*.log"))
+    with claim(folder):
+        pass
+
+
+@pytest.mark.parametrize("content", ['{"schema": 1, "test_acc": 0.', "[1]", '{"test_acc": "x"}', None])
+def test_metrics_before_round_1_that_cannot_be_read(config, caplog, content):
+    config = config.replace({"eval.before": True})
+    before, path = fs_lowrank.run(config).before, Path(config.outdir) / "before.json"
+    kept = path.read_bytes()
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    assert fs_lowrank.run(config, resume=True).before == before and path.read_bytes() == kept
+    assert "before.json cannot be read" in caplog.text and "what the run began with is evaluated" in caplog.text
+
+
+def test_metrics_before_round_1_that_are_lost(config, caplog):
+    config = config.replace({"eval.before": True, "federate.method": "flora"})
+    assert fs_lowrank.run(config).before
+    (Path(config.outdir) / "before.json").unlink()
+    assert fs_lowrank.run(config, resume=True).before == {}
+    assert "the result lacks the metrics before round 1" in caplog.text
 
 
 def test_the_advice_for_damaged_checkpoints_works(settings, tmp_path, capsys, no_curves):

@@ -112,6 +112,32 @@ def test_the_predictions_of_the_test_set(tmp_path, classes):
     assert path.stat().st_size > 5000 and path.with_suffix(".pdf").exists()
 
 
+CLASSES = ["under $10_$20", "_a", r"\$x_$", "50 %"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_are_shown_as_they_are_written(tmp_path, monkeypatch):
+    kept, write = [], plots.save
+    monkeypatch.setattr(plots, "save", lambda figure, path: kept.append(figure) or write(figure, path))
+    counts = {"clients": [{"client": 1, "size": 9, "labels": {name: 2 for name in CLASSES}}]}
+    on_test = {"confusion": [[1] * 4] * 4, "clients": {"1": {"acc": 0.5, "samples": 4}}}
+    plot_clients(counts, tmp_path / "clients.png", "my_$data_$ · model")
+    plot_test(on_test, tmp_path / "test.png", CLASSES, title="my_$data_$ · model")
+    plot_curves({name: [record(1)] for name in CLASSES}, tmp_path / "curves.png", 0.5, title="my_$data_$ · model")
+    clients, test, curve = kept
+    for place in (clients.legends[0], curve.axes[-1].get_legend()):
+        assert shown(place.get_texts())[:4] == CLASSES
+    assert shown(test.axes[0].get_xticklabels()) == shown(test.axes[0].get_yticklabels()) == CLASSES
+    assert all(shown([figure._suptitle])[0].startswith("my_$data_$ · model") for figure in kept)
+
+
+def shown(texts):
+    """The texts as matplotlib writes them; none may be a formula."""
+    read = [text._preprocess_math(text.get_text()) for text in texts]
+    assert not any(formula for _, formula in read)
+    return [text for text, _ in read]
+
+
 def test_the_title_says_the_setting(settings):
     said = setting_of(load_config(settings), seeds=[0, 1])
     assert "5 clients, 5 a round" in said and "seeds 0, 1" in said and "reviews.csv" in said and "/" not in said

@@ -56,7 +56,11 @@ def test_a_batch_that_is_not_divided_keeps_its_order():
 
 def make(task, dropout):
     torch.manual_seed(0)
-    if task == "classes":
+    if task == "opt":
+        sizes = {**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 48}
+        config = AutoConfig.for_model("opt", **sizes, dropout=dropout, attention_dropout=dropout)
+        model, modules = AutoModelForCausalLM.from_config(config), ("q_proj", "v_proj")
+    elif task == "classes":
         config = AutoConfig.for_model(
             "bert", **SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
         )
@@ -130,6 +134,44 @@ def test_blocks_with_kept_states_and_dropout(task):
     blocks, _ = trained(model, data, phase, **{"train.blocks": 4})
     for name, value in whole.items():
         torch.testing.assert_close(blocks[name], value, atol=1e-7, rtol=1e-5)
+
+
+def test_a_model_whose_dropout_would_be_another_is_trained_on_the_whole_batch(caplog):
+    """OPT draws a number of its own in every forward pass in training, so blocks would change what follows."""
+    model, data, phase = make("opt", 0.2), examples("answers"), Phase(("adapter", "head"))
+    plain, before = trained(model, data, phase, shortcuts=False, **{"train.blocks": 1})
+    ours, result = trained(model, data, phase, shortcuts=False, **{"train.blocks": 2})
+    assert result.loss == before.loss and ours.keys() == plain.keys()
+    assert all(torch.equal(ours[name], value) for name, value in plain.items())
+    assert (
+        "train.blocks: a batch of OPTForCausalLM is not divided (its blocks draw other random numbers)" in caplog.text
+    )
+
+
+class Flat(torch.nn.Module):
+    """A layer whose dropout sees all positions as one side, as in some mixtures of experts."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense, self.drop = dense, torch.nn.Dropout(0.4)
+
+    def forward(self, states):
+        return self.drop(self.dense(states).flatten(0, 1)).view(*states.shape[:-1], -1)
+
+
+def test_dropout_that_no_mask_fits(caplog):
+    model, data, phase = make("classes", 0.0), examples("classes"), Phase(("adapter", "head"))
+    layer = model.base_model.model.bert.encoder.layer[-1].intermediate
+    layer.dense = Flat(layer.dense)
+    plain, _ = trained(model, data, phase, shortcuts=False, **{"train.blocks": 1})
+    whole, _ = trained(model, data, phase, **{"train.blocks": 1})
+    blocks, _ = trained(model, data, phase, shortcuts=False, **{"train.blocks": 2})
+    for name, value in plain.items():
+        assert torch.equal(blocks[name], value)
+        torch.testing.assert_close(whole[name], value, atol=1e-7, rtol=1e-5)
+    assert "train.blocks: a batch of BertForSequenceClassification is not divided" in caplog.text
+    assert "train.only_read: the last layer of BertForSequenceClassification cannot be computed for some" in caplog.text
+    assert "in training" in caplog.text
 
 
 def test_a_penalty_counts_once():

@@ -18,6 +18,7 @@ from ...jobs.kept import Keep, keeping
 from ...runs.result import RunResult
 from ...settings import Settings
 from ..kept import settings_kept
+from ..workers import processes_of
 from . import session as sessions
 from .config import to_framework
 from .logs import LogTo
@@ -32,11 +33,14 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
         RunFailed: the run ended before its last round.
     """
     standalone, processes = config.federate.mode == "standalone", config.federate.process_num
-    if processes > 1 and not standalone:
+    if processes != 1 and not standalone:
         raise UserError(
-            f"federate.process_num = {processes} divides the clients of a standalone run; in mode "
+            f"federate.process_num = {processes or 'auto'} divides the clients of a standalone run; in mode "
             "distributed every client is a process of its own. Leave it out"
         )
+    if processes == 0:  # auto: those that train, and this one
+        training = processes_of(config)
+        processes = training + 1 if training > 1 else 1
     cfg = to_framework(config)
     # The framework itself would choose a new folder for each run.
     outdir = Path(config.outdir) / config.expname

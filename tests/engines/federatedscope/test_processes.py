@@ -204,6 +204,30 @@ def test_processes_in_distributed_mode(quick):
         )
 
 
+@pytest.mark.parametrize("training, started", [(3, [4]), (1, [])])
+def test_auto_is_the_number_of_the_embedded_engine_and_the_servers_process(quick, monkeypatch, training, started):
+    from fs_lowrank.engines.federatedscope import run as module
+
+    class Chosen(Exception):
+        pass
+
+    asked = []
+
+    def chosen(processes=None, **given):
+        asked.extend([processes] if processes else [])
+        raise Chosen
+
+    monkeypatch.setattr(module, "ParallelRunner", chosen)
+    monkeypatch.setattr(module, "get_runner", chosen)
+    monkeypatch.setattr(module, "processes_of", lambda config: training)
+    keys = {"federate.method": "rolora", "federate.process_num": "auto"}
+    with pytest.raises(Chosen):
+        fs_lowrank.run(quick("run", keys), "federatedscope")
+    assert asked == started
+    with pytest.raises(UserError, match="federate.process_num = auto divides the clients of a standalone run"):
+        fs_lowrank.run(quick("apart", {**keys, "federate.mode": "distributed"}), "federatedscope")
+
+
 def test_the_frameworks_own_methods_keep_its_runner():
     from federatedscope.core.auxiliaries import runner_builder
     from federatedscope.core.configs.config import global_cfg
