@@ -212,11 +212,10 @@ class Workers:
                     jobs.append(Job(Parcel({}, kind="score", split=split, part=part, parts=self.count), part))
                     of.append((split, 0))
                 continue
-            for client, examples in zip(site.clients, site.data.client_tests):
-                if examples is not None:
-                    jobs.append(Job(_parcel(site, state, client.id, kind="score"), client.id))
-                    of.append((split, client.id))
-                    sizes[client.id] = len(examples)
+            for client, examples in site.tested():
+                jobs.append(Job(_parcel(site, state, client, kind="score"), client))
+                of.append((split, client))
+                sizes[client] = len(examples)
         scores: dict[tuple[str, int], list[BatchScore]] = {key: [] for key in of}
         for key, answer in zip(of, self._do(jobs)):
             if isinstance(answer, str):
