@@ -1,4 +1,6 @@
-"""python -m benchmark.speed [server_step|clients|frozen_cache|only_read|overhead|vision|one_shot|all] [--out FOLDER]
+"""python -m benchmark.speed [PART] [--out FOLDER]
+
+PART: server_step, clients, scale, capacity, frozen_cache, only_read, overhead, vision, one_shot, or all of them
 
 Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo fashion_mnist
 """
@@ -18,7 +20,7 @@ from fs_lowrank.versions import SCHEMA, check_schema
 
 from . import machine
 
-PARTS = ("server_step", "clients", "frozen_cache", "only_read", "overhead", "vision", "one_shot")
+PARTS = ("server_step", "clients", "scale", "capacity", "frozen_cache", "only_read", "overhead", "vision", "one_shot")
 
 
 def table(folder: Path) -> str:

@@ -2,8 +2,8 @@
 
     python -m benchmark.speed.scale [--clients 1000000] [--sampled 1000] [--rows 2100000] [--rounds 3] [--profile]
 
-measures one number of clients in this process; ``python -m benchmark.speed scale`` measures three, each in a process of its
-own, over the same synthetic file.
+measures one number of clients in this process; ``python -m benchmark.speed scale`` measures three, each in a process
+of its own, over the same synthetic file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import row
 from .clients import ALLOWED, peak_bytes
 
 CLIENTS = (10_000, 100_000, 1_000_000)
-SAMPLED, ROWS, ROUNDS = 1000, 2_100_000, 3
+SAMPLED, ROWS, ROUNDS = 1000, 1_100_000, 3
 #: different texts in the file
 PHRASES = 4096
 #: what counts as reading the data, by the module that calls it: the file, and its texts as tokens
@@ -116,10 +116,10 @@ def measure(keys: dict[str, Any], profile: bool = False) -> dict[str, Any]:
     """One run in this process.
 
     Returns:
-        By the clock and by the processor, seconds of ``reading`` (the file and its tokens), of ``setup`` beyond it until
-        the first client trains, of each of the ``rounds`` without its evaluation, with the part of ``training``, and of
-        the ``end``. Bytes of the ``base`` model, of the ``peak`` of memory, ``after_setup`` and in all, and of the
-        ``files`` that the run left.
+        By the clock and by the processor, seconds of ``reading`` (the file and its tokens), of ``setup`` beyond it
+        until the first client trains, of each of the ``rounds`` without its evaluation, with the part of ``training``,
+        and of the ``end``. Bytes of the ``base`` model, of the ``peak`` of memory, ``after_setup`` and in all, and of
+        the ``files`` that the run left.
     """
     from fs_lowrank import load_config
     from fs_lowrank.engines.local import LocalEngine
@@ -208,7 +208,7 @@ def described(found: dict[str, Any]) -> str:
 
 
 def run(
-    clients: Sequence[int] = CLIENTS, sampled: int = SAMPLED, rows: int = ROWS, rounds: int = ROUNDS, turns: int = 2
+    clients: Sequence[int] = CLIENTS, sampled: int = SAMPLED, rows: int = ROWS, rounds: int = ROUNDS, turns: int = 1
 ) -> dict[str, Any]:
     """Measure every number of clients ``turns`` times in turn, over the same file."""
     found: dict[int, list[dict[str, Any]]] = {number: [] for number in clients}

@@ -115,8 +115,8 @@ class FederatedData:
     def record(self) -> dict[str, Any]:
         """The split as plain data for ``data.json``, without what there is of every row or client (``arrays``).
 
-        Of ``validation`` and ``test``, ``from`` names the source that their rows are numbered in, and ``labels`` are the
-        counts of their classes by name.
+        Of ``validation`` and ``test``, ``from`` names the source that their rows are numbered in, and ``labels`` are
+        the counts of their classes by name.
         """
         held_out: dict[str, Any] = {
             split: {

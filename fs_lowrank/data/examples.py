@@ -24,8 +24,8 @@ class Examples:
     """``n`` examples.
 
     Attributes:
-        columns: name to ``n`` integer arrays of shape ``(length_i,)``: ``input_ids``, perhaps ``token_type_ids``, and for
-            a causal language model ``labels`` (``-100`` for tokens without loss). Kept as one array for all rows.
+        columns: name to ``n`` integer arrays of shape ``(length_i,)``: ``input_ids``, perhaps ``token_type_ids``, and
+            for a causal language model ``labels`` (``-100`` for tokens without loss). All rows lie in one array.
         labels: int64 ``(n,)``, the classes; None for a causal language model.
         pad_id: the padding token.
         pad_token_type_id: the same for ``token_type_ids``.

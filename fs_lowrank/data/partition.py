@@ -449,9 +449,9 @@ def _lift(parts: Ragged, floor: int, rng: np.random.Generator) -> Ragged:
 
 
 def _moves(sizes: np.ndarray, floor: int) -> Iterator[tuple[int, int]]:
-    """Which client gives a row to which, one by one, until each has ``floor`` rows: always the largest, the first of equals.
+    """Which client gives a row to which, one by one, until each has ``floor`` rows.
 
-    There must be enough rows. The caller may change ``sizes`` meanwhile.
+    The giver is always the largest, the first of equals. There must be enough rows.
     """
     givers = [(-size, client) for client, size in enumerate(sizes.tolist()) if size > floor]
     heapq.heapify(givers)

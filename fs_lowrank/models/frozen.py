@@ -297,8 +297,8 @@ class FrozenPrefix:
         """Compare results with and without cached states on a few short samples; returns the difference, or ``""``.
 
         States are computed for each sample alone and then used in a padded batch. Padding is not tested if the samples
-        have one length, as those of every owner then have: a batch holds samples of one owner. Both evaluation mode and training
-        mode are tested, with the same dropout; random state and mode of the model are restored.
+        have one length, as those of every owner then have: a batch holds samples of one owner. Both evaluation mode and
+        training mode are tested, with the same dropout; random state and mode of the model are restored.
         """
         lengths = examples.lengths
         _, first = np.unique(lengths, return_index=True)

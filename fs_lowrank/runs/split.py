@@ -1,8 +1,9 @@
 """Who has which rows: ``data.json``, and ``rows.npz`` with what there is of every row and of every client.
 
-``rows.npz`` has whole numbers in NumPy's format, without pickle: ``clients``, the rows of all clients one after the other;
-``sizes``, how many of them each client has; ``labels``, their classes, if there are any; ``validation`` and ``test``, the
-rows that are held out. Rows are numbered from 0 in the source that they are from, without its header and empty lines.
+``rows.npz`` has whole numbers in NumPy's format, without pickle: ``clients``, the rows of all clients one after the
+other; ``sizes``, how many of them each client has; ``labels``, their classes, if there are any; ``validation`` and
+``test``, the rows that are held out. Rows are numbered from 0 in the source that they are from, without its header and
+empty lines.
 
 Up to schema 1 there was no such file, and ``data.json`` listed the rows of each client.
 """
@@ -53,9 +54,9 @@ def read_split(folder: Path) -> dict[str, Any]:
     """The split of the run in ``folder``, of any schema; empty if the run has not written it.
 
     Returns:
-        The content of ``data.json``; of each client, under ``clients``, a record with ``client`` (its number), ``size``,
-        ``labels`` (counts by class, if there are classes) and ``rows``, which is made when it is asked for; ``sizes``,
-        those of all clients; and the ``rows`` of ``validation`` and ``test``, where they are there.
+        The content of ``data.json``; of each client, under ``clients``, a record with ``client`` (its number),
+        ``size``, ``labels`` (counts by class, if there are classes) and ``rows``, which is made when it is asked for;
+        ``sizes``, those of all clients; and the ``rows`` of ``validation`` and ``test``, where they are there.
 
     Raises:
         UserError: a file is missing or damaged, or of a newer version.
