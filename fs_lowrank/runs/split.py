@@ -75,7 +75,7 @@ def read_split(folder: Path) -> dict[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return _whole(about, {name: file[name].astype(np.int64) for name in file.files})
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}; it belongs to {ABOUT} beside it") from error
 
 

@@ -257,6 +257,17 @@ def test_a_ledger_continues_from_what_was_saved(told):
         assert again.stamp(4) == ledger.stamp(4)
 
 
+def test_a_ledger_continues_from_what_schema_1_saved():
+    ledger = make_ledger("fedloru", keep_messages=True)
+    for number in (1, 2, 3):
+        step(ledger, number, (1, number + 1))
+    parts, data = ledger.saved(3)
+    assert "synced" not in data and sorted(parts["synced"]["clients"].tolist()) == [1, 2, 3, 4]
+    again = make_ledger("fedloru", keep_messages=True)
+    again.restore(3, {"state": parts["state"]}, json.loads(json.dumps({**data, "synced": ledger.synced})))
+    assert again.synced == ledger.synced == {1: 2, 2: 0, 3: 1, 4: 2} and again.everyone_has() == 0
+
+
 def test_the_tensors_of_the_state_are_contiguous_as_a_checkpoint_restores_them():
     ledger = make_ledger()
     transposed = {name: tensor.T.contiguous().T for name, tensor in ledger.state.items()}
