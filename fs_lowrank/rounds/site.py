@@ -321,7 +321,8 @@ class Site:
 
     def keep_personal(self, client: int, round: int) -> None:
         """Note the personal tensors of the model, which ``client`` has trained in ``round``."""
-        self.personal.keep(client, round, copied(self.model, self.method.personal))
+        if self.personal.untrained:
+            self.personal.keep(client, round, copied(self.model, self.method.personal))
 
 
 def check_task(config: Config, raw: RawData) -> None:
