@@ -74,7 +74,7 @@ class _Data:
 @lru_cache(maxsize=64)
 def _sizes(data: _Data) -> list[int]:
     config = data.config
-    return [len(client) for client in build_data(config, build_tokenizer(config), load_raw(config.data)).clients]
+    return build_data(config, build_tokenizer(config), load_raw(config.data)).partition.sizes().tolist()
 
 
 def counted(record: Mapping[str, Any], config: Config) -> dict[str, Any]:

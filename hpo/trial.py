@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import statistics
@@ -24,6 +23,7 @@ from fs_lowrank.methods import revisions
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.checkpoint import saved_rounds
 from fs_lowrank.runs.records import read_records
+from fs_lowrank.runs.split import read_split
 
 from .search import BEAT, REVISIONS
 from .settings import Settings
@@ -265,8 +265,7 @@ class _Steps:
         if train.batch_or_epoch == "batch":
             return len(clients) * train.local_update_steps
         if self.sizes is None:
-            parts = json.loads((Path(self.config.outdir) / "data.json").read_text())["partition"]["indices"]
-            self.sizes = [len(p) for p in parts]
+            self.sizes = read_split(Path(self.config.outdir))["sizes"].tolist()
         batch = self.config.dataloader.batch_size * self.config.grad.grad_accum_count
         return sum(train.local_update_steps * -(-self.sizes[c - 1] // batch) for c in clients)
 

@@ -10,6 +10,7 @@ import fs_lowrank
 from fs_lowrank import UserError, cli
 from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
+from fs_lowrank.runs.split import read_split
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_rows_have_the_same_data_and_nothing_to_send(few, no_curves):
     results = fs_lowrank.compare(fs_lowrank.load_config(few), ["rolora", "local", "pooled"])
     assert list(results) == ["rolora", "local", "pooled"]
     outdir = Path(few["outdir"])
-    data = {n: json.loads((outdir / n / "data.json").read_text()) for n in ("rolora", "pooled")}
+    data = {n: read_split(outdir / n) for n in ("rolora", "pooled")}
     assert data["rolora"]["test"] == data["pooled"]["test"]
     rows = sorted(row for client in data["rolora"]["clients"] for row in client["rows"])
     assert rows == sorted(data["pooled"]["clients"][0]["rows"])

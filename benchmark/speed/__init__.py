@@ -1,6 +1,8 @@
 """Speed of the optimised implementations relative to the plain ones they replace.
 
-    python -m benchmark.speed [server_step|clients|frozen_cache|only_read|cohort|overhead|vision|one_shot|all]
+    python -m benchmark.speed [PART|all]
+
+with one of the parts that ``__main__`` lists.
 
 Only ratios from one run are meaningful. The variants are timed in turn, so that other load on the machine affects all
 of them, and medians are compared.

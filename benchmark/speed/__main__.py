@@ -1,6 +1,6 @@
 """python -m benchmark.speed [PART] [--out FOLDER]
 
-Parts: server_step, clients, frozen_cache, only_read, cohort, overhead, vision, one_shot; all of them without one.
+PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, overhead, vision, one_shot, or all of them
 
 Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo fashion_mnist
 """
@@ -20,7 +20,18 @@ from fs_lowrank.versions import SCHEMA, check_schema
 
 from . import machine
 
-PARTS = ("server_step", "clients", "frozen_cache", "only_read", "cohort", "overhead", "vision", "one_shot")
+PARTS = (
+    "server_step",
+    "clients",
+    "scale",
+    "capacity",
+    "frozen_cache",
+    "only_read",
+    "cohort",
+    "overhead",
+    "vision",
+    "one_shot",
+)
 
 
 def table(folder: Path) -> str:

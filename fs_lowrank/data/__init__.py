@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,6 +24,7 @@ from fs_lowrank.data.partition import (
     partition,
     register_partitioner,
 )
+from fs_lowrank.data.ragged import Lazy, Ragged
 from fs_lowrank.data.sources import (
     CAUSAL_LM,
     CLASSIFICATION,
@@ -74,7 +74,7 @@ class FederatedData:
     """The data that a run trains and evaluates on.
 
     Attributes:
-        clients: training examples of each client.
+        train: the training examples of all clients, which ``partition`` divides.
         validation, test: None if the split is empty.
         task: ``"classification"``, ``"causal_lm"`` or ``"image_classification"``.
         num_labels: 0 for a causal language model.
@@ -94,7 +94,7 @@ class FederatedData:
         cut: which of ``validation`` and ``test`` were split off the training rows; the others have their own source.
     """
 
-    clients: list[Examples | ImageExamples]
+    train: Examples | ImageExamples
     validation: Examples | ImageExamples | None
     test: Examples | ImageExamples | None
     task: str
@@ -109,25 +109,20 @@ class FederatedData:
     truncated: dict[str, int] = field(default_factory=dict)
     tok_len: int | None = None
     image_shape: tuple[int, int, int] | None = None
-    test_shares: list[np.ndarray] = field(default_factory=list, repr=False)
+    test_shares: Ragged = field(default_factory=lambda: Ragged.of([]), repr=False)
     rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     cut: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """The split as plain data for ``data.json``: rows and classes of each client.
+        """The split as plain data for ``data.json``, without what there is of every row or client (``arrays``).
 
-        ``rows`` are numbers in the loaded data: of clients in ``train``, of ``validation`` and ``test`` in the source
-        named by ``from``; ``labels`` are the counts of their classes by name. In contrast, the indices of
-        ``partition`` count only the training rows that were kept.
+        Of ``validation`` and ``test``, ``from`` names the source that their rows are numbered in, and ``labels`` are
+        the counts of their classes by name.
         """
-        clients = [
-            {**client, "rows": self.rows["train"][indices].tolist()}
-            for client, indices in zip(self.partition.summary(), self.partition.indices, strict=True)
-        ]
         held_out: dict[str, Any] = {
             split: {
                 "from": "train" if split in self.cut else split,
-                "rows": self.rows[split].tolist(),
+                "size": len(self.rows[split]),
                 **({"labels": self._counts(part)} if self.label_names and part is not None else {}),
             }
             for split, part in (("validation", self.validation), ("test", self.test))
@@ -137,10 +132,21 @@ class FederatedData:
             "source": self.source,
             "fingerprint": self.fingerprint,
             **self.counts(),
-            "partition": json.loads(self.partition.to_json()),
-            "clients": clients,
+            "partition": {"name": self.partition.name, "args": self.partition.args},
+            "classes": self.partition.classes(),
+            "clients": len(self.partition),
             **held_out,
         }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What belongs to ``record`` of every row and client, int64: the arrays of ``rows.npz`` (``runs.split``).
+
+        In contrast to these rows, the indices of ``partition`` count only the training rows that were kept.
+        """
+        order = self.partition.indices.flat()
+        labels = {} if self.partition.labels is None else {"labels": self.partition.labels[order]}
+        held_out = {split: rows for split, rows in self.rows.items() if split != "train"}
+        return {"clients": self.rows["train"][order], "sizes": self.partition.sizes(), **labels, **held_out}
 
     def _counts(self, part: Examples | ImageExamples) -> dict[str, int]:
         counts = np.bincount(np.asarray(part.labels), minlength=len(self.label_names))
@@ -166,17 +172,26 @@ class FederatedData:
         return f"data: {', '.join(parts)}"
 
     @cached_property
-    def client_tests(self) -> list[Examples | ImageExamples | None]:
+    def clients(self) -> Sequence[Examples | ImageExamples]:
+        """The training examples of each client, selected when they are asked for."""
+        train, indices = self.train, self.partition.indices
+        return Lazy(len(indices), lambda i: train.select(indices[i]))
+
+    @cached_property
+    def client_tests(self) -> Sequence[Examples | ImageExamples | None]:
         """Each client's part of the test set, distributed as its training data; None for an empty part.
 
         Every row of the test set goes to one client, in proportion to the clients' training rows of the same class,
         or of the same value of the column by which the training data were partitioned.
         """
-        return (
-            [self.test.select(rows) if len(rows) else None for rows in self.test_shares]
-            if self.test is not None
-            else [None] * len(self.clients)
-        )
+        test, shares = self.test, self.test_shares
+        if test is None:
+            return Lazy(len(self.clients), lambda i: None)
+        return Lazy(len(shares), lambda i: test.select(shares[i]) if len(shares[i]) else None)
+
+    def tested(self) -> list[int]:
+        """The positions in ``client_tests`` of the clients that have such a part."""
+        return [] if self.test is None else np.flatnonzero(self.test_shares.lengths).tolist()
 
 
 def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> FederatedData:
@@ -294,7 +309,7 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
     splitter_args = one_mapping("data.splitter_args", getattr(cfg.data, "splitter_args", None), origin)
     parts = partition(name, rows, cfg.federate.client_num, _rng(seed, "partition"), splitter_args, origin)
     parts.label_names = raw.label_names or None
-    shares: list[np.ndarray] = []
+    shares = Ragged.of([])
     if test_examples is not None:
         held = Rows(
             len(test_examples), test_examples.labels, {name: test[name].to_numpy() for name in fields if name in test}
@@ -304,13 +319,14 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
     digest = hashlib.sha256()
     for part in (train_examples, validation_examples, test_examples):
         digest.update((part.fingerprint() if part is not None else "none").encode())
-    for indices in parts.indices:
-        digest.update(len(indices).to_bytes(8, "little") + indices.astype("<i8").tobytes())
+    sizes, indices = parts.sizes(), parts.indices.flat()
+    # Of each client the number of its rows, and the rows.
+    digest.update(np.insert(indices, np.cumsum(sizes) - sizes, sizes).astype("<i8").tobytes())
     majority = None
     if test_examples is not None and test_examples.labels is not None and len(test_examples):
         majority = float(np.bincount(test_examples.labels).max() / len(test_examples))
     return FederatedData(
-        clients=[train_examples.select(indices) for indices in parts.indices],
+        train=train_examples,
         validation=validation_examples,
         test=test_examples,
         task=raw.task,

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from fs_lowrank.data.ragged import Ragged
+
 __all__ = ["Examples", "IGNORED_LABEL"]
+
+_CHUNK = 1 << 16
 
 IGNORED_LABEL = -100
 """The label of a token without loss: the ``ignore_index`` of PyTorch's cross entropy."""
@@ -20,15 +24,15 @@ class Examples:
     """``n`` examples.
 
     Attributes:
-        columns: name to ``n`` int64 arrays of shape ``(length_i,)``: ``input_ids``, perhaps ``token_type_ids``, and for
-            a causal language model ``labels`` (``-100`` for tokens without loss).
+        columns: name to ``n`` integer arrays of shape ``(length_i,)``: ``input_ids``, perhaps ``token_type_ids``, and
+            for a causal language model ``labels`` (``-100`` for tokens without loss). All rows lie in one array.
         labels: int64 ``(n,)``, the classes; None for a causal language model.
         pad_id: the padding token.
         pad_token_type_id: the same for ``token_type_ids``.
         truncated: how many texts were cut to the maximum length when these examples were made.
     """
 
-    columns: dict[str, list[np.ndarray]]
+    columns: dict[str, Ragged]
     labels: np.ndarray | None = None
     pad_id: int = 0
     pad_token_type_id: int = 0
@@ -38,10 +42,13 @@ class Examples:
     def __post_init__(self) -> None:
         if "input_ids" not in self.columns:
             raise ValueError(f"examples need a column 'input_ids'; there are: {sorted(self.columns)}")
-        self.columns = {name: [np.asarray(row, dtype=np.int64) for row in rows] for name, rows in self.columns.items()}
-        self._lengths = np.array([len(row) for row in self.columns["input_ids"]], dtype=np.int64)
+        self.columns = {
+            name: rows if isinstance(rows, Ragged) else Ragged.of(rows).narrowed()
+            for name, rows in self.columns.items()
+        }
+        self._lengths = self.columns["input_ids"].lengths
         for name, rows in self.columns.items():
-            if [len(row) for row in rows] != self._lengths.tolist():
+            if not np.array_equal(rows.lengths, self._lengths):
                 raise ValueError(f"column {name!r} does not have the shape of 'input_ids'")
         if self.labels is not None:
             self.labels = np.asarray(self.labels, dtype=np.int64)
@@ -62,7 +69,7 @@ class Examples:
         """The examples at ``indices``, in that order; the token arrays are shared, not copied."""
         chosen = np.asarray(indices, dtype=np.int64)
         return Examples(
-            {name: [rows[i] for i in chosen] for name, rows in self.columns.items()},
+            {name: rows.select(chosen) for name, rows in self.columns.items()},
             None if self.labels is None else self.labels[chosen],
             self.pad_id,
             self.pad_token_type_id,
@@ -70,11 +77,11 @@ class Examples:
 
     @classmethod
     def together(cls, parts: Iterable[tuple[Examples, np.ndarray]]) -> Examples:
-        """Of several sets of the same columns the examples at some indices, set after set; nothing is copied."""
+        """Of several sets of the same columns the examples at some indices, set after set, copied."""
         chosen = [examples.select(indices) for examples, indices in parts]
         first = chosen[0]
         return cls(
-            {name: [row for part in chosen for row in part.columns[name]] for name in first.columns},
+            {name: Ragged.join(part.columns[name] for part in chosen) for name in first.columns},
             None if first.labels is None else np.concatenate([part.labels for part in chosen]),
             first.pad_id,
             first.pad_token_type_id,
@@ -110,7 +117,7 @@ class Examples:
         out = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
         for name, rows in self.columns.items():
             padded = np.full(mask.shape, fill.get(name, 0), dtype=np.int64)
-            padded[mask] = np.concatenate([rows[i] for i in chosen])
+            padded[mask] = rows.select(chosen).flat()
             out[name] = torch.from_numpy(padded)
         if self.labels is not None:
             out["labels"] = torch.from_numpy(self.labels[chosen])
@@ -121,8 +128,8 @@ class Examples:
         digest = hashlib.sha256(self._lengths.astype("<i8").tobytes())
         for name in sorted(self.columns):
             digest.update(name.encode() + b"\0")
-            for row in self.columns[name]:
-                digest.update(row.astype("<i8").tobytes())
+            for start in range(0, len(self), _CHUNK):
+                digest.update(self.columns[name][start : start + _CHUNK].flat().astype("<i8").tobytes())
         if self.labels is not None:
             digest.update(b"classes\0" + self.labels.astype("<i8").tobytes())
         return digest.hexdigest()

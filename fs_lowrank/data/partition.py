@@ -1,19 +1,22 @@
 """Partition training rows among clients. Every row goes to exactly one client, and every client gets a row.
 
-A partitioner is a function ``(rows, num_clients, rng, **args) -> list of index arrays``. Its keyword arguments are the
-keys of ``data.splitter_args``, checked by their annotations (see ``settings.key``).
+A partitioner is a function ``(rows, num_clients, rng, **args) -> index array of each client``, as a list or as one
+``Ragged``. Its keyword arguments are the keys of ``data.splitter_args``, checked by their annotations (see
+``settings.key``).
 """
 
 from __future__ import annotations
 
+import heapq
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
 
+from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin, check_keys, keys_of
 
@@ -48,7 +51,7 @@ class Partition:
     ``summary`` uses ``labels`` and ``label_names`` to count classes.
     """
 
-    indices: list[np.ndarray]
+    indices: Ragged
     name: str
     args: dict[str, Any] = field(default_factory=dict)
     labels: np.ndarray | None = field(default=None, repr=False, compare=False)
@@ -59,19 +62,21 @@ class Partition:
 
     def sizes(self) -> np.ndarray:
         """Number of rows of each client, int64 ``(clients,)``."""
-        return np.array([len(rows) for rows in self.indices], dtype=np.int64)
+        return self.indices.lengths
+
+    def classes(self) -> list[str] | None:
+        """The names of the classes; their numbers, if they have no names; None without classes."""
+        if self.labels is None:
+            return None
+        return self.label_names or [str(value) for value in range(int(self.labels.max(initial=-1)) + 1)]
 
     def summary(self) -> list[dict[str, Any]]:
         """One record per client: ``client`` (from 1), ``size`` and, for classes, ``labels`` (counts by name)."""
-        records: list[dict[str, Any]] = []
-        for client, rows in enumerate(self.indices, start=1):
-            record: dict[str, Any] = {"client": client, "size": len(rows)}
-            if self.labels is not None:
-                names = self.label_names or [str(value) for value in range(int(self.labels.max(initial=-1)) + 1)]
-                counts = np.bincount(self.labels[rows], minlength=len(names))
-                record["labels"] = {name: int(count) for name, count in zip(names, counts, strict=True)}
-            records.append(record)
-        return records
+        names = self.classes()
+        return [
+            client_record(i, len(rows), None if self.labels is None else self.labels[rows], names)
+            for i, rows in enumerate(self.indices)
+        ]
 
     def to_json(self) -> str:
         """Name, arguments and indices as a JSON string; ``from_json`` reads it back."""
@@ -82,10 +87,23 @@ class Partition:
     def from_json(cls, text: str) -> Partition:
         """The partition written by ``to_json``, without labels."""
         data = json.loads(text)
-        return cls([np.asarray(rows, dtype=np.int64) for rows in data["indices"]], data["name"], data["args"])
+        return cls(Ragged.of(data["indices"]), data["name"], data["args"])
 
 
-Partitioner = Callable[..., list[np.ndarray]]
+def client_record(index: int, size: int, labels: np.ndarray | None, names: Sequence[str] | None) -> dict[str, Any]:
+    """What ``Partition.summary`` says of the client at ``index``.
+
+    Args:
+        labels: the classes of its rows; None: there are none. names: of the classes.
+    """
+    record: dict[str, Any] = {"client": index + 1, "size": size}
+    if labels is not None and names is not None:
+        counts = np.bincount(labels, minlength=len(names))
+        record["labels"] = {name: int(count) for name, count in zip(names, counts, strict=True)}
+    return record
+
+
+Partitioner = Callable[..., "Ragged | Sequence[np.ndarray]"]
 PARTITIONERS: dict[str, Partitioner] = {}
 
 
@@ -129,15 +147,22 @@ def partition(
             f"{num_clients} clients cannot share {rows.size} training rows: every client needs at least one; "
             "lower federate.client_num or use more data"
         )
-    parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in function(rows, int(num_clients), rng, **args)]
-    everything = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+    parts = Ragged.of(function(rows, int(num_clients), rng, **args))
+    everything = parts.flat()
     # A partitioner may be a third party's, and no metric would show a lost or repeated row.
-    if len(parts) != num_clients or not np.array_equal(everything, np.arange(rows.size)):
+    if len(parts) != num_clients or not np.array_equal(np.sort(everything), np.arange(rows.size)):
         raise RuntimeError(f"splitter {name!r} did not give every row to exactly one of {num_clients} clients")
-    return Partition(parts, name, args, rows.labels)
+    return Partition(_by_client(everything, parts.owners(), num_clients), name, args, rows.labels)
 
 
-def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Generator) -> list[np.ndarray]:
+def _by_client(rows: np.ndarray, owners: np.ndarray, num_clients: int) -> Ragged:
+    """Each client's ``rows`` in order; ``rows`` are all numbers from 0, in any order, and ``owners`` whose they are."""
+    of_row = np.empty(len(rows), np.int64)
+    of_row[rows] = owners
+    return Ragged.by_owner(of_row, num_clients)
+
+
+def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Generator) -> Ragged:
     """Partition held-out rows among the clients of ``parts``, distributed as their training rows.
 
     The rows of each class go to the clients in proportion to their training rows of that class, by largest remainder.
@@ -150,24 +175,23 @@ def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Ge
         for each client the sorted int64 rows of ``held``.
     """
     kinds_of, held_of = _kinds_of(parts, train, held)
-    counts: dict[Any, np.ndarray] = {}
-    for client, rows in enumerate(parts.indices):
-        kinds, numbers = np.unique(kinds_of[rows], return_counts=True)
-        for kind, count in zip(kinds.tolist(), numbers, strict=True):
-            counts.setdefault(kind, np.zeros(len(parts)))[client] = count
-    shares: list[list[np.ndarray]] = [[] for _ in parts.indices]
+    client_of = np.empty(train.size, np.int64)
+    client_of[parts.indices.flat()] = parts.indices.owners()
+    kinds, inverse = np.unique(kinds_of, return_inverse=True)
+    of_kind = dict(zip(kinds.tolist(), Ragged.by_owner(inverse, len(kinds))))
+    owners = np.empty(held.size, np.int64)
     for kind in np.unique(held_of).tolist():
         members = rng.permutation(np.flatnonzero(held_of == kind))
         # A class that is not in the training rows is divided by the size of the clients.
-        weights = counts.get(kind, parts.sizes().astype(float))
+        counts = np.bincount(client_of[of_kind[kind]], minlength=len(parts)) if kind in of_kind else parts.sizes()
+        weights = counts.astype(float)
         quota = weights / weights.sum() * len(members)
         sizes = np.floor(quota + 1e-9).astype(np.int64)
         # Ties are broken at random; otherwise the first clients would win them for every class.
         order = rng.permutation(len(quota))
         sizes[order[np.argsort((sizes - quota)[order], kind="stable")][: len(members) - sizes.sum()]] += 1
-        for share, piece in zip(shares, np.split(members, np.cumsum(sizes)[:-1]), strict=True):
-            share.append(piece)
-    return [np.sort(np.concatenate(share)) if share else np.empty(0, np.int64) for share in shares]
+        owners[members] = np.repeat(np.arange(len(parts)), sizes)
+    return Ragged.by_owner(owners, len(parts))
 
 
 def _kinds_of(parts: Partition, train: Rows, held: Rows) -> tuple[np.ndarray, np.ndarray]:
@@ -186,9 +210,9 @@ def _kinds_of(parts: Partition, train: Rows, held: Rows) -> tuple[np.ndarray, np
 
 
 @register_partitioner("iid")
-def iid(rows: Rows, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+def iid(rows: Rows, num_clients: int, rng: np.random.Generator) -> Ragged:
     """Random rows; the sizes of clients differ by at most one."""
-    return np.array_split(rng.permutation(rows.size), num_clients)
+    return Ragged(rng.permutation(rows.size), _even(rows.size, num_clients))
 
 
 @register_partitioner("lda", "dirichlet")
@@ -199,7 +223,7 @@ def lda(
     alpha: Alpha = 0.5,
     min_size: MinSize = 1,
     field: Column = None,
-) -> list[np.ndarray]:
+) -> Ragged:
     """Divide each class by proportions drawn from Dirichlet(alpha) (Yurochkin et al., 2019); small alpha is skewed.
 
     ``field`` is a column to use instead of the class; without classes the default is ``category``. Every client gets at
@@ -207,14 +231,15 @@ def lda(
     """
     floor = _floor(min_size, num_clients, rows.size)
     groups = _groups(rows, field)
-    best: list[np.ndarray] = []
+    best: Dealt | None = None
     for _ in range(DRAWS):
-        drawn = _deal(groups, (_dirichlet(rng, alpha, num_clients) for _ in groups), num_clients, rng)
-        if not best or min(map(len, drawn)) > min(map(len, best)):
+        drawn = _deal(groups, (_dirichlet(rng, alpha, num_clients) for _ in groups), rng)
+        if best is None or drawn.least > best.least:
             best = drawn
-        if min(map(len, best)) >= floor:
-            return best
-    return _lift(best, floor, rng)
+        if best.least >= floor:
+            return best.parts()
+    assert best is not None
+    return _lift(best.parts(), floor, rng)
 
 
 @register_partitioner("mixture")
@@ -226,7 +251,7 @@ def mixture(
     min_size: MinSize = 1,
     field: Column = None,
     mixture_seed: Annotated[int | None, {"min": 0, "max": 2**32 - 1, "help": _MIXTURE_SEED}] = None,
-) -> list[np.ndarray]:
+) -> Ragged:
     """Draw the class mixture of each client from Dirichlet(alpha) (Hsu et al., 2019).
 
     ``mixture_seed`` is a separate seed of the mixtures, for numpy's ``RandomState``: runs with several seeds differ
@@ -236,12 +261,14 @@ def mixture(
     floor = _floor(min_size, num_clients, rows.size)
     groups = _groups(rows, field)
     draw = rng if mixture_seed is None else np.random.RandomState(mixture_seed)
-    mixtures = np.stack([_dirichlet(draw, alpha, len(groups)) for _ in range(num_clients)])
+    mixtures = np.empty((num_clients, len(groups)))
+    for mixture in mixtures:
+        mixture[:] = _dirichlet(draw, alpha, len(groups))
     # A class whose proportion is zero in every mixture (in float precision) is divided equally.
     shares = (
         column / column.sum() if column.sum() > 0 else np.full(num_clients, 1 / num_clients) for column in mixtures.T
     )
-    return _lift(_deal(groups, shares, num_clients, rng), floor, rng)
+    return _lift(_deal(groups, shares, rng).parts(), floor, rng)
 
 
 @register_partitioner("shards")
@@ -251,7 +278,7 @@ def shards(
     rng: np.random.Generator,
     shards_per_client: Annotated[int, {"min": 1, "help": "shards that a client is given"}] = 2,
     field: Column = None,
-) -> list[np.ndarray]:
+) -> Ragged:
     """Sort rows by class, cut them into equal shards, and give each client some shards (McMahan et al., 2017)."""
     count = num_clients * shards_per_client
     if count > rows.size:
@@ -259,9 +286,8 @@ def shards(
             f"{num_clients} clients with {shards_per_client} shards each need {count} rows; there are {rows.size}"
         )
     ordered = np.concatenate([rng.permutation(group) for group in _groups(rows, field).values()])
-    pieces = np.array_split(ordered, count)
-    dealt = rng.permutation(count).reshape(num_clients, shards_per_client)
-    return [np.concatenate([pieces[i] for i in hand]) for hand in dealt]
+    dealt = Ragged(ordered, _even(rows.size, count)).select(rng.permutation(count))
+    return Ragged(dealt.flat(), dealt.lengths.reshape(num_clients, shards_per_client).sum(1))
 
 
 @register_partitioner("field", "meta")
@@ -272,7 +298,7 @@ def by_field(
     field: Annotated[str | None, {"words": "the name of a column", "help": _FIELD}] = None,
     size_alpha: Annotated[float | None, {"above": 0.0, "help": _SIZE_ALPHA}] = None,
     min_size: MinSize = 1,
-) -> list[np.ndarray]:
+) -> Ragged:
     """Each client holds rows of one value of column ``field``; a value gets clients in proportion to its rows.
 
     Clients are numbered by value, in sorted order. With ``size_alpha``, the proportions of the clients of one value are
@@ -285,7 +311,9 @@ def by_field(
         field = names[0] if len(names) == 1 else "category"
     groups = _groups(rows, field)
     if num_clients == 1 < len(groups):
-        return [rng.permutation(rows.size)]  # the only client holds all values, as in FederatedScope's *_global.yaml
+        return Ragged.of(
+            [rng.permutation(rows.size)]
+        )  # the only client holds all values, as in FederatedScope's *_global.yaml
     if len(groups) > num_clients:
         raise UserError(
             f"column {field!r} has {len(groups)} values, more than the {num_clients} clients, and a client holds "
@@ -297,31 +325,34 @@ def by_field(
         raise UserError(
             f"column {field!r}: value {small[0]!r} has {len(groups[small[0]])} rows, fewer than min_size {floor}"
         )
+    # The Sainte-Laguë method of apportionment: the next client goes to the first value with the largest quotient.
     given = dict.fromkeys(groups, 1)
+    waiting = [(-len(group) / 3, i, value) for i, (value, group) in enumerate(groups.items()) if room[value] > 1]
+    heapq.heapify(waiting)
     for _ in range(num_clients - len(groups)):
-        open_to = [value for value in groups if given[value] < room[value]]
-        if not open_to:
+        if not waiting:
             raise UserError(
                 f"column {field!r}: no more than {sum(room.values())} clients of one value and at least {floor} rows "
                 f"are possible, {num_clients} are asked for"
             )
-        # The Sainte-Laguë method of apportionment.
-        value = max(open_to, key=lambda v: len(groups[v]) / (2 * given[v] + 1))
+        _, i, value = heapq.heappop(waiting)
         given[value] += 1
-    parts: list[np.ndarray] = []
+        if given[value] < room[value]:
+            heapq.heappush(waiting, (-len(groups[value]) / (2 * given[value] + 1), i, value))
+    parts = []
     for value, group in groups.items():
         sizes = _sizes(len(group), given[value], size_alpha, floor, rng)
-        parts += np.split(rng.permutation(group), np.cumsum(sizes)[:-1])
-    return parts
+        parts.append(Ragged(rng.permutation(group), sizes))
+    return Ragged.join(parts)
 
 
 @register_partitioner("quantity")
 def quantity(
     rows: Rows, num_clients: int, rng: np.random.Generator, alpha: Alpha = 0.5, min_size: MinSize = 1
-) -> list[np.ndarray]:
+) -> Ragged:
     """Random rows; sizes are drawn from Dirichlet(alpha), at least ``min_size``."""
     sizes = _sizes(rows.size, num_clients, alpha, _floor(min_size, num_clients, rows.size), rng)
-    return np.split(rng.permutation(rows.size), np.cumsum(sizes)[:-1])
+    return Ragged(rng.permutation(rows.size), sizes)
 
 
 def _floor(min_size: int, num_clients: int, size: int) -> int:
@@ -365,33 +396,71 @@ def _sizes(total: int, count: int, alpha: float | None, floor: int, rng: np.rand
     sizes = np.floor(shares * total).astype(np.int64)
     rest = np.argsort(sizes - shares * total, kind="stable")[: total - sizes.sum()]
     sizes[rest] += 1
-    for client in range(count):
-        while sizes[client] < floor:
-            sizes[np.argmax(sizes)] -= 1
-            sizes[client] += 1
+    for giver, receiver in _moves(sizes, floor):
+        sizes[giver] -= 1
+        sizes[receiver] += 1
     return sizes
 
 
-def _deal(
-    groups: Mapping[Any, np.ndarray], shares: Iterable[np.ndarray], num_clients: int, rng: np.random.Generator
-) -> list[np.ndarray]:
+def _even(total: int, count: int) -> np.ndarray:
+    """``count`` sizes with sum ``total`` that differ by at most one, the larger ones first."""
+    return total // count + (np.arange(count) < total % count)
+
+
+@dataclass
+class Dealt:
+    """Shuffled rows of some groups, one group after the other, and how many of each go to each client."""
+
+    rows: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def least(self) -> int:
+        """The number of rows of the smallest client."""
+        return int(self.sizes.sum(0).min())
+
+    def parts(self) -> Ragged:
+        """The rows of each client, in the order of the groups."""
+        groups, clients = self.sizes.shape
+        owners = np.repeat(np.tile(np.arange(clients), groups), self.sizes.reshape(-1))
+        return Ragged(self.rows[np.argsort(owners, kind="stable")], self.sizes.sum(0))
+
+
+def _deal(groups: Mapping[Any, np.ndarray], shares: Iterable[np.ndarray], rng: np.random.Generator) -> Dealt:
     """Cut the shuffled rows of every group by its ``shares``, ``(num_clients,)`` with sum 1."""
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    rows, sizes = [], []
     for group, share in zip(groups.values(), shares, strict=True):
-        cuts = (np.cumsum(share) * len(group)).astype(np.int64)[:-1]
-        for part, piece in zip(parts, np.split(rng.permutation(group), cuts), strict=True):
-            part.append(piece)
-    return [np.concatenate(part) for part in parts]
+        cuts = np.minimum((np.cumsum(share) * len(group)).astype(np.int64)[:-1], len(group))
+        rows.append(rng.permutation(group))
+        sizes.append(np.diff(cuts, prepend=0, append=len(group)))
+    return Dealt(np.concatenate(rows), np.stack(sizes))
 
 
-def _lift(parts: list[np.ndarray], floor: int, rng: np.random.Generator) -> list[np.ndarray]:
+def _lift(parts: Ragged, floor: int, rng: np.random.Generator) -> Ragged:
     """Move random rows from the largest clients until each client has at least ``floor`` rows."""
-    held = [rng.permutation(part).tolist() for part in parts]
-    sizes = np.array([len(rows) for rows in held])
-    for client, rows in enumerate(held):
-        while len(rows) < floor:
-            giver = int(np.argmax(sizes))
-            rows.append(held[giver].pop())
-            sizes[giver] -= 1
-            sizes[client] += 1
-    return [np.asarray(rows, dtype=np.int64) for rows in held]
+    rows = parts.flat().copy()
+    for part in Ragged(rows, parts.lengths):
+        part[:] = rng.permutation(part)
+    owners, sizes, first = parts.owners(), parts.lengths.copy(), np.cumsum(parts.lengths) - parts.lengths
+    for giver, receiver in _moves(sizes, floor):
+        sizes[giver] -= 1
+        owners[first[giver] + sizes[giver]] = receiver
+    return _by_client(rows, owners, len(parts))
+
+
+def _moves(sizes: np.ndarray, floor: int) -> Iterator[tuple[int, int]]:
+    """Which client gives a row to which, one by one, until each has ``floor`` rows.
+
+    The giver is always the largest, the first of equals. There must be enough rows.
+    """
+    givers = [(-size, client) for client, size in enumerate(sizes.tolist()) if size > floor]
+    heapq.heapify(givers)
+    poor = np.flatnonzero(sizes < floor)
+    for receiver, missing in zip(poor.tolist(), (floor - sizes[poor]).tolist()):
+        for _ in range(missing):
+            size, giver = givers[0]
+            if -size - 1 > floor:
+                heapq.heapreplace(givers, (size + 1, giver))
+            else:
+                heapq.heappop(givers)
+            yield giver, receiver

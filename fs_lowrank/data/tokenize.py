@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
+from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.data.template import is_own
 from fs_lowrank.errors import UserError, say_once
 
@@ -87,7 +88,7 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_len < special + 1 + pair:
         raise UserError(f"llm.tok_len {max_len} leaves no room for text beside {special} special tokens")
-    columns: dict[str, list[np.ndarray]] = {}
+    columns: dict[str, list[Ragged]] = {"input_ids": []}
     truncated = 0
     for rows in _slices(len(frame)):
         texts = [frame["text"].iloc[rows].tolist()]
@@ -96,14 +97,13 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
         encoded = tokenizer(*texts, truncation=True, max_length=max_len, padding=False, return_attention_mask=False)
         for name in ("input_ids", "token_type_ids"):
             if name in encoded:
-                columns.setdefault(name, []).extend(np.asarray(row, dtype=np.int64) for row in encoded[name])
+                columns.setdefault(name, []).append(Ragged.of(encoded[name]).narrowed())
         full = [i for i, row in enumerate(encoded["input_ids"]) if len(row) == max_len]
         if full:
             complete = tokenizer(*([part[i] for i in full] for part in texts), **_IDS_ALONE, verbose=False)
             truncated += sum(len(row) > max_len for row in complete["input_ids"])
-    columns.setdefault("input_ids", [])
     types = getattr(tokenizer, "pad_token_type_id", 0) or 0
-    return Examples(columns, frame["label"].to_numpy(np.int64), _pad_id(tokenizer), types, truncated)
+    return Examples(_joined(columns), frame["label"].to_numpy(np.int64), _pad_id(tokenizer), types, truncated)
 
 
 def tokenize_causal(
@@ -135,7 +135,7 @@ def tokenize_causal(
         raise UserError("conversations ('messages') need the tokenizer's chat template; use one that has it")
     start = [] if chat else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
+    columns: dict[str, list[Ragged]] = {"input_ids": [], "labels": []}
     kept = np.zeros(len(frame), dtype=bool)
     truncated = 0
     for rows in _slices(len(frame)):
@@ -146,6 +146,7 @@ def tokenize_causal(
             texts = [_chat(tokenizer, turns) for turns in _turns(part)] if chat else list(_alpaca(part))
         prompts = _ids(tokenizer, [prompt for prompt, _ in texts])
         answers = _ids(tokenizer, [answer for _, answer in texts])
+        found: dict[str, list[np.ndarray]] = {name: [] for name in columns}
         for row, prompt, answer in zip(range(rows.start, rows.stop), prompts, answers, strict=True):
             prompt = start + prompt
             if end and answer[-1:] != end:
@@ -159,13 +160,19 @@ def tokenize_causal(
             labels = tokens.copy()
             if loss_on == "answer":
                 labels[: len(prompt)] = IGNORED_LABEL
-            columns["input_ids"].append(tokens)
-            columns["labels"].append(labels)
+            found["input_ids"].append(tokens)
+            found["labels"].append(labels)
+        for name, rows_of in found.items():
+            columns[name].append(Ragged.of(rows_of).narrowed())
     if len(frame) and not kept.any():
         raise UserError(
             f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise llm.tok_len"
         )
-    return Examples(columns, None, _pad_id(tokenizer), truncated=truncated), kept
+    return Examples(_joined(columns), None, _pad_id(tokenizer), truncated=truncated), kept
+
+
+def _joined(columns: dict[str, list[Ragged]]) -> dict[str, Ragged]:
+    return {name: Ragged.join(parts) for name, parts in columns.items()}
 
 
 def _slices(count: int) -> Iterator[slice]:

@@ -123,16 +123,16 @@ class Workers:
         for member in self.team.members:
             self._stand(member)
 
-    def _load(self, member: Worker) -> None:
+    def _load(self, member: team.Worker) -> None:
         facts = {"config": self.config.to_dict(), "rank": member.rank, "threads": self.threads}
         member.send(Parcel({}, **facts, kept=self._places))
 
-    def _stand(self, member: Worker) -> None:
+    def _stand(self, member: team.Worker) -> None:
         member.hear()
         member.send(team.stands(self.site, self._state()))
         member.hear()
 
-    def _settle(self, member: Worker) -> None:
+    def _settle(self, member: team.Worker) -> None:
         """Bring a process that has just been started to where the run stands."""
         self._load(member)
         self._stand(member)
@@ -197,12 +197,11 @@ class Workers:
                     jobs.append(Job(parcel, part, f"the evaluation of {split}"))
                     of.append((split, 0))
                 continue
-            for client, examples in zip(site.clients, site.data.client_tests):
-                if examples is not None:
-                    parcel = _parcel(site, state, [client.id], kind="score")
-                    jobs.append(Job(parcel, client.id, f"client {client.id}"))
-                    of.append((split, client.id))
-                    sizes[client.id] = len(examples)
+            for client, examples in site.tested():
+                parcel = _parcel(site, state, [client], kind="score")
+                jobs.append(Job(parcel, client, f"client {client}"))
+                of.append((split, client))
+                sizes[client] = len(examples)
         scores: dict[tuple[str, int], list[BatchScore]] = {key: [] for key in of}
         for key, answer in zip(of, self._do(jobs)):
             if isinstance(answer, str):

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,30 @@ logger = logging.getLogger("fs_lowrank")
 
 #: number of samples whose states are computed in one batch
 COMPUTED_TOGETHER = 32
-#: number of samples that are run with and without cached states before the cache is used
-_TRIED = 4
+#: number of samples that are run with and without cached states before the cache is used, and of owners they may be of
+_TRIED, _ASKED = 4, 1000
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Owners of samples, of whom there may be very many.
+
+    Attributes:
+        names, tokens, passes: of each, its name, its number of tokens and of passes over them in the run.
+        examples: gives those of the owner at an index.
+    """
+
+    names: Sequence[str]
+    tokens: np.ndarray
+    passes: np.ndarray
+    examples: Callable[[int], Any]
+
+    @classmethod
+    def of(cls, owners: Mapping[str, tuple[Any, float]]) -> Owners:
+        """From (examples, number of passes) by name."""
+        examples = [own for own, _ in owners.values()]
+        tokens = np.array([own.lengths.sum() for own in examples], np.int64)
+        return cls(list(owners), tokens, np.array([passes for _, passes in owners.values()]), examples.__getitem__)
 
 
 class FrozenPrefix:
@@ -90,7 +114,7 @@ class FrozenPrefix:
         self._below: dict[str, Any] | None = None
         #: owner -> states of all its samples, and the first row of each sample
         self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
-        #: owner -> whether its states are cached
+        #: owner -> whether its states are cached; a client that is not in it has none
         self.budget: dict[str, bool] = {}
 
     def __bool__(self) -> bool:
@@ -101,7 +125,7 @@ class FrozenPrefix:
         for module in self.below:
             module.training = False
 
-    def plan(self, owners: Mapping[str, tuple[Any, float]]) -> None:
+    def plan(self, owners: Mapping[str, tuple[Any, float]], clients: Owners | None = None) -> None:
         """Decide once whose states are cached, by number of uses and size, in the given order.
 
         The decision must not depend on the order of training, because a resumed run has to make the same one. If the
@@ -110,27 +134,36 @@ class FrozenPrefix:
         Args:
             owners: name -> (examples, number of passes over them). Filling the cache takes one pass, so examples with
                 less than one pass are not cached.
+            clients: further owners, who come after those.
         Raises:
             UserError: the folder cannot be created or written to.
         """
+        groups = [group for group in (Owners.of(owners), clients) if group is not None and len(group.names)]
         if self:
-            self._probe(next(iter(owners.values()))[0])
+            self._probe(groups[0].examples(0))
         if not self:
             return
-        self.parts = self._find_parts(next(iter(owners.values()))[0])
-        tokens = sum(int(examples.lengths.sum()) for examples, passes in owners.values() if passes >= 1)
+        self.parts = self._find_parts(groups[0].examples(0))
+        used = [np.flatnonzero(group.passes >= 1) for group in groups]
+        tokens = sum(int(group.tokens[chosen].sum()) for group, chosen in zip(groups, used))
         if tokens * self.columns * self.dtype.itemsize > self.limit:
             self.parts = {}
-        remaining = self.limit
-        for owner, (examples, passes) in owners.items():
-            size = int(examples.lengths.sum()) * self.columns * self.dtype.itemsize
-            self.budget[owner] = passes >= 1 and size <= remaining
-            remaining -= size if self.budget[owner] else 0
-        kept = [examples for owner, (examples, _) in owners.items() if self.budget[owner] and len(examples)]
-        wrong = self._differs(kept) if kept else ""
+        remaining, kept = self.limit, []
+        self.budget = dict.fromkeys(owners, False)
+        for group, chosen in zip(groups, used):
+            for i in chosen.tolist():
+                size = int(group.tokens[i]) * self.columns * self.dtype.itemsize
+                if size <= remaining:
+                    remaining -= size
+                    self.budget[group.names[i]] = True
+                    kept += [(group, i)] if size else []
+        # The samples of some owner are tried: the first with the most different lengths.
+        asked = (group.examples(i) for group, i in itertools.islice(kept, _ASKED))
+        trial = max(asked, key=lambda e: min(len(np.unique(e.lengths)), _TRIED), default=None)
+        wrong = self._differs(trial) if trial is not None else ""
         if wrong and self.parts:
             self.parts = {}
-            wrong = self._differs(kept)
+            wrong = self._differs(trial)
         if wrong:
             inner = getattr(self.model, "get_base_model", lambda: self.model)()
             logger.warning(
@@ -273,14 +306,13 @@ class FrozenPrefix:
             self.depth = 0  # a trained module of modules_to_save, such as an embedding, runs below the blocks
 
     @torch.no_grad()
-    def _differs(self, owners: list) -> str:
+    def _differs(self, examples) -> str:
         """Compare results with and without cached states on a few short samples; returns the difference, or ``""``.
 
-        States are computed for each sample alone and then used in a padded batch. Padding is not tested if no owner
-        has samples of different lengths, because a batch holds samples of one owner. Both evaluation mode and training
-        mode are tested, with the same dropout; random state and mode of the model are restored.
+        States are computed for each sample alone and then used in a padded batch. Padding is not tested if the samples
+        have one length, as those of every owner then have: a batch holds samples of one owner. Both evaluation mode and
+        training mode are tested, with the same dropout; random state and mode of the model are restored.
         """
-        examples = max(owners, key=lambda e: min(len(np.unique(e.lengths)), _TRIED))
         lengths = examples.lengths
         _, first = np.unique(lengths, return_index=True)
         chosen = np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:_TRIED]

@@ -185,12 +185,19 @@ def data(runs: Sequence[Shown]) -> str:
     """What was read, dropped, cut and held out."""
     rows = []
     for run in (r for r in runs if r.data):
-        sizes = sorted(c["size"] for c in run.data["clients"])
+        sizes = run.data["sizes"]
         dropped = "; ".join(f"{count} ({why})" for why, count in run.data["skipped"].items() if count) or "none"
         cut = "; ".join(f"{count} of {split}" for split, count in (run.data.get("truncated") or {}).items() if count)
         held = [f"{len(run.data[s]['rows'])} {s}" for s in ("validation", "test") if s in run.data]
-        clients = f"{len(sizes)}, of {sizes[0]} to {sizes[-1]}"
-        row = [run.name, run.data["source"], run.data.get("read", ""), sum(sizes), clients, ", ".join(held) or "none"]
+        clients = f"{len(sizes)}, of {sizes.min()} to {sizes.max()}"
+        row = [
+            run.name,
+            run.data["source"],
+            run.data.get("read", ""),
+            int(sizes.sum()),
+            clients,
+            ", ".join(held) or "none",
+        ]
         rows.append([*row, dropped, cut + f" to {run.data['tok_len']} tokens" if cut else "none"])
     head = ["run", "source", "rows read", "training rows", "clients", "held out", "left out", "cut"]
     return table("data", head, rows) if rows else ""
@@ -201,11 +208,11 @@ def clients(runs: Sequence[Shown]) -> str:
     plots, notes, seen = [], [], set()
     for run in (r for r in runs if r.data):
         everyone = run.data["clients"]
-        key = json.dumps([c.get("labels", c["size"]) for c in everyone])
+        drawn = everyone[:MOST_CLIENTS]
+        key = json.dumps([len(everyone), *(c.get("labels", c["size"]) for c in drawn)])
         if key in seen:
             continue
         seen.add(key)
-        drawn = everyone[:MOST_CLIENTS]
         names = list(drawn[0].get("labels", {})) or ["samples"]
         traces = [
             {"type": "bar", "name": name, "x": [c["client"] for c in drawn]}

@@ -13,6 +13,7 @@ from ..config import Config, load_config
 from ..errors import UserError
 from ..runs.chance import Chance
 from ..runs.records import read_records
+from ..runs.split import read_split
 from ..versions import check_schema
 
 
@@ -21,7 +22,7 @@ class Shown:
     """What is known of one run.
 
     Attributes:
-        name: that tells it from the others. summary: empty while the run goes on.
+        name: that tells it from the others. data: of ``read_split``. summary: empty while the run goes on.
     """
 
     name: str
@@ -75,13 +76,10 @@ def read_runs(folders: Iterable[str | Path]) -> list[Shown]:
 
 
 def _read(name: str, folder: Path, config: Config) -> Shown:
-    files: dict[str, dict[str, Any]] = {}
-    for file in ("data.json", "summary.json"):
-        try:
-            files[file] = json.loads((folder / file).read_text(encoding="utf-8")) if (folder / file).exists() else {}
-        except ValueError as error:
-            raise UserError(f"{folder / file} cannot be read: {error}") from error
-        if files[file]:
-            check_schema(files[file], folder / file)
-    history = read_records(folder / "rounds.jsonl", up_to=10**9)
-    return Shown(name, folder, config, history, files["data.json"], files["summary.json"])
+    path = folder / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    check_schema(summary, path)
+    return Shown(name, folder, config, read_records(folder / "rounds.jsonl", 10**9), read_split(folder), summary)

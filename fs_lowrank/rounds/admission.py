@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping
 from typing import TypeGuard
 
 import torch
@@ -149,7 +150,9 @@ class Admission:
         max_norm: float = 0.0,
         norm_factor: float = 0.0,
     ):
-        self.samples, self.max_samples = dict(samples or {}), max_samples
+        #: what is declared later is added without changing or copying what was given
+        self.samples: MutableMapping[int, int] = ChainMap({}, samples or {})  # type: ignore[arg-type]
+        self.max_samples = max_samples
         self.max_norm, self.norm_factor = max_norm, norm_factor
 
     @property

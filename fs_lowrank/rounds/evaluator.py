@@ -61,7 +61,7 @@ class Evaluator:
     def differ(self, state: State) -> bool:
         """Whether a client's model is not the global one: it has a personal part, or ranks of its own."""
         whole = self.site.method.view(state)
-        views = (self.site.method.view(state, client.id) for client in self.site.clients)
+        views = (self.site.method.view(state, client) for client in self.site.kinds())
         return bool(self.site.personal.untrained) or any(
             own.keys() != whole.keys()
             or any(t is not whole[n] and not torch.equal(t, whole[n]) for n, t in own.items())
@@ -94,24 +94,22 @@ class Evaluator:
         found = predictions(site.model, test, size, owner="test", prefix=site.prefix, reads=site.reads)
         labels, classes = np.asarray(test.labels), len(self.site.data.label_names)
         pairs = np.bincount(labels * classes + found, minlength=classes**2)
-        shares = {c.id: rows for c, rows in zip(self.site.clients, self.site.data.test_shares) if len(rows)}
+        right, shares = found == labels, site.data.test_shares
         return {
             "confusion": pairs.reshape(classes, classes).tolist(),
             "clients": {
-                str(c): {"acc": float((found == labels)[rows].mean()), "samples": len(rows)}
-                for c, rows in shares.items()
+                str(i + 1): {"acc": float(right[shares[i]].mean()), "samples": len(shares[i])}
+                for i in site.data.tested()
             },
         }
 
     def clients(self, state: State) -> dict[str, Any]:
         """Every client's own model on its share of the test set (``FederatedData.client_tests``), as ``combined``."""
         scores, sizes = {}, {}
-        for client, examples in zip(self.site.clients, self.site.data.client_tests):
-            if examples is None:
-                continue
-            self.site.load_client(state, client.id)
-            scores[client.id] = self.score(examples, f"client {client.id} test")
-            sizes[client.id] = len(examples)
+        for client, examples in self.site.tested():
+            self.site.load_client(state, client)
+            scores[client] = self.score(examples, f"client {client} test")
+            sizes[client] = len(examples)
         self.site.load_global(state)
         return self.combined(scores, sizes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ..runs.folder import check_outdir, claim
 from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
+from ..runs.split import read_split, write_split
 from ..runs.tables import result_lines, write_tables
 from ..versions import SCHEMA
 from .evaluator import CLIENTS, Evaluator, average
@@ -98,7 +99,7 @@ class RecordKeeper:
         picture = self.outdir / "clients.png"
         if self.config.lowrank.pictures and (record["round"] == 1 or not picture.exists()):
             # Not before: the library that draws takes as long to import as a small run's first round.
-            plot_clients(self.site.data.record(), picture, title=setting_of(self.config))
+            plot_clients(read_split(self.outdir), picture, title=setting_of(self.config))
 
     def _best(self) -> Mapping[str, Any] | None:
         return self.evaluator.best(self.history)
@@ -170,8 +171,7 @@ class RecordKeeper:
         write_environment(
             self.outdir / "environment.json", self.site.new_weights, checkpoint.round if checkpoint else None
         )
-        data = to_json({"schema": SCHEMA, **self.site.data.record()}, separators=(",", ":"))
-        write_text(self.outdir / "data.json", data)
+        write_split(self.outdir, self.site.data)
         if self.config.eval.before:
             self._evaluate_before(checkpoint)
         return checkpoint
@@ -202,8 +202,9 @@ class RecordKeeper:
         """The scores over the test shares of the clients that never took part, from the last evaluated record."""
         took_part = {str(client) for r in self.history for client in r["clients"]}
         scores = {c: of for c, of in record.get("client_scores", {}).items() if c not in took_part}
-        everyone = {str(c.id) for c, own in zip(self.site.clients, self.site.data.client_tests) if own is not None}
-        if not scores or everyone - record["client_scores"].keys() or not took_part:
+        if not scores or not took_part:
+            return {}
+        if {str(client) for client, _ in self.site.tested()} - record["client_scores"].keys():
             return {}
         sizes = {c: of["samples"] for c, of in scores.items()}
         return {f"unseen_test_{m}": average(scores, sizes, m) for m in ("acc", "loss")}
@@ -339,7 +340,7 @@ class RecordKeeper:
                 "data": self.site.data.fingerprint,
                 "model": self.site.base_fingerprint,
                 "config": self.config.fingerprint(),
-                "clients": [c.num_samples for c in self.site.clients],
+                "clients": self.site.data.partition.sizes().tolist(),
                 "rows": self.site.data.counts(),
                 "held_out": {split: len(examples) for split, examples in self.site.held_out().items()},
                 "majority": self.site.data.majority,
@@ -424,7 +425,8 @@ class RecordKeeper:
             **({"before": result.before} if result.before else {}),
             "bytes": dict(result.bytes),
             **result.facts,
-            **({"on_test": on_test} if on_test else {}),
+            "clients": _sizes(result.facts["clients"]),
+            **({"on_test": {**on_test, "clients": extremes(on_test["clients"])}} if on_test else {}),
             "versions": environment()["versions"],
             "seed": self.config.seed,
         }
@@ -440,6 +442,11 @@ class RecordKeeper:
         )
         if on_test:
             plot_test(on_test, self.outdir / "test.png", self.site.data.label_names, majority, title=title)
+
+
+def _sizes(sizes: Sequence[int]) -> dict[str, int]:
+    """How many clients there are, and how many samples the smallest and the largest of them has."""
+    return {"number": len(sizes), "least": min(sizes), "most": max(sizes)}
 
 
 def _figures(record: Mapping[str, Any]) -> dict[str, float]:

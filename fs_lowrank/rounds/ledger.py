@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,24 @@ def clients_of_round(round: int, num_clients: int, per_round: int, seed: int) ->
         return list(range(1, num_clients + 1))
     generator = np.random.default_rng(derive(seed, "participation", round))
     return sorted(int(i) + 1 for i in generator.choice(num_clients, per_round, replace=False))
+
+
+class SamplesOf(Mapping[int, int]):
+    """The size of the training set by client, read off ``clients`` when it is asked for."""
+
+    def __init__(self, clients: Sequence[Client]):
+        self.clients = clients
+
+    def __getitem__(self, client: int) -> int:
+        if client not in range(1, len(self) + 1):
+            raise KeyError(client)
+        return self.clients[client - 1].num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, len(self) + 1))
+
+    def __len__(self) -> int:
+        return len(self.clients)
 
 
 class Ledger:
@@ -104,7 +122,7 @@ class Ledger:
             drop_rate=config.lowrank.drop_rate,
             keep_messages=keep_messages,
             admission=Admission(
-                {c.id: c.num_samples for c in clients},
+                SamplesOf(clients),
                 bounds.max_samples,
                 bounds.max_update_norm,
                 bounds.max_update_norm_factor,
@@ -236,10 +254,15 @@ class Ledger:
         The values of messages are included only if copies report their standing. Otherwise clients start anew with
         the server, and are sent everything.
         """
-        parts = {"state": {n: v for n, v in self.state.items() if isinstance(v, Tensor)}}
+        parts = {
+            "state": {n: v for n, v in self.state.items() if isinstance(v, Tensor)},
+            "synced": {
+                "clients": torch.tensor(list(self.synced), dtype=torch.int32),
+                "rounds": torch.tensor(list(self.synced.values()), dtype=torch.int32),
+            },
+        }
         data = {
             "numbers": {n: v for n, v in self.state.items() if not isinstance(v, Tensor)},
-            "synced": self.synced,
             "outbox": {
                 n: [came, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, (came, t) in self.outbox.items()
             },
@@ -260,7 +283,11 @@ class Ledger:
     def restore(self, round: int, parts: Mapping[str, Mapping[str, Tensor]], data: Mapping[str, Any]) -> None:
         """Continue after ``round`` from what ``saved`` gave; ``parts`` are on the run's device."""
         self.state = {**parts.get("state", {}), **data["numbers"]}
-        self.synced = {int(c): r for c, r in data["synced"].items()}
+        if "synced" in data:  # schema 1
+            self.synced = {int(c): r for c, r in data["synced"].items()}
+        else:
+            stands = parts["synced"]
+            self.synced = dict(zip(stands["clients"].tolist(), stands["rounds"].tolist()))
         values = parts.get("outbox", {})
         self.outbox = {
             n: (came, values[n] if n in values else torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))

@@ -45,8 +45,8 @@ class Order:
 
     Attributes:
         purpose: ``train``; ``evaluate``; ``follow`` for a client that drops out, whose copy is kept up to date.
-        since: the round after which the client's copy stands now. None: unknown, so the client is sent everything,
-            changed base weights included.
+        since: the round after which the client's copy stands now. None: the client is sent everything, changed base
+            weights included, because it is unknown or because that is less.
         stands: the round after which its copy stands when it has followed the order.
         parcel: the tensors that the copy lacks, and the facts ``round``, ``purpose``, ``since``, ``stands``. Further
             facts: ``whole`` if the tensors are values to load instead of a message to apply; ``encoded`` if they went
@@ -143,6 +143,8 @@ class Round:
     def ask(self, client: int, standing: Standing | None = None, purpose: Purpose = "train") -> Order:
         """The order that brings ``client`` to where the ledger stands: the start of the round, or its end if finished.
 
+        It has the messages that the client's copy lacks, or the whole model if that is known and has fewer bytes.
+
         A client that is drawn to drop out of the round is asked to ``follow`` where it would be asked to train.
 
         Args:
@@ -157,6 +159,14 @@ class Round:
         if purpose == "train" and ledger.drops_out(client, self.number):
             purpose = "follow"
         since = ledger.since(client, standing)
+        tensors: Mapping[str, Tensor] = {}
+        if since is not None:
+            tensors = self.method.tailor(ledger.lacks(since), client)
+            sizes = self.codec.sizes(tensors)
+        if since is None or tensors and self.base is not None:
+            whole = {**self.method.view(ledger.state, client), **self._changed_base()}
+            if since is None or Plain().sizes(whole)[0] < sizes[0]:
+                since, tensors, sizes = None, whole, Plain().sizes(whole)
         facts: dict[str, int | str | None] = {
             "round": self.number,
             "purpose": purpose,
@@ -167,16 +177,10 @@ class Round:
             facts["undo"] = ledger.undone[client]
         if standing is not None:
             facts["stamp"] = ledger.stamp(ledger.stood)
-        tensors: Mapping[str, Tensor]
         if since is None:
-            tensors = {**self.method.view(ledger.state, client), **self._changed_base()}
-            sizes = Plain().sizes(tensors)
             facts["whole"] = True
-        else:
-            tensors = self.method.tailor(ledger.lacks(since), client)
-            sizes = self.codec.sizes(tensors)
-            if tensors and ledger.keep_messages and not self.codec.exact:
-                tensors, facts["encoded"] = self.codec.encode(tensors), True
+        elif tensors and ledger.keep_messages and not self.codec.exact:
+            tensors, facts["encoded"] = self.codec.encode(tensors), True
         if purpose == "train":
             self.trains.add(client)
         return Order(client, self.number, purpose, since, ledger.stood, Parcel(tensors, **facts), sizes)

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data import Examples, ImageExamples, RawData, build_data, load_raw
+from ..data.ragged import Lazy
 from ..errors import UserError, say_once
 from ..methods import Client, Method, RobustMean, State, Update, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
-from ..models.frozen import FrozenPrefix
+from ..models.frozen import FrozenPrefix, Owners
 from ..models.names import is_statistic, tags
 from ..models.reads import OnlyRead
 from ..models.slots import Apart
@@ -43,6 +44,8 @@ from .reuse import Reuse
 
 logger = logging.getLogger("fs_lowrank")
 
+#: methods give clients ranks and phases by turns; so many clients show them all
+KINDS = 100
 #: name in ``eval.split`` -> attribute of the data
 SPLITS = {"test": "test", "val": "validation"}
 
@@ -108,6 +111,7 @@ class Site:
     Attributes:
         initial_state: the method's state before round 1.
         personal: by client, the tensors that stay with it.
+        clients: each made when it is asked for.
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
         base_fingerprint: hash of the plain model.
         new_weights: names of the weights that no checkpoint had, such as those of a new head.
@@ -130,13 +134,13 @@ class Site:
         total = sum(p.numel() for p in model.parameters())
         self.model = self.adapted(model)
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
-        self.clients = [Client(i + 1, len(e), batches=self.in_batches(e)) for i, e in enumerate(self.data.clients)]
+        self.clients = Lazy(len(self.data.clients), self._client)
         self.initial_state = self.method.initial_state(self.model)
         self.personal = PersonalParts(copied(self.model, self.method.personal))
         self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
         self._spent: dict[int, Spent] = {}
-        self.parameters = {"total": total, "trainable": max(self._trained_by(c.id) for c in self.clients)}
-        self.prefix = self.frozen_prefix(self.model, self.owners())
+        self.parameters = {"total": total, "trainable": max(map(self._trained_by, self.kinds()))}
+        self.prefix = self.frozen_prefix(self.model)
         self.reads = None
         if config.train.only_read == "auto" and not config.is_vision:
             self.reads = OnlyRead(self.model)
@@ -153,6 +157,21 @@ class Site:
         if self.config.lowrank.base_init == "zero":
             start_at_zero(model, self.config.seed)
         return model.to(self.device)
+
+    def _client(self, index: int) -> Client:
+        size = int(self.data.partition.sizes()[index])
+        return Client(index + 1, size, batches=lambda: self.in_batches(self.data.clients[index])())
+
+    def kinds(self) -> range:
+        """The clients that are looked at where clients may differ in their ranks or phases: no more than ``KINDS``."""
+        return range(1, min(len(self.clients), KINDS) + 1)
+
+    def tested(self) -> Iterator[tuple[int, Examples | ImageExamples]]:
+        """The clients that have a share of the test set, each with its share."""
+        for index in self.data.tested():
+            share = self.data.client_tests[index]
+            assert share is not None
+            yield index + 1, share
 
     def _trained_by(self, client: int) -> int:
         """The number of parameters that ``client`` trains in any phase of any round."""
@@ -218,13 +237,11 @@ class Site:
                     f"for it (now {list(self.config.data.splits)}) or take it out of eval.split"
                 )
 
-    def frozen_prefix(
-        self, model: nn.Module, owners: Mapping[str, tuple[object, float]], share: float = 1.0
-    ) -> FrozenPrefix | None:
-        """The cache of the frozen layers of ``model`` for ``owners``; None if there can be none.
+    def frozen_prefix(self, model: nn.Module, client: int | None = None, share: float = 1.0) -> FrozenPrefix | None:
+        """The cache of the frozen layers of ``model``; None if there can be none.
 
         Args:
-            owners: from ``self.owners``, all or some.
+            client: whose training data are kept; None: those of all clients, and the held-out data.
             share: fraction of ``train.cache_frozen_bytes``, for several models that share it.
         """
         train = self.config.train
@@ -238,27 +255,31 @@ class Site:
             shared=SharedStates(shared_folder(), train.cache_frozen_shared),
             changing=self.method.changed_base(model),
         )
-        prefix.plan(owners)
+        rounds = range(1, self.config.federate.total_round_num + 1)
+        evaluated = sum(evaluation_due(self.config, t) for t in rounds) if client is None else 0
+        held_out = self.held_out() if client is None else {}
+        chosen = range(1, len(self.clients) + 1) if client is None else range(client, client + 1)
+        prefix.plan({split: (examples, evaluated) for split, examples in held_out.items()}, self._owners(chosen))
         return prefix if prefix else None
 
     def reads_of(self, model: nn.Module) -> OnlyRead | None:
         """``reads`` for ``model``: the site's own, or a copy of it."""
         return self.reads if self.reads is None or model is self.model else self.reads.like(model)
 
-    def owners(self) -> dict[str, tuple[Examples | ImageExamples, float]]:
-        """Name -> (examples, number of passes over them in the run), for ``FrozenPrefix.plan``."""
-        config, train = self.config, self.config.train
-        rounds = range(1, config.federate.total_round_num + 1)
-        evaluated = sum(evaluation_due(config, t) for t in rounds)
-        owners: dict[str, tuple[Examples | ImageExamples, float]]
-        owners = {split: (examples, evaluated) for split, examples in self.held_out().items()}
-        share = len(rounds) * config.sampled_per_round / config.federate.client_num
-        for client, examples in zip(self.clients, self.data.clients):
-            steps = train.local_update_steps * share
-            samples = self.config.dataloader.batch_size * self.config.grad.grad_accum_count
-            passes = steps if train.batch_or_epoch == "epoch" else steps * samples / len(examples)
-            owners[f"client {client.id}"] = (examples, passes)
-        return owners
+    def _owners(self, clients: range) -> Owners:
+        """The training data of ``clients``, and how often each is expected to go through its own in the run."""
+        config, train, indices = self.config, self.config.train, self.data.partition.indices
+        share = config.federate.total_round_num * config.sampled_per_round / config.federate.client_num
+        rows = indices[clients.start - 1 : clients.stop - 1]
+        steps = train.local_update_steps * share
+        samples = config.dataloader.batch_size * config.grad.grad_accum_count
+        passes = np.full(len(rows), float(steps)) if train.batch_or_epoch == "epoch" else steps * samples / rows.lengths
+        return Owners(
+            Lazy(len(rows), lambda i: f"client {clients[i]}"),
+            rows.sums(self.data.train.lengths),
+            passes,
+            lambda i: self.data.clients[clients[i] - 1],
+        )
 
     def held_out(self) -> dict[str, Examples | ImageExamples]:
         """The splits to evaluate on, by the names of ``eval.split``; an empty validation set is left out."""
@@ -452,7 +473,8 @@ class Site:
 
     def keep_personal(self, client: int, round: int) -> None:
         """Note the personal tensors of the model, which ``client`` has trained in ``round``."""
-        self.personal.keep(client, round, copied(self.model, self.method.personal))
+        if self.personal.untrained:
+            self.personal.keep(client, round, copied(self.model, self.method.personal))
 
 
 def check_task(config: Config, raw: RawData) -> None:

@@ -127,22 +127,21 @@ class RunResult:
         """
         from pandas import DataFrame
 
-        rows, scores = [], self.client_scores
-        for client, samples in enumerate(self.facts.get("clients", ()), start=1):
-            key = str(client)
-            rows.append(
-                {
-                    "client": client,
-                    "samples": samples,
-                    "rounds": sum(client in r["clients"] for r in self.history),
-                    "failed": sum(f["client"] == client for r in self.history for f in r["failed"]),
-                    "uplink_bytes": sum(r["client_uplink_bytes"].get(key, 0) for r in self.history),
-                    "downlink_bytes": sum(r["client_downlink_bytes"].get(key, 0) for r in self.history),
-                    "seconds": sum(r.get("client_seconds", {}).get(key, {}).get("training", 0) for r in self.history),
-                    **{f"test_{name}": value for name, value in scores.get(client, {}).items()},
-                }
-            )
-        return DataFrame(rows).set_index("client") if rows else DataFrame()
+        count = len(self.facts.get("clients", ()))
+        totals: dict[str, list[float]] = {
+            name: [0] * count for name in ("rounds", "failed", "uplink_bytes", "downlink_bytes", "seconds")
+        }
+        for r in self.history:
+            seconds = {c: spent["training"] for c, spent in r.get("client_seconds", {}).items()}
+            added = {"uplink_bytes": r["client_uplink_bytes"], "downlink_bytes": r["client_downlink_bytes"]}
+            added |= {"rounds": dict.fromkeys(r["clients"], 1), "seconds": seconds}
+            added["failed"] = dict.fromkeys((f["client"] for f in r["failed"]), 1)
+            for name, of in added.items():
+                for client, value in of.items():
+                    totals[name][int(client) - 1] += value
+        frame = DataFrame({"samples": self.facts.get("clients", ()), **totals}, index=range(1, count + 1))
+        scores = DataFrame.from_dict(self.client_scores, orient="index").add_prefix("test_")
+        return frame.rename_axis("client").join(scores)
 
     def bytes_to(self, target: float, metric: str = "test_acc") -> int | None:
         """Bytes sent in both directions until the end of the first evaluated round that reached ``target``.

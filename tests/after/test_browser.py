@@ -72,7 +72,7 @@ def pages(runs, tmp_path_factory):
     both = [result.outdir for result in runs.values()]
     going = folder / "going"
     going.mkdir()
-    for name in ("config.yaml", "data.json"):
+    for name in ("config.yaml", "data.json", "rows.npz"):
         (going / name).write_bytes((both[0] / name).read_bytes())
     (going / "rounds.jsonl").write_text("".join((both[0] / "rounds.jsonl").read_text().splitlines(True)[:2]))
     return {

@@ -13,12 +13,13 @@ from transformers import AutoModelForSequenceClassification
 from fs_lowrank import UserError, cli
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import evaluate_rows, load_run, predict_rows, read_rows
+from fs_lowrank.runs.split import read_split
 
 
 @pytest.fixture
 def test_rows(runs, reviews_csv, tmp_path):
     """The test set of the run, as a file."""
-    rows = json.loads((runs["classes"].outdir / "data.json").read_text())["test"]["rows"]
+    rows = read_split(runs["classes"].outdir)["test"]["rows"]
     path = tmp_path / "test.csv"
     pd.read_csv(reviews_csv).iloc[rows].to_csv(path, index=False)
     return path

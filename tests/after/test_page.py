@@ -72,7 +72,7 @@ def test_names_are_not_read_as_markup(runs, tmp_path):
 def test_a_run_that_has_not_ended(runs, tmp_path, capsys):
     folder, going = runs["classes"].outdir, tmp_path / "going"
     going.mkdir()
-    for name in ("config.yaml", "data.json"):
+    for name in ("config.yaml", "data.json", "rows.npz"):
         (going / name).write_bytes((folder / name).read_bytes())
     text = write_page(read_runs([going]), tmp_path / "a.html", renew=5).read_text(encoding="utf-8")
     assert 'http-equiv="refresh" content="5"' in text and "still running" in text and "No round has ended yet" in text
@@ -100,7 +100,7 @@ def test_wrong_use_is_one_line(runs, tmp_path, capsys, arguments, said):
 
 
 def test_damaged_files_are_named(runs, tmp_path):
-    for name in ("config.yaml", "data.json", "rounds.jsonl"):
+    for name in ("config.yaml", "data.json", "rows.npz", "rounds.jsonl"):
         (tmp_path / name).write_bytes((runs["classes"].outdir / name).read_bytes())
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(UserError, match="summary.json cannot be read"):

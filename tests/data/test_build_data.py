@@ -7,6 +7,7 @@ import pytest
 from fs_lowrank.config import load_config
 from fs_lowrank.data import build_data, load_raw
 from fs_lowrank.errors import UserError, say_once
+from fs_lowrank.runs.split import read_split, write_split
 
 
 @pytest.fixture
@@ -19,6 +20,12 @@ def reviews(tmp_path):
     ]
     path.write_text("text,label,shop\n" + "\n".join(lines) + "\n")
     return path
+
+
+def recorded(built, folder):
+    """What a run with these data writes into ``folder``, read again."""
+    write_split(folder, built)
+    return read_split(folder)
 
 
 def rows_of(examples):
@@ -64,7 +71,7 @@ def test_record_lists_the_file_rows_of_each_client(reviews, config, encoder_toke
     reviews.write_text("\n".join(lines) + "\n")
     table = [line.split(",") for line in lines[1:] if line]
     built = build_data(config(reviews, clients=3, subsample=0.5, splitter="lda"), encoder_tokenizer)
-    record = json.loads(json.dumps(built.record()))
+    record = recorded(built, reviews.parent)
     assert record["skipped"] == {"empty text": 2} and record["validation"]["from"] == record["test"]["from"] == "train"
     parts = [*record["clients"], record["validation"], record["test"]]
     everyone = [row for part in parts for row in part["rows"]]
@@ -81,8 +88,8 @@ def test_record_lists_the_file_rows_of_each_client(reviews, config, encoder_toke
 def test_record_with_an_official_test_set(reviews, tmp_path, config, encoder_tokenizer):
     (tmp_path / "held.csv").write_text("text,label\n,1\nb,0\nc,1\n")
     built = build_data(config(reviews, args=[{"test": "held.csv"}], splits=(1, 0, 0)), encoder_tokenizer)
-    record = built.record()
-    assert record["test"] == {"from": "test", "rows": [1, 2], "labels": {"0": 1, "1": 1}}
+    record = recorded(built, tmp_path)
+    assert record["test"] == {"from": "test", "size": 2, "rows": [1, 2], "labels": {"0": 1, "1": 1}}
     assert "validation" not in record
     assert sorted(row for client in record["clients"] for row in client["rows"]) == list(range(100))
 
@@ -90,7 +97,7 @@ def test_record_with_an_official_test_set(reviews, tmp_path, config, encoder_tok
 def test_record_excludes_prompts_that_are_too_long(tmp_path, config, chat_tokenizer):
     rows = [{"instruction": "a " * (50 if i % 4 == 1 else 1 + i % 3), "output": "b"} for i in range(40)]
     (tmp_path / "i.json").write_text(json.dumps(rows))
-    record = build_data(config("i.json", tmp_path), chat_tokenizer).record()
+    record = recorded(build_data(config("i.json", tmp_path), chat_tokenizer), tmp_path)
     parts = [*record["clients"], record["validation"], record["test"]]
     assert sorted(row for part in parts for row in part["rows"]) == [i for i in range(40) if i % 4 != 1]
 

@@ -1,3 +1,5 @@
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -46,6 +48,47 @@ def test_every_row_goes_to_one_client_determined_by_the_seed(name, args):
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in first.indices)
     again, other = partition(name, rows(), 8, rng(3), args), partition(name, rows(), 8, rng(4), args)
     assert first.to_json() == again.to_json() != other.to_json()
+
+
+@pytest.mark.parametrize(
+    "name, args, clients, wanted",
+    [
+        ("iid", {}, 8, "55395bee6b82797e"),
+        ("iid", {}, 31, "4794485e8bda6999"),
+        ("lda", {"alpha": 0.1}, 8, "a2af0ed1c6e34600"),
+        ("lda", {"alpha": 0.1}, 31, "97ec03d48f43465c"),
+        ("lda", {"alpha": 0.02, "min_size": 5}, 8, "5049445e87d1492f"),
+        ("lda", {"alpha": 0.02, "min_size": 5}, 31, "81fea4960f68dbd5"),
+        ("mixture", {"alpha": 0.1}, 8, "1e723b58d3b2be67"),
+        ("mixture", {"alpha": 0.1}, 31, "162abdfa45dcd9fd"),
+        ("mixture", {"alpha": 0.05, "mixture_seed": 3, "min_size": 4}, 8, "68b1a08bf400ca84"),
+        ("mixture", {"alpha": 0.05, "mixture_seed": 3, "min_size": 4}, 31, "8be962eb75c4aa93"),
+        ("dirichlet", {"alpha": 100.0, "min_size": 5}, 8, "41cf8c093753a582"),
+        ("dirichlet", {"alpha": 100.0, "min_size": 5}, 31, "4ca07de8038b2937"),
+        ("lda", {"field": "domain"}, 8, "0d4237650d73a000"),
+        ("lda", {"field": "domain"}, 31, "0d5f67574ced9945"),
+        ("shards", {"shards_per_client": 3}, 8, "36dde95f5da31279"),
+        ("shards", {"shards_per_client": 3}, 31, "ff1c02a816a7acf3"),
+        ("field", {"field": "domain"}, 8, "72bf8ca47c837c4e"),
+        ("field", {"field": "domain"}, 31, "9a830a0636603858"),
+        ("meta", {"size_alpha": 0.05, "min_size": 4}, 8, "f8bc059125c6cdd3"),
+        ("meta", {"size_alpha": 0.05, "min_size": 4}, 31, "c8d708397c9a0e6e"),
+        ("quantity", {"alpha": 0.05, "min_size": 3}, 8, "2af8d7cb7cb86d88"),
+        ("quantity", {"alpha": 0.05, "min_size": 3}, 31, "cf2f03a9bdb71618"),
+        ("quantity", {"alpha": 1e-300, "min_size": 2}, 8, "6f002e33250633dd"),
+        ("quantity", {"alpha": 1e-300, "min_size": 2}, 31, "538e43e781b1f69f"),
+    ],
+)
+def test_a_seed_divides_rows_as_it_always_did(name, args, clients, wanted):
+    """Hashes of rows, shares and the generator's state, recorded before all rows lay in one array."""
+    labels, domain = rng(0).integers(4, size=400), rng(1).choice(["x", "y", "z"], size=400, p=[0.6, 0.3, 0.1])
+    train, held, draw = Rows(400, labels, {"domain": domain}), rows(90, 5, 7), rng(3)
+    made = partition(name, train, clients, draw, args)
+    digest = hashlib.sha256()
+    for part in (*made.indices, *matching_shares(made, train, held, draw)):
+        digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
+    digest.update(str(draw.bit_generator.state).encode())
+    assert digest.hexdigest()[:16] == wanted
 
 
 def test_every_registered_partitioner_is_covered():

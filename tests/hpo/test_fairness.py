@@ -13,6 +13,7 @@ import pytest
 import fs_lowrank
 import hpo
 from fs_lowrank import RunFailed
+from fs_lowrank.runs.split import read_split
 from hpo import cli, read_header
 from hpo import trial as trial_module
 from hpo.search import kind
@@ -66,7 +67,7 @@ def test_a_winner_above_the_majority_class_is_written(search, monkeypatch, tmp_p
 def test_a_real_run_reports_the_classes_of_its_validation_data(search):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
     (trial,) = load_study(open_storage(options.where), "s").trials
-    (data,) = (json.loads(p.read_text()) for p in options.folder.glob("s/trials/*/data.json"))
+    (data,) = (read_split(p.parent) for p in options.folder.glob("s/trials/*/data.json"))
     counts = list(data["validation"]["labels"].values())
     assert sum(counts) == len(data["validation"]["rows"]) and len(counts) == 2
     assert trial.user_attrs["chance"]["share"] == max(counts) / sum(counts)

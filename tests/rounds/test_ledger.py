@@ -211,6 +211,28 @@ def test_a_late_client_is_sent_the_whole_model_if_that_is_less_also_after_a_rest
         assert each.since(3) is None and each.since(1) == 7
 
 
+@pytest.mark.parametrize("method", ["flora", "fedloru"])
+def test_the_outbox_does_not_grow_with_the_rounds_that_a_client_misses(method):
+    ledger, base = make_ledger(method, clients=3, keep_messages=True), {"m.weight": torch.zeros(5, 7)}
+    whole, held = 4 * (2 * 7 + 5 * 2 + 3 * 5 + 5 * 7), []
+    for number in range(1, 61):
+        step(ledger, number, (1, 2), base=lambda: base)
+        held.append(sum(t.nbytes for _, t in ledger.outbox.values()))
+    assert max(held) <= whole and held[-10:] == held[-20:-10], "client 3 is never sampled"
+    late = Round(61, ledger, (3,), base=lambda: base).ask(3)
+    assert late.parcel.facts["whole"] and late.sizes[0] == whole
+
+
+def test_a_message_larger_than_the_whole_model_is_not_sent():
+    ledger, base = make_ledger("flora", clients=9, keep_messages=True), {"m.weight": torch.zeros(5, 7)}
+    step(ledger, 1, range(1, 10), base=lambda: base)
+    message, whole = 4 * (9 * (2 * 7 + 5 * 2) + 3 * 5), 4 * (2 * 7 + 5 * 2 + 3 * 5 + 5 * 7)
+    assert whole < message
+    for known, sent in ((lambda: base, whole), (None, message)):
+        order = Round(2, ledger, (1,), base=known).ask(1)
+        assert order.sizes[0] == sent and bool(order.parcel.facts.get("whole")) == (known is not None)
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_a_ledger_continues_from_what_was_saved(told):
     ledger = make_ledger("fedloru", keep_messages=True)
@@ -233,6 +255,17 @@ def test_a_ledger_continues_from_what_was_saved(told):
         step(ledger, 4, (1, 4))
         step(again, 4, (1, 4))
         assert again.stamp(4) == ledger.stamp(4)
+
+
+def test_a_ledger_continues_from_what_schema_1_saved():
+    ledger = make_ledger("fedloru", keep_messages=True)
+    for number in (1, 2, 3):
+        step(ledger, number, (1, number + 1))
+    parts, data = ledger.saved(3)
+    assert "synced" not in data and sorted(parts["synced"]["clients"].tolist()) == [1, 2, 3, 4]
+    again = make_ledger("fedloru", keep_messages=True)
+    again.restore(3, {"state": parts["state"]}, json.loads(json.dumps({**data, "synced": ledger.synced})))
+    assert again.synced == ledger.synced == {1: 2, 2: 0, 3: 1, 4: 2} and again.everyone_has() == 0
 
 
 def test_the_tensors_of_the_state_are_contiguous_as_a_checkpoint_restores_them():

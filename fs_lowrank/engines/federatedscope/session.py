@@ -113,9 +113,7 @@ class Session:
         """The cache of the frozen layers' outputs for client ``number``; the site's own for its model."""
         if model is self.site.model and (self.shares_model or self.role == "client"):
             return self.site.prefix
-        owner = f"client {number}"
-        own = {name: o for name, o in self.site.owners().items() if name == owner}
-        return self.site.frozen_prefix(model, own, share=1 / len(self.site.clients))
+        return self.site.frozen_prefix(model, number, share=1 / len(self.site.clients))
 
     def held_out_for(self, number: int) -> dict[str, Examples | ImageExamples]:
         """The held-out data that client ``number`` evaluates on, by split: every K-th sample, for K clients.

@@ -1,0 +1,103 @@
+"""Sequences for data of very many clients: arrays of unequal length in one, and items that are made when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+__all__ = ["Lazy", "Ragged"]
+
+T = TypeVar("T")
+
+
+class Lazy(Sequence[T], Generic[T]):
+    """``count`` items, of which ``make(i)`` gives number ``i`` whenever it is asked for; nothing is kept."""
+
+    def __init__(self, count: int, make: Callable[[int], T]):
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index):
+        chosen = range(self._count)[index]
+        return [self._make(i) for i in chosen] if isinstance(chosen, range) else self._make(chosen)
+
+
+class Ragged(Sequence[np.ndarray]):
+    """Arrays of unequal length in one: row ``i`` is ``values[starts[i] : starts[i] + lengths[i]]``, not copied.
+
+    Args:
+        values: one-dimensional. lengths: int64 ``(rows,)``.
+        starts: int64 ``(rows,)``; None: the rows lie one after the other.
+    """
+
+    def __init__(self, values: np.ndarray, lengths: np.ndarray, starts: np.ndarray | None = None):
+        self.values, self.lengths = values, np.asarray(lengths, dtype=np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths if starts is None else starts
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[int] | np.ndarray]) -> Ragged:
+        """From rows of integers, copied into int64; a ``Ragged`` is returned as it is."""
+        if isinstance(rows, Ragged):
+            return rows
+        arrays = [np.asarray(row, dtype=np.int64) for row in rows]
+        return cls(np.concatenate(arrays) if arrays else np.empty(0, np.int64), np.array([len(a) for a in arrays]))
+
+    @classmethod
+    def join(cls, parts: Iterable[Ragged]) -> Ragged:
+        """The rows of all ``parts``, copied."""
+        parts = list(parts)
+        values = [part.flat() for part in parts] or [np.empty(0, np.int64)]
+        lengths = [part.lengths for part in parts] or [np.empty(0, np.int64)]
+        return cls(np.concatenate(values), np.concatenate(lengths))
+
+    @classmethod
+    def by_owner(cls, owners: np.ndarray, count: int) -> Ragged:
+        """The positions in ``owners`` at which each of ``0 … count - 1`` stands, in order."""
+        return cls(np.argsort(owners, kind="stable"), np.bincount(owners, minlength=count))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        """Row ``index``, a view; or for a slice, a ``Ragged`` of those rows."""
+        if isinstance(index, slice):
+            return self.select(index)
+        start = self.starts[index]
+        return self.values[start : start + self.lengths[index]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist()):
+            yield self.values[start : start + length]
+
+    def select(self, chosen: np.ndarray | slice) -> Ragged:
+        """Some rows, in that order; their values are shared."""
+        return Ragged(self.values, self.lengths[chosen], self.starts[chosen])
+
+    def flat(self) -> np.ndarray:
+        """All rows one after the other; a view if they lie so."""
+        ends = self.starts + self.lengths
+        if np.array_equal(self.starts[1:], ends[:-1]):
+            return self.values[self.starts[0] : ends[-1]] if len(self) else self.values[:0]
+        before = np.cumsum(self.lengths) - self.lengths
+        return self.values[np.repeat(self.starts - before, self.lengths) + np.arange(self.lengths.sum())]
+
+    def owners(self) -> np.ndarray:
+        """For every value of ``flat``, the number of its row."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    def sums(self, of: np.ndarray) -> np.ndarray:
+        """For each row, the sum of ``of[value]`` over its values, int64."""
+        totals = np.concatenate([[0], np.cumsum(of[self.flat()], dtype=np.int64)])
+        ends = np.cumsum(self.lengths)
+        return totals[ends] - totals[ends - self.lengths]
+
+    def narrowed(self) -> Ragged:
+        """The same rows in 32 bits, if their values fit; else as they are."""
+        bounds = np.iinfo(np.int32)
+        if self.values.size and not bounds.min <= self.values.min() <= self.values.max() <= bounds.max:
+            return self
+        return Ragged(self.values.astype(np.int32, copy=False), self.lengths, self.starts)

@@ -1,0 +1,94 @@
+"""Who has which rows: ``data.json``, and ``rows.npz`` with what there is of every row and of every client.
+
+``rows.npz`` has whole numbers in NumPy's format, without pickle: ``clients``, the rows of all clients one after the
+other; ``sizes``, how many of them each client has; ``labels``, their classes, if there are any; ``validation`` and
+``test``, the rows that are held out. Rows are numbered from 0 in the source that they are from, without its header and
+empty lines.
+
+Up to schema 1 there was no such file, and ``data.json`` listed the rows of each client.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data import FederatedData
+from ..data.partition import client_record
+from ..data.ragged import Lazy, Ragged
+from ..errors import UserError
+from ..jobs.files import cannot_write, replacing, to_json, write_text
+from ..versions import SCHEMA, check_schema
+
+ABOUT, ROWS = "data.json", "rows.npz"
+
+
+def write_split(folder: Path, data: FederatedData) -> dict[str, Any]:
+    """Write both files into ``folder``; returns what ``read_split`` reads.
+
+    Raises:
+        RunFailed: a file cannot be written.
+    """
+    about, arrays = {"schema": SCHEMA, **data.record()}, data.arrays()
+    try:
+        with replacing(folder / ROWS) as aside, aside.open("wb") as file:
+            np.savez_compressed(file, **{name: _compact(array) for name, array in arrays.items()})  # type: ignore[arg-type]
+    except OSError as error:
+        raise cannot_write(folder / ROWS, error) from error
+    write_text(folder / ABOUT, to_json(about, indent=1))
+    return _whole(about, arrays)
+
+
+def _compact(numbers: np.ndarray) -> np.ndarray:
+    """Whole numbers from 0 in as few bytes as the largest needs."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
+
+
+def read_split(folder: Path) -> dict[str, Any]:
+    """The split of the run in ``folder``, of any schema; empty if the run has not written it.
+
+    Returns:
+        The content of ``data.json``; of each client, under ``clients``, a record with ``client`` (its number),
+        ``size``, ``labels`` (counts by class, if there are classes) and ``rows``, which is made when it is asked for;
+        ``sizes``, those of all clients; and the ``rows`` of ``validation`` and ``test``, where they are there.
+
+    Raises:
+        UserError: a file is missing or damaged, or of a newer version.
+    """
+    path = folder / ABOUT
+    try:
+        about = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not about:
+        return {}
+    check_schema(about, path)
+    if isinstance(about["clients"], list):  # schema 1
+        return {**about, "sizes": np.array([client["size"] for client in about["clients"]])}
+    path = folder / ROWS
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return _whole(about, {name: file[name].astype(np.int64) for name in file.files})
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}; it belongs to {ABOUT} beside it") from error
+
+
+def _whole(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    rows, labels = (Ragged(arrays[name], arrays["sizes"]) if name in arrays else None for name in ("clients", "labels"))
+    if rows is None or len(rows) != about["clients"] or rows.lengths.sum() != len(rows.values):
+        raise ValueError(f"it does not have the rows of {about['clients']} clients")
+
+    def client(i: int) -> dict[str, Any]:
+        record = client_record(i, len(rows[i]), None if labels is None else labels[i], about["classes"])
+        return {**record, "rows": rows[i].tolist()}
+
+    held_out = {
+        split: {**about[split], "rows": arrays[split].tolist()} for split in ("validation", "test") if split in about
+    }
+    return {**about, "clients": Lazy(len(rows), client), "sizes": rows.lengths, **held_out}

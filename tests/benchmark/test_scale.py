@@ -1,0 +1,37 @@
+"""The benchmarks of many clients and of one server run at a small size; the guide says what the registry says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmark.speed import capacity, scale
+from fs_lowrank.methods import list_methods, requirements
+
+GUIDE = Path(__file__).parents[2] / "docs" / "scale.md"
+
+
+def test_a_run_of_a_few_of_many_clients_is_measured(monkeypatch, no_curves):
+    monkeypatch.setattr(scale, "in_fresh_process", scale.measure)
+    found = scale.run(clients=(6, 40), sampled=3, rows=300, rounds=2, turns=1)
+    assert [line["holds"] for line in found["rows"][:2]] == [True, True] and len(found["rows"]) == 5
+    for number, (run,) in found["results"].items():
+        assert run["clients"] == int(number) and len(run["rounds"]) == 2 and run["file_bytes"] < 1e6
+        assert run["reading"]["clock"] > 0 and run["setup"]["clock"] > 0
+        for of_round in run["rounds"]:
+            assert 0 < of_round["training"]["clock"] < of_round["whole"]["clock"]
+    assert "set-up beyond it" in scale.described(run)
+
+
+@pytest.mark.parametrize("name", capacity.methods())
+def test_what_a_server_does_for_a_client_is_measured(name):
+    found = capacity.measure(name, width=24, modules=3, rank=2, clients=4, repeats=1)
+    assert all(value > 0 for value in found.values())
+    about = {"method": name, "model": "m", "modules": 6, "measured": 3, "rank": 2, "clients": 4}
+    *_, line = capacity.lines([{**about, **found}])
+    assert line.startswith(f"| `{name}` | m, 2 | 4 | {2 * found['up_bytes'] / 1e6:.3g} |")
+
+
+def test_the_guide_says_of_every_method_whether_sums_are_enough():
+    said = dict(re.findall(r"^\| `(\w+)` \| (yes|no) \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert said == {name: "yes" if requirements(name).sums else "no" for name in list_methods()}
