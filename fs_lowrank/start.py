@@ -28,7 +28,13 @@ from .models.build import build_skeleton, build_tokenizer, positions
 
 _TEXTS = ("text", "sentence", "review", "content", "comment", "body", "message", "tweet", "document", "question")
 _LABELS = ("label", "class", "stars", "rating", "sentiment", "category", "target", "intent", "topic", "y")
-_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence"), ("question1", "question2"))
+_PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question", "sentence"),
+    ("question1", "question2"),
+)
 #: the layers that LoRA's paper adapts, queries and values, by the names that transformers has for them
 _ATTENTION = (
     ("query", "value"),

@@ -90,6 +90,7 @@ class FederatedData:
         test_shares: the rows of ``test`` of each client, for ``client_tests``.
         rows: row numbers of ``train`` (which ``partition`` divides), ``validation`` and ``test`` in the loaded data:
             int64, from 0, as in ``RawData``.
+        columns: the columns of the source, as in ``RawData``.
         cut: which of ``validation`` and ``test`` were split off the training rows; the others have their own source.
     """
 
@@ -111,6 +112,7 @@ class FederatedData:
     test_shares: list[np.ndarray] = field(default_factory=list, repr=False)
     rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     cut: tuple[str, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """The split as plain data for ``data.json``: rows and classes of each client.
@@ -289,6 +291,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
             if frame is not None
         },
         cut=tuple(split for split in ("validation", "test") if getattr(raw, split) is None),
+        columns=raw.columns,
     )
     if any(skipped.values()) or any(truncated.values()):
         say_once(data.describe())

@@ -331,6 +331,7 @@ class RecordKeeper:
                 "config": self.config.fingerprint(),
                 "clients": [c.num_samples for c in self.site.clients],
                 "rows": self.site.data.counts(),
+                "columns": self.site.data.columns,
                 "held_out": {split: len(examples) for split, examples in self.site.held_out().items()},
                 "majority": self.site.data.majority,
                 "parameters": self.site.parameters,
