@@ -50,7 +50,7 @@ def test_predictions_are_those_of_peft_alone(runs, tiny_encoder, test_rows):
 
 @pytest.fixture(scope="module")
 def pairs(tiny_encoder, tmp_path_factory):
-    """Two runs over pairs: of an own file with a column `text_pair`, and of GLUE's RTE; their files, and the results."""
+    """Two runs over pairs, by their files: an own one with a column `text_pair`, and GLUE's RTE."""
     folder = tmp_path_factory.mktemp("pairs")
     table = small.make_reviews(80).rename(columns={"text": "sentence1"})
     table["sentence2"], table["label"] = table["sentence1"][::-1].to_numpy(), table["label"].map({0: "no", 1: "yes"})
