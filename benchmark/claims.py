@@ -75,6 +75,8 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
     checked = check_keys(condition, keys, origin, at)
     if kind == "keeps" and ("within" in checked) == ("share" in checked):
         origin.fail(at, "has both within and share, or none: expected one of them")
+    if kind == "keeps" and "share" in checked and checked.get("lower_is_better"):
+        origin.fail(at, "has share, which is of an accuracy's lead, and lower_is_better: expected within for a loss")
     if kind == "value" and not {"at_least", "at_most"} & checked.keys():
         origin.fail(at, "has no bound: expected at_least, at_most or both")
     return checked

@@ -26,6 +26,8 @@ _BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
 _EXACT = (*_BYTES, "traffic", "traffic_without_head", "formula", "majority")
 #: metrics whose value for a model that learned nothing is the majority class
 _ACCURACIES = ("test_acc", "val_acc", "test_acc_last5", "val_acc_last5")
+#: a mean of equal accuracies is above them by rounding, by less than this
+_ROUNDING = 1e-9
 
 
 @dataclass
@@ -90,7 +92,7 @@ class ExperimentResults:
         if figure is None:
             return None
         majority = [(r["majority"], values[r["seed"]]) for r in records if r.get("majority") and r["seed"] in values]
-        collapsed = sorted(v for m, v in majority if v <= m) if metric in _ACCURACIES else []
+        collapsed = sorted(v for m, v in majority if v <= m + _ROUNDING) if metric in _ACCURACIES else []
         rates = {r.get("learning_rate", {}).get("search") for r in records}
         return replace(
             figure,
@@ -318,6 +320,7 @@ def best_of(row: Mapping[str, Figure | None], metric: str) -> str | None:
     )
     ranked = sorted(there, key=lambda n: there[n].mean, reverse=not lower)
     first = there[ranked[0]]
-    gaps = [difference(first, there[name]) for name in ranked[1:]]
-    ahead = all(gap.half is not None and abs(gap.centre) > gap.half for gap in gaps)
+    # A gap is over the seeds that both have, and may be opposed to the order of the means over all seeds.
+    gaps = [difference(first, there[name]).times(-1 if lower else 1) for name in ranked[1:]]
+    ahead = all(gap.half is not None and gap.centre > gap.half for gap in gaps)
     return ranked[0] if ahead and first.whole else None

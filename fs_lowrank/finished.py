@@ -17,6 +17,7 @@ from torch import nn
 
 from .config import Config, load_config
 from .data import CAUSAL_LM, CLASSIFICATION, Examples
+from .data.examples import IGNORED_LABEL
 from .data.files import SUFFIXES, read_table
 from .data.sources import data_args
 from .data.tables import text_columns
@@ -64,7 +65,7 @@ class FinishedRun:
     @property
     def tok_len(self) -> int:
         """The length in tokens that the run cut its samples to; of ``llm.tok_len: auto`` what it came to."""
-        length = self.config.llm.tok_len
+        length = data_args(self.config.data).get("max_len") or self.config.llm.tok_len
         return int(self.summary["rows"]["tok_len"]) if length == "auto" else length
 
 
@@ -103,7 +104,7 @@ class Rows:
 
     Attributes:
         table: the file. examples: of the rows ``kept``, which are indices of ``table``.
-        left_out: number of rows by reason. cut: rows whose text is longer than the model was trained with.
+        left_out: number of rows by reason. cut: rows of which a text, or the answer, was cut to the run's length.
     """
 
     table: pd.DataFrame
@@ -120,7 +121,8 @@ def read_rows(run: FinishedRun, path: str | Path, columns: dict[str, str] | None
         columns: names of columns by role (``text``, ``label``, …) that differ from those of the run's data.
         labelled: the classes, or answers, are needed.
     Raises:
-        UserError: an unreadable file, a missing column, a class that the run does not know, or no row left.
+        UserError: an unreadable file, a missing column (a second sentence, too, where the run has one, or one where it
+            has none), a class that the run does not know, or no row left.
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
@@ -129,7 +131,13 @@ def read_rows(run: FinishedRun, path: str | Path, columns: dict[str, str] | None
     table = read_table(path, args.get("quoting"), "data")
     wanted = {k: v for k, v in (columns or {}).items() if v}
     if run.task == CLASSIFICATION:
-        return _classified(run, path, table, {**text_columns(args), **wanted}, labelled, args)
+        # runs of before version 0.2.0 do not say which columns they read
+        known = run.summary.get("columns") or text_columns({**args, **wanted}, table)
+        if wanted.get("text_pair") and not known.get("text_pair"):
+            raise UserError(
+                f"text_pair={wanted['text_pair']!r}: the run in {run.folder} learned from one text in a row"
+            )
+        return _classified(run, path, table, {**known, **wanted}, labelled)
     return _instructed(run, path, table, {**args, **wanted}, labelled)
 
 
@@ -148,15 +156,10 @@ def _text(value: Any) -> str:
 
 
 def _classified(
-    run: FinishedRun,
-    path: Path,
-    table: pd.DataFrame,
-    names: dict[str, str | None],
-    labelled: bool,
-    args: dict[str, Any],
+    run: FinishedRun, path: Path, table: pd.DataFrame, names: dict[str, str | None], labelled: bool
 ) -> Rows:
     frame = pd.DataFrame({"text": _column(path, table, "text", str(names["text"])).map(_text)})
-    if names.get("text_pair") or (run.config.data.args and "text_pair" in args):
+    if names.get("text_pair"):
         frame["text_pair"] = _column(path, table, "text_pair", str(names["text_pair"])).map(_text)
     filled = frame.map(lambda value: bool(value.strip())).all(axis=1)
     left_out = {"empty text": int((~filled).sum())} if not filled.all() else {}
@@ -175,9 +178,8 @@ def _classified(
     kept = np.flatnonzero(filled.to_numpy())
     if not len(kept):
         raise UserError(f"{path}: every row has an empty text")
-    length = int(args.get("max_len") or run.tok_len)
-    examples = tokenize_classification(frame.iloc[kept], run.tokenizer, length)
-    return Rows(table, examples, kept, left_out, _cut(examples, length))
+    examples = tokenize_classification(frame.iloc[kept], run.tokenizer, run.tok_len)
+    return Rows(table, examples, kept, left_out, examples.truncated)
 
 
 def _class(value: Any) -> str:
@@ -204,16 +206,12 @@ def _instructed(run: FinishedRun, path: Path, table: pd.DataFrame, args: dict[st
     kept = np.flatnonzero(filled.to_numpy())
     if not len(kept):
         raise UserError(f"{path}: every row has an empty {' or '.join(needed)}")
-    length = int(args.get("max_len") or run.tok_len)
-    options = {key: args[key] for key in ("template", "loss_on") if key in args}
-    examples, whole = tokenize_causal(frame.iloc[kept], run.tokenizer, length, **options)
+    # Without answers the labels say where the prompt ends.
+    options = {key: args[key] for key in ("template", *(["loss_on"] if labelled else [])) if key in args}
+    examples, whole = tokenize_causal(frame.iloc[kept], run.tokenizer, run.tok_len, **options)
     if not whole.all():
         left_out["prompt too long"] = int((~whole).sum())
-    return Rows(table, examples, kept[whole], left_out, _cut(examples, length))
-
-
-def _cut(examples: Examples, length: int) -> int:
-    return int((examples.lengths >= length).sum())
+    return Rows(table, examples, kept[whole], left_out, examples.truncated if labelled else 0)
 
 
 def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
@@ -227,7 +225,7 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
     size = run.config.eval.batch_size or run.config.dataloader.batch_size
     scores: dict[str, Any] = {"rows": len(rows.examples), **evaluate(run.model, rows.examples, size)}
     if run.task == CAUSAL_LM:
-        counted = int(sum((labels[1:] != -100).sum() for labels in rows.examples.columns["labels"]))
+        counted = int(sum((labels[1:] != IGNORED_LABEL).sum() for labels in rows.examples.columns["labels"]))
         return {
             **scores,
             "tokens": counted,
@@ -264,10 +262,16 @@ def probabilities(run: FinishedRun, examples: Examples) -> np.ndarray:
 
 @torch.no_grad()
 def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
-    """What the language model answers to each prompt, by the most likely token, at most ``tokens`` of them."""
+    """What the language model answers to each prompt, by the most likely token, at most ``tokens`` of them.
+
+    Raises:
+        UserError: the end of a prompt is not known, or a prompt is empty.
+    """
     device, said = next(run.model.parameters()).device, []
     for ids, labels in zip(rows.examples.columns["input_ids"], rows.examples.columns["labels"], strict=True):
-        first = int(np.argmax(labels != -100)) if (labels != -100).any() else len(ids)
+        first = int(np.argmax(labels != IGNORED_LABEL))
+        if not first:
+            raise UserError("a row has no prompt of its own; of a run with loss_on: all, read rows with labelled=False")
         prompt = torch.from_numpy(ids[:first])[None].to(device)
         made = run.model.generate(  # type: ignore[operator]
             input_ids=prompt,

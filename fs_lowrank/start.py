@@ -6,7 +6,7 @@ Nothing is decided silently: every line of the file that was guessed says so, an
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,20 +15,29 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 from torch import nn
 
 from .config import load_config
-from .data import CAUSAL_LM, RawData, load_raw
+from .data import CAUSAL_LM, LONGEST, RawData, load_raw
 from .data.files import SUFFIXES, read_table
+from .data.sources import data_args
 from .data.tables import with_fraction
 from .data.template import SYNONYMS
 from .data.tokenize import tokenize_causal, tokenize_classification
 from .errors import UserError, nearest
 from .models.build import build_skeleton, build_tokenizer, positions
+from .settings.reading import Dumper, Loader
 
 _TEXTS = ("text", "sentence", "review", "content", "comment", "body", "message", "tweet", "document", "question")
 _LABELS = ("label", "class", "stars", "rating", "sentiment", "category", "target", "intent", "topic", "y")
-_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence"), ("question1", "question2"))
+_PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question", "sentence"),
+    ("question1", "question2"),
+)
 #: the layers that LoRA's paper adapts, queries and values, by the names that transformers has for them
 _ATTENTION = (
     ("query", "value"),
@@ -147,15 +156,14 @@ def draft(given: Given) -> str:
         "  freq: 2                        # rounds between evaluations",
         "  split: [test, val]",
     ]
-    text = "\n".join(lines) + "\n"
+    text = "\n".join(" ".join(line.splitlines()) for line in lines) + "\n"
     _check(text)
     return text
 
 
 def _check(text: str) -> None:
-    import yaml
-
-    load_config(yaml.safe_load(text))
+    config = load_config(yaml.load(text, Loader))
+    data_args(config.data, config.source)
 
 
 def _table(given: Given) -> pd.DataFrame:
@@ -262,19 +270,25 @@ def _check_classes(given: Given, column: pd.Series, name: str) -> None:
 
 def _length(raw: RawData, tokenizer: Any, room: int | None) -> tuple[int, str]:
     """``llm.tok_len``: the 99th percentile of the rows, in steps of 8, up to what the model has room for."""
-    most = room or 100_000
+    most = min(room or LONGEST, tokenizer.model_max_length)
     part = raw.train.iloc[np.linspace(0, len(raw.train) - 1, min(LOOKED_AT, len(raw.train))).astype(int)]
-    if raw.task == CAUSAL_LM:
-        lengths = tokenize_causal(part, tokenizer, most)[0].lengths
-    else:
-        lengths = tokenize_classification(part, tokenizer, most).lengths
-    wanted = int(np.ceil(np.percentile(lengths, 99) / 8) * 8)
-    length = min(wanted, most)
-    cut = int((lengths > length).sum())
-    about = (
-        f"99 of 100 rows have at most {int(np.percentile(lengths, 99))} tokens; {cut} of {len(part)} looked at are cut"
-    )
-    return length, about + (f"; the model has {room} positions" if room and wanted >= room else "")
+
+    def tokenized(length: int) -> tuple[np.ndarray, int, int]:
+        """The lengths of the rows, and how many are cut and left out with ``length``."""
+        if raw.task == CAUSAL_LM:
+            examples, kept = tokenize_causal(part, tokenizer, length)
+            return examples.lengths, examples.truncated, int((~kept).sum())
+        examples = tokenize_classification(part, tokenizer, length)
+        return examples.lengths, examples.truncated, 0
+
+    lengths, *beyond = tokenized(most)
+    enough = int(np.percentile(lengths, 99, method="higher"))
+    length = min(math.ceil(enough / 8) * 8, most)
+    _, cut, left_out = tokenized(length)
+    known = sum(beyond) <= 0.01 * len(part)
+    about = f"99 of 100 rows have at most {enough} tokens" if known else f"the model takes no more than {most} tokens"
+    about += f"; {cut} of {len(part)} rows looked at are cut"
+    return length, about + (f", {left_out} left out, whose prompts fill it" if left_out else "")
 
 
 def _layers(skeleton: nn.Module) -> tuple[list[str], list[int], str]:
@@ -299,11 +313,10 @@ def _layers(skeleton: nn.Module) -> tuple[list[str], list[int], str]:
 
 
 def _yaml(text: str) -> str:
-    return (
-        text
-        if re.fullmatch(r"[\w./@+-]+", text) and not re.fullmatch(r"[\d.+-]+", text)
-        else json.dumps(text, ensure_ascii=False)
-    )
+    """``text`` as a value of a YAML file, also in braces; quoted where it would be read as something else."""
+    style = None if text.isprintable() else '"'
+    options: dict[str, Any] = {"default_flow_style": True, "default_style": style, "allow_unicode": True}
+    return str(yaml.dump([text], Dumper=Dumper, width=math.inf, **options)).strip()[1:-1]
 
 
 def _flow(mapping: Mapping[str, str]) -> str:

@@ -1,14 +1,14 @@
 """Configurations written for a file of the user: what is guessed, what is refused, and that they run."""
 
 import json
-import re
 
 import pandas as pd
 import pytest
 import yaml
 
 from fs_lowrank import UserError, cli, load_config
-from fs_lowrank.start import Given, draft
+from fs_lowrank.settings.reading import Loader
+from fs_lowrank.start import Given, _yaml, draft
 from fs_lowrank.testing.small import make_reviews
 
 
@@ -53,6 +53,9 @@ def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, ins
     tree, text = made(at("pairs.csv", two), tiny_encoder)
     assert tree["data"]["args"] == [{"text": "sentence1", "text_pair": "sentence2", "label": "label"}]
     assert "splitter: field, splitter_args: [{field: domain}]" not in text  # two clients, three domains
+    named = two.rename(columns={"sentence1": "text", "sentence2": "text_pair"})
+    tree, _ = made(at("named.csv", named), tiny_encoder)
+    assert tree["data"]["args"] == [{"text": "text", "text_pair": "text_pair", "label": "label"}]
     tree, text = made(instructions_jsonl, tiny_causal)
     assert tree["data"]["args"] == [{"instruction": "instruction", "input": "input", "output": "output"}]
     assert tree["model"]["type"].endswith("@huggingface_llm") and tree["data"]["splitter"] == "iid"
@@ -62,6 +65,45 @@ def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, ins
     assert tree["data"]["args"] == [{"text": "input", "label": "output"}] and tree["model"]["type"].endswith(
         "transformers"
     )
+
+
+NAMES = "no yes null ~ NaN true on y 1e5 1e-3 0x1F 1_000 12 .inf 2026-01-01 = @x -a a:b [a] #a %a &a *a!".split()
+NAMES += ["a, b", "it's", 'say "no"', "a: b", "a #b", " a ", "two\nlines", "ligne\u2028é", "a" * 200, "a " * 60 + "b"]
+
+
+def test_columns_of_any_name(at, tiny_encoder):
+    for name in NAMES:
+        assert yaml.load(f"[{{text: {_yaml(name)}}}]  # a comment", Loader) == [{"text": name}], name
+    table = make_reviews(60).rename(columns={"label": "no", "text": "a\nb"})
+    text = draft(Given(at("own.jsonl", table), text="a\nb", label="no", model=str(tiny_encoder)))
+    assert yaml.load(text, Loader)["data"]["args"] == [{"text": "a\nb", "label": "no"}]
+
+
+def test_a_configuration_that_says_another_column_is_refused(monkeypatch, at, tiny_encoder):
+    """If a name were not quoted, `init` itself would say so, and not `run`."""
+    monkeypatch.setattr("fs_lowrank.start._yaml", str)
+    with pytest.raises(UserError, match="data.args.0.label = False: expected the name of a column"):
+        draft(
+            Given(at("own.csv", make_reviews(60).rename(columns={"label": "no"})), label="no", model=str(tiny_encoder))
+        )
+
+
+def test_the_length_says_what_is_cut(at, tiny_encoder, tiny_causal):
+    """With most rows longer than the model takes, no percentile is known."""
+    room = 64
+    long, table = " ".join(["good"] * 3 * room), make_reviews(100)
+    table.loc[:89, "text"] = long
+    _, text = made(at("long.csv", table), tiny_encoder)
+    assert f"tok_len: {room} " in text and f"no more than {room} tokens; 90 of 100 rows looked at are cut" in text
+    table = make_reviews(400)
+    table.loc[:1, "text"] = long
+    _, text = made(at("few.csv", table), tiny_encoder)
+    assert "; 2 of 400 rows looked at are cut" in text and "99 of 100 rows have at most" in text
+    rows = pd.DataFrame({"instruction": ["good"] * 100, "output": ["bad"] * 100})
+    rows.loc[:9, "instruction"] = long
+    rows.loc[10:29, "output"] = long
+    _, text = made(at("asked.jsonl", rows), tiny_causal)
+    assert "20 of 100 rows looked at are cut, 10 left out, whose prompts fill it" in text
 
 
 @pytest.mark.parametrize(
@@ -134,4 +176,4 @@ def test_wrong_use_is_one_line(at, capsys, arguments, said):
 def test_names_are_quoted_in_yaml_if_necessary(at, tiny_encoder):
     table = make_reviews(60).rename(columns={"text": "the: text #1", "label": "1.0"})
     tree, text = made(at("own.csv", table), tiny_encoder, text="the: text #1", label="1.0")
-    assert tree["data"]["args"] == [{"text": "the: text #1", "label": "1.0"}] and re.search('"1.0"', text)
+    assert tree["data"]["args"] == [{"text": "the: text #1", "label": "1.0"}] and "label: '1.0'" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from ..errors import UserError
 from ..jobs import shell
+from ..jobs.files import to_json
 from .extensions import extensions, run_extension
 
 console = shell.make_console(120)
@@ -27,7 +27,7 @@ def add(commands) -> None:
     evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
     evaluate.set_defaults(do=_evaluate)
     predict = commands.add_parser("predict", help="add a column with the predictions of a finished run to a file")
-    _common(predict, tuple(role for role in _ROLES if role not in ("label", "output")))
+    _common(predict, tuple(role for role in _ROLES if role not in ("label", "output")), required=True)
     predict.add_argument("--out", metavar="FILE", type=Path, help="default: NAME.predicted beside --data, as --data is")
     predict.add_argument("--column", default="prediction", metavar="NAME", help="default: prediction")
     predict.add_argument("--tokens", type=int, default=64, metavar="N", help="most tokens of an answer (default: 64)")
@@ -35,10 +35,13 @@ def add(commands) -> None:
 
 
 def _common(
-    parser: argparse.ArgumentParser, roles: tuple[str, ...], data: str = "CSV, TSV, JSON or JSON Lines"
+    parser: argparse.ArgumentParser,
+    roles: tuple[str, ...],
+    data: str = "CSV, TSV, JSON or JSON Lines",
+    required: bool = False,
 ) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a finished run")
-    parser.add_argument("--data", metavar="FILE", type=Path, help=data)
+    parser.add_argument("--data", metavar="FILE", type=Path, help=data, required=required)
     for role in roles:
         parser.add_argument(
             f"--{role}", default="", metavar="COLUMN", help="where it is not called as in the run's data"
@@ -49,7 +52,7 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     from ..finished import load_run, read_rows
 
     if args.data is None:
-        raise UserError(f"--data is missing: {args.command} needs a file{' or --tasks' if labelled else ''}")
+        raise UserError(f"--data is missing: {args.command} needs a file or --tasks")
     run = load_run(args.run)
     columns = {r.replace("-", "_"): getattr(args, r.replace("-", "_"), "") for r in _ROLES}
     foreign = ("instruction", "input", "output") if run.labels else ("text", "text_pair", "label")
@@ -60,7 +63,7 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
             )
     rows = read_rows(run, args.data, columns, labelled)
     left = "".join(f", {count} left out ({reason})" for reason, count in rows.left_out.items())
-    cut = f", {rows.cut} at the full length of {run.tok_len} tokens, so perhaps cut" if rows.cut else ""
+    cut = f", {rows.cut} cut to {run.tok_len} tokens" if rows.cut else ""
     console.print(f"{args.data}: {len(rows.table)} rows{left}{cut}", soft_wrap=True, markup=False)
     return run, rows
 
@@ -80,7 +83,7 @@ def _evaluate(args: argparse.Namespace) -> int | None:
     scores = evaluate_rows(run, rows)
     if args.json:
         try:
-            args.json.write_text(json.dumps({"run": str(args.run), "data": str(args.data), **scores}, indent=1))
+            args.json.write_text(to_json({"run": str(args.run), "data": str(args.data), **scores}, indent=1))
         except OSError as error:
             raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
     table = Table()

@@ -91,6 +91,7 @@ class FederatedData:
         test_shares: the rows of ``test`` of each client, for ``client_tests``.
         rows: row numbers of ``train`` (which ``partition`` divides), ``validation`` and ``test`` in the loaded data:
             int64, from 0, as in ``RawData``.
+        columns: the columns of the source, as in ``RawData``.
         cut: which of ``validation`` and ``test`` were split off the training rows; the others have their own source.
     """
 
@@ -112,6 +113,7 @@ class FederatedData:
     test_shares: Ragged = field(default_factory=lambda: Ragged.of([]), repr=False)
     rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     cut: tuple[str, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """The split as plain data for ``data.json``, without what there is of every row or client (``arrays``).
@@ -348,6 +350,7 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
             if frame is not None
         },
         cut=tuple(split for split in ("validation", "test") if getattr(raw, split) is None),
+        columns=raw.columns,
     )
 
 

@@ -329,7 +329,7 @@ def _hub(name: str, args: Args) -> RawData:
     else:
         given = args(*COMMON_ARGS, "text", "text_pair", "label", "config")
         splits = _load_dataset(name, name, given.get("config"))
-        columns = text_columns(given)
+        columns = text_columns(given, splits["train"].column_names if "train" in splits else ())
         chosen = {"train": "train", "validation": "validation", "test": "test"}
         source = f"{name} from the Hugging Face hub, its own splits"
     if "train" not in splits:
@@ -435,9 +435,7 @@ def _own_file(
         )
     if not language:
         takes(*OWN_ARGS)
-        columns = text_columns(args)
-        if columns["text_pair"] is None and "text_pair" in tables["train"][1]:
-            columns["text_pair"] = "text_pair"
+        columns = text_columns(args, tables["train"][1])
         return classified(tables, columns, f"the user's file {path.name}", None)
     takes(*OWN_LANGUAGE_ARGS)
     frames: dict[str, pd.DataFrame] = {}

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class RawData:
         fields: further columns that a partitioner may use, such as ``domain``.
         source: a description of where the data come from.
         skipped: number of rows left out, by reason.
+        columns: of classification, the column of the source that is ``text``, perhaps ``text_pair``, and ``label``.
         images: uint8 ``(n, channels, height, width)``; None for text.
         mean, std: of each channel of the images, for values from 0 to 1.
     """
@@ -53,11 +54,12 @@ class RawData:
     images: np.ndarray | None = field(default=None, repr=False)
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, task: str, frames: Mapping[str, pd.DataFrame], *rest: Any, **images: Any) -> RawData:
+    def of(cls, task: str, frames: Mapping[str, pd.DataFrame], *rest: Any, **more: Any) -> RawData:
         """From frames by role (``train``, maybe ``validation``, ``test``); ``rest`` begins with ``label_names``."""
-        return cls(task, frames["train"], frames.get("validation"), frames.get("test"), *rest, **images)
+        return cls(task, frames["train"], frames.get("validation"), frames.get("test"), *rest, **more)
 
     def __post_init__(self) -> None:
         self.fingerprint = self.fingerprint or fingerprint(self)
@@ -124,7 +126,8 @@ def classified(
     several_classes(frames["train"]["label"], train_where)
     fixed = {"text", "text_pair", "label"}
     fields = [c for c in frames["train"] if c not in fixed and all(c in frame for frame in frames.values())]
-    return RawData.of(CLASSIFICATION, frames, names, fields, source, skipped)
+    named = {role: column for role, column in columns.items() if column}
+    return RawData.of(CLASSIFICATION, frames, names, fields, source, skipped, columns=named)
 
 
 def with_fraction(labels: pd.Series) -> Any:
@@ -226,9 +229,10 @@ def _text(value: Any) -> str:
     return "" if value is None or value != value else str(value)
 
 
-def text_columns(args: Mapping[str, Any]) -> dict[str, str | None]:
-    """The names of the columns of classification data, from ``data.args``."""
-    return {"text": args.get("text", "text"), "text_pair": args.get("text_pair"), "label": args.get("label", "label")}
+def text_columns(args: Mapping[str, Any], there: Iterable[Any]) -> dict[str, str | None]:
+    """The columns of classification data: those in ``data.args``, and of those that are ``there`` a ``text_pair``."""
+    pair = args.get("text_pair") or ("text_pair" if "text_pair" in set(there) else None)
+    return {"text": args.get("text", "text"), "text_pair": pair, "label": args.get("label", "label")}
 
 
 def drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str, int]) -> pd.DataFrame:

@@ -342,6 +342,7 @@ class RecordKeeper:
                 "config": self.config.fingerprint(),
                 "clients": self.site.data.partition.sizes().tolist(),
                 "rows": self.site.data.counts(),
+                "columns": self.site.data.columns,
                 "held_out": {split: len(examples) for split, examples in self.site.held_out().items()},
                 "majority": self.site.data.majority,
                 "parameters": self.site.parameters,

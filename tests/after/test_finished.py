@@ -10,10 +10,12 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification
 
+import fs_lowrank
 from fs_lowrank import UserError, cli
 from fs_lowrank.errors import say_once
-from fs_lowrank.finished import evaluate_rows, load_run, predict_rows, read_rows
+from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows
 from fs_lowrank.runs.split import read_split
+from fs_lowrank.testing import small
 
 
 @pytest.fixture
@@ -45,6 +47,77 @@ def test_predictions_are_those_of_peft_alone(runs, tiny_encoder, test_rows):
         with torch.no_grad():
             wanted = model(**run.tokenizer(text, return_tensors="pt")).logits[0].softmax(0)
         assert said == run.labels[int(wanted.argmax())] and chance == pytest.approx(float(wanted.max()), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny_encoder, tmp_path_factory):
+    """Two runs over pairs, by their files: an own one with a column `text_pair`, and GLUE's RTE."""
+    folder = tmp_path_factory.mktemp("pairs")
+    table = small.make_reviews(80).rename(columns={"text": "sentence1"})
+    table["sentence2"], table["label"] = table["sentence1"][::-1].to_numpy(), table["label"].map({0: "no", 1: "yes"})
+    own = table.rename(columns={"sentence1": "text", "sentence2": "text_pair"})
+    own.to_csv(folder / "own.csv", index=False)
+    (folder / "RTE").mkdir()
+    rte = table.assign(label=table["label"].map({"no": "not_entailment", "yes": "entailment"}))
+    for name in ("train", "dev"):
+        rte.to_csv(folder / "RTE" / f"{name}.tsv", sep="\t", index=False)
+    found = {}
+    for name, data in (("own.csv", str(folder / "own.csv")), ("RTE/dev.tsv", "rte@glue")):
+        settings = small.encoder_settings(tiny_encoder, data, folder / f"run {name[:3]}")
+        settings["data"] |= {"root": str(folder), "splitter": "iid", "splitter_args": [], "splits": [0.7, 0.1, 0.2]}
+        keys = {"federate.total_round_num": 1, "lowrank.pictures": False}
+        found[folder / name] = fs_lowrank.run(fs_lowrank.load_config(settings, keys))
+    return found
+
+
+def test_a_pair_is_read_as_the_run_read_it(pairs, tmp_path, capsys):
+    """The scores on the test rows are those of the run; without the second sentence they cannot be."""
+    for path, result in pairs.items():
+        table = pd.read_csv(path, sep=None, engine="python")
+        rows = json.loads((result.outdir / "data.json").read_text())["test"]["rows"]
+        test = tmp_path / f"{path.stem}.csv"
+        table.iloc[rows].to_csv(test, index=False)
+        run = load_run(result.outdir)
+        read = read_rows(run, test)
+        assert evaluate_rows(run, read)["loss"] == pytest.approx(result.final["test_loss"], abs=1e-6)
+        first, second = list(table)[0], next(c for c in table if c in ("text_pair", "sentence2"))
+        table.drop(columns=second).to_csv(tmp_path / "alone.csv", index=False)
+        assert cli.main(["predict", str(result.outdir), "--data", str(tmp_path / "alone.csv")]) == 2
+        assert f"no column {second!r}, which is the text pair" in capsys.readouterr().err
+        table.rename(columns={second: "other"}).to_csv(tmp_path / "other.csv", index=False)
+        named = read_rows(run, tmp_path / "other.csv", {"text_pair": "other"})
+        assert len(named.examples) == len(table) and first in table
+
+
+def test_a_run_without_pairs_reads_no_second_sentence(runs, test_rows):
+    pd.read_csv(test_rows).assign(text_pair="good good good").to_csv(test_rows.with_name("more.csv"), index=False)
+    run = load_run(runs["classes"].outdir)
+    alone, more = (
+        read_rows(run, test_rows.with_name(name)).examples.fingerprint() for name in ("test.csv", "more.csv")
+    )
+    assert alone == more
+    with pytest.raises(UserError, match="text_pair='domain': the run in .* learned from one text in a row"):
+        read_rows(run, test_rows, {"text_pair": "domain"})
+
+
+def test_what_is_cut_is_counted_as_the_run_counts_it(runs, test_rows):
+    """A text that just fits is not cut."""
+    run = load_run(runs["classes"].outdir)
+    fits, longer = " ".join(["good"] * run.tok_len), " ".join(["good"] * (run.tok_len + 1))
+    pd.DataFrame({"text": [fits, longer, "bad"], "label": [0, 1, 0]}).to_csv(test_rows, index=False)
+    assert read_rows(run, test_rows).cut == 1
+
+
+def test_prompts_of_a_run_with_a_loss_on_all_tokens(runs, instructions_jsonl, tmp_path):
+    """What is asked does not depend on what the loss was on."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(line + "\n" for line in instructions_jsonl.read_text().splitlines()[:3]))
+    run = load_run(runs["instructions"].outdir)
+    wanted = answers(run, read_rows(run, few, labelled=False), 4)
+    run.config = run.config.replace({"data.args": [{"loss_on": "all"}]})
+    assert answers(run, read_rows(run, few, labelled=False), 4) == wanted
+    with pytest.raises(UserError, match="read rows with labelled=False"):
+        answers(run, read_rows(run, few), 4)
 
 
 def test_a_language_model(runs, instructions_jsonl, tmp_path):
@@ -94,6 +167,8 @@ def test_the_commands(runs, test_rows, tmp_path, capsys):
         (["predict", "{run}", "--data", "{data}", "--column", "text", "--out", "{empty}/x.csv"], "'text' already"),
         (["predict", "{run}", "--data", "{data}", "--tokens", "0"], "--tokens 0: expected 1 or more"),
         (["evaluate", "{run}", "--data", "{run}"], "expected a file that ends with"),
+        (["evaluate", "{run}"], "--data is missing: evaluate needs a file or --tasks"),
+        (["predict", "{run}"], "--data"),
     ],
 )
 def test_wrong_use_is_one_line(runs, test_rows, tmp_path, capsys, arguments, said):

@@ -1,5 +1,6 @@
 """Verdicts of the rules, checked by hand, against scipy, and by simulation."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -185,6 +186,109 @@ def test_close_ratio_value():
     assert judged({**at_least, "at_least": 0.80}).verdict == INCONCLUSIVE
 
 
+LOSSES = {"3": [1.0, 1.01, 1.02], "50": [3.0, 3.02, 3.01]}
+
+
+def test_of_a_loss_a_rise_is_the_fall():
+    def losses(method, labels, metric):
+        return by_seed(LOSSES[labels["clients"]])
+
+    def backwards(method, labels, metric):
+        return by_seed(LOSSES[{"3": "50", "50": "3"}[labels["clients"]]])
+
+    of_loss = {"methods": ["m"], "metric": "test_loss", "lower_is_better": True, **FALL}
+    drops, keeps = {"is": "drops", "by": 1, **of_loss}, {"is": "keeps", "within": 1, **of_loss}
+    assert judged(drops, losses).verdict == HOLDS and judged(drops, backwards).verdict == FAILS
+    assert judged(keeps, losses).verdict == FAILS and judged(keeps, backwards).verdict == HOLDS
+
+
+def test_close_is_refuted_on_both_sides():
+    far = {"low": [0.2, 0.21, 0.22], "middle": [0.5, 0.51, 0.52], "high": [0.8, 0.81, 0.82]}
+    noise = {"low": [0.2, 0.22, 0.21], "middle": [0.5, 0.51, 0.52], "high": [0.8, 0.82, 0.81]}
+
+    def apart(method, labels, metric):
+        return by_seed((far if method == "middle" else noise)[method])
+
+    for other in ("low", "high"):
+        close = {"is": "close", "methods": [other], "to": "middle", "within": 0.1}
+        assert judged(close, apart).verdict == FAILS
+
+
+def test_a_fall_of_exactly_the_margin_is_no_drop():
+    def counted(method, labels, metric):
+        return Figure({"3": 0.75, "50": 0.5}[labels["clients"]], None, 1, exact=True)
+
+    drops = {"is": "drops", "methods": ["a"], **FALL}
+    assert judged({**drops, "by": 0.25}, counted).verdict == FAILS
+    assert judged({**drops, "by": 0.2499}, counted).verdict == HOLDS
+
+
+@pytest.mark.parametrize(
+    "rule, blamed",
+    [
+        ({"is": "drops", "methods": ["lora"], "by": 0.05, **FALL}, {("lora", "3")}),
+        ({"is": "keeps", "methods": ["rolora"], "within": 0.02, **FALL}, {("rolora", "3"), ("rolora", "50")}),
+        ({"is": "keeps", "methods": ["rolora"], "share": 0.2, **FALL}, {("rolora", "3"), ("rolora", "50")}),
+        (
+            {"is": "close", "methods": ["rolora"], "to": "lora", "within": 0.05, "where": {"clients": 3}},
+            {("rolora", "3"), ("lora", "3")},
+        ),
+        (
+            {"is": "above", "better": "rolora", "than": ["lora"], "by": 0, "where": {"clients": 50}},
+            {("rolora", "50")},
+        ),
+    ],
+)
+@pytest.mark.parametrize("flaw", [{"collapsed": (0.5,), "majority": 0.5}, {"failed": 1}])
+def test_a_collapsed_or_failed_seed_holds_nothing_that_it_favours(rule, blamed, flaw):
+    """Where the flawed figure is not the one in whose favour the condition is, the condition still holds."""
+    assert judged(rule).verdict == HOLDS
+    for place in FIGURES:
+
+        def flawed(method, labels, metric, place=place):
+            figure = look(method, labels, metric)
+            return dataclasses.replace(figure, **flaw) if (method, labels["clients"]) == place else figure
+
+        assert judged(rule, flawed).verdict == (INCONCLUSIVE if place in blamed else HOLDS), place
+
+
+def test_keeps_a_share_above_the_majority_at_the_first_end():
+    """The lead is 0.3 over a majority of 0.5, and 0.1 over 0.7; the fall is 0.01."""
+
+    def look(method, labels, metric):
+        if metric == "majority":
+            return Figure({"3": 0.5, "50": 0.7}[labels["clients"]], None, 1, exact=True)
+        return by_seed(FIGURES["rolora", labels["clients"]])
+
+    assert judged({"is": "keeps", "methods": ["rolora"], "share": 0.08, **FALL}, look).verdict == HOLDS
+
+
+def test_what_was_learned_stands_at_the_end_of_a_grid_and_what_was_not_is_open():
+    """A better rate beyond the end could only add to what was learned."""
+
+    def at_end(method, labels, metric):
+        return dataclasses.replace(look(method, labels, metric), at_end=metric != "majority")
+
+    learns = {"is": "learns", "methods": ["rolora"], "where": {"clients": 3}}
+    assert judged({**learns, "by": 0.02}, at_end).verdict == HOLDS
+    assert judged({**learns, "by": 0.35}, at_end).verdict == INCONCLUSIVE
+
+
+def test_a_ratio_is_of_any_scale():
+    def large(method, labels, metric):
+        return by_seed({"a": [10_010, 10_030, 10_020], "b": [10_000, 10_010, 10_020]}[method])
+
+    ratio = {"is": "ratio", "of": "a", "to": "b", "about": 1}
+    assert judged({**ratio, "within": 0.01}, large).verdict == HOLDS
+    assert judged({**ratio, "about": 1.1, "within": 0.01}, large).verdict == FAILS
+
+
+def test_a_missing_figure_outweighs_an_open_one():
+    above = {"is": "above", "by": 0, "where": {"clients": 50}, "better": "rolora", "than": ["noisy", "absent"]}
+    found = judge([above], look)
+    assert [c.verdict for c in found] == [INCONCLUSIVE, UNTESTED] and verdict(found) == UNTESTED
+
+
 def test_counted_figures_need_no_spread():
     def counted(method, labels, metric):
         return Figure({"half": 5.0, "all": 10.0}[method], None, 1, exact=True)
@@ -253,6 +357,30 @@ def test_collapsed_seeds_are_named_and_counted_and_no_claim_holds_by_them(monkey
     row = {m: found.figure(m, "", "test_acc") for m in ("rolora", "worse")}
     assert best_of(row, "test_acc") is None
     assert best_of({"lora": found.figure("lora", "", "test_acc"), **row}, "test_acc") is None  # rolora's spread
+
+
+@pytest.mark.parametrize("metric", ["test_acc", "test_acc_last5"])
+def test_a_seed_at_the_majority_class_has_collapsed(metric):
+    """A mean of five equal accuracies may be above them by rounding."""
+    majority = 352 / 872
+    last5 = float(np.mean([majority] * 5))
+    assert last5 > majority
+    found = results_of(a=[record(0, majority, majority), record(1, 0.9, majority)])
+    found.all_records[0]["metrics"]["test_acc_last5"] = last5
+    found.all_records[1]["metrics"]["test_acc_last5"] = 0.9
+    assert found.figure("a", "", metric).collapsed == pytest.approx((majority,))
+    assert found.cell("a", "", metric).endswith("(1 collapsed)")
+
+
+def test_bytes_are_exact_unless_they_differ_by_seed():
+    """A run in which a client failed sends less."""
+
+    def sent(seed, count):
+        return record(seed, 0.9, bytes={"per_client_and_round": {"uplink": count}})
+
+    found = results_of(same=[sent(0, 100), sent(1, 100)], other=[sent(0, 100), sent(1, 90)])
+    assert found.figure("same", "", "uplink").exact and not found.figure("other", "", "uplink").exact
+    assert not found.figure("same", "", "test_acc").exact
 
 
 def test_failed_seeds_count_against_a_method():
@@ -385,6 +513,10 @@ def test_the_papers_own_tables_pass_their_equivalence_rules(name):
         ({"is": "dropps"}, "claims.a.rule.0.is = 'dropps': expected one of drops, .*did you mean 'drops'"),
         ({"is": "learns", "methods": ["a"], "by": "much"}, "by = 'much': expected a number"),
         ({"is": "keeps", "methods": ["a"], "along": "x", "from": 1, "to": 2}, "has both within and share, or none"),
+        (
+            {"is": "keeps", "methods": ["a"], "along": "x", "from": 1, "to": 2, "share": 0.2, "lower_is_better": True},
+            "claims.a.rule.0 has share, which is of an accuracy's lead, and lower_is_better",
+        ),
         ({"is": "value", "methods": ["a"]}, "has no bound: expected at_least"),
         ({"is": "close", "methods": ["a"], "to": "b", "within": 1, "by": 2}, "unknown key 'claims.a.rule.0.by'"),
     ],
@@ -459,3 +591,18 @@ def test_bold_only_beyond_the_interval():
     assert best_of({"a": by_seed([0.8, 0.82, 0.9]), "b": by_seed([0.7, 0.71, 0.8])}, "test_loss") == "b"
     assert best_of({"a": by_seed([0.8, 0.9]), "b": by_seed([0.7, 0.84])}, "test_acc") is None
     assert best_of({"a": by_seed([0.9]), "b": by_seed([0.1])}, "test_acc") is None  # one seed shows no spread
+
+
+def test_bold_is_ahead_of_every_other_and_by_the_seeds_that_both_have():
+    clear, tie = by_seed([0.8, 0.82, 0.9]), by_seed([0.81, 0.8, 0.89])
+    low = by_seed([0.7, 0.71, 0.8])
+    assert best_of({"a": clear, "b": low, "c": by_seed([0.6, 0.61, 0.7])}, "test_acc") == "a"
+    assert best_of({"a": clear, "c": tie, "b": low}, "test_acc") is None
+    # The second in order is far behind, the third is close but noisy.
+    noisy = by_seed([0.2, 1.0, 0.3])
+    assert noisy.mean < low.mean and best_of({"a": clear, "b": low, "c": noisy}, "test_acc") is None
+    # a leads by all of its seeds, and is worse wherever both were run.
+    more = figure_of({0: 0.50, 1: 0.505, 2: 0.90, 3: 0.91})
+    assert best_of({"a": more, "b": figure_of({0: 0.60, 1: 0.606})}, "test_acc") is None
+    less = figure_of({0: 0.60, 1: 0.606, 2: 0.1, 3: 0.11})
+    assert best_of({"a": less, "b": figure_of({0: 0.50, 1: 0.505})}, "test_loss") is None
