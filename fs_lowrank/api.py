@@ -14,11 +14,12 @@ from .engines.kept import start_method_kept
 from .errors import RunFailed, UserError
 from .jobs.files import replacing, to_json
 from .jobs.shell import names
+from .jobs.tables import write_tables
 from .runs.folder import holds_run, outdir_of, remove_run
 from .runs.plots import plot_curves, setting_of
 from .runs.progress import shown
 from .runs.result import RunResult
-from .runs.tables import result_lines, write_tables
+from .runs.tables import client_lines, result_lines
 from .seeds import generators_kept
 from .versions import SCHEMA
 
@@ -165,6 +166,8 @@ def compare(
             sizes=first.facts.get("held_out"),
         )
         write_tables(result_lines(results), outdir / "comparison.csv")
+        if lines := client_lines(results):
+            write_tables(lines, outdir / "client_scores.csv")
         with replacing(outdir / "comparison.json") as aside:
             aside.write_text(
                 to_json(

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from . import __version__
 from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
 from .errors import UserError, hint
-from .jobs import shell
+from .jobs import shell, tables
 
 console = shell.make_console(120)
 _CODES = (
@@ -74,10 +74,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     compare.add_argument("--seeds", metavar="0,1,2", help="one comparison for each seed; means and spreads")
     cache = add(_cache, "show how much is kept of frozen layers for other runs, or remove it")
     cache.add_argument("--clear", action="store_true", help="remove all of it")
-    add(_methods, "list the methods, or show one in full").add_argument("name", nargs="?", metavar="NAME")
-    add(_doctor, "show what is installed and usable, and how to get the rest")
+    methods = add(_methods, "list the methods, or show one in full")
+    methods.add_argument("name", nargs="?", metavar="NAME")
+    doctor = add(_doctor, "show what is installed and usable, and how to get the rest")
     fetch = add(_fetch, "download the small models and data sets of the quick start")
     fetch.add_argument("names", nargs="*", metavar="NAME", help="items to download; without any, list them")
+    for command in (methods, doctor, fetch):
+        tables.option(command)
     add_commands(commands)
     own = list(commands.choices.values())
     for name, point in extensions(commands.choices).items():
@@ -151,18 +154,9 @@ def _announce(config, name: str) -> None:
     )
 
 
-def _table(lines: Iterable[Sequence[str]]) -> Table:
-    """A table of text; the first line is its header."""
-    header, *rows = lines
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
     """A table of figures that is not truncated at the width of the console; the first line is its header."""
-    table = _table(lines)
+    table = tables.rich_table(lines)
     table.title, table.title_justify = title, "left"
     for i, column in enumerate(table.columns):
         column.justify, column.no_wrap = "right" if i else "left", True
@@ -348,8 +342,9 @@ def _methods(args: argparse.Namespace) -> None:
         for name in list_methods():
             cls = get_method_class(name)
             lines.append((name, cls.source, cls.sends, "weighted mean" if issubclass(cls, Averaging) else "its own"))
-        console.print(_table(lines))
+        tables.show(console, lines, args.table)
         return
+    tables.only_of_a_list(args)
     cls = get_method_class(args.name)
     console.print(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""), markup=False, soft_wrap=True)
     fields = dataclasses.fields(cls.Params)
@@ -378,11 +373,12 @@ def _cache(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import examine
 
-    lines, checks = [("", "what", "found", "what to do")], examine()
+    lines: list[Sequence[str | Text]] = [("", "what", "found", "what to do")]
+    checks = examine()
     for check in checks:
-        mark = "[green]ok[/]" if check.ok else ("[red]missing[/]" if check.required else "[yellow]absent[/]")
-        lines.append((mark, escape(check.what), escape(check.found), "" if check.ok else escape(check.remedy)))
-    console.print(_table(lines))
+        state, colour = ("ok", "green") if check.ok else ("missing", "red") if check.required else ("absent", "yellow")
+        lines.append((Text(state, colour), check.what, check.found, "" if check.ok else check.remedy))
+    tables.show(console, lines, args.table)
     return shell.OK if all(c.ok or not c.required for c in checks) else shell.FAILED
 
 
@@ -393,8 +389,9 @@ def _fetch(args: argparse.Namespace) -> None:
         lines = [("name", "what", "size", "licence", "here")]
         for name, item in FETCHABLE.items():
             lines.append((name, item.description, str(item.size), item.licence, "yes" if resolve(name) else ""))
-        console.print(_table(lines))
+        tables.show(console, lines, args.table)
         return
+    tables.only_of_a_list(args)
     for name in args.names:
         console.print(
             f"{name}: {fetch(name, progress=lambda text: console.print(text, soft_wrap=True))}", soft_wrap=True

@@ -19,6 +19,7 @@ from optuna.trial import TrialState
 
 from fs_lowrank import UserError
 from fs_lowrank.jobs.files import write_text
+from fs_lowrank.jobs.tables import write_tables
 from fs_lowrank.page.look import document, plot, table
 from fs_lowrank.runs.plots import save
 
@@ -158,11 +159,13 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
     return {n: ".".join(p[common:]) for n, p in zip(names, parts)}
 
 
-def draw(made: Mapping[str, Sequence[go.Figure]], folder: Path, title: str, trials: str = "") -> list[Path]:
-    """Write ``NAME.png`` for each picture and ``plots.html`` with all of them; returns the paths.
+def draw(
+    made: Mapping[str, Sequence[go.Figure]], folder: Path, title: str, trials: Sequence[Sequence[Any]] = ()
+) -> list[Path]:
+    """Write ``NAME.png`` for each picture, ``plots.html`` with all of them, and ``trials.csv``; returns the paths.
 
     Args:
-        trials: a table for the page, of ``trials_table``.
+        trials: the table of ``trials_table``.
 
     Raises:
         UserError: a file cannot be written.
@@ -170,9 +173,12 @@ def draw(made: Mapping[str, Sequence[go.Figure]], folder: Path, title: str, tria
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = [draw_png(figures, folder / f"{name}.png") for name, figures in made.items()]
+        if trials:
+            written.append(write_tables([[str(cell) for cell in row] for row in trials], folder / "trials.csv"))
+        shown = table("trials", trials[0], trials[1:]) if trials else ""
         return [
             *written,
-            _html([f for figures in made.values() for f in figures], trials, folder / "plots.html", title),
+            _html([f for figures in made.values() for f in figures], shown, folder / "plots.html", title),
         ]
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
@@ -225,8 +231,8 @@ def _html(figures: Sequence[go.Figure], trials: str, path: Path, title: str) -> 
     return path
 
 
-def trials_table(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> str:
-    """All trials of some studies with their values and parameters, as HTML."""
+def trials_table(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> list[list[Any]]:
+    """All trials of some studies with their values and parameters, below a header."""
     found = [(name, trial) for name in names for trial in load_study(storage, name).get_trials(deepcopy=False)]
     keys = sorted({key for _, trial in found for key in trial.params})
     objectives = settings_of(load_study(storage, names[0])).objectives
@@ -236,4 +242,4 @@ def trials_table(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> 
         + [trial.params.get(key, "") for key in keys]
         for name, trial in found
     ]
-    return table("trials", ["study", "trial", "state", "rounds evaluated", *objectives, *keys], rows)
+    return [["study", "trial", "state", "rounds evaluated", *objectives, *keys], *rows]

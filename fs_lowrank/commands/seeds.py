@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import UserError
 from ..jobs.files import write_text
 from ..jobs.shell import names
+from ..jobs.tables import write_tables
 
 
 def parse(text: str) -> list[int]:
@@ -43,7 +44,6 @@ def compare_seeds(
     from ..baselines import split_names
     from ..config import load_for
     from ..runs.plots import curves, save, setting_of
-    from ..runs.tables import write_tables
 
     seeds = parse(args.seeds)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)

@@ -1,26 +1,11 @@
-"""Tables of results as lines of text, for the screen and as CSV and LaTeX files."""
+"""Tables of results as lines of text, for ``jobs.tables``."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from ..jobs.files import write_text
 from .result import RunResult
 from .summary import human_bytes, per_client_and_round, seconds
-
-#: cells of text; the first line is the header
-Lines = Sequence[Sequence[str]]
-
-_LATEX = str.maketrans(
-    {
-        **{c: f"\\{c}" for c in "&%$#_{}"},
-        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-        **{"±": r"$\pm$", "≠": r"$\ne$", "–": "--", "\n": " "},
-    }
-)
 
 
 def result_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
@@ -68,24 +53,3 @@ def _metrics(results: Mapping[str, RunResult]) -> list[str]:
 
 def _values(found: Mapping[str, float], metrics: Sequence[str]) -> list[str]:
     return [f"{found[m]:.3f}" if m in found else "-" for m in metrics]
-
-
-def write_tables(lines: Lines, path: Path) -> Path:
-    """Write ``path`` (``.csv``) and, beside it, the same as a LaTeX table (``.tex``, package booktabs).
-
-    Raises:
-        RunFailed: a file cannot be written.
-    """
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[cell.replace("\n", " ") for cell in line] for line in lines])
-    write_text(path, text.getvalue(), durable=False)
-    write_text(path.with_suffix(".tex"), latex(lines), durable=False)
-    return path
-
-
-def latex(lines: Lines) -> str:
-    """A ``tabular`` with the rules of booktabs."""
-    head, *rows = [" & ".join(cell.translate(_LATEX) for cell in line) + r" \\" for line in lines]
-    columns = "l" + "r" * (len(lines[0]) - 1)
-    body = [f"\\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
-    return "\n".join(body) + "\n"

@@ -67,6 +67,10 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     search(confirm=2)  # the same command again finds nothing to do
     assert len(trials(options)) == 2 and len(trials(options, "s" + CONFIRM)) == 2
 
+    table = tmp_path / "status.csv"
+    assert cli.main(["status", "--dir", str(options.folder), "--table", str(table)]) == 0
+    assert "study,trials,best" in table.read_text() and "2 complete" in table.with_suffix(".tex").read_text()
+
     out = tmp_path / "best.yaml"
     assert cli.main(["best", "--dir", str(options.folder), "--out", str(out), "--unlearned"]) == 0
     written, head = load_config(out), read_header(out)
@@ -344,7 +348,9 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     made = plots.pictures(store, ["s"])
     (pareto,) = made["pareto"]
     assert {pair for trace in pareto.data for pair in zip(trace.x, trace.y)} == {tuple(t.values) for t in study.trials}
-    plots.draw(made, tmp_path / "plots", "s")
+    plots.draw(made, tmp_path / "plots", "s", plots.trials_table(store, ["s"]))
+    lines = (tmp_path / "plots" / "trials.csv").read_text().splitlines()
+    assert lines[0].startswith("study,trial,state") and len(lines) == 1 + len(study.trials)
     assert (tmp_path / "plots" / "pareto.png").exists()
     checks = trials(options, "s" + CONFIRM)
     assert {t.user_attrs["of"] for t in checks} == {t.user_attrs["draw"] for t in front}

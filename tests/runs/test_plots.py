@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from fs_lowrank.config import load_config
+from fs_lowrank.jobs.tables import latex, write_tables
 from fs_lowrank.runs import plots
 from fs_lowrank.runs.plots import curves, plot_clients, plot_curves, plot_test, setting_of
-from fs_lowrank.runs.tables import latex, write_tables
 
 
 def record(round, acc=0.6, loss=0.7, **more):
