@@ -303,9 +303,10 @@ def _best(args: argparse.Namespace) -> None:
 
 
 def _plot(args: argparse.Namespace) -> None:
-    from .plots import draw, pictures, trials_table
+    from .plots import draw, pictures, setting, trials_table
 
     storage, names = _chosen(args)
     out = args.out or args.dir / "plots"
-    for path in draw(pictures(storage, names), out, args.study or "studies", trials_table(storage, names)):
+    trials, said = trials_table(storage, names), setting(storage, names)
+    for path in draw(pictures(storage, names), out, args.study or "studies", trials, said):
         _say(str(path))
