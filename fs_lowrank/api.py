@@ -59,12 +59,11 @@ def run(
         raise UserError(f"{folder} holds no run to continue; resume='auto' starts one where there is none")
     if overwrite:
         remove_run(folder)
-    rounds = config.federate.total_round_num
     try:
         with (
             generators_kept(),
             start_method_kept(),
-            shown(config.federate.method, rounds, progress, on_round, on_client) as (told, heard),
+            shown(config, config.federate.method, progress, on_round, on_client) as (told, heard),
         ):
             result: RunResult = module.run(config, resume=bool(resume), on_round=told, on_client=heard)
     except Exception as error:
@@ -152,7 +151,7 @@ def compare(
         with (
             generators_kept(),
             start_method_kept(),
-            shown(name, config.federate.total_round_num, progress, *told) as told,
+            shown(config, name, progress, *told) as told,
         ):
             results[name] = run_row(name, configs[name], bool(resume), *told)
     first = next(iter(results.values()))

@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Live:
     """Prints one line per round, and shows progress within the round on a terminal."""
 
-    def __init__(self, rounds: int):
-        self.rounds = rounds
+    def __init__(self, config):
+        self.rounds, self.language = config.federate.total_round_num, config.model.task == "CausalLM"
         self.status = console.status("starting") if console.is_terminal else None
         if self.status:
             self.status.start()
@@ -120,11 +120,12 @@ class _Live:
             self.status.update(f"round {round}/{self.rounds}: client {done + 1} of {of}")
 
     def on_round(self, record: dict) -> None:
-        from .runs.summary import human_bytes
+        from .runs.summary import for_people, human_bytes
 
+        shown = {split: for_people(of, self.language) for split, of in record["metrics"].items()}
         held_out = "  ".join(
-            f"{split} " + " ".join(f"{n} {v:.3f}" for n, v in sorted(m.items()))
-            for split, m in record["metrics"].items()
+            f"{split} " + " ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in sorted(m.items()))
+            for split, m in shown.items()
         )
         clients = max(len(record["clients"]), 1)
         failed = f"  [yellow]{len(record['failed'])} failed[/]" if record["failed"] else ""
@@ -203,16 +204,19 @@ def _print_results(results: dict) -> None:
 def _print_notes(results: dict) -> None:
     """What the run began with; the clients that never took part; methods no better than the majority class."""
     from .runs.chance import Chance
+    from .runs.summary import for_people
 
     for name, result in results.items():
         if result.before:
-            began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in result.before.items() if n.count("_") == 1)
+            shown = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
+            began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in shown.items())
             console.print(f"  {name}: before round 1: {began}", soft_wrap=True)
         if "unseen_test_acc" in result.final:
             listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
             console.print(
                 f"  {name}: {len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed}): "
-                f"test acc {result.final['unseen_test_acc']:.3f} on their shares of the test set",
+                f"test {'token ' * result.language}acc {result.final['unseen_test_acc']:.3f} on their shares of the "
+                "test set",
                 soft_wrap=True,
             )
         chance = Chance.of_run(Path(result.outdir), "test")
@@ -259,7 +263,7 @@ def _run(args: argparse.Namespace) -> None:
 
     if args.resume and not (folder := outdir_of(config) / "checkpoint").exists():
         console.print(f"there is no {folder}: starting at round 1", soft_wrap=True)
-    live = _Live(config.federate.total_round_num)
+    live = _Live(config)
     try:
         result = run(
             config,
@@ -288,7 +292,7 @@ def _compare(args: argparse.Namespace) -> None:
     methods = list(shell.names(args.methods))
     args.overrides = _overrides(args)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
-    live = _Live(config.federate.total_round_num)
+    live = _Live(config)
     if args.seeds is not None:
         try:
             lines, path = seeds.compare_seeds(

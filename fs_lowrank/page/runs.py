@@ -13,6 +13,7 @@ from ..config import Config, load_config
 from ..errors import UserError
 from ..runs.chance import Chance
 from ..runs.records import read_records
+from ..runs.summary import for_people
 from ..versions import check_schema
 
 
@@ -22,6 +23,7 @@ class Shown:
 
     Attributes:
         name: that tells it from the others. summary: empty while the run goes on.
+        history: the records, with the names of metrics ``for_people``.
     """
 
     name: str
@@ -30,6 +32,11 @@ class Shown:
     history: list[dict[str, Any]]
     data: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def language(self) -> bool:
+        """Whether the model is one of language."""
+        return self.config.model.task == "CausalLM"
 
     @property
     def ended(self) -> bool:
@@ -83,5 +90,8 @@ def _read(name: str, folder: Path, config: Config) -> Shown:
             raise UserError(f"{folder / file} cannot be read: {error}") from error
         if files[file]:
             check_schema(files[file], folder / file)
-    history = read_records(folder / "rounds.jsonl", up_to=10**9)
-    return Shown(name, folder, config, history, files["data.json"], files["summary.json"])
+    shown = Shown(name, folder, config, [], files["data.json"], files["summary.json"])
+    for record in read_records(folder / "rounds.jsonl", up_to=10**9):
+        metrics = {split: for_people(of, shown.language) for split, of in record["metrics"].items()}
+        shown.history.append({**record, "metrics": metrics})
+    return shown

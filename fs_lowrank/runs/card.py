@@ -10,6 +10,7 @@ import yaml
 
 from ..settings import Settings
 from ..versions import __version__
+from .summary import for_people
 
 _PIPELINES = {"SequenceClassification": "text-classification", "CausalLM": "text-generation"}
 _LOADERS = {"SequenceClassification": "AutoModelForSequenceClassification", "CausalLM": "AutoModelForCausalLM"}
@@ -44,7 +45,8 @@ def model_card(
         ("written by", f"fs-lowrank {__version__}"),
     ]
     rows.append(("round", f"{round}, " + (f"the best by {best}" if best else "the last")))
-    measured = [(name, f"{value:.4g}") for name, value in sorted(figures.items())]
+    shown = for_people(figures, config.model.task == "CausalLM")
+    measured = [(name, f"{value:.4g}") for name, value in sorted(shown.items())]
     if facts.get("majority") is not None:
         measured.append(("majority class of the test set", f"{facts['majority']:.4g}"))
     return "\n".join(
