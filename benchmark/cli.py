@@ -7,11 +7,9 @@ import os
 from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 
-from rich.table import Table
-
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
-from fs_lowrank.jobs import shell
+from fs_lowrank.jobs import shell, tables
 
 from . import score
 from .job import Options, Search
@@ -46,6 +44,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     listing = commands.add_parser("list", help="list the suites, or the experiments of some suites")
     listing.add_argument("suites", nargs="*", metavar="SUITE")
     common(listing)
+    tables.option(listing)
     listing.set_defaults(do=_list)
     runs = commands.add_parser("run", help="run the cells that are not finished")
     runs.add_argument("suites", nargs="+", metavar="SUITE", help="a name from `list`, or the path of a .yaml file")
@@ -104,18 +103,16 @@ def _count(experiments: Sized) -> str:
 
 
 def _list(args: argparse.Namespace) -> None:
-    table = Table()
+    lines: list[tuple[str, ...]]
     if not args.suites:
-        for column in ("suite", "what", "small", "paper"):
-            table.add_column(column, overflow="fold")
+        lines = [("suite", "what", "small", "paper")]
         for name in shipped():
             sizes = {size: load_suite(name, size) for size in SIZES}
-            table.add_row(name, sizes["small"].title, *(_count(s.experiments) for s in sizes.values()))
-        console.print(table)
+            lines.append((name, sizes["small"].title, *(_count(s.experiments) for s in sizes.values())))
+        tables.show(console, lines, args.table)
         return
-    for column in ("suite", "experiment", "what", "searches", "cells", "done", "took"):
-        right = column in ("searches", "cells", "done", "took")
-        table.add_column(column, overflow="fold", justify="right" if right else "left")
+    counts = ("searches", "cells", "done", "took")
+    lines = [("suite", "experiment", "what", *counts)]
     for name in args.suites:
         options = _options(args, [name])
         store = options.store
@@ -128,16 +125,11 @@ def _list(args: argparse.Namespace) -> None:
             finished = [(j.kind, r) for j in rated if j is not None and (r := j.result(store)) is not None]
             done = sum(kind == "cells" for kind, _ in finished)
             took = sum(r["seconds_in_all"] for _, r in finished) / 60
-            table.add_row(
-                name,
-                experiment.name + " *" * experiment.extra,
-                experiment.title,
-                *map(str, (searches, len(jobs) - searches, done)),
-                f"{took:.0f} min" if took else "",
-            )
-    console.print(table)
+            cells = (searches, len(jobs) - searches, done, f"{took:.0f} min" if took else "")
+            lines.append((name, experiment.name + " *" * experiment.extra, experiment.title, *map(str, cells)))
+    tables.show(console, lines, args.table, right=counts)
     console.print("took: minutes of all finished jobs, summed over processes; shared jobs count in each experiment")
-    if any(" *" in str(cell) for cell in table.columns[1].cells):
+    if any(" *" in line[1] for line in lines):
         console.print("* runs only if --only names it")
 
 

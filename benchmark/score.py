@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from fs_lowrank import UserError
-from fs_lowrank.jobs import shell
+from fs_lowrank.commands.finished import BEST
+from fs_lowrank.jobs import shell, tables
 
 console = shell.make_console(120)
 
@@ -31,6 +30,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompt (default: the task's)")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
+    parser.add_argument("--best", action="store_true", help=BEST)
+    tables.option(parser)
     parser.set_defaults(do=_score)
 
 
@@ -42,21 +43,22 @@ def _score(args: argparse.Namespace) -> None:
 
     spec: dict[str, Any] = {"scorer": "lm_eval", "tasks": list(shell.names(args.tasks)), "chat": args.chat}
     spec |= {k: v for k in ("limit", "num_fewshot") if (v := getattr(args, k)) is not None}
-    run = load_run(args.run)
+    run = load_run(args.run, args.best)
     if run.labels:
         raise UserError(f"--tasks: {args.run} is a run over classes; lm-eval's tasks are for language models")
+    console.print(f"model: {run.which}", soft_wrap=True, markup=False)
     with hub():  # asked once; a task whose data are not here is lm-eval's own error
         found = scorers.score(run.model, run.tokenizer, spec, args.data)
     if args.json:
         try:
-            args.json.write_text(json.dumps({"run": str(args.run), **spec, "scores": found}, indent=1))
+            args.json.write_text(json.dumps({"run": str(run.saved), **spec, "scores": found}, indent=1))
         except OSError as error:
             raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
-    table = Table("task", "samples", "score", "value")
+    lines = [("task", "samples", "score", "value")]
     for task, values in found.items():
         metrics = {k: v for k, v in values.items() if isinstance(v, float) and not k.endswith("_stderr")}
         for metric, value in metrics.items():
             spread = values.get(f"{metric}_stderr")
-            table.add_row(task, str(values["n"]), metric, f"{value:.4f}" + (f" ± {spread:.4f}" if spread else ""))
-    console.print(table)
+            lines.append((task, str(values["n"]), metric, f"{value:.4f}" + (f" ± {spread:.4f}" if spread else "")))
+    tables.show(console, lines, args.table)
     console.print("± is one standard error, lm-eval's", soft_wrap=True)

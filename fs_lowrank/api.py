@@ -15,11 +15,12 @@ from .errors import RunFailed, UserError
 from .jobs.files import replacing, to_json
 from .jobs.kept import keeping
 from .jobs.shell import names
+from .jobs.tables import write_tables
 from .runs.folder import holds_run, outdir_of, remove_run
 from .runs.plots import plot_curves, setting_of
 from .runs.progress import shown
 from .runs.result import RunResult
-from .runs.tables import result_lines, write_tables
+from .runs.tables import client_lines, result_lines
 from .seeds import generators_kept
 from .versions import SCHEMA
 
@@ -59,12 +60,11 @@ def run(
         raise UserError(f"{folder} holds no run to continue; resume='auto' starts one where there is none")
     if overwrite:
         remove_run(folder)
-    rounds = config.federate.total_round_num
     try:
         with (
             generators_kept(),
             start_method_kept(),
-            shown(config.federate.method, rounds, progress, on_round, on_client) as (told, heard),
+            shown(config, config.federate.method, progress, on_round, on_client) as (told, heard),
         ):
             result: RunResult = module.run(config, resume=bool(resume), on_round=told, on_client=heard)
     except Exception as error:
@@ -153,7 +153,7 @@ def compare(
             with (
                 generators_kept(),
                 start_method_kept(),
-                shown(name, config.federate.total_round_num, progress, *told) as told,
+                shown(config, name, progress, *told) as told,
             ):
                 results[name] = run_row(name, configs[name], bool(resume), *told)
     first = next(iter(results.values()))
@@ -167,6 +167,8 @@ def compare(
             sizes=first.facts.get("held_out"),
         )
         write_tables(result_lines(results), outdir / "comparison.csv")
+        if lines := client_lines(results):
+            write_tables(lines, outdir / "client_scores.csv")
         with replacing(outdir / "comparison.json") as aside:
             aside.write_text(
                 to_json(

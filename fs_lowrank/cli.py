@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from . import __version__
 from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
 from .errors import UserError, hint
-from .jobs import shell
+from .jobs import shell, tables
 
 console = shell.make_console(120)
 _CODES = (
@@ -74,10 +74,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     compare.add_argument("--seeds", metavar="0,1,2", help="one comparison for each seed; means and spreads")
     cache = add(_cache, "show how much is kept of frozen layers for other runs, or remove it")
     cache.add_argument("--clear", action="store_true", help="remove all of it")
-    add(_methods, "list the methods, or show one in full").add_argument("name", nargs="?", metavar="NAME")
-    add(_doctor, "show what is installed and usable, and how to get the rest")
+    methods = add(_methods, "list the methods, or show one in full")
+    methods.add_argument("name", nargs="?", metavar="NAME")
+    doctor = add(_doctor, "show what is installed and usable, and how to get the rest")
     fetch = add(_fetch, "download the small models and data sets of the quick start")
     fetch.add_argument("names", nargs="*", metavar="NAME", help="items to download; without any, list them")
+    for command in (methods, doctor, fetch):
+        tables.option(command)
     add_commands(commands)
     own = list(commands.choices.values())
     for name, point in extensions(commands.choices).items():
@@ -106,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Live:
     """Prints one line per round, and shows progress within the round on a terminal."""
 
-    def __init__(self, rounds: int):
-        self.rounds = rounds
+    def __init__(self, config):
+        self.rounds, self.language = config.federate.total_round_num, config.model.task == "CausalLM"
         self.status = console.status("starting") if console.is_terminal else None
         if self.status:
             self.status.start()
@@ -117,11 +120,12 @@ class _Live:
             self.status.update(f"round {round}/{self.rounds}: client {done + 1} of {of}")
 
     def on_round(self, record: dict) -> None:
-        from .runs.summary import human_bytes
+        from .runs.summary import for_people, human_bytes
 
+        shown = {split: for_people(of, self.language) for split, of in record["metrics"].items()}
         held_out = "  ".join(
-            f"{split} " + " ".join(f"{n} {v:.3f}" for n, v in sorted(m.items()))
-            for split, m in record["metrics"].items()
+            f"{split} " + " ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in sorted(m.items()))
+            for split, m in shown.items()
         )
         clients = max(len(record["clients"]), 1)
         failed = f"  [yellow]{len(record['failed'])} failed[/]" if record["failed"] else ""
@@ -151,18 +155,9 @@ def _announce(config, name: str) -> None:
     )
 
 
-def _table(lines: Iterable[Sequence[str]]) -> Table:
-    """A table of text; the first line is its header."""
-    header, *rows = lines
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
     """A table of figures that is not truncated at the width of the console; the first line is its header."""
-    table = _table(lines)
+    table = tables.rich_table(lines)
     table.title, table.title_justify = title, "left"
     for i, column in enumerate(table.columns):
         column.justify, column.no_wrap = "right" if i else "left", True
@@ -209,16 +204,19 @@ def _print_results(results: dict) -> None:
 def _print_notes(results: dict) -> None:
     """What the run began with; the clients that never took part; methods no better than the majority class."""
     from .runs.chance import Chance
+    from .runs.summary import for_people
 
     for name, result in results.items():
         if result.before:
-            began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in result.before.items() if n.count("_") == 1)
+            shown = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
+            began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in shown.items())
             console.print(f"  {name}: before round 1: {began}", soft_wrap=True)
         if "unseen_test_acc" in result.final:
             listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
             console.print(
                 f"  {name}: {len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed}): "
-                f"test acc {result.final['unseen_test_acc']:.3f} on their shares of the test set",
+                f"test {'token ' * result.language}acc {result.final['unseen_test_acc']:.3f} on their shares of the "
+                "test set",
                 soft_wrap=True,
             )
         chance = Chance.of_run(Path(result.outdir), "test")
@@ -265,7 +263,7 @@ def _run(args: argparse.Namespace) -> None:
 
     if args.resume and not (folder := outdir_of(config) / "checkpoint").exists():
         console.print(f"there is no {folder}: starting at round 1", soft_wrap=True)
-    live = _Live(config.federate.total_round_num)
+    live = _Live(config)
     try:
         result = run(
             config,
@@ -294,7 +292,7 @@ def _compare(args: argparse.Namespace) -> None:
     methods = list(shell.names(args.methods))
     args.overrides = _overrides(args)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
-    live = _Live(config.federate.total_round_num)
+    live = _Live(config)
     if args.seeds is not None:
         try:
             lines, path = seeds.compare_seeds(
@@ -348,8 +346,9 @@ def _methods(args: argparse.Namespace) -> None:
         for name in list_methods():
             cls = get_method_class(name)
             lines.append((name, cls.source, cls.sends, "weighted mean" if issubclass(cls, Averaging) else "its own"))
-        console.print(_table(lines))
+        tables.show(console, lines, args.table)
         return
+    tables.only_of_a_list(args)
     cls = get_method_class(args.name)
     console.print(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""), markup=False, soft_wrap=True)
     fields = dataclasses.fields(cls.Params)
@@ -378,11 +377,12 @@ def _cache(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import examine
 
-    lines, checks = [("", "what", "found", "what to do")], examine()
+    lines: list[Sequence[str | Text]] = [("", "what", "found", "what to do")]
+    checks = examine()
     for check in checks:
-        mark = "[green]ok[/]" if check.ok else ("[red]missing[/]" if check.required else "[yellow]absent[/]")
-        lines.append((mark, escape(check.what), escape(check.found), "" if check.ok else escape(check.remedy)))
-    console.print(_table(lines))
+        state, colour = ("ok", "green") if check.ok else ("missing", "red") if check.required else ("absent", "yellow")
+        lines.append((Text(state, colour), check.what, check.found, "" if check.ok else check.remedy))
+    tables.show(console, lines, args.table)
     return shell.OK if all(c.ok or not c.required for c in checks) else shell.FAILED
 
 
@@ -393,8 +393,9 @@ def _fetch(args: argparse.Namespace) -> None:
         lines = [("name", "what", "size", "licence", "here")]
         for name, item in FETCHABLE.items():
             lines.append((name, item.description, str(item.size), item.licence, "yes" if resolve(name) else ""))
-        console.print(_table(lines))
+        tables.show(console, lines, args.table)
         return
+    tables.only_of_a_list(args)
     for name in args.names:
         console.print(
             f"{name}: {fetch(name, progress=lambda text: console.print(text, soft_wrap=True))}", soft_wrap=True

@@ -27,6 +27,8 @@ from .errors import UserError, nearest
 from .models.adapters import load_adapter
 from .models.build import build_model, build_tokenizer
 from .rounds.site import device_of
+from .runs.best import KINDS
+from .runs.records import read_records
 from .settings import Origin
 from .training import evaluate
 from .versions import check_schema
@@ -38,11 +40,13 @@ class FinishedRun:
 
     Attributes:
         folder: of the run. config: its own. summary: the content of its ``summary.json``.
+        saved: the folder in it with what was trained: ``adapter``, ``model``, ``adapter_best`` or ``model_best``.
         tokenizer: the model's.
         labels: the classes, in the order of the model's outputs; empty for a language model.
     """
 
     folder: Path
+    saved: Path
     config: Config
     summary: dict[str, Any]
     tokenizer: Any
@@ -51,12 +55,27 @@ class FinishedRun:
     @cached_property
     def model(self) -> nn.Module:
         """The global model with what was trained; loaded when it is first needed, so after a wrong file is refused."""
-        pad, adapter = getattr(self.tokenizer, "pad_token_id", None), self.folder / "adapter"
-        classes, new = len(self.labels) or None, not adapter.is_dir()
-        model = build_model(self.config, classes, pad, label_names=self.labels, say_new=new)
-        if adapter.is_dir():
-            model = load_adapter(model, adapter)
+        pad, adapted = getattr(self.tokenizer, "pad_token_id", None), self.saved.name.startswith("adapter")
+        classes = len(self.labels) or None
+        model = build_model(self.config, classes, pad, label_names=self.labels, say_new=not adapted)
+        if adapted:
+            model = load_adapter(model, self.saved)
         return model.to(device_of(self.config)).eval()
+
+    @property
+    def which(self) -> str:
+        """Which round's model this is; of the last round's also which round was better, if it was kept."""
+        best = self.summary.get("best", {})
+        chosen = f"round {best.get('round')}, the best by {best.get('by')}"
+        if self.saved.name.endswith("_best"):
+            return f"{self.saved}, of {chosen}"
+        history = read_records(self.folder / "rounds.jsonl", up_to=10**9)
+        number = history[-1]["round"] if history else None
+        last = f"{self.saved}, of {f'round {number}, the last' if number else 'the last round'}"
+        kept = self.saved.with_name(f"{self.saved.name}_best")
+        if not kept.is_dir() or number == best.get("round"):
+            return last
+        return f"{last}; {kept.name} is of {chosen}"
 
     @property
     def task(self) -> str:
@@ -69,11 +88,14 @@ class FinishedRun:
         return int(self.summary["rows"]["tok_len"]) if length == "auto" else length
 
 
-def load_run(folder: str | Path) -> FinishedRun:
+def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
     """A finished run, with its tokenizer; its global model is loaded when it is needed.
 
+    Args:
+        best: the model after the best round by validation data (``eval.save_best``), not after the last one.
     Raises:
-        UserError: the folder holds no finished run, or one of an image network; a tokenizer that cannot be loaded.
+        UserError: the folder holds no finished run, or one of an image network; there is no best round; the tokenizer
+            cannot be loaded.
     """
     folder = Path(folder)
     for name in ("config.yaml", "summary.json"):
@@ -90,12 +112,18 @@ def load_run(folder: str | Path) -> FinishedRun:
         raise UserError(
             f"{folder} is a run of {config.model.type}, an image network; this command is for models of text"
         )
+    kinds = [f"{kind}_best" if best else kind for kind in KINDS]
+    saved = next((folder / kind for kind in kinds if (folder / kind).is_dir()), None)
+    if saved is None:
+        where = f"{folder} has neither {kinds[0]}/ nor {kinds[1]}/"
+        if not best:
+            raise UserError(f"{where}; the run did not save what it trained")
+        why = "eval.save_best was off" if summary.get("best") else "it evaluated no validation data (eval.split)"
+        raise UserError(f"{where}: {why}; without best=True, the last round's is taken")
+    if saved.name.startswith("model"):
+        config = config.replace({"model.type": f"{saved}@{config.model.type.rpartition('@')[2]}"})
     labels = [str(name) for name in summary.get("labels") or []]
-    if not (folder / "adapter").is_dir():
-        if not (folder / "model").is_dir():
-            raise UserError(f"{folder} has neither adapter/ nor model/; the run did not save what it trained")
-        config = config.replace({"model.type": f"{folder / 'model'}@{config.model.type.rpartition('@')[2]}"})
-    return FinishedRun(folder, config, summary, build_tokenizer(config), labels)
+    return FinishedRun(folder, saved, config, summary, build_tokenizer(config), labels)
 
 
 @dataclass

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from rich.table import Table
-
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
-from fs_lowrank.jobs import shell
+from fs_lowrank.jobs import shell, tables
 
 from .errors import NEEDS_OPTUNA
 
@@ -87,9 +85,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     tune.add_argument("--engine", default="local", metavar="NAME", help="what runs the trials (default: local)")
     tune.add_argument("--retry-failed", action="store_true", help="run failed trials once more")
     tune.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
+    tables.option(tune)
     tune.set_defaults(do=partial(_stored, _tune))
     status = commands.add_parser("status", help="the studies: trials, best value, cost, failures")
     storage_options(status)
+    tables.option(status)
     status.set_defaults(do=partial(_stored, _status))
     best = commands.add_parser("best", help="the best config, as a file that `fs-lowrank run --cfg` takes")
     storage_options(best)
@@ -99,6 +99,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         "--unconfirmed", action="store_true", help="write the winner even if it was not run on fresh seeds"
     )
     best.add_argument("--unlearned", action="store_true", help="write the winner even if it has learned nothing")
+    tables.option(best)
     best.set_defaults(do=partial(_stored, _best))
     plot = commands.add_parser("plot", help="history, rounds, slices, learning rate, Pareto front: PNG and HTML")
     storage_options(plot)
@@ -181,7 +182,7 @@ def _tune(args: argparse.Namespace) -> int:
         return shell.INTERRUPTED
     storage = open_storage(options.where)
     found = [summary(storage, n) for n in ended.studies]
-    _print_table(found)
+    _print_table(found, args.table)
     if ended.how == "timeout":
         _say(f"time is up; continue with:\n  {args.again}")
         return shell.OK
@@ -228,14 +229,11 @@ def _at(winner: dict) -> str:
     )
 
 
-def _print_table(found: list[dict]) -> None:
+def _print_table(found: list[dict], file: Path | None) -> None:
     from .best import spread_text
 
-    table = Table()
-    for column in ("study", "trials", "best", "at", "fresh seeds"):
-        table.add_column(column, overflow="fold")
-    for column in ("rounds", "client-steps", "seconds"):
-        table.add_column(column, justify="right", overflow="fold")
+    costs = ("rounds", "client-steps", "seconds")
+    lines = [("study", "trials", "best", "at", "fresh seeds", *costs)]
     for f in found:
         trials = "\n".join(f"{n} {k}" for k, n in sorted(f["trials"].items()))
         cost = f["budget"]
@@ -257,9 +255,9 @@ def _print_table(found: list[dict]) -> None:
                 )
                 for c in checks
             )
-        costs = str(cost["rounds"]), f"{cost['client_steps']:,}", f"{cost['seconds']:.0f}"
-        table.add_row(f["study"], trials, best, at, fresh, *costs)
-    console.print(table)
+        spent = str(cost["rounds"]), f"{cost['client_steps']:,}", f"{cost['seconds']:.0f}"
+        lines.append((f["study"], trials, best, at, fresh, *spent))
+    tables.show(console, lines, file, right=costs)
     for f in found:
         for winner in f["winners"]:
             if winner["nothing_learned"]:
@@ -271,7 +269,7 @@ def _status(args: argparse.Namespace) -> None:
 
     storage, names = _chosen(args)
     found = [summary(storage, n) for n in names]
-    _print_table(found)
+    _print_table(found, args.table)
     for f in found:
         console.print(
             f"{f['study']}: {f['sampler']}, pruner {f['pruner']}"
@@ -290,7 +288,7 @@ def _best(args: argparse.Namespace) -> None:
 
     storage, names = _chosen(args)
     found = [summary(storage, n) for n in names]
-    _print_table(found)
+    _print_table(found, args.table)
     if not args.out:
         return
     if len(found) > 1 and "{study}" not in args.out:
@@ -305,9 +303,10 @@ def _best(args: argparse.Namespace) -> None:
 
 
 def _plot(args: argparse.Namespace) -> None:
-    from .plots import draw, pictures, trials_table
+    from .plots import draw, pictures, setting, trials_table
 
     storage, names = _chosen(args)
     out = args.out or args.dir / "plots"
-    for path in draw(pictures(storage, names), out, args.study or "studies", trials_table(storage, names)):
+    trials, said = trials_table(storage, names), setting(storage, names)
+    for path in draw(pictures(storage, names), out, args.study or "studies", trials, said):
         _say(str(path))

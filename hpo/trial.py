@@ -248,7 +248,11 @@ class Runner:
             trial.report(metrics[name], record["round"])
             return False
         known = trial.user_attrs.get("chance")
-        trial.report(Chance(**known).reported(name, metrics) if known else metrics[name], record["round"])
+        reported = Chance(**known).reported(name, metrics) if known else metrics[name]
+        trial.report(reported, record["round"])
+        if reported != metrics[name]:  # for pictures, which show what was measured
+            measured = trial.user_attrs.get("measured", {})
+            trial.set_user_attr("measured", {**measured, str(record["round"]): metrics[name]})
         prune = trial.should_prune()
         return prune and record["round"] < self.base.federate.total_round_num  # a run that is complete stays so
 

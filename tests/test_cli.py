@@ -184,6 +184,7 @@ def results_of(methods):
         ]
         results[method] = SimpleNamespace(
             history=rounds,
+            language=False,
             bytes={"uplink_bytes": 1, "downlink_bytes": 2},
             facts={"majority": 0.535, "formula_bytes": 9},
             client_scores={7: {"acc": 0.25}, 9: {"acc": 0.75}},

@@ -7,6 +7,7 @@ and lists of names that a file imports in a loop.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -157,6 +158,12 @@ def test_imports_point_one_way(edges):
 def test_no_file_is_longer_than_500_lines():
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules(ROOT).items()}
     assert not {name: length for name, length in lengths.items() if length > 500}
+
+
+def test_tables_are_shown_where_they_are_written_too():
+    """A table that a command prints can be had as CSV and LaTeX, but for what a suite shows while it runs."""
+    own = {name for name, path in modules(ROOT).items() if re.search(r"\bTable\(", path.read_text(encoding="utf-8"))}
+    assert own == {"fs_lowrank.jobs.tables", "benchmark.run"}
 
 
 def test_imports_by_name_count(edges):

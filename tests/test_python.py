@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[1]
 #: files of the command line, whose messages are about options
 COMMANDS = tuple(
     f"fs_lowrank/{name}"
-    for name in ("cli.py", "commands/", "jobs/shell.py", "keys.py", "engines/federatedscope/__main__.py")
+    for name in (
+        *("cli.py", "commands/", "jobs/shell.py", "jobs/tables.py", "keys.py"),
+        "engines/federatedscope/__main__.py",
+    )
 )
 COMMANDS += tuple(f"hpo/{name}.py" for name in ("cli", "best", "learning_rates"))
 

@@ -6,10 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.table import Table
-
 from ..errors import UserError, hint, nearest
-from ..jobs import shell
+from ..jobs import shell, tables
 
 console = shell.make_console(120)
 
@@ -33,20 +31,18 @@ def add(commands) -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="those to copy; without any, list them")
     parser.add_argument("--to", default=".", metavar="FOLDER", type=Path, help="where to copy them (default: here)")
+    tables.option(parser)
     parser.set_defaults(do=_examples)
 
 
 def _examples(args: argparse.Namespace) -> None:
     there = {path.stem: path for path in sorted(folder().iterdir()) if path.suffix in (".yaml", ".ipynb")}
     if not args.names:
-        table = Table()
-        for column in ("example", "what"):
-            table.add_column(column, overflow="fold")
-        for name, path in there.items():
-            table.add_row(name, _first_line(path).removeprefix("#").strip())
-        console.print(table)
+        lines = [(name, _first_line(path).removeprefix("#").strip()) for name, path in there.items()]
+        tables.show(console, [("example", "what"), *lines], args.table)
         console.print(f"copy one with: {hint('examples', next(iter(there)))}")
         return
+    tables.only_of_a_list(args)
     chosen = []
     for name in args.names:
         stem = Path(name).name.removesuffix(".yaml").removesuffix(".ipynb")

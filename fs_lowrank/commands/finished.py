@@ -6,15 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from ..errors import UserError
-from ..jobs import shell
+from ..jobs import shell, tables
 from ..jobs.files import to_json
 from .extensions import extensions, run_extension
 
 console = shell.make_console(120)
+BEST = "the model of the best round by validation data (adapter_best/, model_best/), not of the last one"
 _ROLES = ("text", "text-pair", "label", "instruction", "input", "output")
 
 
@@ -25,6 +23,7 @@ def add(commands) -> None:
     for name in ("limit", "num-fewshot"):
         evaluate.add_argument(f"--{name}", metavar="N", help="with --tasks: see `fs-lowrank benchmark score --help`")
     evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
+    tables.option(evaluate)
     evaluate.set_defaults(do=_evaluate)
     predict = commands.add_parser("predict", help="add a column with the predictions of a finished run to a file")
     _common(predict, tuple(role for role in _ROLES if role not in ("label", "output")), required=True)
@@ -42,6 +41,7 @@ def _common(
 ) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a finished run")
     parser.add_argument("--data", metavar="FILE", type=Path, help=data, required=required)
+    parser.add_argument("--best", action="store_true", help=BEST)
     for role in roles:
         parser.add_argument(
             f"--{role}", default="", metavar="COLUMN", help="where it is not called as in the run's data"
@@ -52,8 +52,8 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     from ..finished import load_run, read_rows
 
     if args.data is None:
-        raise UserError(f"--data is missing: {args.command} needs a file or --tasks")
-    run = load_run(args.run)
+        raise UserError(f"--data is missing: {args.command} needs a file{' or --tasks' if labelled else ''}")
+    run = load_run(args.run, args.best)
     columns = {r.replace("-", "_"): getattr(args, r.replace("-", "_"), "") for r in _ROLES}
     foreign = ("instruction", "input", "output") if run.labels else ("text", "text_pair", "label")
     for role in foreign:
@@ -65,17 +65,20 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     left = "".join(f", {count} left out ({reason})" for reason, count in rows.left_out.items())
     cut = f", {rows.cut} cut to {run.tok_len} tokens" if rows.cut else ""
     console.print(f"{args.data}: {len(rows.table)} rows{left}{cut}", soft_wrap=True, markup=False)
+    console.print(f"model: {run.which}", soft_wrap=True, markup=False)
     return run, rows
 
 
 def _evaluate(args: argparse.Namespace) -> int | None:
     from ..finished import evaluate_rows
 
-    given = {name: getattr(args, name.replace("-", "_")) for name in ("tasks", "data", "limit", "num-fewshot", "json")}
+    names = ("tasks", "data", "limit", "num-fewshot", "json", "table")
+    given = {name: getattr(args, name.replace("-", "_")) for name in names}
     if args.tasks is not None:
         if columns := [f"--{role}" for role in _ROLES if getattr(args, role.replace("-", "_"))]:
             raise UserError(f"{', '.join(columns)}: of a file; the tasks of lm-eval have columns of their own")
         words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        words += ["--best"] if args.best else []
         return run_extension(extensions()["benchmark"], ["score", str(args.run), *words])
     if unused := [f"--{name}" for name in ("limit", "num-fewshot") if given[name] is not None]:
         raise UserError(f"{', '.join(unused)}: of --tasks A,B; a file is scored whole")
@@ -83,23 +86,20 @@ def _evaluate(args: argparse.Namespace) -> int | None:
     scores = evaluate_rows(run, rows)
     if args.json:
         try:
-            args.json.write_text(to_json({"run": str(args.run), "data": str(args.data), **scores}, indent=1))
+            args.json.write_text(to_json({"run": str(run.saved), "data": str(args.data), **scores}, indent=1))
         except OSError as error:
             raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
-    table = Table()
-    for column in ("score", "value"):
-        table.add_column(column, justify="right" if column == "value" else "left")
     name = "acc" if run.labels else "token acc"
-    table.add_row(name, f"{scores['acc']:.4f} ± {scores['acc_error']:.4f}")
-    table.add_row("loss", f"{scores['loss']:.4f}")
+    lines = [("score", "value"), (name, f"{scores['acc']:.4f} ± {scores['acc_error']:.4f}")]
+    lines += [("loss", f"{scores['loss']:.4f}")]
     if run.labels:
-        table.add_row("majority class", f"{scores['majority']:.4f}")
+        lines += [("majority class", f"{scores['majority']:.4f}")]
         for label, of in scores["classes"].items():
             recall = "-" if of["recall"] is None else f"{of['recall']:.4f} of {of['rows']}"
-            table.add_row(f"found of {escape(label)}", recall)
+            lines += [(f"found of {label}", recall)]
     else:
-        table.add_row("perplexity", f"{scores['perplexity']:.3f}")
-    console.print(table)
+        lines += [("perplexity", f"{scores['perplexity']:.3f}")]
+    tables.show(console, lines, args.table, right=["value"])
     console.print("± is one standard error", soft_wrap=True)
     if run.labels and scores["acc"] <= scores["majority"] + scores["acc_error"]:
         console.print("the model is no better here than always naming the most frequent class", soft_wrap=True)

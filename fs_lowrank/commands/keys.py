@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from ..jobs import shell
+from ..jobs import shell, tables
 
 console = shell.make_console(140)
 
@@ -19,6 +20,7 @@ def add(commands) -> None:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a key, a section, a splitter, a method")
     parser.add_argument("--markdown", action="store_true", help="print the page of the documentation")
+    tables.option(parser)
     parser.set_defaults(do=_keys)
 
 
@@ -27,12 +29,13 @@ def _keys(args: argparse.Namespace) -> None:
     from ..keys import find, markdown, reference
 
     if args.markdown:
-        if args.name:
-            raise UserError(f"--markdown prints all keys; leave out {args.name!r}")
+        if args.name or args.table:
+            raise UserError(f"--markdown prints all keys; leave out {args.name or '--table'!r}")
         sys.stdout.write(markdown())
         return
     entries = find(args.name) if args.name else reference()
     if len(entries) == 1:
+        tables.only_of_a_list(args)
         (entry,) = entries
         console.print(f"[bold]{escape(entry.name)}[/] ({escape(entry.group)})", soft_wrap=True)
         console.print(escape(entry.meaning), soft_wrap=True)
@@ -40,17 +43,14 @@ def _keys(args: argparse.Namespace) -> None:
         console.print(f"  default: {escape(entry.default) or 'none, it must be given'}", soft_wrap=True)
         console.print(f"  engines: {escape(entry.engines)}", soft_wrap=True)
         return
-    table = Table()
-    for column in ("key", "default", "meaning"):
-        table.add_column(column, overflow="fold")
+    lines: list[Sequence[str | Text]] = [("key", "default", "meaning")]
     group = ""
     for entry in entries:
         if entry.group != group:
-            table.add_section()
             group = entry.group
-            table.add_row(f"[bold]{escape(group)}[/]", "", "")
-        table.add_row(*map(escape, (entry.name, entry.default, entry.meaning)))
-    console.print(table)
+            lines += [(), (Text(group, "bold"), "", "")]
+        lines.append((entry.name, entry.default, entry.meaning))
+    tables.show(console, lines, args.table)
     if not args.name:
         console.print(
             "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: docs/keys.md", soft_wrap=True

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import UserError
 from ..jobs.files import write_text
 from ..jobs.shell import names
+from ..jobs.tables import write_tables
 
 
 def parse(text: str) -> list[int]:
@@ -43,7 +44,7 @@ def compare_seeds(
     from ..baselines import split_names
     from ..config import load_for
     from ..runs.plots import curves, save, setting_of
-    from ..runs.tables import write_tables
+    from ..runs.summary import for_people
 
     seeds = parse(args.seeds)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
@@ -59,7 +60,7 @@ def compare_seeds(
         facts = next(iter(results.values())).facts
         for name, result in results.items():
             histories.setdefault(name, []).append(result.history)
-            for metric, value in result.final.items():
+            for metric, value in for_people(result.final, result.language).items():
                 values.setdefault(name, {}).setdefault(metric, []).append(value)
     path = outdir / "seeds.json"
     write_text(path, json.dumps({"seeds": seeds, "values": values}, indent=1))

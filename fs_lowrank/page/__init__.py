@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..jobs.files import write_text
+from ..runs.plots import setting_of
 from .look import contents, document
 from .parts import PARTS
 from .runs import Shown, read_runs
@@ -27,10 +28,11 @@ def write_page(runs: Sequence[Shown], out: str | Path, renew: float = 0.0) -> Pa
     sections = [(key, name, content) for key, name, make in PARTS if (content := make(runs))]
     going = [f"{run.name}, round {len(run.history)} of {run.rounds}" for run in runs if not run.ended]
     state = f"still running, or ended early: {'; '.join(going)}; read at {time.strftime('%H:%M:%S')}" if going else ""
+    settings = "; ".join(dict.fromkeys(setting_of(run.config) for run in runs))
     try:
         text = document(
             ", ".join(run.name for run in runs),
-            (f"<p class=note>{html.escape(state)}</p>" if state else "")
+            "".join(f"<p class=note>{html.escape(line)}</p>" for line in (settings, state) if line)
             + "".join(f'<section id="{key}"><h2>{name}</h2>{content}</section>' for key, name, content in sections),
             nav=contents((key, name) for key, name, _ in sections),
             plots=True,

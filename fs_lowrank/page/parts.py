@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import load_config
-from ..runs.summary import human_bytes, per_client_and_round, seconds
+from ..runs.summary import for_people, human_bytes, per_client_and_round, seconds
 from .look import plot, table
 from .runs import Shown
 
@@ -40,17 +40,17 @@ def _layout(title: str, x: str = "", y: str = "") -> dict[str, Any]:
 
 
 def figures(runs: Sequence[Shown]) -> str:
-    """The last and the best metrics of each run, bytes and seconds; and whether something was learned."""
+    """The metrics of each run's last and of its best round, bytes and seconds; and whether something was learned."""
     metrics = sorted({name for run in runs for name in _last(run)})
-    accuracies = [f"{split} {metric}" for split, metric in _kinds(runs) if metric.endswith("acc")]
-    head = ["run", "rounds", *metrics, *(f"best {name}" for name in accuracies), "majority class"]
+    best = {run.name: _best(run) for run in runs}
+    of_best = [name for name in metrics if name.startswith("test ") and any(name in of for of in best.values())]
+    chosen = ["best round"] * any(best.values()) + [f"{name} of it" for name in of_best]
+    head = ["run", "rounds", *metrics, *chosen, "majority class"]
     rows = []
     for run in runs:
         last = _last(run)
         row: list[Any] = [run.name, f"{len(run.history)} of {run.rounds}", *(last.get(name, "") for name in metrics)]
-        for name in accuracies:
-            split, _, metric = name.rpartition(" ")
-            row.append(max((value for _, value in _values(run, "metrics", split, metric)), default=""))
+        row += [best[run.name].get(name, "") for name in (["round", *of_best] if chosen else [])]
         row.append(run.chance.share if run.chance else "")
         sent = per_client_and_round(run.history) if run.history else {"uplink": 0.0, "downlink": 0.0}
         row += [(human_bytes(sent[way]), sent[way]) for way in ("uplink", "downlink")]
@@ -64,8 +64,9 @@ def figures(runs: Sequence[Shown]) -> str:
         table("figures", [*head, "sent up", "sent down", "training s"], rows)
         + "".join(f'<p class="fails">{html.escape(line)}</p>' for line in said)
         + _note(
-            "Metrics are those of the last evaluated round. The best of several evaluations on test data is too high "
-            "an estimate; choose rounds by validation data. Bytes are per client and round."
+            "Metrics are those of the last evaluated round. The best round is the best by validation data, never by "
+            "test data: the best of several evaluations on test data is too high an estimate. Bytes are per client and "
+            "round."
         )
     )
 
@@ -77,7 +78,14 @@ def _kinds(runs: Sequence[Shown]) -> list[tuple[str, str]]:
 
 def _last(run: Shown) -> dict[str, float]:
     last: Mapping[str, Any] = next((r["metrics"] for r in reversed(run.history) if r["metrics"]), {})
-    return {f"{split} {name}": value for split, values in last.items() for name, value in values.items()}
+    found = {f"{split}_{name}": value for split, values in last.items() for name, value in values.items()}
+    return {name.replace("_", " "): value for name, value in found.items()}
+
+
+def _best(run: Shown) -> dict[str, Any]:
+    """The number of the best round by validation data as ``round``, and its metrics."""
+    found = {name: value for name, value in run.summary.get("best", {}).items() if name != "by"}
+    return {name.replace("_", " "): value for name, value in for_people(found, run.language).items()}
 
 
 # -- curves ----------------------------------------------------------------------------------------------
@@ -92,11 +100,11 @@ def curves(runs: Sequence[Shown]) -> str:
     plots = []
     for split, metric in _kinds(runs):
         for x in _PLACES:
-            if x == "round" or (split, metric) == ("test", "acc"):
+            if x == "round" or (split == "test" and metric.endswith("acc")):
                 traces = [t for i, run in enumerate(runs) for t in _metric(run, i, x, split, metric)]
                 if (split, metric) == ("test", "acc"):
                     traces += _majority(runs, x)
-                plots.append(_curve(f"{split}-{metric}-{x}", f"{split} {metric}", x, traces))
+                plots.append(_curve(f"{split}-{metric}-{x}", f"{split} {metric}".replace("_", " "), x, traces))
     losses = [_line(run, i, _values(run, "loss")) for i, run in enumerate(runs)]
     plots.append(_curve("loss", "training loss", "round", losses))
     for key, name in (("adapter_norm", "norm of what is trained"), ("drift", "drift: a client's change, mean norm")):

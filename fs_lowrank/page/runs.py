@@ -14,6 +14,7 @@ from ..errors import UserError
 from ..runs.chance import Chance
 from ..runs.records import read_records
 from ..runs.split import read_split
+from ..runs.summary import for_people
 from ..versions import check_schema
 
 
@@ -23,6 +24,7 @@ class Shown:
 
     Attributes:
         name: that tells it from the others. data: of ``read_split``. summary: empty while the run goes on.
+        history: the records, with the names of metrics ``for_people``.
     """
 
     name: str
@@ -31,6 +33,11 @@ class Shown:
     history: list[dict[str, Any]]
     data: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def language(self) -> bool:
+        """Whether the model is one of language."""
+        return self.config.model.task == "CausalLM"
 
     @property
     def ended(self) -> bool:
@@ -82,4 +89,8 @@ def _read(name: str, folder: Path, config: Config) -> Shown:
     except ValueError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     check_schema(summary, path)
-    return Shown(name, folder, config, read_records(folder / "rounds.jsonl", 10**9), read_split(folder), summary)
+    shown = Shown(name, folder, config, [], read_split(folder), summary)
+    for record in read_records(folder / "rounds.jsonl", up_to=10**9):
+        metrics = {split: for_people(of, shown.language) for split, of in record["metrics"].items()}
+        shown.history.append({**record, "metrics": metrics})
+    return shown

@@ -19,6 +19,7 @@ from ..algebra import nbytes
 from ..config import load_config
 from ..errors import RunFailed, UserError
 from ..jobs.files import cannot_write, remove_unfinished, replacing, to_json, write_text
+from ..jobs.tables import write_tables
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
 from ..models.names import tags
@@ -31,7 +32,7 @@ from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
 from ..runs.split import read_split, write_split
-from ..runs.tables import result_lines, write_tables
+from ..runs.tables import client_lines, result_lines
 from ..versions import SCHEMA
 from .evaluator import CLIENTS, Evaluator, average
 from .intake import TooFewClients
@@ -419,6 +420,8 @@ class RecordKeeper:
         if pictures:
             self._draw(result, on_test)
         write_tables(result_lines({self.method.name: result}), self.outdir / "summary.csv")
+        if lines := client_lines({self.method.name: result}):
+            write_tables(lines, self.outdir / "client_scores.csv")
         summary = {
             "schema": SCHEMA,
             "final": final,

@@ -10,6 +10,7 @@ import yaml
 
 from ..settings import Settings
 from ..versions import __version__
+from .summary import for_people
 
 _PIPELINES = {"SequenceClassification": "text-classification", "CausalLM": "text-generation"}
 _LOADERS = {"SequenceClassification": "AutoModelForSequenceClassification", "CausalLM": "AutoModelForCausalLM"}
@@ -44,7 +45,8 @@ def model_card(
         ("written by", f"fs-lowrank {__version__}"),
     ]
     rows.append(("round", f"{round}, " + (f"the best by {best}" if best else "the last")))
-    measured = [(name, f"{value:.4g}") for name, value in sorted(figures.items())]
+    shown = for_people(figures, config.model.task == "CausalLM")
+    measured = [(name, f"{value:.4g}") for name, value in sorted(shown.items())]
     if facts.get("majority") is not None:
         measured.append(("majority class of the test set", f"{facts['majority']:.4g}"))
     return "\n".join(
@@ -117,11 +119,10 @@ def _use(config: Settings, base: str, labels: list[str], what: str, folder: str)
             "from peft import AutoPeftModelForSequenceClassification",
             "from transformers import AutoTokenizer",
             "",
-            f"classes = {json.dumps(labels, ensure_ascii=False)}",
+            "# PEFT takes the names of the classes, and how many there are, from the base model; these are the run's:",
+            f"id2label = {{{', '.join(f'{i}: {json.dumps(n, ensure_ascii=False)}' for i, n in enumerate(labels))}}}",
             "model = AutoPeftModelForSequenceClassification.from_pretrained(",
-            f'    "{folder}",',
-            "    id2label=dict(enumerate(classes)),",
-            "    label2id={name: i for i, name in enumerate(classes)},",
+            f'    "{folder}", id2label=id2label, label2id={{name: i for i, name in id2label.items()}}',
             ")",
             f'tokenizer = AutoTokenizer.from_pretrained("{folder}")',
         ]

@@ -15,11 +15,8 @@ from ..settings import Settings
 #: what a run writes to its folder, and ``overwrite`` removes
 CONTENTS = (
     *("rounds.jsonl", "checkpoint", "summary.json", "environment.json", "data.json", "rows.npz", "config.yaml"),
-    *(
-        "summary.csv",
-        "summary.tex",
-        *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf")),
-    ),
+    *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf")),
+    *(f"{name}.{kind}" for name in ("summary", "client_scores") for kind in ("csv", "tex")),
     *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
     "exp_print.log",
 )

@@ -39,7 +39,7 @@ _HALVES: dict[str, tuple[str, Any]] = {
 _HALVES["base"] = ("base weights", "-.")
 
 
-def setting_of(config: Settings, *, seeds: Sequence[int] = ()) -> str:
+def setting_of(config: Settings, *, seeds: Sequence[int] = (), rate: bool = True) -> str:
     """What is compared, in one line: data, model, clients, split, rate and seeds; a picture's title."""
     args = config.data.splitter_args[0] if config.data.splitter_args else {}
     how = ", ".join(f"{key} {value}" for key, value in args.items())
@@ -49,7 +49,7 @@ def setting_of(config: Settings, *, seeds: Sequence[int] = ()) -> str:
         Path(config.model.type.partition("@")[0]).name,
         f"{config.federate.client_num} clients, {config.sampled_per_round} a round",
         f"{config.data.splitter} split" + f" ({how})" * bool(how),
-        f"lr {config.train.optimizer.lr:g}",
+        *([f"lr {config.train.optimizer.lr:g}"] if rate else []),
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
     ]
     return " · ".join(parts)
@@ -151,8 +151,12 @@ def curves(
     _calm(panels[4])
     _finish(panels[5], "round", "norm of what is trained", True)
     _finish(panels[6], "round", "drift: norm of a client's change, mean", True)
+    rounds = [record["round"] for record in records]
     for axes in panels:
         axes.set_visible(bool(axes.lines))
+        if axes.get_xlabel() == "round" and len(set(rounds)) > 1:  # the same rounds in every panel
+            pad = 0.05 * (max(rounds) - min(rounds))
+            axes.set_xlim(min(rounds) - pad, max(rounds) + pad)
     _legend(panels[-1], named, {half for r in records for half in r.get("adapter_norm", {})})
     seeds = max((len(runs) for runs in histories.values()), default=0)
     band = f"one standard error of {size:,} {split} samples" if size else ""
@@ -162,13 +166,16 @@ def curves(
             + f"; the standard error of the {split} set is " * bool(size)
             + (f"{math.sqrt(0.25 / size):.3f} at most" if size else "")
         )
-    _title(figure, title, f"band: {band}" if band else "")
+    set_title(figure, title, f"band: {band}" if band else "")
     return figure
 
 
-def _title(figure: Figure, *lines: str) -> None:
+def set_title(figure: Figure, *lines: str) -> None:
+    """Write lines above a figure, broken to its width."""
     width = int(12.5 * figure.get_figwidth())
-    figure.suptitle("\n".join(plain(textwrap.fill(line, width)) for line in lines if line), fontsize=10)
+    # A blank that does not break keeps the dot at the end of a line.
+    parts = [plain(textwrap.fill(line.replace(" · ", "\u00a0· "), width)) for line in lines if line]
+    figure.suptitle("\n".join(parts), fontsize=10)
 
 
 def _sent(record: Record) -> float:
@@ -233,6 +240,8 @@ def _line(
     if any(spread):
         low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]
         axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        if count == 1:  # no band has a width there
+            axes.errorbar(x, mean, spread, ecolor=look["color"], alpha=0.4, fmt="none", capsize=4)
 
 
 def _finish(axes: Axes, x: str, y: str, rounds: bool) -> None:
@@ -303,7 +312,7 @@ def plot_clients(data: Mapping[str, Any], path: Path, title: str = "") -> Path:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     others = len(data["clients"]) - len(clients)
     more = f"the first {len(clients)} of {len(data['clients'])} clients" if others else ""
-    _title(figure, title, more)
+    set_title(figure, title, more)
     return save(figure, path)
 
 
@@ -337,18 +346,27 @@ def plot_test(
     scores = sorted(on_test["clients"].items(), key=lambda item: item[1]["acc"])
     accuracies = [score["acc"] for _, score in scores]
     if len(scores) <= MOST_CLIENTS:
-        errors = [math.sqrt(s["acc"] * (1 - s["acc"]) / s["samples"]) for _, s in scores]
+        ends = [_wilson(s["acc"], int(s["samples"])) for _, s in scores]
+        below = [a - low for a, (low, _) in zip(accuracies, ends)]
+        above = [high - a for a, (_, high) in zip(accuracies, ends)]
         right.bar(range(len(scores)), accuracies, color="C0")
-        right.errorbar(range(len(scores)), accuracies, errors, fmt="none", ecolor="black", capsize=2)
+        right.errorbar(range(len(scores)), accuracies, [below, above], fmt="none", ecolor="black", capsize=2)
     else:  # a bar for each of very many clients takes minutes
         right.stairs(accuracies, fill=True, color="C0")
     few = len(scores) <= 30
     right.set_xticks(range(len(scores)) if few else [], [client for client, _ in scores] if few else [])
-    right.tick_params(axis="x", length=0)
+    right.tick_params(axis="x", length=0, labelsize=10 if len(scores) <= 12 else 7)
     right.set(xlabel="client, from the lowest to the highest", ylabel="accuracy on its share of the test set")
     right.set_ylim(0, 1.02)
     if majority is not None:
         right.axhline(majority, color="grey", linestyle=":", label="majority class of the test set")
-        right.legend(loc="lower right")
-    _title(figure, title, "the global model on the test set; bars: one standard error")
+        right.legend(loc="upper left")
+    set_title(figure, title, "the global model on the test set; bars: Wilson's interval of one standard error")
     return save(figure, path)
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    """The interval of one standard error by Wilson's score, which has a width for the shares 0 and 1 too."""
+    middle, half = share + 0.5 / count, math.sqrt(share * (1 - share) / count + 0.25 / count**2)
+    # Rounding must not make an end of 0 or 1 fall short of the share.
+    return min((middle - half) / (1 + 1 / count), share), max((middle + half) / (1 + 1 / count), share)

@@ -9,6 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..settings import Settings
+from .summary import for_people
+
 OnRound = Callable[[dict[str, Any]], object]
 OnClient = Callable[[int, int, int], object]
 
@@ -22,23 +25,24 @@ def watched() -> bool:
 
 @contextmanager
 def shown(
-    name: str, rounds: int, show: bool | None, on_round: OnRound | None, on_client: OnClient | None
+    config: Settings, name: str, show: bool | None, on_round: OnRound | None, on_client: OnClient | None
 ) -> Iterator[tuple[OnRound | None, OnClient | None]]:
     """The two functions that an engine calls; they also move a bar on standard error.
 
     Args:
-        name: before the bar. rounds: of the run.
+        config: of the run. name: before the bar.
         show: None: if somebody looks on.
     """
     if not (watched() if show is None else show):
         yield on_round, on_client
         return
+    rounds, language = config.federate.total_round_num, config.model.task == "CausalLM"
     with tqdm(total=rounds, desc=name, unit="round", dynamic_ncols=True) as bar:
         said = ""
 
         def of_round(record: dict[str, Any]) -> object:
             nonlocal said
-            said = _figures(record["metrics"]) or said
+            said = _figures(record["metrics"], language) or said
             bar.set_postfix_str(said, refresh=False)
             bar.update(record["round"] - bar.n)
             return on_round(record) if on_round else None
@@ -50,6 +54,7 @@ def shown(
         yield of_round, of_client
 
 
-def _figures(metrics: Mapping[str, Mapping[str, float]]) -> str:
+def _figures(metrics: Mapping[str, Mapping[str, float]], language: bool) -> str:
     split = "test" if "test" in metrics else next(iter(metrics), "")
-    return " ".join(f"{split} {name} {metrics[split][name]:.3f}" for name in ("acc",) if split)
+    shown = for_people({"acc": metrics[split]["acc"]}, language) if split else {}
+    return " ".join(f"{split} {name.replace('_', ' ')} {value:.3f}" for name, value in shown.items())

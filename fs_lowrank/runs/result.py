@@ -17,6 +17,7 @@ from ..models.adapters import ACCUMULATED, one_adapter, save_adapter
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
 from .plots import curves
+from .summary import for_people
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,6 +53,11 @@ class RunResult:
     before: dict[str, float] = field(default_factory=dict)
 
     @property
+    def language(self) -> bool:
+        """Whether the model is one of language, whose ``acc`` is the accuracy of the next token."""
+        return self.facts.get("majority") is None
+
+    @property
     def bytes(self) -> Mapping[str, int]:
         """Bytes sent in the whole run, in both directions, with and without the head."""
         keys = ("uplink_bytes", "uplink_bytes_without_head", "downlink_bytes", "downlink_bytes_without_head")
@@ -74,9 +80,11 @@ class RunResult:
 
     def _figures(self) -> list[tuple[str, str]]:
         """What is shown of the result: name and value."""
-        rows = [(name, f"{value:.4g}") for name, value in self.final.items() if name != "best_round"]
+        shown = for_people(self.final, self.language)
+        rows = [(name, f"{value:.4g}") for name, value in shown.items() if name != "best_round"]
         if self.best:
-            of_best = ", ".join(f"{n} {v:.4g}" for n, v in self.best.items() if n.startswith("test_"))
+            best = for_people({n: v for n, v in self.best.items() if n.startswith("test_")}, self.language)
+            of_best = ", ".join(f"{n} {v:.4g}" for n, v in best.items())
             rows.append((f"best round by {self.best['by']}", f"{self.best['round']}" + (of_best and f": {of_best}")))
         return rows
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -34,6 +36,25 @@ def seconds(history: Sequence[dict]) -> dict[str, float]:
     total = {k: sum(r["seconds"][k] for r in history) for k in ("training", "aggregation", "evaluation")}
     total["aggregation_median"] = statistics.median(r["seconds"]["aggregation"] for r in history)
     return total
+
+
+def for_people(metrics: Mapping[str, float], language: bool) -> dict[str, float]:
+    """Metrics by the names that people are shown.
+
+    Of a language model ``acc`` is the accuracy of the next token, so it is called ``token_acc``, and beside each loss
+    stands its perplexity, the exponential.
+
+    Args:
+        metrics: by names such as ``acc``, ``test_acc_last5``, ``val_loss``.
+    """
+    if not language:
+        return dict(metrics)
+    named = {}
+    for name, value in metrics.items():
+        named[re.sub(r"(?<![a-z])acc(?![a-z])", "token_acc", name)] = value
+        if name.endswith("loss"):
+            named[name.removesuffix("loss") + "perplexity"] = math.exp(min(value, 700.0))
+    return named
 
 
 def human_bytes(n: float) -> str:

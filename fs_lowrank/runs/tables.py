@@ -1,33 +1,18 @@
-"""Tables of results as lines of text, for the screen and as CSV and LaTeX files."""
+"""Tables of results as lines of text, for ``jobs.tables``."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from ..jobs.files import write_text
 from .result import RunResult
-from .summary import human_bytes, per_client_and_round, seconds
-
-#: cells of text; the first line is the header
-Lines = Sequence[Sequence[str]]
-
-_LATEX = str.maketrans(
-    {
-        **{c: f"\\{c}" for c in "&%$#_{}"},
-        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-        **{"±": r"$\pm$", "≠": r"$\ne$", "–": "--", "\n": " "},
-    }
-)
+from .summary import for_people, human_bytes, per_client_and_round, seconds
 
 
 def result_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
     """A line for each run: last metrics, best round, majority class, bytes per client and round, seconds."""
     metrics = [n for n in _metrics(results) if not n.startswith("client_test_")]
     best = any(result.best for result in results.values())
-    of_best = [m for m in metrics if m.startswith("test_") and any(m in r.best for r in results.values())]
+    of_best = [m for m in metrics if m.startswith("test_") and any(m in _best(r) for r in results.values())]
     lines = [["method", *(m.replace("_", "\n") for m in metrics)]]
     lines[0] += ["best\nround", *(f"{m}\nof it".replace("_", "\n") for m in of_best)] if best else []
     lines[0] += ["majority\nclass"]
@@ -36,8 +21,8 @@ def result_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
     for name, result in results.items():
         sent, spent = per_client_and_round(result.history), seconds(result.history)
         majority = result.facts["majority"]
-        line = [name, *_values(result.final, metrics)]
-        line += [str(result.best.get("round", "-")), *_values(result.best, of_best)] if best else []
+        line = [name, *_values(_final(result), metrics)]
+        line += [str(result.best.get("round", "-")), *_values(_best(result), of_best)] if best else []
         line += ["-" if majority is None else f"{majority:.3f}"]
         line += [human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")]
         lines.append([*line, f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms"])
@@ -49,7 +34,7 @@ def client_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
     metrics = [n for n in _metrics(results) if n.startswith("client_test_")]
     head = ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in metrics)]
     head += ["worst client\nand its acc", "best client\nand its acc"]
-    lines = [[name, *_values(result.final, metrics), *_ends(result)] for name, result in results.items()]
+    lines = [[name, *_values(_final(result), metrics), *_ends(result)] for name, result in results.items()]
     return [head, *lines] if metrics else []
 
 
@@ -63,29 +48,16 @@ def _ends(result: RunResult) -> tuple[str, str]:
 
 
 def _metrics(results: Mapping[str, RunResult]) -> list[str]:
-    return sorted({k for result in results.values() for k in result.final if k != "best_round"})
+    return sorted({k for result in results.values() for k in _final(result) if k != "best_round"})
+
+
+def _final(result: RunResult) -> dict[str, float]:
+    return for_people(result.final, result.language)
+
+
+def _best(result: RunResult) -> dict[str, float]:
+    return for_people({k: v for k, v in result.best.items() if k != "by"}, result.language)
 
 
 def _values(found: Mapping[str, float], metrics: Sequence[str]) -> list[str]:
     return [f"{found[m]:.3f}" if m in found else "-" for m in metrics]
-
-
-def write_tables(lines: Lines, path: Path) -> Path:
-    """Write ``path`` (``.csv``) and, beside it, the same as a LaTeX table (``.tex``, package booktabs).
-
-    Raises:
-        RunFailed: a file cannot be written.
-    """
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[cell.replace("\n", " ") for cell in line] for line in lines])
-    write_text(path, text.getvalue(), durable=False)
-    write_text(path.with_suffix(".tex"), latex(lines), durable=False)
-    return path
-
-
-def latex(lines: Lines) -> str:
-    """A ``tabular`` with the rules of booktabs."""
-    head, *rows = [" & ".join(cell.translate(_LATEX) for cell in line) + r" \\" for line in lines]
-    columns = "l" + "r" * (len(lines[0]) - 1)
-    body = [f"\\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
-    return "\n".join(body) + "\n"

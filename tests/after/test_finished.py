@@ -1,6 +1,8 @@
 """Finished runs: evaluation on a file, predictions for a file, and the card of the adapter."""
 
 import json
+import math
+import re
 import warnings
 
 import pandas as pd
@@ -15,6 +17,7 @@ from fs_lowrank import UserError, cli
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows
 from fs_lowrank.runs.split import read_split
+from fs_lowrank.runs.summary import for_people
 from fs_lowrank.testing import small
 
 
@@ -131,6 +134,22 @@ def test_a_language_model(runs, instructions_jsonl, tmp_path):
     few.write_text("".join(line + "\n" for line in instructions_jsonl.read_text().splitlines()[:3]))
     said = predict_rows(run, read_rows(run, few, labelled=False), tokens=4)["prediction"]
     assert len(said) == 3 and all(len(text.split()) <= 4 for text in said)
+
+
+def test_the_accuracy_of_a_language_model_is_called_what_it_is(runs):
+    """In tables, in what a result shows of itself, and in the model card; beside it is the perplexity."""
+    result = runs["instructions"]
+    header, *_ = (result.outdir / "summary.csv").read_text(encoding="utf-8").splitlines()
+    card = (result.outdir / "adapter" / "README.md").read_text(encoding="utf-8")
+    for said, blank in ((header, " "), (repr(result), "_"), (result._repr_html_(), "_"), (card, "_")):
+        assert f"test{blank}token{blank}acc" in said and f"test{blank}perplexity" in said
+        assert not re.search(r"test.acc", said)
+    assert for_people({"loss": 1.0, "acc_mean": 0.5}, True) == {
+        "loss": 1.0,
+        "perplexity": math.e,
+        "token_acc_mean": 0.5,
+    }
+    assert for_people(result.final, False) == result.final and not runs["classes"].language
 
 
 def test_the_commands(runs, test_rows, tmp_path, capsys):

@@ -1,9 +1,11 @@
 """``fs-lowrank examples`` lists the shipped examples and copies them, but never over a file."""
 
+import csv
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -20,6 +22,25 @@ def test_an_example_is_copied_and_loads(tmp_path, capsys):
     assert (tmp_path / "new" / "demo.yaml").read_bytes() == (folder() / "demo.yaml").read_bytes()
     assert cli.main(["examples", "first_hour", "--to", str(tmp_path / "new")]) == 0
     assert (tmp_path / "new" / "first_hour.ipynb").exists()
+
+
+@pytest.mark.parametrize("command", ["methods", "doctor", "fetch", "examples", "keys", "benchmark list"])
+def test_every_list_is_written_too(tmp_path, command, capsys):
+    assert cli.main([*command.split(), "--table", str(tmp_path / "list.tex")]) == (0 if command != "doctor" else ANY)
+    with (tmp_path / "list.csv").open(encoding="utf-8", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert len(rows) > 3 and all(len(row) == len(header) for row in rows)
+    written = (tmp_path / "list.tex").read_text(encoding="utf-8")
+    assert written.startswith("\\begin{tabular}") and written.count(r"\\") == 1 + len(rows)
+    assert rows[-1][0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", ["methods rolora", "keys seed", "fetch minilm", "examples demo"])
+def test_without_a_list_there_is_no_table(tmp_path, arguments, capsys):
+    assert cli.main([*arguments.split(), "--table", str(tmp_path / "list.csv")]) == 2
+    assert "there is a table only without a name" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+    assert cli.main(["methods", "--table", "list.xlsx"]) == 2
+    assert "ends with .csv or .tex" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

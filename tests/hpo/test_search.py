@@ -67,6 +67,10 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     search(confirm=2)  # the same command again finds nothing to do
     assert len(trials(options)) == 2 and len(trials(options, "s" + CONFIRM)) == 2
 
+    table = tmp_path / "status.csv"
+    assert cli.main(["status", "--dir", str(options.folder), "--table", str(table)]) == 0
+    assert "study,trials,best" in table.read_text() and "2 complete" in table.with_suffix(".tex").read_text()
+
     out = tmp_path / "best.yaml"
     assert cli.main(["best", "--dir", str(options.folder), "--out", str(out), "--unlearned"]) == 0
     written, head = load_config(out), read_header(out)
@@ -156,6 +160,14 @@ def test_every_pruner_stops_hopeless_trials(search, config, name, monkeypatch):
     crosses = figure.data[-2]
     assert crosses.name == "pruned" and sorted(crosses.x) == sorted(max(t.intermediate_values) for t in pruned)
     assert figure.layout.xaxis.dtick == 1, "whole rounds"
+    drawn = {line.name: list(line.y) for line in figure.data}
+    low = [t for t in found if t.params["train.optimizer.lr"] < 1e-3]
+    assert all(drawn[f"Trial{t.number}"] == [0.6] * len(t.intermediate_values) for t in low), "not what was reported"
+    (history,) = plots.pictures(open_storage(options.where), ["s"])["history"]
+    values, best, majority = history.data
+    assert list(best.y) == [max(values.y[: i + 1]) for i in range(len(values.y))] and set(majority.y) == {0.6}
+    said = plots.setting(open_storage(options.where), ["s"])
+    assert "3 clients" in said and "lr" not in said, "the searched key is no setting"
 
 
 def test_the_dashboard_opens_on_our_storage(search):
@@ -344,7 +356,9 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     made = plots.pictures(store, ["s"])
     (pareto,) = made["pareto"]
     assert {pair for trace in pareto.data for pair in zip(trace.x, trace.y)} == {tuple(t.values) for t in study.trials}
-    plots.draw(made, tmp_path / "plots", "s")
+    plots.draw(made, tmp_path / "plots", "s", plots.trials_table(store, ["s"]))
+    lines = (tmp_path / "plots" / "trials.csv").read_text().splitlines()
+    assert lines[0].startswith("study,trial,state") and len(lines) == 1 + len(study.trials)
     assert (tmp_path / "plots" / "pareto.png").exists()
     checks = trials(options, "s" + CONFIRM)
     assert {t.user_attrs["of"] for t in checks} == {t.user_attrs["draw"] for t in front}
@@ -364,7 +378,9 @@ def test_a_study_for_each_method_and_one_plot_of_learning_rates(search, config):
     assert ended.studies == ["s.fedlora", "s.rolora"]
     assert [len(trials(options, n)) for n in ended.studies] == [1, 2]
     (figure,) = plots.pictures(open_storage(options.where), ended.studies)["learning_rate"]
-    assert [(trace.name, list(trace.x)) for trace in figure.data] == [("fedlora", [1e-2]), ("rolora", [1e-2] * 2)]
+    *shown, majority = figure.data
+    assert [(trace.name, list(trace.x)) for trace in shown] == [("fedlora", [1e-2]), ("rolora", [1e-2] * 2)]
+    assert majority.name == "majority class"
 
 
 def test_seeds_are_averaged(search, config):

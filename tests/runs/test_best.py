@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import yaml
 
 import fs_lowrank
 from fs_lowrank import UserError, cli, load_config
+from fs_lowrank.finished import evaluate_rows, load_run, read_rows
 from fs_lowrank.rounds.evaluator import Evaluator
 
 
@@ -70,6 +72,32 @@ def test_it_is_what_a_run_that_ends_there_saves(make, kind, keys):
     assert f"| round | {round}, the best by {by} |" in card and f"| test_acc | {result.best['test_acc']:.4g} |" in card
     assert f'from_pretrained("{kind}_best")' in card or f'"{kind}_best")' in card
     assert "| round | 4, the last |" in last and f"| test_loss | {result.final['test_loss']:.4g} |" in last
+
+
+@pytest.mark.parametrize("kind, keys", [("model", {}), ("adapter", ACCURACY)])
+def test_what_comes_after_the_run_takes_either(make, kind, keys, reviews_csv, tmp_path, capsys):
+    """``evaluate`` and ``predict`` take the last round's unless they are asked for the best, and say so."""
+    result = fs_lowrank.run(make("whole", keys))
+    rows = json.loads((result.outdir / "data.json").read_text())["test"]["rows"]
+    pd.read_csv(reviews_csv).iloc[rows].to_csv(tmp_path / "test.csv", index=False)
+    last, best = (load_run(result.outdir, best=b) for b in (False, True))
+    for run, figures in ((last, result.final), (best, result.best)):
+        scores = evaluate_rows(run, read_rows(run, tmp_path / "test.csv"))
+        assert scores["loss"] == pytest.approx(figures["test_loss"], abs=1e-6) and scores["acc"] == figures["test_acc"]
+    chosen = f"round {result.best['round']}, the best by {result.best['by']}"
+    assert last.which == f"{result.outdir / kind}, of round 4, the last; {kind}_best is of {chosen}"
+    assert best.which == f"{result.outdir / kind}_best, of {chosen}"
+    commands = ["evaluate", "--table", str(tmp_path / "t.tex")], ["predict", "--out", str(tmp_path / "p.csv")]
+    for command, *options in commands:
+        given = [command, str(result.outdir), "--data", str(tmp_path / "test.csv"), *options, "--best"]
+        assert cli.main(given) == 0 and f"{kind}_best, of {chosen}" in capsys.readouterr().out.replace("\n", "")
+    assert f"acc & {result.best['test_acc']:.4f}" in (tmp_path / "t.tex").read_text() and (tmp_path / "t.csv").exists()
+    shutil.rmtree(result.saved[f"{kind}_best"])
+    assert cli.main(["evaluate", str(result.outdir), "--data", str(tmp_path / "test.csv"), "--best"]) == 2
+    assert "eval.save_best was off; without --best" in capsys.readouterr().err
+    (result.outdir / "summary.json").write_text(json.dumps({**last.summary, "best": {}}))
+    with pytest.raises(UserError, match="it evaluated no validation data"):
+        load_run(result.outdir, best=True)
 
 
 def test_killed_and_resumed(make):

@@ -45,6 +45,8 @@ def test_every_client_is_scored_on_its_share_of_the_test_set(make):
         own = engine.evaluator.score(engine.site.data.client_tests[client - 1], "")
         assert of["acc"] == own["acc"] and of["loss"] == pytest.approx(own["loss"], abs=1e-6)
     assert list(result.clients_frame()["test_acc"].dropna()) == [of["acc"] for of in result.client_scores.values()]
+    assert (result.outdir / "client_scores.csv").read_text().startswith("method,acc,")
+    assert (result.outdir / "client_scores.tex").exists()
     without = fs_lowrank.run(make("without", {"eval.client_scores": False}))
     assert "client_scores" not in without.history[0] and "client_test_acc" not in without.final
     assert all(a["loss"] == b["loss"] for a, b in zip(result.history, without.history)), "training is the same"

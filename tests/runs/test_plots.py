@@ -5,11 +5,12 @@ import math
 import sys
 
 import pytest
+import scipy.stats
 
 from fs_lowrank.config import load_config
+from fs_lowrank.jobs.tables import latex, write_tables
 from fs_lowrank.runs import plots
 from fs_lowrank.runs.plots import curves, plot_clients, plot_curves, plot_test, setting_of
-from fs_lowrank.runs.tables import latex, write_tables
 
 
 def record(round, acc=0.6, loss=0.7, **more):
@@ -136,6 +137,26 @@ def shown(texts):
     read = [text._preprocess_math(text.get_text()) for text in texts]
     assert not any(formula for _, formula in read)
     return [text for text, _ in read]
+
+
+@pytest.mark.parametrize("right, count", [(0, 1), (3, 3), (5, 8), (44, 60)])
+def test_the_interval_of_a_client_is_wilsons(right, count):
+    one_sigma = math.erf(math.sqrt(0.5))
+    wanted = scipy.stats.binomtest(right, count).proportion_ci(one_sigma, method="wilson")
+    assert plots._wilson(right / count, count) == pytest.approx((wanted.low, wanted.high))
+
+
+def test_one_evaluation_has_a_band_too_and_panels_have_the_same_rounds():
+    figure = curves({"x": [[record(1, metrics={}), record(2, 0.7)]]}, 0.5, sizes={"test": 100})
+    (bar,) = figure.axes[0].collections[-1].get_segments()
+    assert bar[1][1] - bar[0][1] == pytest.approx(2 * math.sqrt(0.21 / 100))
+    assert figure.axes[0].get_xlim() == figure.axes[4].get_xlim()
+
+
+def test_a_long_title_breaks_after_a_dot(settings, tmp_path):
+    figure = curves({"x": [[record(1)]]}, 0.5, title=" · ".join(["the setting"] * 40))
+    lines = figure.get_suptitle().splitlines()
+    assert len(lines) > 2 and not any(line.startswith("·") for line in lines)
 
 
 def test_the_title_says_the_setting(settings):

@@ -1,0 +1,116 @@
+"""Commands in the documentation: each parses, its configuration loads, and what it names is there."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import benchmark.cli
+import hpo.cli
+from fs_lowrank import UserError, cli, list_methods, load_config
+from fs_lowrank.baselines import split_names
+from fs_lowrank.config import load_for
+from fs_lowrank.data.fetch import FETCHABLE
+from fs_lowrank.jobs import shell
+from fs_lowrank.settings import parse_overrides
+from hpo.space import load_space
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*"), ROOT / "Makefile"])
+#: commands with a command line of their own
+OWN = {"hpo": hpo.cli, "benchmark": benchmark.cli}
+#: written in the README's examples, by nobody here
+ELSEWHERE = {"median_lora"}
+#: what a sentence says is an error
+MISSPELT = {"runn"}
+
+
+def blocks(text: str) -> Iterator[str]:
+    """The commands of a page's code blocks, and of a notebook's cells, one at a time."""
+    text = re.sub(r"\\\n\s*", "", text)
+    text = re.sub(r'^run="([^"]*)"', lambda found: " ".join(found[1].split()), text, flags=re.M)  # a shell's variable
+    for line in [*re.findall(r'^\s*"!(fs-lowrank .*?)(?:\\n)?",?$', text, re.M), *fenced(text)]:
+        for part in line.split("&&"):
+            if part.strip().startswith("fs-lowrank "):
+                yield part.strip()
+
+
+def fenced(text: str) -> list[str]:
+    parts = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    lines = [line.strip() for language, part in parts if language in ("", "sh") for line in part.splitlines()]
+    return [line.removeprefix("$ ") for line in lines]
+
+
+def inline(text: str) -> list[str]:
+    """Commands in backticks, which may leave out arguments."""
+    return [re.sub(r"\s+", " ", found) for found in re.findall(r"(?<!`)`(fs-lowrank [^`]+)`(?!`)", text)]
+
+
+def parser_of(words: list[str]):
+    """The parser of a command, with all commands' parsers, and the words after ``fs-lowrank`` that it takes."""
+    module = OWN.get(words[0], cli)
+    return *module._parser(), words[1:] if words[0] in OWN else words
+
+
+def parsed(command: str):
+    words = shlex.split(command.replace("…", ""), comments=True)[1:]
+    parser, commands, words = parser_of(words)
+    return shell._arguments(parser, commands, words)
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def pages(find):
+    return [pytest.param(c, id=f"{p.name}: {c[11:70]}") for p in PAGES if p.is_file() for c in find(read(p))]
+
+
+@pytest.mark.parametrize("command", pages(blocks))
+def test_a_command_of_a_code_block(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    args = parsed(command)
+    methods = [m for m in shell.names(getattr(args, "methods", None)) if m not in ELSEWHERE]
+    assert set(split_names(methods)[0]) <= set(list_methods()) if methods else True
+    config = str(getattr(args, "cfg", None) or "")
+    if config.startswith("examples/"):
+        if args.command == "tune":
+            load_config(config, **parse_overrides(args.overrides))
+            load_space(args.space)
+        else:
+            load_for(config, methods, args.overrides) if methods else load_config(config, args.overrides)
+    if args.command == "fetch":
+        assert set(args.names) <= set(FETCHABLE)
+    if args.command == "examples":
+        assert all((ROOT / "examples" / f"{n}.yaml").exists() or n == "first_hour" for n in args.names)
+
+
+@pytest.mark.parametrize("command", pages(inline))
+def test_a_command_in_a_sentence(command):
+    words = [word for word in command.split()[1:] if word != "…"]
+    parser, commands, words = parser_of(words)
+    names = {c.prog.rpartition(" ")[2]: c for c in commands}
+    assert not words or words[0] in {*names, *MISSPELT} or not words[0].isidentifier(), command
+    known = names[words[0]]._option_string_actions if words and words[0] in names else {}
+    assert {w for w in words if w.startswith("--")} <= {*known, "--help", "--version"}, command
+
+
+def test_the_commands_are_found():
+    assert len(pages(blocks)) > 40 and len(pages(inline)) > 20
+    with pytest.raises(UserError, match="unrecognised: --rounds"):
+        parsed("fs-lowrank run --cfg examples/demo.yaml --rounds 3")
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if p.suffix == ".md"], ids=lambda p: p.name)
+def test_modules_targets_and_extras(path):
+    text = read(path)
+    for module in re.findall(r"python -m ((?:benchmark|fs_lowrank|tests)[\w.]*\w)", text):
+        assert find_spec(module), module
+    targets = set(re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.M))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets
+    extras = set(re.findall(r'^\s+"(\w+)": \[', read(ROOT / "setup.py"), re.M))
+    named = {e for found in re.findall(r"(?:fs-lowrank|\.)\[([\w,]+)\]", text) for e in found.split(",")}
+    assert named <= extras, (named, extras)
