@@ -116,16 +116,16 @@ class Workers:
         for member in self.team.members:
             self._stand(member)
 
-    def _load(self, member: Worker) -> None:
+    def _load(self, member: team.Worker) -> None:
         facts = {"config": self.config.to_dict(), "rank": member.rank, "threads": self.threads}
         member.send(Parcel({}, **facts, kept=self._places))
 
-    def _stand(self, member: Worker) -> None:
+    def _stand(self, member: team.Worker) -> None:
         member.hear()
         member.send(team.stands(self.site, self._state()))
         member.hear()
 
-    def _settle(self, member: Worker) -> None:
+    def _settle(self, member: team.Worker) -> None:
         """Bring a process that has just been started to where the run stands."""
         self._load(member)
         self._stand(member)
