@@ -489,6 +489,7 @@ def test_fetch_lists_and_refuses(command):
 
 # -- imports -------------------------------------------------------------------------------------------
 
+#: what takes a tenth of a second or more to import
 HEAVY = ("torch", "transformers", "peft", "datasets", "pandas", "matplotlib", "optuna", "lm_eval", "federatedscope")
 
 
@@ -499,6 +500,30 @@ def test_importing_loads_nothing_heavy():
     assert set(dir(fs_lowrank)) >= {"load_config", "run", "compare", "create_method", "list_methods", "register_method"}
     with pytest.raises(AttributeError, match="no attribute 'runn'"):
         fs_lowrank.runn  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "words, needs",
+    [
+        ("--version", ()),
+        ("--help", ()),
+        ("fetch", ()),
+        ("keys federate.method", ()),
+        ("methods", ("torch",)),  # a method's class has tensors in it
+        ("run --cfg nowhere.yaml", ()),
+        ("run --cfg {cfg} seed many", ("torch",)),
+    ],
+)
+def test_a_command_imports_no_more_than_it_needs(words, needs, config_file):
+    """By the modules that are loaded at its end, not by a clock."""
+    code = (
+        "import sys\nfrom fs_lowrank.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        f"print([m for m in {HEAVY} if m in sys.modules])"
+    )
+    argv = [word.format(cfg=config_file) for word in words.split()]
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == [str(list(needs))], done.stdout + done.stderr
 
 
 def test_the_module_is_the_command():

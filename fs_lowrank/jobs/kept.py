@@ -58,7 +58,8 @@ class Keep:
         """A copy of the value for ``key``, which ``make`` gives if it is not kept yet."""
         if key in self.given:
             try:
-                return _read(self.given[key])
+                given: Value = _read(self.given[key])
+                return given
             except (OSError, RuntimeError) as error:  # that process has ended, or dropped the value
                 logger.debug("%s is loaded anew: %s", key, error)
                 del self.given[key]
@@ -71,7 +72,8 @@ class Keep:
             with suppress(AttributeError, OSError):  # of the C library of Linux: gives freed memory back
                 ctypes.CDLL(None).malloc_trim(0)
         self.files[key] = self.files.pop(key)
-        return _read(self.places[key])
+        copy: Value = _read(self.places[key])
+        return copy
 
     def _keep(self, key: str, value: object) -> bool:
         """Keep ``value``; whether that was possible."""
@@ -117,8 +119,8 @@ class _Packed(pickle.Pickler):
         #: where a run of bytes begins, and the bytes
         self.parts: list[tuple[int, Any]] = []
         self.end = 0
-        #: by the storages' identity: offset and length
-        self.storages: dict[int, tuple[int, int]] = {}
+        #: by a storage's address and length: offset and length here
+        self.storages: dict[tuple[int, int], tuple[int, int]] = {}
         #: of the large arrays, in the order in which they are read
         self.arrays: list[tuple[int, int]] = []
         self.dump(value)
@@ -144,10 +146,11 @@ class _Packed(pickle.Pickler):
         storage = value._untyped_storage
         if storage.device.type != "cpu":
             raise pickle.PicklingError(f"a tensor on {storage.device}")
-        if storage._cdata not in self.storages:
+        place = storage.data_ptr(), storage.nbytes()
+        if place not in self.storages:
             data = self.torch.empty(0, dtype=self.torch.uint8).set_(storage).numpy().data
-            self.storages[storage._cdata] = self._note(data, storage.data_ptr() % _ALIGNED)
-        return *self.storages[storage._cdata], value.dtype
+            self.storages[place] = self._note(data, storage.data_ptr() % _ALIGNED)
+        return *self.storages[place], value.dtype
 
     def _note(self, data: Any, remainder: int) -> tuple[int, int]:
         start = self.end + (remainder - self.end) % _ALIGNED
@@ -173,7 +176,8 @@ def _read(place: str) -> Any:
     import torch
 
     # Mapped such that what is written changes this process's copy alone.
-    kept = memoryview(torch.from_file(place, False, os.stat(place).st_size, dtype=torch.uint8).numpy())
+    mapped: Any = torch.from_file(place, False, os.stat(place).st_size, dtype=torch.uint8).numpy()
+    kept = memoryview(mapped)
     end, pickled, tail = struct.unpack("<QQQ", kept[-24:])
     arrays = pickle.loads(kept[end + pickled : end + pickled + tail])
 
