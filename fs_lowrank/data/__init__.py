@@ -217,7 +217,14 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     if raw is None:
         raw = load_raw(cfg.data, origin=getattr(cfg, "source", None) or Origin())
     given = cfg, tokenizer, raw
-    data, cut = kept("data", lambda: _decides(*given), lambda: (_built(*given), _cutting(tokenizer)))
+    data, cut = kept(
+        "data",
+        lambda: _decides(*given),
+        lambda: (_built(*given), _cutting(tokenizer)),
+        size=lambda pair: sum(
+            p.nbytes for p in (pair[0].train, pair[0].validation, pair[0].test) if isinstance(p, Examples)
+        ),
+    )
     _cut_alike(tokenizer, cut)
     if any(data.skipped.values()) or any(data.truncated.values()):
         say_once(data.describe())

@@ -65,6 +65,11 @@ class Examples:
         """Number of tokens of each example, int64 ``(n,)``."""
         return self._lengths
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens."""
+        return sum(rows.values.nbytes for rows in self.columns.values())
+
     def select(self, indices: Sequence[int] | np.ndarray) -> Examples:
         """The examples at ``indices``, in that order; the token arrays are shared, not copied."""
         chosen = np.asarray(indices, dtype=np.int64)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from safetensors import SafetensorError
@@ -35,10 +34,6 @@ logger = logging.getLogger("fs_lowrank")
 
 class ThisProcess:
     """Trains and evaluates in the engine's process; ``Workers`` does the same with several."""
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Data and model are loaded for this process alone."""
-        return nullcontext()
 
     def begin(self, site: Site, state: Callable[[], State]) -> None:
         """The run begins, or goes on, with the data and the model of ``site``."""
@@ -94,11 +89,10 @@ class LocalEngine:
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
         count = processes_of(config)
         lock = claim(outdir_of(config)) if count > 1 else None  # processes write their logs there from the start
-        # Processes import the libraries while this one loads data and model.
+        # Processes load data and model while this one does.
         self.trains: ThisProcess | Workers = Workers(config, count) if count > 1 else ThisProcess()
         try:
-            with self.trains.loading():
-                self.site = Site(config)
+            self.site = Site(config)
             self.evaluator = Evaluator(self.site)
             self.evaluator.check_watched()
             self.method, self.model = self.site.method, self.site.model

@@ -1,7 +1,8 @@
 """Clients trained and evaluated by several processes of this machine (``federate.process_num``).
 
-Each process has a copy of the model, which follows the server's messages. What no copy changes, such as frozen weights,
-is in memory once for all processes on a CPU under Linux. What a client trains is decided by its
+Each process has a copy of the model, which follows the server's messages. Its
+base is mapped from the checkpoint where the run takes the dtype of that, so weights that nobody changes are in memory
+once for all processes. What a client trains is decided by its
 data, the tensors it starts from, the round and the seed, and not by the process that trains it. So the result is equal
 to the bit to that of one process that has as many threads as each of them. The engine's own process, with the server
 step, has that number, too, until they end.
@@ -13,7 +14,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,7 +25,6 @@ from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed
 from ..jobs.crew import INSIDE
-from ..jobs.kept import Keep, keeping
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.frozen import COMPUTED_TOGETHER
@@ -87,7 +86,7 @@ class Workers:
     """The processes of a run; one that dies is replaced (``team``).
 
     Args:
-        config: of the run. The processes start at once, and import the libraries while this one loads data and model.
+        config: of the run. The processes start at once, and load data and model while this one does.
         count: how many.
     """
 
@@ -96,18 +95,14 @@ class Workers:
         self._threads_before = torch.get_num_threads()
         self.threads = max(1, self._threads_before // count)
         torch.set_num_threads(self.threads)
-        #: what the processes share: the unchanged base, and the data
-        self.keep = Keep(limit=math.inf)
         self.site: Site
         self._state: Callable[[], State]
-        self.team = Team(count, lambda rank: Worker(rank, config, self.threads), self._settle, alike=True)
+        self.team = Team(count, self._start, self._stand, alike=True)
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """A context for loading the engine's own data and model, which the processes then share."""
-        with keeping(self.keep) as keep:
-            yield
-        self._places = keep.places
+    def _start(self, rank: int) -> Worker:
+        member = Worker(rank, self.config, self.threads)
+        member.send(Parcel({}, config=self.config.to_dict(), rank=rank, threads=self.threads))
+        return member
 
     def begin(self, site: Site, state: Callable[[], State]) -> None:
         """Bring every process to where the run stands.
@@ -119,23 +114,13 @@ class Workers:
         """
         self.site, self._state = site, state
         for member in self.team.members:
-            self._load(member)
-        for member in self.team.members:
             self._stand(member)
 
-    def _load(self, member: team.Worker) -> None:
-        facts = {"config": self.config.to_dict(), "rank": member.rank, "threads": self.threads}
-        member.send(Parcel({}, **facts, kept=self._places))
-
     def _stand(self, member: team.Worker) -> None:
+        """Wait until a process has loaded data and model, and bring it to where the run stands."""
         member.hear()
         member.send(team.stands(self.site, self._state()))
         member.hear()
-
-    def _settle(self, member: team.Worker) -> None:
-        """Bring a process that has just been started to where the run stands."""
-        self._load(member)
-        self._stand(member)
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
         """Bring every process to the end of ``round``."""
@@ -225,7 +210,6 @@ class Workers:
     def end(self) -> None:
         """End all processes, whatever they do."""
         self.team.end()
-        self.keep.close()
         torch.set_num_threads(self._threads_before)
 
 
@@ -256,14 +240,11 @@ def _halves(groups: Mapping[str, dict[str, Tensor]], client: int) -> Halves:
 
 def serve(connection: Connection) -> None:
     """Load the run's data and model, then do one item after the other until the engine closes the connection."""
-    import peft  # noqa: F401  what takes seconds is done while the engine loads data and model
-
     with reporting(connection):
         first = Parcel.of(connection.recv_bytes()).facts
         torch.set_num_threads(first["threads"])
         config = on_a_gpu(load_config(first["config"]), first["rank"])
-        with keeping(Keep(limit=0, given=first["kept"])):
-            worker = _Clients(Site(config, serves=False))
+        worker = _Clients(Site(config, serves=False))
         answer = Parcel({}, kind="ready")
         while True:
             connection.send_bytes(answer.to_bytes())

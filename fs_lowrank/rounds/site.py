@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Config
-from ..data import Examples, ImageExamples, RawData, build_data, load_raw
+from ..data import Examples, ImageExamples, build_data, load_raw
 from ..data.ragged import Lazy
 from ..errors import UserError, say_once
 from ..methods import Client, Method, RobustMean, State, Update, Workbench, create_method
@@ -32,12 +32,12 @@ from ..models.slots import Apart
 from ..models.states import SharedStates, shared_folder
 from ..runs.environment import fingerprint_of
 from ..seeds import derive
-from ..settings import Eval
 from ..training import train_client
 from ..training.cohort import Member, apart, cohort_size, differs, elementwise, train_cohort
 from ..training.local import LocalResult
 from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .copies import changed_base, copied
+from .fits import SPLITS, check_splits, check_task
 from .personal import PersonalParts
 from .record import Spent
 from .reuse import Reuse
@@ -46,8 +46,6 @@ logger = logging.getLogger("fs_lowrank")
 
 #: methods give clients ranks and phases by turns; so many clients show them all
 KINDS = 100
-#: name in ``eval.split`` -> attribute of the data
-SPLITS = {"test": "test", "val": "validation"}
 
 
 def device_of(config: Config) -> torch.device:
@@ -126,7 +124,7 @@ class Site:
         raw = load_raw(config.data, origin=config.source)
         check_task(config, raw)
         self.data = build_data(_of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
-        self._check_splits()
+        check_splits(config, self.data)
         model = self.plain_model()
         self.base_fingerprint = fingerprint_of(model)
         # Set by build_model; torch's types allow only tensors and modules as attributes.
@@ -211,31 +209,6 @@ class Site:
             self.in_batches(held_out.select(chosen), config.eval.batch_size),
             derive(config.seed, "workbench"),
         )
-
-    def _check_splits(self) -> None:
-        if not self.config.federate.make_global_eval and self.data.test is None:
-            raise UserError(
-                "federate.make_global_eval = False evaluates every client on its share of the test set, "
-                "but there is no test set; give data.splits a share for it"
-            )
-        if self.config.eval.client_scores and self.data.test is None:
-            raise UserError(
-                "eval.client_scores = True evaluates the model of every client on its share of the test set, but there "
-                f"is no test set; give data.splits a share for it (now {list(self.config.data.splits)})"
-            )
-        for split in self.config.eval.split:
-            if split == "train":
-                raise UserError(
-                    "eval.split: held-out data is evaluated, test or val; a round's record has the "
-                    "training loss already"
-                )
-            # The default is to evaluate the splits that exist.
-            asked = split == "test" or set(self.config.eval.split) != set(Eval().split)
-            if asked and getattr(self.data, SPLITS[split]) is None:
-                raise UserError(
-                    f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
-                    f"for it (now {list(self.config.data.splits)}) or take it out of eval.split"
-                )
 
     def frozen_prefix(self, model: nn.Module, client: int | None = None, share: float = 1.0) -> FrozenPrefix | None:
         """The cache of the frozen layers of ``model``; None if there can be none.
@@ -475,28 +448,6 @@ class Site:
         """Note the personal tensors of the model, which ``client`` has trained in ``round``."""
         if self.personal.untrained:
             self.personal.keep(client, round, copied(self.model, self.method.personal))
-
-
-def check_task(config: Config, raw: RawData) -> None:
-    """Raise ``UserError`` unless the data have what the model needs: images, text with labels, or text with answers."""
-    if (raw.images is not None) != config.is_vision:
-        raise UserError(
-            f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
-            f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}"
-        )
-    model, data = config.model, config.data.type
-    labelled = model.task == "SequenceClassification"
-    if raw.images is None and (raw.task == "classification") != labelled:
-        raise UserError(
-            f"model.type = {model.type} is "
-            + (
-                f"a classifier, but data.type = {data} has instructions and answers and no labels; take "
-                "NAME@huggingface_llm, or name the columns text and label in data.args"
-                if labelled
-                else f"a language model, but data.type = {data} has labels and no answers; take NAME@transformers, "
-                "or data with instruction and output"
-            )
-        )
 
 
 def _of_one_client(config: Config) -> Config:

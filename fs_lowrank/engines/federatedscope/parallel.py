@@ -24,7 +24,6 @@ from federatedscope.core.message import Message
 
 from ...config import load_config
 from ...errors import RunFailed, UserError
-from ...jobs.kept import Keep, keeping, places
 from ...models.adapters import load_tensors
 from ...rounds.copies import apology, copied
 from ...rounds.parcel import Parcel
@@ -117,7 +116,6 @@ class ParallelRunner(StandaloneRunner):
                 rank=rank + 1,
                 resources={n: self.client[n].resource_info for n in numbers},
                 resume=session.resume,
-                kept=places(),
             )
         )
         return process
@@ -261,8 +259,7 @@ def serve(connection: Connection) -> None:
             cfg.wandb.use = False  # only the server's process reports the run
             resources = {int(number): resource for number, resource in task["resources"].items()}
             with LogTo(Path(cfg.outdir) / f"process_{task['rank']}.log", cfg.verbose):
-                with keeping(Keep(limit=0, given=task["kept"])):
-                    clients, queue = _clients(cfg, resources, task["resume"])
+                clients, queue = _clients(cfg, resources, task["resume"])
                 _answer(connection, clients, queue)
     finally:
         close_session()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,6 @@ from federatedscope.core.auxiliaries.utils import setup_seed
 from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
 from ...errors import RunFailed, UserError
-from ...jobs.kept import Keep, keeping
 from ...runs.result import RunResult
 from ...settings import Settings
 from ..kept import settings_kept
@@ -49,12 +46,8 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
     outdir.mkdir(parents=True, exist_ok=True)
     cfg.outdir = str(outdir)
     threads = torch.get_num_threads()
-    # Processes share their base with this one, and models of clients share it with each other.
-    share = processes > 1 or standalone and not config.federate.share_local_model
-    keep = Keep(limit=math.inf)
     # The framework reads back as JSON the numbers that it prints (``compat``).
     with (
-        keeping(keep) if share else nullcontext(),
         settings_kept(),
         np.printoptions(legacy="1.25"),
         LogTo(outdir / "exp_print.log", config.verbose),
@@ -80,6 +73,5 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
                 )
             return session.result or session.client_result()
         finally:
-            keep.close()
             sessions.close_session()
             torch.set_num_threads(threads)  # the framework has set it to 1

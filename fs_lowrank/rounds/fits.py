@@ -1,0 +1,59 @@
+"""Whether the data have what a configuration asks of them."""
+
+from __future__ import annotations
+
+from ..config import Config
+from ..data import FederatedData, RawData
+from ..errors import UserError
+from ..settings import Eval
+
+#: name in ``eval.split`` -> attribute of the data
+SPLITS = {"test": "test", "val": "validation"}
+
+
+def check_task(config: Config, raw: RawData) -> None:
+    """Raise ``UserError`` unless the data have what the model needs: images, text with labels, or text with answers."""
+    if (raw.images is not None) != config.is_vision:
+        raise UserError(
+            f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
+            f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}"
+        )
+    model, data = config.model, config.data.type
+    labelled = model.task == "SequenceClassification"
+    if raw.images is None and (raw.task == "classification") != labelled:
+        raise UserError(
+            f"model.type = {model.type} is "
+            + (
+                f"a classifier, but data.type = {data} has instructions and answers and no labels; take "
+                "NAME@huggingface_llm, or name the columns text and label in data.args"
+                if labelled
+                else f"a language model, but data.type = {data} has labels and no answers; take NAME@transformers, "
+                "or data with instruction and output"
+            )
+        )
+
+
+def check_splits(config: Config, data: FederatedData) -> None:
+    """Raise ``UserError`` unless there are data for everything that is to be evaluated."""
+    if not config.federate.make_global_eval and data.test is None:
+        raise UserError(
+            "federate.make_global_eval = False evaluates every client on its share of the test set, "
+            "but there is no test set; give data.splits a share for it"
+        )
+    if config.eval.client_scores and data.test is None:
+        raise UserError(
+            "eval.client_scores = True evaluates the model of every client on its share of the test set, but there "
+            f"is no test set; give data.splits a share for it (now {list(config.data.splits)})"
+        )
+    for split in config.eval.split:
+        if split == "train":
+            raise UserError(
+                "eval.split: held-out data is evaluated, test or val; a round's record has the training loss already"
+            )
+        # The default is to evaluate the splits that exist.
+        asked = split == "test" or set(config.eval.split) != set(Eval().split)
+        if asked and getattr(data, SPLITS[split]) is None:
+            raise UserError(
+                f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
+                f"for it (now {list(config.data.splits)}) or take it out of eval.split"
+            )
