@@ -187,7 +187,8 @@ class _Training:
             each = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
             each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
             of_slots = np.bincount(slot[part], losses[part], len(self.members)).astype(np.int64)
-            self.losses += torch.segment_reduce(each.detach(), "sum", lengths=self._on_device(of_slots))
+            # A check of the lengths would wait for the GPU.
+            self.losses += torch.segment_reduce(each.detach(), "sum", lengths=self._on_device(of_slots), unsafe=True)
             (each.sum() / self.config.grad.grad_accum_count).backward()
         for i, size in zip(batches, sizes):
             self.steps[i] += 1
