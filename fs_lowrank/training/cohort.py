@@ -86,7 +86,8 @@ def train_cohort(
     with slots.installed():
         for phase in phases:
             training.run(phase, lr)
-    set_trainable(model, phases[-1].train)
+    for phase in phases[-1:]:
+        set_trainable(model, phase.train)  # as after the training of one client
     losses = training.losses.tolist()
     return [
         (LocalResult(loss / max(steps, 1), steps, samples), {n: t.clone() for n, t in slots.of(i).items()})
