@@ -173,6 +173,10 @@ class FederatedData:
             parts.append(f"{self.num_labels} classes")
         return f"data: {', '.join(parts)}"
 
+    def splits(self) -> list[Examples | ImageExamples]:
+        """The training, validation and test examples that there are."""
+        return [part for part in (self.train, self.validation, self.test) if part is not None]
+
     @cached_property
     def clients(self) -> Sequence[Examples | ImageExamples]:
         """The training examples of each client, selected when they are asked for."""
