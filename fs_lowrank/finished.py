@@ -268,7 +268,7 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
     device, said = next(run.model.parameters()).device, []
     for ids, labels in zip(rows.examples.columns["input_ids"], rows.examples.columns["labels"], strict=True):
         first = int(np.argmax(labels != -100)) if (labels != -100).any() else len(ids)
-        prompt = torch.from_numpy(ids[:first])[None].to(device)
+        prompt = torch.from_numpy(ids[:first])[None].to(device, torch.int64)
         made = run.model.generate(  # type: ignore[operator]
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
