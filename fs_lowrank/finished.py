@@ -300,7 +300,7 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
         first = int(np.argmax(labels != IGNORED_LABEL))
         if not first:
             raise UserError("a row has no prompt of its own; of a run with loss_on: all, read rows with labelled=False")
-        prompt = torch.from_numpy(ids[:first])[None].to(device)
+        prompt = torch.from_numpy(ids[:first])[None].to(device, torch.int64)
         made = run.model.generate(  # type: ignore[operator]
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),

@@ -3,9 +3,9 @@
     python -m benchmark.speed capacity
 
 ``update`` is what the server spends on every client: its message as bytes is read, decoded, checked and kept. ``step``
-is the server's step over all clients of the round, with the change of its own model. Both grow with the number of
-adapted matrices, of which a few are measured; the table of ``docs/scale.md`` is for all of them. ``fedloru`` and
-``pfedloru`` merge in some rounds only; here is a round without.
+is the server's step over all clients of the round, with the change of its own model: it is measured for a few of the
+adapted matrices, one after the other, and multiplied. ``fedloru`` and ``pfedloru`` merge in some rounds only; here is a
+round without.
 """
 
 from __future__ import annotations
@@ -45,25 +45,32 @@ def methods() -> list[str]:
 
 
 @torch.no_grad()
-def measure(name: str, width: int, modules: int, rank: int, clients: int, repeats: int = 3) -> dict[str, Any]:
+def measure(
+    name: str, width: int, modules: int, rank: int, clients: int, measured: int = 0, repeats: int = 3
+) -> dict[str, Any]:
     """One method at one size.
 
+    Args:
+        modules: adapted matrices. measured: of them, those of the step that is measured; 0: all.
     Returns:
-        ``up_bytes`` of a client and ``down_bytes`` to it, for the measured modules; seconds of ``update``, for one
-        client, and of ``step``, for all ``clients``: the medians over ``repeats``.
+        ``up_bytes`` of a client and ``down_bytes`` to it; seconds of ``update``, for one client, and of ``step``, for
+        all ``clients``: the medians over ``repeats``. All are for ``modules``.
     """
+    measured = measured or modules
+    times = modules // measured
     spec = AdapterSpec(r=rank, lora_alpha=ALPHA, target_modules=("q", "v"))
     method = create_method(name, adapter=spec, rounds=9, seed=0)
-    model: nn.Module = method.adapt(Layers(modules, width, width))
+    model: nn.Module = method.adapt(Layers(measured, width, width))
     state, draw = method.initial_state(model), torch.Generator().manual_seed(0)
     wanted = [method.expected(state, 1, k) for k in range(1, clients + 1)]
     raw = [{n: torch.randn(t.shape, generator=draw) / width for n, t in own.items()} for own in wanted]
-    sent = Parcel(raw[0], round=1, samples=100, loss=1.0).to_bytes()
     updates = [check_update(Update(k, 100, own), want) for k, (own, want) in enumerate(zip(raw, wanted), 1)]
+    whole = {f"{i}.{n}": t for i in range(times) for n, t in wanted[0].items()}
+    sent = Parcel({n: torch.randn(t.shape) for n, t in whole.items()}, round=1, samples=100, loss=1.0).to_bytes()
     message: dict[str, torch.Tensor] = {}
 
     def receive() -> None:
-        check_update(Update(1, 100, Parcel.of(sent).tensors), wanted[0])
+        check_update(Update(1, 100, Parcel.of(sent).tensors), whole)
 
     def step() -> None:
         message.update(method.aggregate(updates, state, 1)[1])
@@ -71,25 +78,25 @@ def measure(name: str, width: int, modules: int, rank: int, clients: int, repeat
 
     seconds = race({"update": receive, "step": step}, repeats)
     return {
-        "up_bytes": nbytes(updates[0].tensors),
-        "down_bytes": nbytes(method.tailor(message, 1)),
-        **{f"{name}_seconds": taken for name, taken in seconds.items()},
+        "up_bytes": times * nbytes(updates[0].tensors),
+        "down_bytes": times * nbytes(method.tailor(message, 1)),
+        "update_seconds": seconds["update"],
+        "step_seconds": times * seconds["step"],
     }
 
 
 def lines(results: list[dict[str, Any]]) -> list[str]:
-    """The table of ``docs/scale.md``: every model in full, from the matrices that were measured."""
+    """A table of the results, in Markdown."""
     head = "| method | model, rank | clients | up, MB | down, MB | update, ms | step, s | clients a second |"
     table = [head, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for found in results:
-        whole = found["modules"] / found["measured"]
-        update, step = whole * found["update_seconds"], whole * found["step_seconds"]
+        update, step = found["update_seconds"], found["step_seconds"]
         cells = [
             f"`{found['method']}`",
             f"{found['model']}, {found['rank']}",
             f"{found['clients']}",
-            f"{whole * found['up_bytes'] / 1e6:.3g}",
-            f"{whole * found['down_bytes'] / 1e6:.3g}",
+            f"{found['up_bytes'] / 1e6:.3g}",
+            f"{found['down_bytes'] / 1e6:.3g}",
             f"{1e3 * update:.3g}",
             f"{step:.3g}",
             f"{found['clients'] / (found['clients'] * update + step):.3g}",
@@ -106,7 +113,7 @@ def run(repeats: int = 3) -> dict[str, Any]:
             for rank in RANKS:
                 for clients in CLIENTS:
                     for name in methods():
-                        found = measure(name, width, measured, rank, clients, repeats)
+                        found = measure(name, width, modules, rank, clients, measured, repeats)
                         about = {"method": name, "model": model, "width": width, "modules": modules}
                         results.append({**about, "measured": measured, "rank": rank, "clients": clients, **found})
                         gc.collect()
@@ -120,9 +127,9 @@ def run(repeats: int = 3) -> dict[str, Any]:
                 f"{name}, {many} clients, RoBERTa-large, rank {RANKS[0]}",
                 f"step ÷ the step with {few} clients",
                 large["step_seconds"] / small["step_seconds"],
-                f"{large['measured']} of {large['modules']} matrices: step {1e3 * large['step_seconds']:.3g} ms, "
-                f"a client's update {1e3 * large['update_seconds']:.3g} ms, {large['up_bytes'] / 1e3:.0f} kB up, "
-                f"{large['down_bytes'] / 1e3:.0f} kB down",
+                f"step {1e3 * large['step_seconds']:.3g} ms, a client's update "
+                f"{1e3 * large['update_seconds']:.3g} ms, {large['up_bytes'] / 1e6:.3g} MB up, "
+                f"{large['down_bytes'] / 1e6:.3g} MB down",
             )
         )
     return {"threads": 1, "rows": rows, "results": results, "table": lines(results)}

@@ -386,7 +386,7 @@ def _groups(rows: Rows, field: str | None) -> dict[Any, np.ndarray]:
 def _dirichlet(rng: np.random.Generator | np.random.RandomState, alpha: float, count: int) -> np.ndarray:
     shares = rng.dirichlet(np.full(count, alpha))
     if not abs(shares.sum() - 1) < 1e-6:  # alpha too large or too small for a float: use the limit
-        shares = np.full(count, 1.0 / count) if alpha > 1 else np.eye(count)[rng.choice(count)]
+        shares = np.full(count, 1.0 / count) if alpha > 1 else (np.arange(count) == rng.choice(count)).astype(float)
     return shares
 
 

@@ -25,11 +25,11 @@ def test_a_run_of_a_few_of_many_clients_is_measured(monkeypatch, no_curves):
 
 @pytest.mark.parametrize("name", capacity.methods())
 def test_what_a_server_does_for_a_client_is_measured(name):
-    found = capacity.measure(name, width=24, modules=3, rank=2, clients=4, repeats=1)
+    some, found = (capacity.measure(name, 24, modules, 2, 4, measured=3, repeats=1) for modules in (3, 6))
     assert all(value > 0 for value in found.values())
-    about = {"method": name, "model": "m", "modules": 6, "measured": 3, "rank": 2, "clients": 4}
-    *_, line = capacity.lines([{**about, **found}])
-    assert line.startswith(f"| `{name}` | m, 2 | 4 | {2 * found['up_bytes'] / 1e6:.3g} |")
+    assert [found[key] for key in ("up_bytes", "down_bytes")] == [2 * some[key] for key in ("up_bytes", "down_bytes")]
+    *_, line = capacity.lines([{"method": name, "model": "m", "rank": 2, "clients": 4, **found}])
+    assert line.startswith(f"| `{name}` | m, 2 | 4 | {found['up_bytes'] / 1e6:.3g} |")
 
 
 def test_the_guide_says_of_every_method_whether_sums_are_enough():
