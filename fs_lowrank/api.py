@@ -63,7 +63,7 @@ def run(
         with (
             generators_kept(),
             start_method_kept(),
-            shown(config.federate.method, rounds, progress, on_round, on_client) as (told, heard),
+            shown(config.federate.method, rounds, progress, on_round, on_client, config.is_language) as (told, heard),
         ):
             result: RunResult = module.run(config, resume=bool(resume), on_round=told, on_client=heard)
     except Exception as error:
@@ -114,6 +114,7 @@ def compare(
         overrides: values that take precedence, as for ``load_config``. A key in ``lowrank``, such as
             ``lowrank.ranks``, may belong to any of the methods, and applies to those that have it.
         resume, overwrite, progress: as for ``run``, for the run of every method; a method that has no run yet starts.
+            Of the rows, ``pooled`` continues as a run does, and ``local`` begins again unless it has ended.
 
     Raises:
         UserError: an unknown method, or an override that none of the methods has (raised before anything runs); and
@@ -151,7 +152,7 @@ def compare(
         with (
             generators_kept(),
             start_method_kept(),
-            shown(name, config.federate.total_round_num, progress, *told) as told,
+            shown(name, config.federate.total_round_num, progress, *told, config.is_language) as told,
         ):
             results[name] = run_row(name, configs[name], bool(resume), *told)
     first = next(iter(results.values()))

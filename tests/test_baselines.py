@@ -1,15 +1,18 @@
 """The rows ``local`` and ``pooled`` of a comparison, and comparisons over seeds."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import fs_lowrank
-from fs_lowrank import UserError, cli
+from fs_lowrank import RunFailed, UserError, baselines, cli
 from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
+from fs_lowrank.page import read_runs, write_page
 
 
 @pytest.fixture
@@ -48,6 +51,74 @@ def test_rows_have_the_same_data_and_nothing_to_send(few, no_curves):
     assert results["local"].final["client_test_acc_mean"] == pytest.approx(
         sum(client["client_test"]["acc"] for client in alone["clients"]) / 3
     )
+
+
+@pytest.fixture
+def second_diverges(monkeypatch):
+    """The training of client 2, alone, ends with a weight that is not finite."""
+    train = baselines.train_client
+
+    def diverging(model, *rest, owner, **more):
+        trained = train(model, *rest, owner=owner, **more)
+        if owner == "client 2":
+            with torch.no_grad():
+                next(p for p in model.parameters() if p.requires_grad).view(-1)[0] = torch.nan
+        return trained
+
+    monkeypatch.setattr(baselines, "train_client", diverging)
+
+
+def strict(path):
+    """A JSON file, in which NaN and Infinity are errors."""
+    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{path} has {name}"))
+
+
+def test_a_client_that_diverges_alone_is_left_out_and_named(few, no_curves, second_diverges, caplog, tmp_path):
+    few = {**few, "outdir": str(tmp_path / "a"), "eval": {"split": ["test"], "client_scores": True}}
+    result = fs_lowrank.compare(fs_lowrank.load_config(few), ["fedlora", "local"])["local"]
+    (record,) = result.history
+    assert record["clients"] == [1, 3] and [f["client"] for f in record["failed"]] == [2]
+    assert "diverged" in record["failed"][0]["reason"] and "client 2 is left out" in caplog.text
+    assert list(result.clients_frame()["failed"]) == [0, 1, 0]
+    assert all(math.isfinite(value) for value in result.final.values())
+    for name in ("local.json", "summary.json", "data.json"):
+        strict(result.outdir / name)
+    scores = [client["test"]["acc"] for client in strict(result.outdir / "local.json")["clients"]]
+    assert len(scores) == 2 and result.final["test_acc"] == pytest.approx(sum(scores) / 2)
+
+
+def test_if_every_client_diverges_that_is_said(few, tmp_path):
+    few["train"] = {**few["train"], "optimizer": {"type": "SGD", "lr": 1e30}}
+    row = baselines.row_config("local", fs_lowrank.load_config(few), tmp_path / "local")
+    with pytest.raises(RunFailed, match="its training diverged: .* is not finite, of client 1 and all others; lower"):
+        baselines.run_row("local", row)
+    assert not (tmp_path / "local" / "summary.json").exists()
+
+
+def test_the_row_local_is_a_run_for_the_page_and_for_what_chance_reaches(few, no_curves, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
+    compare = ["compare", "--cfg", str(tmp_path / "run.yaml"), "--methods", "rolora,local,pooled"]
+    slow = ["train.optimizer.lr", "1e-9"]
+    assert cli.main([*compare, *slow]) == 0
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "local: nothing was learned" in out and out.count("round   2/2") == 3
+    shown = {run.name: run for run in read_runs([few["outdir"]])}
+    assert list(shown) == ["local", "pooled", "rolora"] and all(run.ended for run in shown.values())
+    page = write_page(list(shown.values()), tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "local: nothing was learned" in page and "pooled: nothing was learned" in page
+    before = (Path(few["outdir"]) / "comparison.json").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baselines, "train_client", None)  # no client is trained again
+        assert cli.main([*compare, "--resume", *slow]) == 0
+    final = [
+        json.loads(text)["local"]["final"] for text in (before, (Path(few["outdir"]) / "comparison.json").read_text())
+    ]
+    assert final[0] == final[1] and "test_acc" in final[0]
+    assert cli.main([*compare, "--resume", *slow, "federate.total_round_num", "3"]) == 0
+    assert json.loads((Path(few["outdir"]) / "local" / "local.json").read_text())["rounds_of_a_client"] == 3
+    row = baselines.row_config("local", fs_lowrank.load_config(few), Path(few["outdir"]) / "local")
+    with pytest.raises(UserError, match="holds a run already"):
+        baselines.run_row("local", row)
 
 
 @pytest.mark.parametrize(

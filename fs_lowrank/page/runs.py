@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import Config, load_config
 from ..errors import UserError
-from ..runs.chance import Chance
+from ..runs.chance import Chance, shown_metrics
 from ..runs.records import read_records
 from ..versions import check_schema
 
@@ -22,6 +22,7 @@ class Shown:
 
     Attributes:
         name: that tells it from the others. summary: empty while the run goes on.
+        history: the records, with the metrics by the names that a reader sees.
     """
 
     name: str
@@ -67,7 +68,11 @@ def read_runs(folders: Iterable[str | Path]) -> list[Shown]:
     if len({p.resolve() for p in found}) < len(found):
         raise UserError(f"the same run is named twice among {', '.join(map(str, found))}")
     configs = [load_config(folder / "config.yaml") for folder in found]
-    methods = [config.federate.method for config in configs]
+    # The rows of a comparison have its name for them, and the method that they are made of in their configuration.
+    methods = [
+        folder.name if (folder.parent / "comparison.json").exists() else config.federate.method
+        for folder, config in zip(found, configs)
+    ]
     common = Path(os.path.commonpath([folder.resolve().parent for folder in found]))
     places = [str(folder.resolve().relative_to(common)) for folder in found]
     names = methods if len(set(methods)) == len(methods) else places
@@ -84,4 +89,6 @@ def _read(name: str, folder: Path, config: Config) -> Shown:
         if files[file]:
             check_schema(files[file], folder / file)
     history = read_records(folder / "rounds.jsonl", up_to=10**9)
+    for record in history:
+        record["metrics"] = {split: shown_metrics(of, config.is_language) for split, of in record["metrics"].items()}
     return Shown(name, folder, config, history, files["data.json"], files["summary.json"])
