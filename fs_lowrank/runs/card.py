@@ -45,7 +45,8 @@ def model_card(
         ("written by", f"fs-lowrank {__version__}"),
     ]
     rows.append(("round", f"{round}, " + (f"the best by {best}" if best else "the last")))
-    measured = [(name, f"{value:.4g}") for name, value in sorted(shown_metrics(figures, config.is_language).items())]
+    shown = shown_metrics(figures, config.is_language)
+    measured = [(name.replace(" ", "_"), f"{value:.4g}") for name, value in sorted(shown.items())]
     if facts.get("majority") is not None:
         measured.append(("majority class of the test set", f"{facts['majority']:.4g}"))
     return "\n".join(

@@ -85,10 +85,10 @@ class RunResult:
 
     def _figures(self) -> list[tuple[str, str]]:
         """What is shown of the result: name and value."""
-        rows = [(name, f"{value:.4g}") for name, value in self.shown.items() if name != "best_round"]
+        rows = [(n.replace(" ", "_"), f"{value:.4g}") for n, value in self.shown.items() if n != "best_round"]
         if self.best:
             best = shown_metrics(self.best, self.language)
-            of_best = ", ".join(f"{n} {v:.4g}" for n, v in best.items() if n.startswith("test_"))
+            of_best = ", ".join(f"{n.replace(' ', '_')} {v:.4g}" for n, v in best.items() if n.startswith("test_"))
             rows.append((f"best round by {self.best['by']}", f"{self.best['round']}" + (of_best and f": {of_best}")))
         return rows
 
