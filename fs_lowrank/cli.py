@@ -303,7 +303,7 @@ def _compare(args: argparse.Namespace) -> None:
             lines, path = seeds.compare_seeds(
                 args,
                 methods,
-                lambda text: console.print(f"[bold]{text}[/]"),
+                lambda text: console.print(f"[bold]{text}[/]", soft_wrap=True),
                 on_method=lambda name: console.print(f"[bold]{name}[/]"),
                 on_round=live.on_round,
                 on_client=live.on_client,

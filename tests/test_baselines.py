@@ -148,11 +148,13 @@ def test_names_and_seeds():
 
 def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys, no_curves):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
-    arguments = ["--methods", "fedlora,local", "--seeds", "4,5", "federate.total_round_num", "1"]
+    slow = {"federate.total_round_num": 1, "train.optimizer.lr": 1e-9}
+    arguments = ["--methods", "fedlora,local", "--seeds", "4,5", *(str(word) for pair in slow.items() for word in pair)]
     assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), *arguments]) == 0
     out = capsys.readouterr().out
     kept = json.loads((Path(few["outdir"]) / "seeds.json").read_text())
-    changes = {"seed": 5, "federate.total_round_num": 1, "outdir": str(tmp_path / "alone")}
+    assert all(f"{name}, seed {seed}: nothing was learned" in out for name in ("fedlora", "local") for seed in (4, 5))
+    changes = {**slow, "seed": 5, "outdir": str(tmp_path / "alone")}
     single = fs_lowrank.run(fs_lowrank.load_config(few, changes))
     losses = kept["values"]["fedlora"]["test_loss"]
     assert kept["seeds"] == [4, 5] and losses[1] == single.final["test_loss"] != losses[0]
