@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from fs_lowrank import UserError
 from fs_lowrank.commands.finished import BEST
 from fs_lowrank.jobs import shell, tables
+from fs_lowrank.jobs.files import to_json
 
 console = shell.make_console(120)
 
@@ -51,7 +51,7 @@ def _score(args: argparse.Namespace) -> None:
         found = scorers.score(run.model, run.tokenizer, spec, args.data)
     if args.json:
         try:
-            args.json.write_text(json.dumps({"run": str(run.saved), **spec, "scores": found}, indent=1))
+            args.json.write_text(to_json({"run": str(run.saved), **spec, "scores": found}, indent=1))
         except OSError as error:
             raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
     lines = [("task", "samples", "score", "value")]

@@ -3,7 +3,9 @@
 Both train what ``fedlora`` trains (``fedavg`` without an adapter), from the same start, on the same split of the data,
 with the optimizer and the schedule of the configuration.
 
-- ``local``: every client trains alone, for as many rounds as it takes part in on average. Nothing is sent.
+- ``local``: every client trains alone, for as many rounds as it takes part in on average. Nothing is sent. A client
+  whose training diverges is left out of the means, and named in the record. The folder has the files of a run of one
+  round, and ``local.json`` with the scores of each client; a row that has ended is read again, and not repeated.
 - ``pooled``: one client holds all training data and takes as many steps as all clients of a round together. Where
   training is counted in epochs, it passes over the data as often as a client does over its own.
 """
@@ -12,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +25,25 @@ import numpy as np
 
 from .config import Config
 from .engines.local import LocalEngine
-from .errors import UserError
-from .jobs.files import write_text
+from .errors import RunFailed, UserError
+from .jobs.files import replacing, to_json, write_text
 from .methods import requirements
 from .models.adapters import load_tensors
+from .models.names import all_tensors
 from .rounds.evaluator import CLIENTS, Evaluator
+from .rounds.finite import not_finite
+from .rounds.record import Failure
 from .rounds.site import Site
+from .runs.environment import write_environment
 from .runs.folder import check_outdir
+from .runs.records import Records, read_records
 from .runs.result import RunResult
 from .seeds import derive
 from .training import train_client
 from .training.schedule import lr_at
 from .versions import SCHEMA
+
+logger = logging.getLogger("fs_lowrank")
 
 ROWS = ("local", "pooled")
 _BYTES = [f"{direction}_bytes{bare}" for direction in ("uplink", "downlink") for bare in ("", "_without_head")]
@@ -92,16 +102,72 @@ def run_row(
         history = [{**r, **none, "client_uplink_bytes": {}, "client_downlink_bytes": {}} for r in result.history]
         facts = {**result.facts, "method": name, "formula_bytes": 0}
         return dataclasses.replace(result, history=history, facts=facts)
-    return _alone(config, on_client)
+    if not resume:
+        check_outdir(config, resume)
+    site, outdir = Site(config), Path(config.outdir)
+    facts = {
+        "method": "local",
+        "source": site.data.source,
+        "data": site.data.fingerprint,
+        "model": site.base_fingerprint,
+        "config": config.fingerprint(),
+        "clients": [c.num_samples for c in site.clients],
+        "rows": site.data.counts(),
+        "columns": site.data.columns,
+        "held_out": {split: len(examples) for split, examples in site.held_out().items()},
+        "majority": site.data.majority,
+        "parameters": site.parameters,
+        "images": site.data.image_shape,
+        "labels": site.data.label_names,
+        "formula_bytes": 0,
+        "own_models": True,
+    }
+    ended = resume and _has_ended(outdir, facts)
+    history = read_records(outdir / "rounds.jsonl", up_to=config.federate.total_round_num) if ended else []
+    history = history or _written(site, _alone(site, on_client), facts)
+    record = history[-1]
+    if on_round:
+        on_round(record)
+    final = {f"{split}_{name}": value for split, values in record["metrics"].items() for name, value in values.items()}
+    return RunResult(history, final, outdir, site.model, True, {"records": outdir / "local.json"}, facts)
 
 
-def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) -> RunResult:
-    """Every client alone; ``final`` has the means over the clients of their scores."""
-    site = Site(config)
-    evaluator, count = Evaluator(site), len(site.clients)
+def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:
+    """Whether the folder holds this row, of the same configuration, data and model."""
+    path = outdir / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return all(summary.get(key) == facts[key] for key in ("method", "data", "model", "config"))
+
+
+def _written(site: Site, found: dict[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Write the files of the row; returns its only record, as it is in the file."""
+    outdir, record = Path(site.config.outdir), found.pop("record")
+    with replacing(outdir / "config.yaml") as aside:
+        site.config.dump(aside)
+    write_environment(outdir / "environment.json", site.new_weights, None)
+    write_text(outdir / "data.json", to_json({"schema": SCHEMA, **site.data.record()}, separators=(",", ":")))
+    records = Records(outdir / "rounds.jsonl")
+    records.add(record)
+    final = {f"{split}_{name}": value for split, values in record["metrics"].items() for name, value in values.items()}
+    about = {"schema": SCHEMA, "final": final, "seed": site.config.seed}
+    write_text(outdir / "local.json", to_json({**about, **found}, indent=1))
+    write_text(outdir / "summary.json", to_json({**about, "bytes": dict.fromkeys(_BYTES, 0), **facts}, indent=1))
+    return records.history
+
+
+def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> dict[str, Any]:
+    """Train every client alone.
+
+    Returns:
+        ``record``, as of a round, with the means over the clients; ``rounds_of_a_client``; ``clients``: the scores.
+    Raises:
+        RunFailed: the training of every client diverged.
+    """
+    config, evaluator, count = site.config, Evaluator(site), len(site.clients)
     rounds = math.ceil(config.federate.total_round_num * config.sampled_per_round / count)
     start, began = site.method.view(site.initial_state), time.perf_counter()
     scores: list[dict[str, Any]] = []
+    failed: list[Failure] = []
     losses, samples = [], 0
     for done, client in enumerate(site.clients):
         if on_client:
@@ -119,6 +185,13 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
                 prefix=site.prefix,
             )
             samples += trained.samples
+        tensors = all_tensors(site.model)
+        diverged = not_finite({name: tensors[name] for name in start})
+        if diverged or not math.isfinite(trained.loss):
+            reason = f"its training diverged: {diverged or 'its loss'} is not finite"
+            logger.warning("local: client %d is left out: %s", client.id, reason)
+            failed.append({"client": client.id, "kind": "failed", "reason": reason})
+            continue
         losses.append(trained.loss)
         score: dict[str, Any] = {"client": client.id, "samples": client.num_samples}
         score |= {split: evaluator.score(examples, split) for split, examples in site.held_out().items()}
@@ -126,6 +199,8 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
         if own is not None:
             score[CLIENTS] = {**evaluator.score(own, f"client {client.id} test"), "samples": len(own)}
         scores.append(score)
+    if not scores:
+        raise RunFailed(f"local: {failed[0]['reason']}, of client 1 and all others; lower train.optimizer.lr")
     metrics: dict[str, dict[str, Any]] = {}
     for split in site.held_out():
         metrics[split] = {m: float(np.mean([s[split][m] for s in scores])) for m in ("acc", "loss")}
@@ -137,8 +212,8 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
     record = {
         "round": config.federate.total_round_num,
         "selected": [],
-        "clients": [client.id for client in site.clients],
-        "failed": [],
+        "clients": [score["client"] for score in scores],
+        "failed": failed,
         "samples": samples,
         "loss": float(np.mean(losses)),
         "metrics": metrics,
@@ -148,23 +223,4 @@ def _alone(config: Config, on_client: Callable[[int, int, int], object] | None) 
         "client_downlink_bytes": {},
         "seconds": {"training": time.perf_counter() - began, "aggregation": 0.0, "evaluation": 0.0},
     }
-    outdir = Path(config.outdir)
-    facts = {
-        "method": "local",
-        "source": site.data.source,
-        "data": site.data.fingerprint,
-        "model": site.base_fingerprint,
-        "config": config.fingerprint(),
-        "clients": [c.num_samples for c in site.clients],
-        "held_out": {split: len(examples) for split, examples in site.held_out().items()},
-        "majority": site.data.majority,
-        "parameters": site.parameters,
-        "images": site.data.image_shape,
-        "labels": site.data.label_names,
-        "formula_bytes": 0,
-        "own_models": True,
-    }
-    final = {f"{split}_{name}": value for split, values in metrics.items() for name, value in values.items()}
-    about = {"schema": SCHEMA, "final": final, "rounds_of_a_client": rounds, "clients": scores, "seed": config.seed}
-    write_text(outdir / "local.json", json.dumps(about, indent=1))
-    return RunResult([record], final, outdir, site.model, True, {"records": outdir / "local.json"}, facts)
+    return {"record": record, "rounds_of_a_client": rounds, "clients": scores}

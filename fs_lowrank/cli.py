@@ -107,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Live:
-    """Prints one line per round, and shows progress within the round on a terminal."""
+    """Prints one line per round of a run, and shows progress within the round on a terminal."""
 
     def __init__(self, config):
-        self.rounds, self.language = config.federate.total_round_num, config.model.task == "CausalLM"
+        self.rounds, self.language = config.federate.total_round_num, config.is_language
         self.status = console.status("starting") if console.is_terminal else None
         if self.status:
             self.status.start()
@@ -298,7 +298,7 @@ def _compare(args: argparse.Namespace) -> None:
             lines, path = seeds.compare_seeds(
                 args,
                 methods,
-                lambda text: console.print(f"[bold]{text}[/]"),
+                lambda text: console.print(f"[bold]{text}[/]", soft_wrap=True),
                 on_method=lambda name: console.print(f"[bold]{name}[/]"),
                 on_round=live.on_round,
                 on_client=live.on_client,

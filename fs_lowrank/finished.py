@@ -29,6 +29,7 @@ from .models.build import build_model, build_tokenizer
 from .rounds.site import device_of
 from .runs.best import KINDS
 from .runs.records import read_records
+from .runs.summary import perplexity
 from .settings import Origin
 from .training import evaluate
 from .versions import check_schema
@@ -258,7 +259,7 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
             **scores,
             "tokens": counted,
             "acc_error": math.sqrt(scores["acc"] * (1 - scores["acc"]) / max(counted, 1)),
-            "perplexity": math.exp(min(scores["loss"], 700.0)),
+            "perplexity": perplexity(scores["loss"]),
         }
     labels = np.asarray(rows.examples.labels)
     predicted = probabilities(run, rows.examples).argmax(axis=1)

@@ -1,15 +1,18 @@
 """The rows ``local`` and ``pooled`` of a comparison, and comparisons over seeds."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import fs_lowrank
-from fs_lowrank import UserError, cli
+from fs_lowrank import RunFailed, UserError, baselines, cli
 from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
+from fs_lowrank.page import read_runs, write_page
 from fs_lowrank.runs.split import read_split
 
 
@@ -51,6 +54,74 @@ def test_rows_have_the_same_data_and_nothing_to_send(few, no_curves):
     )
 
 
+@pytest.fixture
+def second_diverges(monkeypatch):
+    """The training of client 2, alone, ends with a weight that is not finite."""
+    train = baselines.train_client
+
+    def diverging(model, *rest, owner, **more):
+        trained = train(model, *rest, owner=owner, **more)
+        if owner == "client 2":
+            with torch.no_grad():
+                next(p for p in model.parameters() if p.requires_grad).view(-1)[0] = torch.nan
+        return trained
+
+    monkeypatch.setattr(baselines, "train_client", diverging)
+
+
+def strict(path):
+    """A JSON file, in which NaN and Infinity are errors."""
+    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{path} has {name}"))
+
+
+def test_a_client_that_diverges_alone_is_left_out_and_named(few, no_curves, second_diverges, caplog, tmp_path):
+    few = {**few, "outdir": str(tmp_path / "a"), "eval": {"split": ["test"], "client_scores": True}}
+    result = fs_lowrank.compare(fs_lowrank.load_config(few), ["fedlora", "local"])["local"]
+    (record,) = result.history
+    assert record["clients"] == [1, 3] and [f["client"] for f in record["failed"]] == [2]
+    assert "diverged" in record["failed"][0]["reason"] and "client 2 is left out" in caplog.text
+    assert list(result.clients_frame()["failed"]) == [0, 1, 0]
+    assert all(math.isfinite(value) for value in result.final.values())
+    for name in ("local.json", "summary.json", "data.json"):
+        strict(result.outdir / name)
+    scores = [client["test"]["acc"] for client in strict(result.outdir / "local.json")["clients"]]
+    assert len(scores) == 2 and result.final["test_acc"] == pytest.approx(sum(scores) / 2)
+
+
+def test_if_every_client_diverges_that_is_said(few, tmp_path):
+    few["train"] = {**few["train"], "optimizer": {"type": "SGD", "lr": 1e30}}
+    row = baselines.row_config("local", fs_lowrank.load_config(few), tmp_path / "local")
+    with pytest.raises(RunFailed, match="its training diverged: .* is not finite, of client 1 and all others; lower"):
+        baselines.run_row("local", row)
+    assert not (tmp_path / "local" / "summary.json").exists()
+
+
+def test_the_row_local_is_a_run_for_the_page_and_for_what_chance_reaches(few, no_curves, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
+    compare = ["compare", "--cfg", str(tmp_path / "run.yaml"), "--methods", "rolora,local,pooled"]
+    slow = ["train.optimizer.lr", "1e-9"]
+    assert cli.main([*compare, *slow]) == 0
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "local: nothing was learned" in out and out.count("round   2/2") == 3
+    shown = {run.name: run for run in read_runs([few["outdir"]])}
+    assert list(shown) == ["local", "pooled", "rolora"] and all(run.ended for run in shown.values())
+    page = write_page(list(shown.values()), tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "local: nothing was learned" in page and "pooled: nothing was learned" in page
+    before = (Path(few["outdir"]) / "comparison.json").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baselines, "train_client", None)  # no client is trained again
+        assert cli.main([*compare, "--resume", *slow]) == 0
+    final = [
+        json.loads(text)["local"]["final"] for text in (before, (Path(few["outdir"]) / "comparison.json").read_text())
+    ]
+    assert final[0] == final[1] and "test_acc" in final[0]
+    assert cli.main([*compare, "--resume", *slow, "federate.total_round_num", "3"]) == 0
+    assert json.loads((Path(few["outdir"]) / "local" / "local.json").read_text())["rounds_of_a_client"] == 3
+    row = baselines.row_config("local", fs_lowrank.load_config(few), Path(few["outdir"]) / "local")
+    with pytest.raises(UserError, match="holds a run already"):
+        baselines.run_row("local", row)
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -78,11 +149,13 @@ def test_names_and_seeds():
 
 def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys, no_curves):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
-    arguments = ["--methods", "fedlora,local", "--seeds", "4,5", "federate.total_round_num", "1"]
+    slow = {"federate.total_round_num": 1, "train.optimizer.lr": 1e-9}
+    arguments = ["--methods", "fedlora,local", "--seeds", "4,5", *(str(word) for pair in slow.items() for word in pair)]
     assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), *arguments]) == 0
     out = capsys.readouterr().out
     kept = json.loads((Path(few["outdir"]) / "seeds.json").read_text())
-    changes = {"seed": 5, "federate.total_round_num": 1, "outdir": str(tmp_path / "alone")}
+    assert all(f"{name}, seed {seed}: nothing was learned" in out for name in ("fedlora", "local") for seed in (4, 5))
+    changes = {**slow, "seed": 5, "outdir": str(tmp_path / "alone")}
     single = fs_lowrank.run(fs_lowrank.load_config(few, changes))
     losses = kept["values"]["fedlora"]["test_loss"]
     assert kept["seeds"] == [4, 5] and losses[1] == single.final["test_loss"] != losses[0]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..jobs.files import write_text
+from ..jobs.files import to_json, write_text
 from ..jobs.shell import names
 from ..jobs.tables import write_tables
+from ..versions import SCHEMA
 
 
 def parse(text: str) -> list[int]:
@@ -43,8 +43,8 @@ def compare_seeds(
     from ..api import compare
     from ..baselines import split_names
     from ..config import load_for
+    from ..runs.chance import Chance
     from ..runs.plots import curves, save, setting_of
-    from ..runs.summary import for_people
 
     seeds = parse(args.seeds)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
@@ -60,25 +60,34 @@ def compare_seeds(
         facts = next(iter(results.values())).facts
         for name, result in results.items():
             histories.setdefault(name, []).append(result.history)
-            for metric, value in for_people(result.final, result.language).items():
+            chance = Chance.of_run(Path(result.outdir), "test")
+            if chance and (verdict := chance.verdict({"test_acc": result.final.get("test_acc")})):
+                announce(f"{name}, seed {seed}: {verdict}")
+            for metric, value in result.final.items():
                 values.setdefault(name, {}).setdefault(metric, []).append(value)
     path = outdir / "seeds.json"
-    write_text(path, json.dumps({"seeds": seeds, "values": values}, indent=1))
+    write_text(path, to_json({"schema": SCHEMA, "seeds": seeds, "values": values}, indent=1))
     drawn = curves(histories, facts["majority"], title=setting_of(config, seeds=seeds), sizes=facts.get("held_out"))
     save(drawn, outdir / "curves.png")
-    lines = _table(values, len(seeds))
+    lines = _table(values, len(seeds), config.is_language)
     write_tables(lines, outdir / "seeds.csv")
     return lines, path
 
 
-def _table(values: Mapping[str, Mapping[str, Sequence[float]]], count: int) -> list[list[str]]:
+def _table(given: Mapping[str, Mapping[str, Sequence[float]]], count: int, language: bool) -> list[list[str]]:
+    from ..runs.summary import for_people
+
+    values: dict[str, dict[str, list[float]]] = {}
+    for name, measured in given.items():
+        whole = {metric: found for metric, found in measured.items() if len(found) == count}
+        by_seed = [for_people({m: found[i] for m, found in whole.items()}, language) for i in range(count)]
+        values[name] = {metric: [of[metric] for of in by_seed] for metric in by_seed[0]}
     metrics = sorted({m for of in values.values() for m in of if m != "best_round"})
     lines = [["method", *(m.replace("_", "\n") for m in metrics)]]
     for name, of in values.items():
         cells = []
         for metric in metrics:
-            found = of.get(metric, [])
-            whole = len(found) == count
-            cells.append(f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}" if whole else "-")
+            found = of.get(metric)
+            cells.append(f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}" if found else "-")
         lines.append([name, *cells])
     return lines

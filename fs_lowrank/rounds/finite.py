@@ -52,6 +52,11 @@ def require_finite(
                 raise NotFinite(f"with the message, {name} of the model would not be finite")
 
 
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor that has a NaN or Inf; None if all are finite."""
+    return next((name for name, tensor in tensors.items() if not math.isfinite(_magnitude(tensor))), None)
+
+
 def _magnitude(value: Tensor | float | int) -> float:
     """The largest absolute value; NaN if one is not finite. 0 for other dtypes, which are always finite."""
     if not isinstance(value, Tensor):

@@ -18,6 +18,7 @@ CONTENTS = (
     *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf")),
     *(f"{name}.{kind}" for name in ("summary", "client_scores") for kind in ("csv", "tex")),
     *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
+    "local.json",
     "exp_print.log",
 )
 #: of further processes

@@ -38,6 +38,11 @@ def seconds(history: Sequence[dict]) -> dict[str, float]:
     return total
 
 
+def perplexity(loss: float) -> float:
+    """Of a mean loss by token; that of 700 for a larger one, beyond which there is no such number."""
+    return math.exp(min(loss, 700.0))
+
+
 def for_people(metrics: Mapping[str, float], language: bool) -> dict[str, float]:
     """Metrics by the names that people are shown.
 
@@ -53,7 +58,7 @@ def for_people(metrics: Mapping[str, float], language: bool) -> dict[str, float]
     for name, value in metrics.items():
         named[re.sub(r"(?<![a-z])acc(?![a-z])", "token_acc", name)] = value
         if name.endswith("loss"):
-            named[name.removesuffix("loss") + "perplexity"] = math.exp(min(value, 700.0))
+            named[name.removesuffix("loss") + "perplexity"] = perplexity(value)
     return named
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import yaml
 
 from fs_lowrank import cli
 from fs_lowrank.runs.chance import Chance
+from fs_lowrank.runs.summary import for_people
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -57,3 +59,39 @@ def test_run_and_compare_report_that_nothing_was_learned(settings, tmp_path, cap
     score = json.loads((folder / "summary.json").read_text())["final"]["test_acc"]
     assert chance.verdict({"test_acc": score}), "an untrained model"
     assert f"fedlora: {chance.verdict({'test_acc': score})}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_names_of_a_language_models_metrics():
+    figures = {"test_acc": 0.3, "test_loss": 2.0, "test_acc_last5": 0.2, "client_test_acc_mean": 0.1, "best_round": 4}
+    assert for_people(figures, False) == figures
+    assert for_people(figures, True) == {
+        "test_token_acc": 0.3,
+        "test_loss": 2.0,
+        "test_perplexity": math.exp(2.0),
+        "test_token_acc_last5": 0.2,
+        "client_test_token_acc_mean": 0.1,
+        "best_round": 4,
+    }
+    assert for_people({"loss": math.inf}, True)["perplexity"] < math.inf
+
+
+@pytest.mark.parametrize("more", [[], ["--seeds", "1,2"]])
+def test_a_language_model_has_a_token_acc_and_a_perplexity_wherever_it_is_shown(
+    causal_settings, tmp_path, capsys, more
+):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(causal_settings))
+    few = ["federate.total_round_num", "1", "federate.client_num", "2", "train.local_update_steps", "1"]
+    few += ["eval.before", "True"]
+    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), "--methods", "fedlora", *more, *few]) == 0
+    out = capsys.readouterr().out
+    losses = [float(found) for found in re.findall(r"test loss ([\d.]+) perplexity", out)]
+    (first, *_) = re.findall(r"test loss [\d.]+ perplexity ([\d.]+) token acc [\d.]+", out)
+    assert float(first) == pytest.approx(math.exp(losses[0]), rel=1e-2)
+    assert not re.search(r"(?<!token )\bacc\b", out), out
+    outdir = tmp_path / "run"
+    table = (outdir / ("seeds.csv" if more else "comparison.csv")).read_text().splitlines()[0]
+    assert "test token acc" in table and "test perplexity" in table
+    if not more:
+        assert "test perplexity" in out.split("before round 1:")[1].splitlines()[0]
+        assert "| test_token_acc |" in (outdir / "fedlora" / "adapter" / "README.md").read_text()
+        assert "test_acc" in json.loads((outdir / "fedlora" / "summary.json").read_text())["final"]
