@@ -22,6 +22,9 @@ _SHOWN = 200
 #: the largest loss that is accepted: of float32, in which losses are computed
 _LARGEST_LOSS = torch.finfo(torch.float32).max
 
+#: the classes of tensors that are accepted
+_PLAIN = (Tensor, nn.Parameter)
+
 
 def check_loss(client: int, loss: object) -> float:
     """The mean training loss that ``client`` reports, as a float.
@@ -113,7 +116,7 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
 
 def _not_plain(tensor: object, device: torch.device | None) -> str:
     """Why ``tensor`` is not a plain dense tensor on ``device`` (None: any); empty if it is one."""
-    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter):
+    if not isinstance(tensor, Tensor) or type(tensor) not in _PLAIN:
         return f"of the class {type(tensor).__name__}, expected a tensor"
     if tensor.is_nested:
         return "a nested tensor, expected a dense one"

@@ -82,7 +82,9 @@ def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int
 
 
 def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    return {k: v.to(device, non_blocking=True) for k, v in batch.items()}
+    """``batch`` on ``device``, but for the labels of tokens: which have one is found out without waiting for a GPU."""
+    on_host = {"labels"} if batch["labels"].ndim == 2 else set()
+    return {k: v if k in on_host else v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -113,20 +115,23 @@ def label_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torc
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     if batch["labels"].ndim == 1:
         return model(**inputs).logits, batch["labels"]
-    following = batch["labels"][:, 1:]
-    labelled = following != IGNORED_LABEL
+    following = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL).flatten()
+    rows = (following != IGNORED_LABEL).nonzero().squeeze(1)
+    labels, rows = (t.to(batch["input_ids"].device, non_blocking=True) for t in (following[rows], rows))
     head: nn.Module = cast("PreTrainedModel", model).get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, args: (args[0][:, :-1][labelled],))
+    hook = head.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1).index_select(0, rows),))
     try:
-        return model(**inputs).logits, following[labelled]
+        return model(**inputs, use_cache=False).logits, labels  # keys and values serve only to generate text
     finally:
         hook.remove()
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean loss of the model on a batch."""
-    if batch["labels"].ndim == 1 or getattr(model.config, "output_router_logits", False):
-        return model(**batch).loss  # a mixture of experts adds its own loss
+    if batch["labels"].ndim == 1:
+        return model(**batch).loss
+    if getattr(model.config, "output_router_logits", False):  # a mixture of experts adds its own loss
+        return model(**{**batch, "labels": batch["labels"].to(batch["input_ids"].device)}).loss
     logits, labels = label_logits(model, batch)
     return nn.functional.cross_entropy(logits.float(), labels)
 
