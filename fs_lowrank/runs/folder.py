@@ -17,7 +17,7 @@ CONTENTS = (
     *("rounds.jsonl", "checkpoint", "summary.json", "environment.json", "data.json", "config.yaml", "summary.csv"),
     *("summary.tex", *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf"))),
     *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
-    "exp_print.log",
+    *("exp_print.log", "eval_results.log", "system_metrics.log"),  # of FederatedScope
 )
 #: of further processes
 _LOGS = "process_[0-9]*.log"
