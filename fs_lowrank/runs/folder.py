@@ -19,7 +19,7 @@ CONTENTS = (
     *(f"{name}.{kind}" for name in ("summary", "client_scores") for kind in ("csv", "tex")),
     *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
     "local.json",
-    "exp_print.log",
+    *("exp_print.log", "eval_results.log", "system_metrics.log"),  # of FederatedScope
 )
 #: of further processes
 _LOGS = "process_[0-9]*.log"
