@@ -12,16 +12,16 @@ from pathlib import Path
 
 def name_file(error: OSError) -> bool:
     """Give ``error`` the name of the file that was being written, which that of a write lacks; whether it was found."""
-    if error.filename is None:
-        opened = (
-            value.name
-            for frame, _ in traceback.walk_tb(error.__traceback__)
-            for value in frame.f_locals.values()
-            if isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
-        )
-        error.filename = next((name for name in opened if Path(name).exists()), None)
-        return error.filename is not None
-    return False
+    if error.filename is not None:
+        return False
+    opened = (
+        getattr(value, "name", None)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        for value in frame.f_locals.values()
+        if isinstance(value, io.IOBase)
+    )
+    error.filename = next((name for name in opened if isinstance(name, str) and Path(name).exists()), None)
+    return error.filename is not None
 
 
 class _LogFile(logging.FileHandler):
