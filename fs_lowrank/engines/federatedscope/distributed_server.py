@@ -12,6 +12,7 @@ import math
 import secrets
 import time
 
+import grpc
 from federatedscope.core.message import Message
 from federatedscope.core.workers import Server
 
@@ -147,11 +148,14 @@ class DistributedServer(Server):
         """Tell a client its number. Only one that receives it at its address has joined."""
         self.arriving[number] = request
         message = Message("assign_client_id", self.ID, [number], self.state, str(number), self.cur_timestamp)
+        # gRPC remembers for a second that nobody listened at the address of a client that returns.
+        returns = str(request.address) in self.comm_manager.neighbors.values()
         self.comm_manager.deliver(
             number,
             message,
             lambda failed: self._arrived(number, request, failed),
             timeout=min(self.timeout, _ANSWER),
+            insist=(grpc.StatusCode.UNAVAILABLE,) if returns else (),
             address=str(request.address),
             token=request.token,
         )

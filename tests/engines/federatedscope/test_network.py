@@ -123,7 +123,7 @@ def test_a_client_stopped_in_the_clients_evaluation_is_said_and_left_out(setting
     server = cluster.wait(*started[0])
     assert server.code == 0, server.said
     assert [r["clients"] for r in server.history] == [[1, 2], [1], [1]]
-    assert [sorted(r["metrics"]["test"]["clients"]) for r in server.history] == [["1", "2"], ["1"], ["1"]]
+    assert [sorted(r["client_scores"]) for r in server.history] == [["1", "2"], ["1"], ["1"]]
     log = (tmp_path / "run" / "exp_print.log").read_text()
     assert log.count("client 2 does not answer (deadline_exceeded") == 1 and "no evaluation of client 2" in log
     # Its share of the wait is halved each time: 8 s for the first answer, then 4, 2 and 1.
@@ -166,6 +166,7 @@ def test_a_killed_client_returns_with_the_same_command(settings, cluster, tmp_pa
     workers = {w: cluster.wait(*process) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert 2 in workers[0].history[-1]["clients"]
+    assert "cannot be reached at" not in (tmp_path / "run" / "exp_print.log").read_text(), "it is at its old address"
 
 
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
