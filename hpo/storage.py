@@ -12,12 +12,20 @@ import optuna
 from optuna.storages import BaseStorage
 
 from fs_lowrank import RunFailed, UserError
+from fs_lowrank.errors import say_once
 
 from .errors import file_exists
 from .journal import Journal
 
-#: seconds to wait for a SQLite file that another process is writing to
+#: seconds to wait for a SQLite file that another process is writing to, and for a server to let us in
 WAIT = 20.0
+#: by driver, the arguments that limit that wait
+_LIMITS = {
+    **dict.fromkeys(("pysqlite", "pg8000"), ["timeout"]),
+    **dict.fromkeys(("psycopg2", "psycopg", "mysqldb"), ["connect_timeout"]),
+    "pymysql": ["connect_timeout", "read_timeout"],
+    "mysqlconnector": ["connection_timeout"],
+}
 
 
 @contextmanager
@@ -101,11 +109,15 @@ def _check_sqlite(path: Path, create: bool) -> None:
 
 
 def _open_database(url: str, create: bool):
+    from sqlalchemy import make_url
     from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
     shown = url.rsplit("@", 1)[-1]  # never a password
-    arguments = {"connect_args": {"timeout": WAIT}} if url.startswith("sqlite") else {}
     try:
+        driver = make_url(url).get_driver_name()
+        arguments = {"connect_args": dict.fromkeys(_LIMITS.get(driver, ()), int(WAIT))}
+        if driver != "pysqlite":
+            say_once(f"asking the database {shown}, for at most {WAIT:g} s")
         try:
             return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
         except SQLAlchemyError:
@@ -115,7 +127,7 @@ def _open_database(url: str, create: bool):
         raise UserError(
             f"storage {shown}: {error}; expected a path, sqlite:///FILE, or a server's URL, whose driver is installed"
         ) from None
-    except SQLAlchemyError as error:
+    except (SQLAlchemyError, OSError) as error:
         raise UserError(f"storage {shown}: cannot be used: {str(error).splitlines()[0]}") from None
     except RuntimeError as error:
         raise UserError(f"storage {shown} is of another version of Optuna: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sqlite3
 import warnings
 
@@ -73,6 +74,21 @@ def test_a_password_is_never_shown():
     with pytest.raises(UserError) as caught:
         open_storage("postgresql://me:secret@nowhere/hpo", create=True)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "driver",
+    ["postgresql+psycopg2", "postgresql+psycopg", "postgresql+pg8000", "mysql+pymysql", "mysql+mysqlconnector"],
+)
+def test_a_database_server_that_never_answers(driver, monkeypatch, caplog):
+    """The wait for it is announced and has a limit."""
+    pytest.importorskip(driver.partition("+")[2].replace("mysqlconnector", "mysql.connector"))
+    monkeypatch.setattr(storage, "WAIT", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}/hpo"
+        with pytest.raises(UserError, match=f"storage {place}: cannot be used: "):
+            open_storage(f"{driver}://me:secret@{place}")
+    assert f"asking the database {place}, for at most 1 s" in caplog.text and "secret" not in caplog.text
 
 
 def test_the_private_names_of_optuna_that_we_use_still_exist():

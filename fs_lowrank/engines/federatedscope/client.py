@@ -16,6 +16,7 @@ from ...rounds.parcel import Parcel
 from . import wire
 from .config import for_frameworks_workers
 from .distributed_client import DistributedClient
+from .logs import name_file
 from .session import current
 from .sums import add_shares, split_secret
 
@@ -133,6 +134,8 @@ class LowRankClient(DistributedClient):
         except Exception as error:  # this client has failed; the server records it and continues with the others
             if isinstance(error, UserError) and not self.distributed:
                 raise
+            if isinstance(error, OSError):
+                name_file(error)
             logger.warning("round %d: client %d failed: %s", round, self.ID, error)
             logger.debug("client %d", self.ID, exc_info=True)
             if trains:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import time
 
@@ -19,6 +20,9 @@ from .messages import Neighbour
 from .roster import own_token
 
 logger = logging.getLogger("federatedscope.lowrank")
+
+#: seconds that a client waits for the server before it says so
+_PATIENCE = 5.0
 
 
 class DistributedClient(Client):
@@ -49,6 +53,7 @@ class DistributedClient(Client):
 
     def _ask_to_join(self) -> None:
         self.welcomed_by = time.monotonic() + 2 * self.timeout
+        self._say_at = time.monotonic() + _PATIENCE
         self._request()
 
     def _request(self) -> None:
@@ -123,6 +128,12 @@ class DistributedClient(Client):
                 f"the server at {self.server_address} has not accepted this client within {self.timeout:g} s; it must "
                 f"be able to reach this client at {self.comm_manager.host}:{self.comm_manager.port} "
                 "(distribute.client_host, distribute.client_port)"
+            )
+        if self.welcomed_by is not None and now > self._say_at:
+            self._say_at = math.inf  # said once
+            logger.warning(
+                "the server at %s has not accepted this client yet; waiting for it for up to %.0f s",
+                *(self.server_address, min(self.welcomed_by - now, self.timeout)),
             )
         if self.welcomed_by is not None and not self._asking and now > self._next_request:
             self._request()

@@ -8,9 +8,11 @@ called when nothing is awaited any more.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 
+import grpc
 from federatedscope.core.message import Message
 from federatedscope.core.workers import Server
 
@@ -49,6 +51,7 @@ class DistributedServer(Server):
         self.undelivered: dict[int, Order] = {}
         self._pair_tokens: dict[frozenset[int], str] = {}
         self._pinged: set[int] = set()
+        self._silent: set[int] = set()  # of which the user was told that they do not answer
         self._next_look = 0.0
         self.comm_manager.on_wrong = self._wrong
 
@@ -145,11 +148,14 @@ class DistributedServer(Server):
         """Tell a client its number. Only one that receives it at its address has joined."""
         self.arriving[number] = request
         message = Message("assign_client_id", self.ID, [number], self.state, str(number), self.cur_timestamp)
+        # gRPC remembers for a second that nobody listened at the address of a client that returns.
+        returns = str(request.address) in self.comm_manager.neighbors.values()
         self.comm_manager.deliver(
             number,
             message,
             lambda failed: self._arrived(number, request, failed),
             timeout=min(self.timeout, _ANSWER),
+            insist=(grpc.StatusCode.UNAVAILABLE,) if returns else (),
             address=str(request.address),
             token=request.token,
         )
@@ -282,7 +288,7 @@ class DistributedServer(Server):
     def _gather(self) -> None:
         # A run of which only the end is missing needs no clients; those that are there are told.
         deadline = time.monotonic() + (min(self.timeout, _ANSWER) if self.only_ends else self.timeout)
-        needed = 0 if self.only_ends else self.min_clients
+        needed, say_at = 0 if self.only_ends else self.min_clients, time.monotonic() + _ANSWER
         if "client_resource" in self._cfg.federate.join_in_info:
             needed = self.client_num  # the framework's sampler needs to know every client
         while not self.started:
@@ -290,6 +296,13 @@ class DistributedServer(Server):
             self.join_in_client_num = len(self.comm_manager.neighbors)
             if self.join_in_client_num == self.client_num:
                 self.trigger_for_start()
+            if not self.started and time.monotonic() > say_at:
+                say_at = math.inf  # said once
+                logger.warning(
+                    "%d of %d clients have joined at %s:%s; waiting for the others for up to %.0f s",
+                    *(self.join_in_client_num, self.client_num, self.comm_manager.host, self.comm_manager.port),
+                    deadline - time.monotonic(),
+                )
             if self.started or time.monotonic() < deadline:
                 continue
             joined = self.join_in_client_num
@@ -353,7 +366,7 @@ class DistributedServer(Server):
         for client in sorted(self._awaited() | evaluating):
             if self.roster.overdue(client):
                 self._lost(client, self.roster.missed(client))
-            elif client not in self._pinged and client not in self.undelivered:
+            elif client not in self._pinged:
                 self._pinged.add(client)
                 self.comm_manager.ping(client, lambda failed, c=client: self._looked(c, failed), _ANSWER)
 
@@ -362,3 +375,9 @@ class DistributedServer(Server):
         if failed is not None and failed.gone:
             address = self.comm_manager.neighbors[client]
             self._lost(client, f"its process is gone (it does not listen on {address} any more)")
+        elif failed is not None and client not in self._silent:
+            self._silent.add(client)
+            left = max(self.roster.members[client].deadline - time.monotonic(), 0.0)
+            logger.warning("client %d does not answer (%s); waiting for it for up to %.0f s", client, failed, left)
+        elif failed is None:
+            self._silent.discard(client)

@@ -12,13 +12,14 @@ from federatedscope.core.auxiliaries.utils import setup_seed
 from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
 from ...errors import RunFailed, UserError
+from ...jobs.files import cannot_write
 from ...runs.result import RunResult
 from ...settings import Settings
 from ..kept import settings_kept
 from ..workers import processes_of
 from . import session as sessions
 from .config import to_framework
-from .logs import LogTo
+from .logs import LogTo, name_file
 from .parallel import ParallelRunner
 
 
@@ -72,6 +73,10 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
                     f"{outdir / 'exp_print.log'}"
                 )
             return session.result or session.client_result()
+        except OSError as error:
+            if name_file(error):
+                raise cannot_write(error.filename, error) from error
+            raise
         finally:
             sessions.close_session()
             torch.set_num_threads(threads)  # the framework has set it to 1

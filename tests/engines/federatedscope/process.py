@@ -4,6 +4,7 @@
 
 - ``dies_in``, ``silent_in``: the round in whose training the process exits, or sleeps for ever
 - ``dies_after``: the round after which the server exits; ``sleeps``: seconds that the server sleeps after each round
+- ``waits_for``: after round 1 the server creates the file ``here`` in this folder, and waits for one called ``go``
 - ``late``: seconds before the process starts to run
 - ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
 - ``dies_at``: (a method as ``module.Class.method`` below fs_lowrank, n): the process exits at its n-th call
@@ -16,6 +17,7 @@ import itertools
 import os
 import time
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -34,6 +36,11 @@ try:
         if record["round"] == sabotage.get("dies_after"):
             os._exit(9)
         time.sleep(sabotage.get("sleeps", 0))
+        if "waits_for" in sabotage and record["round"] == 1:
+            folder = Path(sabotage["waits_for"])
+            (folder / "here").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.05)
 
     if sabotage.get("other_start"):
         import fs_lowrank.models.adapters as adapters

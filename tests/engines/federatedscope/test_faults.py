@@ -2,6 +2,7 @@
 
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,17 +81,45 @@ def test_a_client_that_comes_late_catches_up(settings, cluster, tmp_path):
 def test_nobody_joins(settings, cluster, tmp_path):
     (server,) = (
         cluster.wait(*one)
-        for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 2.0}), only=[0]).values()
+        for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), only=[0]).values()
     )
-    assert server.code == 1 and "0 of 2 clients joined within 2 s" in server.said
+    assert server.code == 1 and "0 of 2 clients joined within 6 s" in server.said
+    assert "0 of 2 clients have joined at 127.0.0.1:" in (tmp_path / "run" / "exp_print.log").read_text()
 
 
 def test_no_server(settings, cluster, tmp_path):
     (client,) = (
         cluster.wait(*one)
-        for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 2.0}), only=[1]).values()
+        for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), only=[1]).values()
     )
     assert client.code == 1 and "no server answers at 127.0.0.1:" in client.said
+    log = (tmp_path / "run" / "client_1" / "exp_print.log").read_text()
+    assert log.count("has not accepted this client yet; waiting for it for up to") == 1
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("exp_print.log", ""),
+        ("eval_results.log", "eval_results.log cannot be written: No space left on device; make room"),
+        ("eval_results.raw", "No space left on device: '.*eval_results.raw'"),
+    ],
+)
+def test_a_full_disk_is_named_with_the_file_of_the_framework(quick, caplog, name, said):
+    """Without its log the run goes on; without another of the framework's files it ends, and can be resumed."""
+    config = quick("run", {"federate.method": "rolora", "federate.client_num": 2, "federate.total_round_num": 2})
+    file = Path(config.outdir) / config.expname / name
+    file.parent.mkdir(parents=True)
+    file.symlink_to("/dev/full")
+    if said:
+        with pytest.raises(RunFailed, match=said):
+            fs_lowrank.run(config, "federatedscope")
+        file.unlink()
+        result = fs_lowrank.run(config, "federatedscope", resume=True)
+    else:
+        result = fs_lowrank.run(config, "federatedscope")
+        assert caplog.text.count(f"{file} cannot be written: No space left on device; the run goes on") == 1
+    assert len(result.history) == 2
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,8 @@ SERVER_PHASES = {
 
 
 @pytest.mark.parametrize("phase", CLIENT_PHASES)
-def test_a_client_killed_in_each_phase_returns(settings, cluster, tmp_path, phase):
+def test_a_client_killed_in_each_phase_returns(quick, settings, assert_same, cluster, tmp_path, phase):
+    """What it did not deliver is in the records; if that is nothing, the result is that of a run without the kill."""
     more = {"federate.make_global_eval": False, "federate.total_round_num": 8}
     started = cluster.launch(
         settings, 2, keys(tmp_path, **more), sabotage={2: {"dies_at": CLIENT_PHASES[phase]}, 0: {"sleeps": 0.5}}
@@ -136,7 +137,22 @@ def test_a_client_killed_in_each_phase_returns(settings, cluster, tmp_path, phas
     server = cluster.wait(*started[0])
     assert server.code == 0, server.said
     assert len(server.history) == 8 and (phase == "ends" or 2 in server.history[-1]["clients"])
-    print(f"client killed when it {phase}: longest round {longest_round(server.history):.1f} s")
+    for record in server.history:
+        lost = {failure["client"] for failure in record["failed"]}
+        assert {1, 2} - {*record["clients"]} == lost <= {2}
+    not_evaluated = [r["round"] for r in server.history if "2" not in r["client_scores"]]
+    without = [r["round"] for r in server.history if r["failed"]]
+    if phase in ("is asked", "trains", "sends"):
+        assert without[0] == 2
+    if phase == "evaluates":
+        assert not_evaluated[0] == 2
+    if not without:
+        whole = fs_lowrank.run(quick("whole", {**keys(tmp_path), **more, "outdir": str(tmp_path / "whole")}))
+        assert_same(dict(whole.model.named_parameters()), server.tensors, atol=0)
+    print(
+        f"client killed when it {phase}: longest round {longest_round(server.history):.1f} s, "
+        f"rounds without its update {without}, without its evaluation {not_evaluated}"
+    )
 
 
 @pytest.mark.parametrize("phase", SERVER_PHASES)
