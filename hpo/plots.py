@@ -74,7 +74,7 @@ def pictures(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> dict
 
 def setting(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> str:
     """What some studies search in, for the title of their pictures."""
-    found = {}
+    found: dict[str, None] = {}
     for study in (load_study(storage, name) for name in names):
         searched = {p.key for p in space_of(study).parameters}
         found[setting_of(settings_of(study).base, rate=RATE not in searched)] = None
