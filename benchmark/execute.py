@@ -102,6 +102,7 @@ def _cell(cell: Cell, progress: Progress) -> dict:
             "source": result.facts["source"].replace(cell.options.data or "\0", "$DATA"),
             "fingerprint": result.facts["data"],
             "clients": result.facts["clients"],
+            "rows": result.facts["rows"],
             **repeats,
         },
         "model": {

@@ -245,7 +245,7 @@ def _setting(results: ExperimentResults) -> str:
     heads = sorted({head_of(r) for r in records})
     steps = "steps" if config["train.batch_or_epoch"] == "batch" else "epochs"
     parts = [
-        f"Data: {first['data']['source']}",
+        f"Data: {', '.join([first['data']['source'], *_lost(first)])}",
         f"model `{first['model']['type']}`",
         f"clients train on {about}{_range(samples)} samples in all",
         f"{_range(rounds)} rounds",
@@ -282,6 +282,15 @@ def _setting(results: ExperimentResults) -> str:
     line += f" Command: `{command(results.suite, results.experiment, first['engine'])}`."
     extra = [e.label for e in results.experiment.methods if e.extra and e.label in results.methods]
     return line + (f" {', '.join(extra)}: by the same with `--methods {','.join(extra)}`." if extra else "")
+
+
+def _lost(record: Mapping) -> list[str]:
+    """What was left out or cut of the rows, where the result has counted it."""
+    from fs_lowrank.data import rows_said
+
+    rows = record["data"].get("rows", {"read": 0, "skipped": {}, "truncated": {}})
+    said = rows_said(rows)
+    return said if len(said) > 1 else []
 
 
 def _repeats(records: Sequence[Mapping]) -> str:

@@ -91,6 +91,8 @@ class Board:
         self.open = {job.key: job for job in self.jobs}
         self.failed: list[dict] = []
         self.finished = 0
+        #: what was said of data, once each
+        self.said: set[str] = set()
         self.began = time.monotonic()
 
     @property
@@ -112,6 +114,9 @@ class Board:
                 news.append(f"failed  {now.where}  {now.label}: {failed['error']}")
                 continue
             self.finished += 1
+            if (said := _rows(record)) and said not in self.said:
+                self.said.add(said)
+                news.append(f"data    {now.where}  {said}")
             news.append(
                 f"done    {now.where}  {now.label}  {_headline(record)}  {record['seconds_in_all']:.0f} s  "
                 f"({len(self.open)} left)"
@@ -145,6 +150,15 @@ class Board:
                 f"{(time.time() - marker['began']) / 60:.1f}",
             )
         return table
+
+
+def _rows(record: dict) -> str:
+    """Rows read, left out, cut and trained on by a cell; empty for a search."""
+    from fs_lowrank.data import rows_said
+
+    data = record.get("data", {})
+    parts = [*rows_said(data["rows"]), f"{sum(data['clients'])} for training"] if "rows" in data else []
+    return ", ".join(parts)
 
 
 def _headline(record: dict) -> str:

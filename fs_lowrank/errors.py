@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable
 from functools import cache
 
-__all__ = ["RunFailed", "UserError", "hint", "nearest", "say_once"]
+__all__ = ["ROWS_LOGGER", "RunFailed", "UserError", "hint", "nearest", "say_once"]
 
 
 class UserError(ValueError):
@@ -32,7 +32,11 @@ def hint(*words: object) -> str:
     return shlex.join(["fs-lowrank", *map(str, words)])
 
 
+#: the logger of what was read of the data, which commands show at the start of every run
+ROWS_LOGGER = "fs_lowrank.rows"
+
+
 @cache
-def say_once(message: str, level: int = logging.WARNING) -> None:
-    """Log ``message``, once per process."""
-    logging.getLogger("fs_lowrank").log(level, "%s", message)
+def say_once(message: str, level: int = logging.WARNING, logger: str = "fs_lowrank") -> None:
+    """Log ``message``, as a warning unless it is said otherwise, once per process."""
+    logging.getLogger(logger).log(level, "%s", message)

@@ -1,6 +1,7 @@
 """The command line: its output, the commands that it refuses, and its exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import yaml
 
 import fs_lowrank
 from fs_lowrank import cli, list_methods
-from fs_lowrank.errors import RunFailed, UserError
+from fs_lowrank.errors import ROWS_LOGGER, RunFailed, UserError, say_once
 
 
 @pytest.fixture
@@ -47,9 +48,12 @@ def squeeze(text):
 # -- runs ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_from_start_to_files(command, config_file, tmp_path):
+def test_a_run_from_start_to_files(command, config_file, tmp_path, caplog):
+    say_once.cache_clear()
     code, out, err = command("run", "--cfg", config_file, "federate.method", "rolora", "train.optimizer.lr", "5e-3")
     assert code == 0 and "Traceback" not in err
+    (said,) = [r.getMessage() for r in caplog.records if r.name == ROWS_LOGGER]
+    assert re.match(r"data: 300 rows read, \d+ for training by 3 clients \(\d+ to \d+ each\),.* 2 classes", said)
     lines = [line for line in out.splitlines() if line.startswith("round ")]
     assert len(lines) == 2 and "1/2" in lines[0] and "2/2" in lines[1]
     assert all(part in lines[0] for part in ("clients 3", "train loss", "test acc", "up ", "down 0 B"))

@@ -24,6 +24,8 @@ PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("example
 OWN = {"hpo": hpo.cli, "benchmark": benchmark.cli}
 #: written in the README's examples, by nobody here
 ELSEWHERE = {"median_lora"}
+#: options of other programs: pip, a suite's scripts
+FOREIGN = {"--no-deps", "--out"}
 #: what a sentence says is an error
 MISSPELT = {"runn"}
 
@@ -96,6 +98,16 @@ def test_a_command_in_a_sentence(command):
     assert not words or words[0] in {*names, *MISSPELT} or not words[0].isidentifier(), command
     known = names[words[0]]._option_string_actions if words and words[0] in names else {}
     assert {w for w in words if w.startswith("--")} <= {*known, "--help", "--version"}, command
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if p.suffix == ".md"], ids=lambda p: p.name)
+def test_options_in_sentences_and_tables(path):
+    """Every option that a page names is one of a command here, or of another program."""
+    words = [word for found in re.findall(r"`([^`\n]+)`", read(path)) for word in found.split()]
+    named = {option[0] for word in words if (option := re.match(r"--[a-z][a-z-]*", word))}
+    parsers = [p for module in (cli, *OWN.values()) for p in module._parser()[1]]
+    known = {option for parser in parsers for option in parser._option_string_actions} | {"--debug", "--verbose"}
+    assert named <= known | FOREIGN, named - known - FOREIGN
 
 
 def test_the_commands_are_found():

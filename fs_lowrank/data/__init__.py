@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,7 +36,7 @@ from fs_lowrank.data.sources import (
 )
 from fs_lowrank.data.tables import count_skipped
 from fs_lowrank.data.tokenize import check_vocabulary, tokenize_causal, tokenize_classification
-from fs_lowrank.errors import UserError, say_once
+from fs_lowrank.errors import ROWS_LOGGER, UserError, say_once
 from fs_lowrank.jobs.kept import kept
 from fs_lowrank.settings import Origin, Settings, one_mapping
 
@@ -62,8 +62,6 @@ __all__ = [
     "resolve",
 ]
 
-
-logger = logging.getLogger("fs_lowrank")
 
 #: the longest text that ``llm.tok_len: auto`` accepts from a model without a limit, in tokens
 LONGEST = 1 << 15
@@ -161,11 +159,7 @@ class FederatedData:
     def describe(self) -> str:
         """One line for the screen: rows read, left out and cut, sizes of the splits and clients, classes."""
         sizes = self.partition.sizes()
-        parts = [f"{self.read} rows read"]
-        parts += [f"{count} left out ({reason})" for reason, count in self.skipped.items() if count]
-        parts += [
-            f"{count} of {split} cut to {self.tok_len} tokens" for split, count in self.truncated.items() if count
-        ]
+        parts = rows_said(self.counts())
         parts.append(f"{sizes.sum()} for training by {len(sizes)} clients ({sizes.min()} to {sizes.max()} each)")
         held_out = {"validation": self.validation, "test": self.test}
         parts += [f"{len(examples)} for {split}" for split, examples in held_out.items() if examples is not None]
@@ -200,6 +194,14 @@ class FederatedData:
         return [] if self.test is None else np.flatnonzero(self.test_shares.lengths).tolist()
 
 
+def rows_said(counts: Mapping[str, Any]) -> list[str]:
+    """What ``FederatedData.counts`` says in words: rows read, left out by reason, and cut by split."""
+    said = [f"{counts['read']} rows read"]
+    said += [f"{count} left out ({reason})" for reason, count in counts["skipped"].items() if count]
+    cut = {split: count for split, count in counts["truncated"].items() if count}
+    return said + [f"{count} of {split} cut to {counts['tok_len']} tokens" for split, count in cut.items()]
+
+
 def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> FederatedData:
     """Load (unless ``raw`` is given), split, encode and partition the configured data.
 
@@ -230,10 +232,8 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         ),
     )
     _cut_alike(tokenizer, cut)
-    if any(data.skipped.values()) or any(data.truncated.values()):
-        say_once(data.describe())
-    else:
-        logger.info("%s", data.describe())
+    lost = any(data.skipped.values()) or any(data.truncated.values())
+    say_once(data.describe(), logging.WARNING if lost else logging.INFO, ROWS_LOGGER)
     return data
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunFailed, UserError
+from ..errors import ROWS_LOGGER, RunFailed, UserError
 from .process import Process
 from .shell import FAILED, INTERRUPTED, OK, WRONG_USE, message_of
 
@@ -191,6 +192,8 @@ def _error_of(process: Process) -> UserError | None:
 def serve(connection: Connection) -> int:
     """Run in a worker: call the function that the supervisor names."""
     order = json.loads(connection.recv_bytes())
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)
     module, _, name = order["target"].partition(":")
     try:
         code: int = getattr(import_module(module), name)(order["options"])

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from ..errors import RunFailed, UserError, nearest
+from ..errors import ROWS_LOGGER, RunFailed, UserError, nearest
 
 #: exit codes: success; a valid command could not continue; wrong use; Ctrl-C
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -160,13 +160,14 @@ def explain(error: Exception, folder: Path | None = None, options: Iterable[str]
 
 def _logging() -> Callable[[], None]:
     """A function that sets back what ``_log`` changes for the process."""
-    root, ours = logging.getLogger(), logging.getLogger("fs_lowrank")
-    handlers, levels, raises = [*root.handlers], (root.level, ours.level), logging.raiseExceptions
+    root, ours, rows = (logging.getLogger(name) for name in (None, "fs_lowrank", ROWS_LOGGER))
+    handlers, levels, raises = [*root.handlers], (root.level, ours.level, rows.level), logging.raiseExceptions
 
     def restore() -> None:
         root.handlers[:], logging.raiseExceptions = handlers, raises
         root.setLevel(levels[0])
         ours.setLevel(levels[1])
+        rows.setLevel(levels[2])
 
     return restore
 
@@ -176,6 +177,7 @@ def _log(args: argparse.Namespace, console: Console) -> None:
     logging.raiseExceptions = args.debug  # else logging prints a traceback if a message cannot be written
     handler = RichHandler(console=console, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)
     if args.verbose or args.debug:
         logging.getLogger("fs_lowrank").setLevel(logging.DEBUG if args.debug else logging.INFO)
 

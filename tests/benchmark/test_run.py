@@ -141,6 +141,7 @@ def results(place, kind):
 def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
     code, said = done
     assert code == 1 and "died (signal 9: out of memory, perhaps); another takes its place" in said, said
+    assert re.search(r"^data    tiny\S*  \d+ rows read, \d+ for training$", said, re.M), said
     (failed,) = results(place, "failed")
     assert failed["label"] == "bad_lora seed=0" and "it never works" in failed["error"]
     cells = results(place, "cells")
@@ -159,6 +160,7 @@ def test_the_content_of_a_result(place, done):
     assert cell["samples"] == cell["rounds"] * trained and cell["samples_counted"]
     assert cell["bytes"]["uplink_bytes"] > cell["bytes"]["uplink_bytes_without_head"] > 0
     assert cell["head"] == "trained, sent and averaged" and cell["peak_memory_bytes"]["host"] > 1e7
+    assert cell["data"]["rows"].keys() == {"read", "skipped", "truncated", "tok_len"}
     assert len(cell["data"]["fingerprint"]) == 64 and cell["versions"]["torch"]
     assert "data.root" not in cell["config"] and cell["command"].startswith("fs-lowrank benchmark run tiny.yaml")
     search, _ = results(place, "searches")
