@@ -86,21 +86,15 @@ def measure(
 
 
 def lines(results: list[dict[str, Any]]) -> list[str]:
-    """A table of the results, in Markdown."""
+    """The results as a table in Markdown, of which ``docs/scale.md`` has a part."""
     head = "| method | model, rank | clients | up, MB | down, MB | update, ms | step, s | clients a second |"
     table = [head, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for found in results:
         update, step = found["update_seconds"], found["step_seconds"]
-        cells = [
-            f"`{found['method']}`",
-            f"{found['model']}, {found['rank']}",
-            f"{found['clients']}",
-            f"{found['up_bytes'] / 1e6:.3g}",
-            f"{found['down_bytes'] / 1e6:.3g}",
-            f"{1e3 * update:.3g}",
-            f"{step:.3g}",
-            f"{found['clients'] / (found['clients'] * update + step):.3g}",
-        ]
+        numbers = [found["up_bytes"] / 1e6, found["down_bytes"] / 1e6, 1e3 * update, step]
+        numbers.append(found["clients"] / (found["clients"] * update + step))
+        cells = [f"`{found['method']}`", f"{found['model']}, {found['rank']}", f"{found['clients']}"]
+        cells += [f"{float(f'{number:.3g}'):,g}" for number in numbers]
         table.append(f"| {' | '.join(cells)} |")
     return table
 
@@ -132,4 +126,4 @@ def run(repeats: int = 3) -> dict[str, Any]:
                 f"{large['down_bytes'] / 1e6:.3g} MB down",
             )
         )
-    return {"threads": 1, "rows": rows, "results": results, "table": lines(results)}
+    return {"threads": 1, "rows": rows, "results": results}

@@ -61,7 +61,7 @@ def write_data(folder: Path, rows: int) -> dict[str, str]:
 
 
 def settings(paths: dict[str, str], clients: int, sampled: int, rounds: int, splitter: str = "iid") -> dict[str, Any]:
-    """One step of one sample, which every client has, for ``sampled`` clients a round; evaluated at the end."""
+    """One step of at most two samples for ``sampled`` clients a round; the test set is evaluated at the end."""
     return {
         "federate": {
             "method": "fedlora",
@@ -72,7 +72,7 @@ def settings(paths: dict[str, str], clients: int, sampled: int, rounds: int, spl
         "data": {"type": paths["data"], "splitter": splitter, "splits": [0.99, 0.0, 0.01]},
         "model": {"type": f"{paths['model']}@transformers"},
         "llm": {"tok_len": 8, "adapter": {"args": [{"r": 4, "alpha": 8, "modules": ["query", "value"]}]}},
-        "dataloader": {"batch_size": 1},
+        "dataloader": {"batch_size": 2},
         "train": {"local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
         "eval": {"split": ["test"], "freq": rounds, "batch_size": 256},
     }

@@ -1,5 +1,6 @@
 """The benchmarks of many clients and of one server run at a small size; the guide says what the registry says."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 from benchmark.speed import capacity, scale
 from fs_lowrank.methods import list_methods, requirements
 
-GUIDE = Path(__file__).parents[2] / "docs" / "scale.md"
+ROOT = Path(__file__).parents[2]
+GUIDE, RESULTS = ROOT / "docs" / "scale.md", ROOT / "results" / "speed"
 
 
 def test_a_run_of_a_few_of_many_clients_is_measured(monkeypatch, no_curves):
@@ -30,6 +32,17 @@ def test_what_a_server_does_for_a_client_is_measured(name):
     assert [found[key] for key in ("up_bytes", "down_bytes")] == [2 * some[key] for key in ("up_bytes", "down_bytes")]
     *_, line = capacity.lines([{"method": name, "model": "m", "rank": 2, "clients": 4, **found}])
     assert line.startswith(f"| `{name}` | m, 2 | 4 | {found['up_bytes'] / 1e6:.3g} |")
+
+
+def test_the_guide_has_the_figures_that_were_measured():
+    lines, measured = GUIDE.read_text(encoding="utf-8").splitlines(), {}
+    for part in ("capacity", "scale"):
+        measured[part] = json.loads((RESULTS / f"{part}.json").read_text(encoding="utf-8"))["results"]
+    table = [line for line in lines if line.count("|") == 9]
+    assert len(table) > 10 and set(table) <= set(capacity.lines(measured["capacity"]))
+    for number, runs in measured["scale"].items():
+        files = max(run["file_bytes"] for run in runs) / 1e6
+        assert any(line.startswith(f"| {int(number):,} |") and line.endswith(f"| {files:.1f} |") for line in lines)
 
 
 def test_the_guide_says_of_every_method_whether_sums_are_enough():
