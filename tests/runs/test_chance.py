@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from fs_lowrank import cli
+from fs_lowrank.commands import seeds
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.summary import for_people
 
@@ -75,23 +76,24 @@ def test_the_names_of_a_language_models_metrics():
     assert for_people({"loss": math.inf}, True)["perplexity"] < math.inf
 
 
-@pytest.mark.parametrize("more", [[], ["--seeds", "1,2"]])
-def test_a_language_model_has_a_token_acc_and_a_perplexity_wherever_it_is_shown(
-    causal_settings, tmp_path, capsys, more
-):
+def test_a_language_model_has_a_token_acc_and_a_perplexity_wherever_it_is_shown(causal_settings, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(causal_settings))
     few = ["federate.total_round_num", "1", "federate.client_num", "2", "train.local_update_steps", "1"]
     few += ["eval.before", "True"]
-    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), "--methods", "fedlora", *more, *few]) == 0
+    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), "--methods", "fedlora", *few]) == 0
     out = capsys.readouterr().out
-    losses = [float(found) for found in re.findall(r"test loss ([\d.]+) perplexity", out)]
-    (first, *_) = re.findall(r"test loss [\d.]+ perplexity ([\d.]+) token acc [\d.]+", out)
-    assert float(first) == pytest.approx(math.exp(losses[0]), rel=1e-2)
+    ((loss, perplexity),) = re.findall(r"test loss ([\d.]+) perplexity ([\d.]+) token acc [\d.]+", out)
+    assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=1e-2)
     assert not re.search(r"(?<!token )\bacc\b", out), out
-    outdir = tmp_path / "run"
-    table = (outdir / ("seeds.csv" if more else "comparison.csv")).read_text().splitlines()[0]
-    assert "test token acc" in table and "test perplexity" in table
-    if not more:
-        assert "test perplexity" in out.split("before round 1:")[1].splitlines()[0]
-        assert "| test_token_acc |" in (outdir / "fedlora" / "adapter" / "README.md").read_text()
-        assert "test_acc" in json.loads((outdir / "fedlora" / "summary.json").read_text())["final"]
+    assert "test perplexity" in out.split("before round 1:")[1].splitlines()[0]
+    header = (tmp_path / "run" / "comparison.csv").read_text().splitlines()[0]
+    assert "test token acc" in header and "test perplexity" in header
+    assert "| test_token_acc |" in (tmp_path / "run" / "fedlora" / "adapter" / "README.md").read_text()
+    assert "test_acc" in json.loads((tmp_path / "run" / "fedlora" / "summary.json").read_text())["final"]
+
+
+def test_the_table_over_seeds_of_a_language_model():
+    """The perplexity of a mean is not the mean perplexity."""
+    header, row = seeds._table({"fedlora": {"test_acc": [0.2, 0.4], "test_loss": [1.0, 3.0], "b": [1]}}, 2, True)
+    assert [word.replace("\n", " ") for word in header] == ["method", "test loss", "test perplexity", "test token acc"]
+    assert row == ["fedlora", "2.000 ± 1.414", f"{(math.e + math.e**3) / 2:.3f} ± 12.281", "0.300 ± 0.141"]
