@@ -1,4 +1,4 @@
-"""python -m benchmark.speed [server_step|clients|frozen_cache|only_read|overhead|vision|one_shot|all] [--out FOLDER]
+"""python -m benchmark.speed [server_step|clients|frozen_cache|only_read|overhead|vision|one_shot|startup|all] [--out FOLDER]
 
 Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo fashion_mnist
 """
@@ -18,7 +18,7 @@ from fs_lowrank.versions import SCHEMA, check_schema
 
 from . import machine
 
-PARTS = ("server_step", "clients", "frozen_cache", "only_read", "overhead", "vision", "one_shot")
+PARTS = ("server_step", "clients", "frozen_cache", "only_read", "overhead", "vision", "one_shot", "startup")
 
 
 def table(folder: Path) -> str:
