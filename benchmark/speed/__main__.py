@@ -1,6 +1,7 @@
 """python -m benchmark.speed [PART] [--out FOLDER]
 
-PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, overhead, vision, one_shot, or all of them
+PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, overhead, vision, one_shot,
+startup, or all of them
 
 Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo fashion_mnist
 """
@@ -31,6 +32,7 @@ PARTS = (
     "overhead",
     "vision",
     "one_shot",
+    "startup",
 )
 
 

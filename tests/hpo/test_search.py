@@ -99,6 +99,17 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     assert "2 complete" in capsys.readouterr().out
 
 
+def test_a_worker_loads_the_model_and_tokenizes_the_data_once(search, monkeypatch):
+    from fs_lowrank import data
+    from fs_lowrank.models import build
+
+    made = []
+    for module in (data, build):
+        monkeypatch.setattr(module, "_built", lambda *given, of=module, f=module._built: made.append(of) or f(*given))
+    _, ended, _ = search()
+    assert ended.how == "done" and made == [data, build]
+
+
 def test_a_point_that_was_tried_before_is_not_trained_again(search):
     space = {"train.optimizer.lr": {"choice": [1e-3]}, "train.local_update_steps": {"choice": [2]}}
     options, _, _ = search(space, sampler="random", trials=2)

@@ -128,8 +128,9 @@ def test_a_process_that_is_killed_is_replaced(quick, sites, share, monkeypatch):
         assert tensor.equal(dict(rest.model.named_parameters())[name]), name
     for x, y in zip(whole.history, rest.history, strict=True):
         assert all(x[k] == y[k] for k in ("clients", "loss", "metrics", "uplink_bytes", "failed"))
-        # A copy that died with its process is sent the whole model again.
-        assert x["downlink_bytes"] == y["downlink_bytes"] if share else x["downlink_bytes"] <= y["downlink_bytes"]
+        # A copy that died with its process is sent the whole model again, and so are all when a run is resumed.
+        assert x["downlink_bytes"] <= y["downlink_bytes"]
+        assert not share or x["downlink_bytes"] == y["downlink_bytes"] or x["round"] > 3
     assert all(site.process.poll() is not None for site in sites)
 
 
