@@ -1,4 +1,5 @@
-"""python -m benchmark.speed [server_step|clients|frozen_cache|only_read|overhead|vision|one_shot|startup|all] [--out FOLDER]
+"""python -m benchmark.speed [server_step|clients|frozen_cache|only_read|overhead|vision|one_shot|startup|all]
+                           [--out FOLDER]
 
 Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo fashion_mnist
 """

@@ -102,7 +102,7 @@ def test_a_worker_loads_the_model_and_tokenizes_the_data_once(search, monkeypatc
     made = []
     for module in (data, build):
         monkeypatch.setattr(module, "_built", lambda *given, of=module, f=module._built: made.append(of) or f(*given))
-    _, ended, _ = search(RATES)
+    _, ended, _ = search()
     assert ended.how == "done" and made == [data, build]
 
 
