@@ -68,10 +68,19 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
+def wait_for(condition, seconds=60.0):
+    """Wait until ``condition`` holds; fails after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.05)
+
+
 class Cluster:
     """Starts a server and clients as processes on the loopback interface, and waits for them."""
 
     free_ports = staticmethod(free_ports)
+    wait_for = staticmethod(wait_for)
 
     def __init__(self):
         # Processes are forked from one that has imported everything, which makes their start fast.

@@ -61,17 +61,23 @@ def test_clients_stop_when_the_server_is_gone(settings, cluster, tmp_path):
 
 
 def test_a_client_that_comes_late_catches_up(settings, cluster, tmp_path):
-    late = keys(
-        tmp_path,
-        **{"federate.method": "fedloru", "lowrank.tau": 2, "federate.total_round_num": 9, "lowrank.timeout": 2.0},
-    )
-    workers = cluster.run(
+    """It is started after the first round, which the server begins without it."""
+    shape = {"federate.method": "fedloru", "lowrank.tau": 2, "federate.total_round_num": 9}
+    started = cluster.launch(
         settings,
         2,
-        late,
-        sabotage={0: {"sleeps": 0.6}, 2: {"late": 4.0}},
-        changed={1: {"lowrank.timeout": 30.0}, 2: {"lowrank.timeout": 30.0}},
+        keys(tmp_path, **shape, **{"lowrank.timeout": 6.0}),
+        sabotage={0: {"sleeps": 0.6, "waits_for": str(tmp_path)}},
+        changed={1: {"lowrank.timeout": 60.0}},
+        only=[0, 1],
     )
+    cluster.wait_for(lambda: (tmp_path / "here").exists())
+    own = {"distribute.data_idx": 2, "distribute.client_port": cluster.ports[2]}
+    started[2] = cluster.start(settings, {**cluster.commands[1], **own})
+    # The client writes its token just before it asks to join.
+    cluster.wait_for(lambda: (tmp_path / "run" / "client_2" / f"token_{cluster.ports[2]}").exists())
+    (tmp_path / "go").touch()
+    workers = {w: cluster.wait(*process) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     took_part = [2 in r["clients"] for r in workers[0].history]
     assert not took_part[0] and took_part[-1]

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -29,14 +28,6 @@ def keys(tmp_path, **more):
 def records(tmp_path) -> list[dict]:
     path = tmp_path / "run" / "rounds.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for(condition, seconds=60.0):
-    """Wait until ``condition`` holds; fails after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the run did not get there in time"
-        time.sleep(0.05)
 
 
 def fields(**changed) -> dict:
@@ -97,11 +88,11 @@ def test_a_stopped_client_does_not_delay_the_others_and_takes_part_again(setting
     """A client that is stopped for longer than ``lowrank.timeout`` is left out of its rounds, and takes part later."""
     more = {"lowrank.timeout": 4.0, "federate.total_round_num": 14, "lowrank.min_clients": 2, "eval.freq": 0}
     started = cluster.launch(settings, 3, keys(tmp_path, **more), sabotage={0: {"sleeps": 0.5}})
-    wait_for(lambda: len(records(tmp_path)) >= 2)
+    cluster.wait_for(lambda: len(records(tmp_path)) >= 2)
     os.kill(started[2][0].pid, signal.SIGSTOP)
-    wait_for(lambda: any(f["client"] == 2 for r in records(tmp_path) for f in r["failed"]))
+    cluster.wait_for(lambda: any(f["client"] == 2 for r in records(tmp_path) for f in r["failed"]))
     left_out = len(records(tmp_path))
-    wait_for(lambda: len(records(tmp_path)) >= left_out + 2)
+    cluster.wait_for(lambda: len(records(tmp_path)) >= left_out + 2)
     os.kill(started[2][0].pid, signal.SIGCONT)
     server = cluster.wait(*started[0])
     assert server.code == 0, server.said
@@ -117,7 +108,7 @@ def test_a_client_stopped_in_the_clients_evaluation_is_said_and_left_out(setting
     """It is stopped while the server is between two rounds, so it neither trains nor evaluates any more."""
     more = {"lowrank.timeout": 8.0, "federate.make_global_eval": False, "eval.freq": 1, "lowrank.min_clients": 1}
     started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"waits_for": str(tmp_path)}})
-    wait_for(lambda: (tmp_path / "here").exists())
+    cluster.wait_for(lambda: (tmp_path / "here").exists())
     os.kill(started[2][0].pid, signal.SIGSTOP)
     (tmp_path / "go").touch()
     server = cluster.wait(*started[0])
@@ -136,7 +127,7 @@ def test_a_refused_request_from_an_address_that_never_answers(settings, cluster,
         silent.bind(("127.0.0.1", 0))
         silent.listen(16)
         started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 20.0}), only=[0, 1])
-        wait_for(lambda: (tmp_path / "run" / "clients.json").exists())
+        cluster.wait_for(lambda: (tmp_path / "run" / "clients.json").exists())
         request = {
             "address": {"host": "127.0.0.1", "port": silent.getsockname()[1]},
             **{"token": "a" * 32, "process": "b" * 32, "proof": {}, "revisions": {}, "samples": 10},
@@ -159,7 +150,7 @@ def test_a_refused_request_from_an_address_that_never_answers(settings, cluster,
 def test_a_killed_client_returns_with_the_same_command(settings, cluster, tmp_path):
     more = {"federate.total_round_num": 12, "lowrank.min_clients": 1}
     started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"sleeps": 0.7}})
-    wait_for(lambda: len(records(tmp_path)) >= 2)
+    cluster.wait_for(lambda: len(records(tmp_path)) >= 2)
     started[2][0].kill()
     started[2][0].join(10)
     started[2] = cluster.again(settings, 2)
@@ -229,7 +220,7 @@ def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluste
     local = fs_lowrank.run(quick("local", {**KEYS, **more}))
     # While the server waits for client 2, such a message would count as its answer, so they are sent between rounds.
     started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"waits_for": str(tmp_path)}})
-    wait_for(lambda: (tmp_path / "here").exists())
+    cluster.wait_for(lambda: (tmp_path / "here").exists())
     port = cluster.ports[0]
     stranger, client = Stranger(port), Stranger(port, token_of(tmp_path, 2, cluster.ports[2]))
     for what, changed in WRONG.items():
@@ -251,7 +242,7 @@ def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluste
 def test_a_message_larger_than_expected_is_refused(settings, cluster, tmp_path):
     started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 90.0}), only=[0])
     stranger = Stranger(cluster.ports[0])
-    wait_for(lambda: stranger.send() == "UNAUTHENTICATED")
+    cluster.wait_for(lambda: stranger.send() == "UNAUTHENTICATED")
     before = memory_of(started[0][0].pid)
     for _ in range(3):
         assert stranger.send(content="x" * 50_000_000) == "RESOURCE_EXHAUSTED"
@@ -270,7 +261,7 @@ def test_a_client_cannot_send_an_update_in_the_name_of_another(settings, cluster
     from fs_lowrank.rounds.parcel import Parcel
 
     started = cluster.launch(settings, 2, keys(tmp_path), sabotage={0: {"sleeps": 1.0}})
-    wait_for(lambda: len(records(tmp_path)) >= 1)
+    cluster.wait_for(lambda: len(records(tmp_path)) >= 1)
     forged = Parcel({"w": torch.zeros(2)}, round=2, samples=10**9, loss=0.0)
     content = base64.b64encode(forged.to_bytes()).decode()
     one = Stranger(cluster.ports[0], token_of(tmp_path, 1, cluster.ports[1]))

@@ -92,13 +92,6 @@ def relay():
         each.close()
 
 
-def wait_for(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the run did not get there in time"
-        time.sleep(0.05)
-
-
 CLIENT_PHASES = {
     "asks to join": (f"{PLUGIN}.distributed_client.DistributedClient._ask_to_join", 1),
     "has joined": (f"{PLUGIN}.client.LowRankClient.callback_funcs_for_assign_id", 1),
@@ -181,7 +174,7 @@ def test_a_network_that_drops_for_a_minute(settings, cluster, tmp_path, relay):
         sabotage={0: {"sleeps": 0.5}},
         changed={2: {"distribute.server_port": line.port}},
     )
-    wait_for(lambda: len(records(tmp_path)) >= 2)
+    cluster.wait_for(lambda: len(records(tmp_path)) >= 2)
     line.open = False
     time.sleep(60)
     line.open = True
@@ -196,7 +189,7 @@ def test_ten_thousand_connections(settings, cluster, tmp_path):
     started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 90.0}), only=[0])
     idle: list[socket.socket] = []
     try:
-        wait_for(lambda: _reachable(cluster.ports[0]))
+        cluster.wait_for(lambda: _reachable(cluster.ports[0]))
         for _ in range(10_000):
             idle.append(socket.create_connection(("127.0.0.1", cluster.ports[0]), timeout=20))
         more = {"distribute.role": "client", "distribute.server_port": cluster.ports[0]}
@@ -221,7 +214,7 @@ def _reachable(port: int) -> bool:
 def test_peers_that_stop_inside_a_message(settings, cluster, tmp_path, relay):
     """Messages that are never completed do not block those of the clients."""
     started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 60.0}), only=[0])
-    wait_for(lambda: _reachable(cluster.ports[0]))
+    cluster.wait_for(lambda: _reachable(cluster.ports[0]))
     line = relay(cluster.ports[0], most=30_000)
     calls = [_incomplete_message(line.port) for _ in range(100)]
     more = {"distribute.role": "client", "distribute.server_port": cluster.ports[0]}
