@@ -63,7 +63,7 @@ def run(
         with (
             generators_kept(),
             start_method_kept(),
-            shown(config.federate.method, rounds, progress, on_round, on_client, config.is_language) as (told, heard),
+            shown(config.federate.method, rounds, progress, on_round, on_client) as (told, heard),
         ):
             result: RunResult = module.run(config, resume=bool(resume), on_round=told, on_client=heard)
     except Exception as error:
@@ -152,7 +152,7 @@ def compare(
         with (
             generators_kept(),
             start_method_kept(),
-            shown(name, config.federate.total_round_num, progress, *told, config.is_language) as told,
+            shown(name, config.federate.total_round_num, progress, *told) as told,
         ):
             results[name] = run_row(name, configs[name], bool(resume), *told)
     first = next(iter(results.values()))

@@ -104,10 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Live:
-    """Prints one line per round of a run, and shows progress within the round on a terminal."""
+    """Prints one line per round, and shows progress within the round on a terminal."""
 
-    def __init__(self, config):
-        self.rounds, self.language = config.federate.total_round_num, config.is_language
+    def __init__(self, rounds: int):
+        self.rounds = rounds
         self.status = console.status("starting") if console.is_terminal else None
         if self.status:
             self.status.start()
@@ -117,11 +117,10 @@ class _Live:
             self.status.update(f"round {round}/{self.rounds}: client {done + 1} of {of}")
 
     def on_round(self, record: dict) -> None:
-        from .runs.chance import shown_metrics
         from .runs.summary import human_bytes
 
         held_out = "  ".join(
-            f"{split} " + " ".join(f"{n} {v:.3f}" for n, v in sorted(shown_metrics(m, self.language).items()))
+            f"{split} " + " ".join(f"{n} {v:.3f}" for n, v in sorted(m.items()))
             for split, m in record["metrics"].items()
         )
         clients = max(len(record["clients"]), 1)
@@ -209,19 +208,17 @@ def _print_results(results: dict) -> None:
 
 def _print_notes(results: dict) -> None:
     """What the run began with; the clients that never took part; methods no better than the majority class."""
-    from .runs.chance import Chance, shown_metrics
+    from .runs.chance import Chance
 
     for name, result in results.items():
         if result.before:
-            before = shown_metrics(result.before, result.language)
-            began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in before.items() if n.count("_") == 1)
+            began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in result.before.items() if n.count("_") == 1)
             console.print(f"  {name}: before round 1: {began}", soft_wrap=True)
         if "unseen_test_acc" in result.final:
             listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
-            acc = "token acc" if result.language else "acc"
             console.print(
                 f"  {name}: {len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed}): "
-                f"test {acc} {result.final['unseen_test_acc']:.3f} on their shares of the test set",
+                f"test acc {result.final['unseen_test_acc']:.3f} on their shares of the test set",
                 soft_wrap=True,
             )
         chance = Chance.of_run(Path(result.outdir), "test")
@@ -268,7 +265,7 @@ def _run(args: argparse.Namespace) -> None:
 
     if args.resume and not (folder := outdir_of(config) / "checkpoint").exists():
         console.print(f"there is no {folder}: starting at round 1", soft_wrap=True)
-    live = _Live(config)
+    live = _Live(config.federate.total_round_num)
     try:
         result = run(
             config,
@@ -297,7 +294,7 @@ def _compare(args: argparse.Namespace) -> None:
     methods = list(shell.names(args.methods))
     args.overrides = _overrides(args)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
-    live = _Live(config)
+    live = _Live(config.federate.total_round_num)
     if args.seeds is not None:
         try:
             lines, path = seeds.compare_seeds(

@@ -27,7 +27,6 @@ from .errors import UserError, nearest
 from .models.adapters import load_adapter
 from .models.build import build_model, build_tokenizer
 from .rounds.site import device_of
-from .runs.chance import perplexity
 from .settings import Origin
 from .training import evaluate
 from .versions import check_schema
@@ -231,7 +230,7 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
             **scores,
             "tokens": counted,
             "acc_error": math.sqrt(scores["acc"] * (1 - scores["acc"]) / max(counted, 1)),
-            "perplexity": perplexity(scores["loss"]),
+            "perplexity": math.exp(min(scores["loss"], 700.0)),
         }
     labels = np.asarray(rows.examples.labels)
     predicted = probabilities(run, rows.examples).argmax(axis=1)

@@ -68,25 +68,19 @@ def compare_seeds(
     write_text(path, to_json({"seeds": seeds, "values": values}, indent=1))
     drawn = curves(histories, facts["majority"], title=setting_of(config, seeds=seeds), sizes=facts.get("held_out"))
     save(drawn, outdir / "curves.png")
-    lines = _table(values, len(seeds), config.is_language)
+    lines = _table(values, len(seeds))
     write_tables(lines, outdir / "seeds.csv")
     return lines, path
 
 
-def _table(given: Mapping[str, Mapping[str, Sequence[float]]], count: int, language: bool) -> list[list[str]]:
-    from ..runs.chance import shown_metrics
-
-    values: dict[str, dict[str, list[float]]] = {}
-    for name, measured in given.items():
-        whole = {metric: found for metric, found in measured.items() if len(found) == count}
-        by_seed = [shown_metrics({m: found[i] for m, found in whole.items()}, language) for i in range(count)]
-        values[name] = {metric: [of[metric] for of in by_seed] for metric in by_seed[0]}
+def _table(values: Mapping[str, Mapping[str, Sequence[float]]], count: int) -> list[list[str]]:
     metrics = sorted({m for of in values.values() for m in of if m != "best_round"})
     lines = [["method", *(m.replace("_", "\n") for m in metrics)]]
     for name, of in values.items():
         cells = []
         for metric in metrics:
-            found = of.get(metric)
-            cells.append(f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}" if found else "-")
+            found = of.get(metric, [])
+            whole = len(found) == count
+            cells.append(f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}" if whole else "-")
         lines.append([name, *cells])
     return lines

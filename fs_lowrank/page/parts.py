@@ -50,7 +50,7 @@ def figures(runs: Sequence[Shown]) -> str:
         at = run.history[-1]["round"] if run.history else 0
         row: list[Any] = [run.name, f"{at} of {run.rounds}", *(last.get(name, "") for name in metrics)]
         for name in accuracies:
-            split, _, metric = name.partition(" ")
+            split, _, metric = name.rpartition(" ")
             row.append(max((value for _, value in _values(run, "metrics", split, metric)), default=""))
         row.append(run.chance.share if run.chance else "")
         sent = per_client_and_round(run.history) if run.history else {"uplink": 0.0, "downlink": 0.0}
@@ -93,11 +93,11 @@ def curves(runs: Sequence[Shown]) -> str:
     plots = []
     for split, metric in _kinds(runs):
         for x in _PLACES:
-            if x == "round" or split == "test" and metric in ("acc", "token acc"):
+            if x == "round" or (split, metric) == ("test", "acc"):
                 traces = [t for i, run in enumerate(runs) for t in _metric(run, i, x, split, metric)]
                 if (split, metric) == ("test", "acc"):
                     traces += _majority(runs, x)
-                plots.append(_curve(f"{split}-{metric.replace(' ', '-')}-{x}", f"{split} {metric}", x, traces))
+                plots.append(_curve(f"{split}-{metric}-{x}", f"{split} {metric}", x, traces))
     losses = [_line(run, i, _values(run, "loss")) for i, run in enumerate(runs)]
     plots.append(_curve("loss", "training loss", "round", losses))
     for key, name in (("adapter_norm", "norm of what is trained"), ("drift", "drift: a client's change, mean norm")):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import Config, load_config
 from ..errors import UserError
-from ..runs.chance import Chance, shown_metrics
+from ..runs.chance import Chance
 from ..runs.records import read_records
 from ..versions import check_schema
 
@@ -22,7 +22,6 @@ class Shown:
 
     Attributes:
         name: that tells it from the others. summary: empty while the run goes on.
-        history: the records, with the metrics by the names that a reader sees.
     """
 
     name: str
@@ -89,6 +88,4 @@ def _read(name: str, folder: Path, config: Config) -> Shown:
         if files[file]:
             check_schema(files[file], folder / file)
     history = read_records(folder / "rounds.jsonl", up_to=10**9)
-    for record in history:
-        record["metrics"] = {split: shown_metrics(of, config.is_language) for split, of in record["metrics"].items()}
     return Shown(name, folder, config, history, files["data.json"], files["summary.json"])

@@ -10,7 +10,6 @@ import yaml
 
 from ..settings import Settings
 from ..versions import __version__
-from .chance import shown_metrics
 
 _PIPELINES = {"SequenceClassification": "text-classification", "CausalLM": "text-generation"}
 _LOADERS = {"SequenceClassification": "AutoModelForSequenceClassification", "CausalLM": "AutoModelForCausalLM"}
@@ -45,8 +44,7 @@ def model_card(
         ("written by", f"fs-lowrank {__version__}"),
     ]
     rows.append(("round", f"{round}, " + (f"the best by {best}" if best else "the last")))
-    shown = shown_metrics(figures, config.is_language)
-    measured = [(name.replace(" ", "_"), f"{value:.4g}") for name, value in sorted(shown.items())]
+    measured = [(name, f"{value:.4g}") for name, value in sorted(figures.items())]
     if facts.get("majority") is not None:
         measured.append(("majority class of the test set", f"{facts['majority']:.4g}"))
     return "\n".join(

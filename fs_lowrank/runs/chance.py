@@ -1,36 +1,13 @@
-"""What a metric says: what a model reaches that has learned nothing, and the names of a language model's metrics."""
+"""What a model reaches that has learned nothing: the accuracy and the loss of the best constant prediction."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-
-def perplexity(loss: float) -> float:
-    """Of a mean loss by token; that of 700 for a larger one, beyond which there is no such number."""
-    return math.exp(min(loss, 700.0))
-
-
-def shown_metrics(figures: Mapping[str, Any], language: bool) -> dict[str, Any]:
-    """Figures by the names under which they are shown, such as those of ``final`` or of a split in a record.
-
-    The accuracy of a language model is that of the next token, ``token acc``, and its perplexity is beside each loss.
-    In files and in Python the names are the same for all models.
-    """
-    if not language:
-        return dict(figures)
-    shown = {}
-    for name, value in figures.items():
-        shown[re.sub(r"(?<![a-z])acc(?![a-z])", "token acc", name)] = value
-        if name.endswith("loss"):
-            shown[f"{name.removesuffix('loss')}perplexity"] = perplexity(value)
-    return shown
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,8 @@ from ..settings import Settings
 CONTENTS = (
     *("rounds.jsonl", "checkpoint", "summary.json", "environment.json", "data.json", "config.yaml", "summary.csv"),
     *("summary.tex", *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf"))),
-    *(
-        "lowrank.yaml",
-        "adapter",
-        "model",
-        "personal",
-        "best",
-        "adapter_best",
-        "model_best",
-        "before.json",
-        "local.json",
-    ),
+    *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
+    "local.json",
 )
 
 

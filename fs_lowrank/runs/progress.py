@@ -9,8 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .chance import shown_metrics
-
 OnRound = Callable[[dict[str, Any]], object]
 OnClient = Callable[[int, int, int], object]
 
@@ -24,18 +22,13 @@ def watched() -> bool:
 
 @contextmanager
 def shown(
-    name: str,
-    rounds: int,
-    show: bool | None,
-    on_round: OnRound | None,
-    on_client: OnClient | None,
-    language: bool = False,
+    name: str, rounds: int, show: bool | None, on_round: OnRound | None, on_client: OnClient | None
 ) -> Iterator[tuple[OnRound | None, OnClient | None]]:
     """The two functions that an engine calls; they also move a bar on standard error.
 
     Args:
         name: before the bar. rounds: of the run.
-        show: None: if somebody looks on. language: it is of a language model.
+        show: None: if somebody looks on.
     """
     if not (watched() if show is None else show):
         yield on_round, on_client
@@ -45,7 +38,7 @@ def shown(
 
         def of_round(record: dict[str, Any]) -> object:
             nonlocal said
-            said = _figures(record["metrics"], language) or said
+            said = _figures(record["metrics"]) or said
             bar.set_postfix_str(said, refresh=False)
             bar.update(record["round"] - bar.n)
             return on_round(record) if on_round else None
@@ -57,7 +50,6 @@ def shown(
         yield of_round, of_client
 
 
-def _figures(metrics: Mapping[str, Mapping[str, float]], language: bool) -> str:
+def _figures(metrics: Mapping[str, Mapping[str, float]]) -> str:
     split = "test" if "test" in metrics else next(iter(metrics), "")
-    found = shown_metrics({"acc": metrics[split]["acc"]} if split else {}, language)
-    return " ".join(f"{split} {name} {value:.3f}" for name, value in found.items())
+    return " ".join(f"{split} {name} {metrics[split][name]:.3f}" for name in ("acc",) if split)

@@ -16,7 +16,6 @@ from ..errors import UserError
 from ..models.adapters import ACCUMULATED, one_adapter, save_adapter
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
-from .chance import shown_metrics
 from .plots import curves
 
 if TYPE_CHECKING:
@@ -53,16 +52,6 @@ class RunResult:
     before: dict[str, float] = field(default_factory=dict)
 
     @property
-    def shown(self) -> dict[str, float]:
-        """``final`` by the names that a reader sees; of a language model also the perplexity."""
-        return shown_metrics(self.final, self.language)
-
-    @property
-    def language(self) -> bool:
-        """Whether the model is a language model, which has no classes."""
-        return not self.facts.get("labels", True)
-
-    @property
     def bytes(self) -> Mapping[str, int]:
         """Bytes sent in the whole run, in both directions, with and without the head."""
         keys = ("uplink_bytes", "uplink_bytes_without_head", "downlink_bytes", "downlink_bytes_without_head")
@@ -85,10 +74,9 @@ class RunResult:
 
     def _figures(self) -> list[tuple[str, str]]:
         """What is shown of the result: name and value."""
-        rows = [(n.replace(" ", "_"), f"{value:.4g}") for n, value in self.shown.items() if n != "best_round"]
+        rows = [(name, f"{value:.4g}") for name, value in self.final.items() if name != "best_round"]
         if self.best:
-            best = shown_metrics(self.best, self.language)
-            of_best = ", ".join(f"{n.replace(' ', '_')} {v:.4g}" for n, v in best.items() if n.startswith("test_"))
+            of_best = ", ".join(f"{n} {v:.4g}" for n, v in self.best.items() if n.startswith("test_"))
             rows.append((f"best round by {self.best['by']}", f"{self.best['round']}" + (of_best and f": {of_best}")))
         return rows
 

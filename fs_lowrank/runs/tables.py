@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..jobs.files import write_text
-from .chance import shown_metrics
 from .result import RunResult
 from .summary import human_bytes, per_client_and_round, seconds
 
@@ -27,9 +26,8 @@ _LATEX = str.maketrans(
 def result_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
     """A line for each run: last metrics, best round, majority class, bytes per client and round, seconds."""
     metrics = [n for n in _metrics(results) if not n.startswith("client_test_")]
-    best_of = {name: shown_metrics(result.best, result.language) for name, result in results.items()}
-    best = any(best_of.values())
-    of_best = [m for m in metrics if m.startswith("test_") and any(m in found for found in best_of.values())]
+    best = any(result.best for result in results.values())
+    of_best = [m for m in metrics if m.startswith("test_") and any(m in r.best for r in results.values())]
     lines = [["method", *(m.replace("_", "\n") for m in metrics)]]
     lines[0] += ["best\nround", *(f"{m}\nof it".replace("_", "\n") for m in of_best)] if best else []
     lines[0] += ["majority\nclass"]
@@ -38,8 +36,8 @@ def result_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
     for name, result in results.items():
         sent, spent = per_client_and_round(result.history), seconds(result.history)
         majority = result.facts["majority"]
-        line = [name, *_values(result.shown, metrics)]
-        line += [str(result.best.get("round", "-")), *_values(best_of[name], of_best)] if best else []
+        line = [name, *_values(result.final, metrics)]
+        line += [str(result.best.get("round", "-")), *_values(result.best, of_best)] if best else []
         line += ["-" if majority is None else f"{majority:.3f}"]
         line += [human_bytes(sent[d + bare]) for bare in ("", "_without_head") for d in ("uplink", "downlink")]
         lines.append([*line, f"{spent['training']:.1f} s", f"{spent['aggregation_median'] * 1000:.1f} ms"])
@@ -50,9 +48,8 @@ def client_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
     """A line for each run: the scores on the clients' shares of the test set; empty if there are none."""
     metrics = [n for n in _metrics(results) if n.startswith("client_test_")]
     head = ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in metrics)]
-    acc = "token acc" if all(result.language for result in results.values()) else "acc"
-    head += [f"worst client\nand its {acc}", f"best client\nand its {acc}"]
-    lines = [[name, *_values(result.shown, metrics), *_ends(result)] for name, result in results.items()]
+    head += ["worst client\nand its acc", "best client\nand its acc"]
+    lines = [[name, *_values(result.final, metrics), *_ends(result)] for name, result in results.items()]
     return [head, *lines] if metrics else []
 
 
@@ -66,7 +63,7 @@ def _ends(result: RunResult) -> tuple[str, str]:
 
 
 def _metrics(results: Mapping[str, RunResult]) -> list[str]:
-    return sorted({k for result in results.values() for k in result.shown if k != "best_round"})
+    return sorted({k for result in results.values() for k in result.final if k != "best_round"})
 
 
 def _values(found: Mapping[str, float], metrics: Sequence[str]) -> list[str]:

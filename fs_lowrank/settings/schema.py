@@ -85,11 +85,6 @@ class Settings:
         return self.model.type in VISION_MODELS
 
     @property
-    def is_language(self) -> bool:
-        """Whether it is a language model, whose accuracy is that of the next token."""
-        return self.model.task == "CausalLM"
-
-    @property
     def from_scratch(self) -> bool:
         """Whether the model is not pre-trained. Then all layers without an adapter are trained in full."""
         return self.is_vision and not self.lowrank.weights

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 
 import pytest
 import yaml
 
 from fs_lowrank import cli
-from fs_lowrank.commands import seeds
-from fs_lowrank.runs.chance import Chance, shown_metrics
+from fs_lowrank.runs.chance import Chance
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -59,40 +57,3 @@ def test_run_and_compare_report_that_nothing_was_learned(settings, tmp_path, cap
     score = json.loads((folder / "summary.json").read_text())["final"]["test_acc"]
     assert chance.verdict({"test_acc": score}), "an untrained model"
     assert f"fedlora: {chance.verdict({'test_acc': score})}" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_names_of_a_language_models_metrics():
-    figures = {"test_acc": 0.3, "test_loss": 2.0, "test_acc_last5": 0.2, "client_test_acc_mean": 0.1, "best_round": 4}
-    assert shown_metrics(figures, False) == figures
-    assert shown_metrics(figures, True) == {
-        "test_token acc": 0.3,
-        "test_loss": 2.0,
-        "test_perplexity": math.exp(2.0),
-        "test_token acc_last5": 0.2,
-        "client_test_token acc_mean": 0.1,
-        "best_round": 4,
-    }
-    assert shown_metrics({"loss": math.inf}, True)["perplexity"] < math.inf
-
-
-def test_a_language_model_has_a_token_acc_and_a_perplexity_wherever_it_is_shown(causal_settings, tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(causal_settings))
-    few = ["federate.total_round_num", "1", "federate.client_num", "2", "train.local_update_steps", "1"]
-    few += ["eval.before", "True"]
-    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), "--methods", "fedlora", *few]) == 0
-    out = capsys.readouterr().out
-    ((loss, perplexity),) = re.findall(r"test loss ([\d.]+) perplexity ([\d.]+) token acc [\d.]+", out)
-    assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=1e-2)
-    assert not re.search(r"(?<!token )\bacc\b", out), out
-    assert "test perplexity" in out.split("before round 1:")[1].splitlines()[0]
-    header = (tmp_path / "run" / "comparison.csv").read_text().splitlines()[0]
-    assert "test token acc" in header and "test perplexity" in header
-    assert "| test_token_acc |" in (tmp_path / "run" / "fedlora" / "adapter" / "README.md").read_text()
-    assert "test_acc" in json.loads((tmp_path / "run" / "fedlora" / "summary.json").read_text())["final"]
-
-
-def test_the_table_over_seeds_of_a_language_model():
-    """The perplexity of a mean is not the mean perplexity."""
-    header, row = seeds._table({"fedlora": {"test_acc": [0.2, 0.4], "test_loss": [1.0, 3.0], "b": [1]}}, 2, True)
-    assert [word.replace("\n", " ") for word in header] == ["method", "test loss", "test perplexity", "test token acc"]
-    assert row == ["fedlora", "2.000 ± 1.414", f"{(math.e + math.e**3) / 2:.3f} ± 12.281", "0.300 ± 0.141"]
