@@ -49,7 +49,8 @@ def figures(runs: Sequence[Shown]) -> str:
     rows = []
     for run in runs:
         last = _last(run)
-        row: list[Any] = [run.name, f"{len(run.history)} of {run.rounds}", *(last.get(name, "") for name in metrics)]
+        at = run.history[-1]["round"] if run.history else 0
+        row: list[Any] = [run.name, f"{at} of {run.rounds}", *(last.get(name, "") for name in metrics)]
         row += [best[run.name].get(name, "") for name in (["round", *of_best] if chosen else [])]
         row.append(run.chance.share if run.chance else "")
         sent = per_client_and_round(run.history) if run.history else {"uplink": 0.0, "downlink": 0.0}

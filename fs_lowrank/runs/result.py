@@ -55,7 +55,7 @@ class RunResult:
     @property
     def language(self) -> bool:
         """Whether the model is one of language, whose ``acc`` is the accuracy of the next token."""
-        return self.facts.get("majority") is None
+        return not self.facts.get("labels", True)
 
     @property
     def bytes(self) -> Mapping[str, int]:
