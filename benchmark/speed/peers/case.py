@@ -1,8 +1,8 @@
 """The whole job against other systems: python -m benchmark.speed peers [options]
 
 For each model and number of clients the same job is run by us (one process, and a process for each core) and by each
-peer in an environment of its own, in turn. Of a peer's two settings the one that was faster in its first run counts and is
-repeated. Cells that the results already hold are not run again, so a stopped command goes on when it is given again.
+peer in an environment of its own, in turn. Of a peer's two settings the one that was faster in its first run counts and
+is repeated. Cells that the results already hold are not run again, so a stopped command goes on when it is given again.
 """
 
 from __future__ import annotations
@@ -36,6 +36,18 @@ from .job import SHAPES, describe, make_job
 #: losses of the last round further apart than this, relatively, are said to differ
 CLOSE = 1e-3
 LIMIT = 3600.0
+COLUMNS = (
+    *("model", "clients", "system", "setting", "rounds/s", "processor s a round", "peak memory"),
+    *("whole job: seconds", "of the processor", "loss", "apart"),
+)
+READING = (
+    "Rounds a second and processor seconds a round are medians over the rounds but the first, in which systems start "
+    "something too; the whole job has everything from the start of the process. Memory (the proportional set size, "
+    "where the system has it) and processor seconds are those of all processes of a run. In brackets: how many times "
+    "better our faster row is; bold where a goal is missed (ahead everywhere, and twice as fast as FederatedScope and "
+    "Flower from 50 clients on). Of a peer's settings the faster one is shown. Apart is the relative difference of the "
+    "trained tensors from ours; other work means that the number of samples or the last loss differs from ours."
+)
 FIGURES = ("rounds_per_second", "processor_seconds_a_round", "peak_bytes", "seconds", "processor_seconds")
 
 
@@ -140,8 +152,8 @@ def _cell(
                 for variant in _variants(peer, runs if turn else {}):
                     out = Path(name) / f"{peer.name}_{peer.variants.index(variant)}_{turn}"
                     run = _one(peer, variant, folder, out, *pythons[peer.name])
-                    versions.setdefault(peer.name, run.pop("versions", None) or versions.get(peer.name))
                     if run["status"] == "ok":
+                        versions[peer.name] = run.pop("versions")
                         run["apart"] = _apart(out, Path(name) / f"{OURS.name}_0_0")
                     runs.setdefault((peer.name, variant.name), []).append(run)
                     said = {k: v for k, v in run.items() if k in (*FIGURES, "status", "samples", "loss", "apart")}
@@ -252,38 +264,32 @@ def table(found: dict[str, Any]) -> str:
         "# The whole job against other systems",
         "",
         f"`python -m benchmark.speed peers`; {settings['cpus']} cores, {settings['rounds']} rounds, medians of "
-        f"{settings['repeat']} runs{', tiny models' if settings['tiny'] else ''}. "
-        + " ".join(f"{describe(model)}." for model in dict.fromkeys(cell["model"] for cell in found["cells"])),
+        f"{settings['repeat']} runs{', tiny models' if settings['tiny'] else ''}. {describe()}. {READING}",
         "",
-        "Rounds a second and processor seconds a round are medians over the rounds but the first, in which each system also "
-        "starts something; the whole job has everything from the start of the process. Memory and processor seconds are "
-        "those of all processes of a run; memory is the proportional set size. In brackets: how many times better our "
-        "faster row is; bold where a goal is missed (ahead everywhere, twice as fast as FederatedScope and Flower "
-        "from 50 clients on). Of a peer's settings the faster one is shown. Apart is the relative difference of the "
-        "trained tensors from ours.",
-        "",
-        "| model | clients | system | setting | rounds/s | processor s a round | peak memory | whole job | loss | apart |",
-        "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| " + " | ".join(COLUMNS) + " |",
+        "| --- | ---: | --- | --- |" + " ---: |" * (len(COLUMNS) - 4),
     ]
     for row in (row for cell in found["cells"] for row in compared(cell)):
         head = f"| {row['model']} | {row['clients']} | {titles[row['system']]} | {row['variant']} | "
         if row["status"] != "ok":
-            lines.append(f"{head}{row['status']} | | | | | |")
+            lines.append(f"{head}{row['status']} |" + " |" * (len(COLUMNS) - 5))
             continue
         ratios = [("speed_ratio", row.get("goal", 1.0)), ("processor_ratio", 1.0), ("memory_ratio", 1.0)]
         speed, processor, memory = (_times(row.get(name), goal) for name, goal in ratios)
-        note = " (other work)" if row.get("other_work") else ""
-        apart = "" if row["apart"] is None else f"{row['apart']:.0e}"
-        lines.append(
-            f"{head}{row['rounds_per_second']:.3g}{speed} | {row['processor_seconds_a_round']:.3g}{processor} | "
-            f"{row['peak_bytes'] / 1e9:.2f} GB{memory} | {row['seconds']:.0f} s, {row['processor_seconds']:.0f} s of the "
-            f"processor | {row['loss']:.6g}{note} | {apart} |"
-        )
+        values = [
+            f"{row['rounds_per_second']:.3g}{speed}",
+            f"{row['processor_seconds_a_round']:.3g}{processor}",
+            f"{row['peak_bytes'] / 1e9:.2f} GB{memory}",
+            f"{row['seconds']:.0f}",
+            f"{row['processor_seconds']:.0f}",
+            f"{row['loss']:.6g}{' (other work)' if row.get('other_work') else ''}",
+            "" if row["apart"] is None else f"{row['apart']:.0e}",
+        ]
+        lines.append(head + " | ".join(values) + " |")
     lines += ["", *(f"- Not measured: {reason}." for reason in found["missing"].values())]
     lines += [f"- {peer.title} needs to start: {peer.mends}." for peer in PEERS if peer.name in found["versions"]]
     for name, packages in found["versions"].items():
-        if packages:
-            lines.append(f"- {titles[name]}: " + ", ".join(f"{p} {v}" for p, v in packages.items()) + ".")
+        lines.append(f"- {titles[name]}: " + ", ".join(f"{p} {v}" for p, v in packages.items()) + ".")
     return "\n".join(lines) + "\n"
 
 

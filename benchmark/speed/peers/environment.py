@@ -1,8 +1,8 @@
 """The peers, and an environment for each: made once from the package index, and kept in the user's cache.
 
-An environment has the versions of torch, transformers, PEFT and NumPy that we run with, and the peer. ``$FLWR_ROOT`` and
-``$PFL_ROOT`` name a folder to install the peer from instead; FederatedScope, which is in no index, is a checkout of its
-branch ``llm`` that ``$FEDERATEDSCOPE_ROOT`` names.
+An environment has the versions of torch, transformers, PEFT and NumPy that we run with, and the peer. ``$FLWR_ROOT``
+and ``$PFL_ROOT`` name a folder to install the peer from instead; FederatedScope, which is in no index, is a checkout of
+its branch ``llm`` that ``$FEDERATEDSCOPE_ROOT`` names.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ PEERS = (
         (("protobuf==3.20.3", "grpcio", "pandas", "scipy<2", "scikit-learn", "pyyaml", "pympler"),),
         variable="FEDERATEDSCOPE_ROOT",
         checkout="federatedscope/llm",
-        mends="no change of its code; protobuf 3.20.3 (later ones refuse its generated messages), SciPy below 2, and pympler, "
-        "which it imports and does not name; its own pins of 2022 have no builds for this Python",
+        mends="no change of its code; protobuf 3.20.3 (later ones refuse its generated messages), SciPy below 2, and "
+        "pympler, which it imports and does not name; its own pins of 2022 have no builds for this Python",
     ),
     Peer(
         "flower",

@@ -2,18 +2,22 @@
 
     PYTHONPATH=CHECKOUT python federatedscope_job.py JOB OUT '{"threads": 1}'
 
-Settings, for its best: one shared model (``share_local_model``, as its guide says for language models), no evaluation, no
-checkpoint. It sets one thread for itself; a second variant gives it all cores once its runner is made. The encoder goes
-through ``register_model`` and both data sets through ``register_data``, the framework's own doors. No code of it is
-mended: the environment has protobuf 3.20, because later ones refuse its generated messages, and pympler, which
-it imports and does not name. What is added here only notes times, losses and numbers of samples.
+Settings, for its best: one shared model (``share_local_model``, as its guide says for language models), no evaluation
+between rounds, no checkpoint. It sets one thread for itself; a second variant gives it all cores once its runner is
+made. The encoder goes through ``register_model`` and the data through ``register_data``, the framework's own doors. No
+code of it is mended: the environment has protobuf 3.20, because later ones refuse its generated messages, and pympler,
+which it imports and does not name. What is added here only notes times, losses and numbers of samples.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import shutil
+import subprocess
+from pathlib import Path
 
+import federatedscope
 import federatedscope.register as register
 import fedjob
 import torch
@@ -91,6 +95,13 @@ def register_job(job):
         register.register_model("classifier", lambda config, shape: AdapterModel(job.peft_model(), use_adapter=False))
 
 
+def revision():
+    """The framework's version and, where git can tell, its commit."""
+    command = ["git", "-C", Path(federatedscope.__file__).parent, "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    return f"{federatedscope.__version__} {commit}".strip()
+
+
 def work(job, out, settings):
     meter, losses = fedjob.Meter(), [[]]
     register_job(job)
@@ -124,7 +135,7 @@ def work(job, out, settings):
     runner.run()
     rounds = losses[: job.rounds]
     result = meter.result(
-        versions=fedjob.versions("protobuf", "grpcio"),
+        versions={"federatedscope": revision(), **fedjob.versions("protobuf", "grpcio")},
         samples=sum(number for of_round in rounds for _, number in of_round),
         loss=sum(loss for loss, _ in rounds[-1]) / len(rounds[-1]),
     )

@@ -1,7 +1,7 @@
 """What the scripts of the peers share: reading the job, its data and model, and measuring. It imports nothing of ours.
 
-The folder of a job has ``job.json`` (``Job``), ``data.npz`` (``input_ids`` and ``labels`` of all samples in one row each,
-with their lengths, client after client) and ``initial.safetensors``, the adapters and the head that round 1 starts from.
+The folder of a job has ``job.json`` (``Job``), ``data.npz`` (``input_ids`` and ``labels`` of all samples in one row
+each, with their lengths, and each sample's client) and ``initial.safetensors``, the adapters and the head at the start.
 """
 
 from __future__ import annotations
@@ -169,13 +169,12 @@ class Meter(threading.Thread):
         """All that was measured, and ``more``."""
         self.look(memory=True)
         self.over.set()
-        process = sum(self.spent.values())
         return {
             "setup_seconds": self.ends[0] - self.main.create_time(),
             "setup_processor_seconds": self.processor[0],
             "round_seconds": np.diff(self.ends).tolist(),
             "round_processor_seconds": np.diff(self.processor).tolist(),
-            "processor_seconds": process,
+            "processor_seconds": sum(self.spent.values()),
             "peak_bytes": self.peak,
             "memory": "PSS" if hasattr(self.main.memory_full_info(), "pss") else "RSS",
             **more,

@@ -2,9 +2,9 @@
 
     python flower_job.py JOB OUT '{"threads": 1, "cpus": 2}'
 
-Settings, for its best: Ray has all cores, a client takes ``threads`` of them (two variants: 1, and all); a process keeps
-model and data from one message to the next, where Flower's examples load them for every message; no evaluation. Clients
-send PEFT's tensors alone.
+Settings, for its best: Ray has all cores, a client takes ``threads`` of them (two variants: 1, and all); a process
+keeps model and data from one message to the next, where Flower's examples load them for every message; no evaluation.
+Clients send PEFT's tensors alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job for ourselves and the peers: a model with random weights, texts, tokens by client, and the tensors at the start."""
+"""A job for ourselves and the peers: a model with random weights, texts, tokens by client, and the first tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from fs_lowrank import load_config
+from fs_lowrank.data import Examples
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.testing.small import save_tokenizer
 
@@ -29,11 +30,12 @@ BATCH, STEPS, RANK, ALPHA = 8, 2, 8, 16
 OPTIMIZER, LEARNING_RATE = "AdamW", 1e-3
 
 
-def describe(model: str) -> str:
+def describe() -> str:
     """The job in a few words."""
     return (
-        f"{model}: LoRA of rank {RANK} on the query and value of every layer; {STEPS} steps of {BATCH} samples a client "
-        f"and round, every client in every round; {OPTIMIZER}, no dropout; batches in the order of the data"
+        "The encoder has the size of MiniLM, the Llama 21 million parameters, both with random weights; texts have "
+        f"about 24 words. LoRA of rank {RANK} on the query and value of every layer; {STEPS} steps of {BATCH} samples "
+        f"a client and round, every client in every round; {OPTIMIZER}, no dropout; batches in the order of the data"
     )
 
 
@@ -68,8 +70,10 @@ def make_job(kind: str, folder: Path, clients: int, rounds: int, tiny: bool = Fa
     }
     (folder / "ours.json").write_text(json.dumps(ours, indent=1) + "\n")
     engine = LocalEngine(load_config(ours, outdir=str(folder / "unused")))
-    save_file({n: t.contiguous().clone() for n, t in engine.ledger.state.items()}, folder / "initial.safetensors")
-    _save_tokens(folder / "data.npz", engine.site.data.clients)
+    initial = {n: t.clone() for n, t in engine.ledger.state.items() if isinstance(t, torch.Tensor)}
+    save_file(initial, folder / "initial.safetensors")
+    owned = [examples for examples in engine.site.data.clients if isinstance(examples, Examples)]
+    _save_tokens(folder / "data.npz", owned)
     job = Job(
         model=str(folder / "model"),
         task="classification" if kind == "encoder" else "causal",
@@ -85,7 +89,7 @@ def make_job(kind: str, folder: Path, clients: int, rounds: int, tiny: bool = Fa
         target_modules=modules,
         optimizer=OPTIMIZER,
         learning_rate=LEARNING_RATE,
-        pad_id=engine.site.data.clients[0].pad_id,
+        pad_id=owned[0].pad_id,
         seed=0,
     )
     job.write(folder)
@@ -130,7 +134,7 @@ def _save_texts(kind: str, folder: Path, words: list[str], rows: int) -> dict[st
     return {"type": str(folder / "data.jsonl"), "args": [{"template": "{instruction} {output}"}]}
 
 
-def _save_tokens(path: Path, clients: list[Any]) -> None:
+def _save_tokens(path: Path, clients: list[Examples]) -> None:
     """Write the tokens as each client of our run has them."""
     inputs = [row for examples in clients for row in examples.columns["input_ids"]]
     labels: list[np.ndarray] = []
@@ -138,7 +142,7 @@ def _save_tokens(path: Path, clients: list[Any]) -> None:
         labels += examples.columns["labels"] if examples.labels is None else list(examples.labels[:, None])
     if {len(examples) for examples in clients} != {STEPS * BATCH}:
         raise RuntimeError(f"clients have {sorted({len(e) for e in clients})} samples, not {STEPS * BATCH}")
-    arrays = {"owners": np.repeat(np.arange(len(clients)), [len(e) for e in clients])}
+    arrays: dict[str, Any] = {"owners": np.repeat(np.arange(len(clients)), [len(e) for e in clients])}
     for name, rows in {"input_ids": inputs, "labels": labels}.items():
         arrays[name], arrays[f"{name}_lengths"] = np.concatenate(rows), np.array([len(row) for row in rows])
     np.savez(path, **arrays)

@@ -3,10 +3,10 @@
     python pfl_job.py JOB OUT '{"threads": 2}'
     python -m torch.distributed.run --standalone --nproc_per_node 2 pfl_job.py JOB OUT '{"threads": 1}'
 
-Settings, for its best: two variants, one process with all cores and, as its guide says for several workers, a process for
-each core under torchrun. Samples are kept in memory and batches made once, as tensors of its own ``Dataset`` would be, but
-padded batch by batch as elsewhere, which is less work. pfl evaluates every client before and after the training of its
-first round; there is no key against it, so its first round is longer.
+Settings, for its best: two variants, one process with all cores and, as its guide says for several workers, a process
+for each core under torchrun. Samples are kept in memory and batches made once, as tensors of its own ``Dataset`` would
+be, but padded batch by batch as elsewhere, which is less work. pfl evaluates every client before and after the training
+of its first round; there is no key against it, so its first round is longer.
 """
 
 from __future__ import annotations
