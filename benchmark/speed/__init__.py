@@ -1,6 +1,7 @@
 """Speed of the optimised implementations relative to the plain ones they replace.
 
     python -m benchmark.speed [server_step|clients|frozen_cache|only_read|overhead|vision|one_shot|all]
+    python -m benchmark.speed peers [--clients 10,50,200] [--models encoder,llama] [--peers federatedscope,flower,pfl]
 
 Only ratios from one run are meaningful. The variants are timed in turn, so that other load on the machine affects all
 of them, and medians are compared.
