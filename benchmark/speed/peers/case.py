@@ -57,7 +57,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(SHAPES), help="default: %(default)s")
     names = ",".join(peer.name for peer in PEERS)
     parser.add_argument("--peers", default=names, help="default: %(default)s; none: only ourselves")
-    parser.add_argument("--rounds", type=int, default=4, help="default: %(default)s; of each, the first does not count")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s, of which the first does not count")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, of which the median counts")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try that everything runs")
     parser.add_argument("--out", type=Path, default=Path("results/speed"), help="default: %(default)s")

@@ -89,7 +89,7 @@ PEERS = (
             Variant("1 CPU a client", {"threads": 1, "cpus": CORES}),
             Variant(f"{CORES} CPUs a client", {"threads": CORES, "cpus": CORES}),
         ),
-        (("flwr[simulation]==1.42.0",), ("flwr[simulation]<1.42",)),
+        (("flwr[simulation]==1.42.0",), ("flwr[simulation]==1.41.0",)),
         variable="FLWR_ROOT",
         extra="[simulation]",
     ),
