@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -152,6 +153,22 @@ def test_wrong_use_is_one_line(given, said, tmp_path, capsys):
     assert runner.main(["peers", *given, "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
+    script = tmp_path / "endless.py"
+    script.write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "pathlib.Path(sys.argv[2], 'pid').write_text(str(child.pid))\ntime.sleep(600)\n"
+    )
+    monkeypatch.setattr(case, "LIMIT", 6.0)
+    variant = environment.Variant("endless", {"threads": 1})
+    peer = environment.Peer("endless", "Endless", str(script), (variant,))
+    run = case._one(peer, variant, tmp_path, tmp_path / "out", sys.executable, "")
+    assert run == {"status": "not done after 6 s"}
+    child = int((tmp_path / "out" / "pid").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow

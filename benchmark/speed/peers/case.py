@@ -8,6 +8,7 @@ is repeated. Cells that the results already hold are not run again, so a stopped
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import json
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from safetensors.torch import load_file
 
 from fs_lowrank import UserError
@@ -170,7 +172,7 @@ def _variants(peer: Peer, runs: dict[tuple[str, str], list[dict[str, Any]]]) -> 
 def _one(peer: Peer, variant: Variant, job: Path, out: Path, python: str, more: str) -> dict[str, Any]:
     """What one run measured; ``status`` is "ok" or one line that says what went wrong."""
     out.mkdir()
-    script = [str(Path(__file__).with_name(peer.script)), str(job), str(out), json.dumps(variant.settings)]
+    script = [str(Path(__file__).parent / peer.script), str(job), str(out), json.dumps(variant.settings)]
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(variant.processes)]
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
@@ -182,11 +184,14 @@ def _one(peer: Peer, variant: Variant, job: Path, out: Path, python: str, more: 
     }
     started = time.perf_counter()
     with (out / "log.txt").open("w") as log:
+        command = [python, *(many if variant.processes else ()), *script]
+        process = subprocess.Popen(command, cwd=out, env=environment, stdout=log, stderr=log)
         try:
-            command = [python, *(many if variant.processes else ()), *script]
-            code = subprocess.run(command, cwd=out, env=environment, stdout=log, stderr=log, timeout=LIMIT).returncode
+            code = process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             return {"status": f"not done after {LIMIT:.0f} s"}
+        finally:  # also after Ctrl-C
+            _end(process)
     seconds = time.perf_counter() - started
     if code or not (out / "result.json").exists():
         lines = (out / "log.txt").read_text(errors="replace").strip().splitlines()
@@ -199,6 +204,16 @@ def _one(peer: Peer, variant: Variant, job: Path, out: Path, python: str, more: 
         "rounds_per_second": 1 / statistics.median(measured["round_seconds"][1:]),
         "processor_seconds_a_round": statistics.median(measured["round_processor_seconds"][1:]),
     }
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a run that is not over, and all that it started."""
+    if process.poll() is None:
+        started = psutil.Process(process.pid)
+        for one in (*started.children(recursive=True), started):
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        process.wait()
 
 
 def _apart(out: Path, reference: Path) -> float | None:

@@ -127,7 +127,7 @@ class Meter(threading.Thread):
     """Measures this process and all that it started: memory while it runs, processor seconds at the end of a round.
 
     Args:
-        every: seconds between two looks at the memory.
+        every: seconds between two looks at the memory, longer where a look takes more than a thirtieth of that.
     """
 
     def __init__(self, every: float = 0.25):
@@ -143,8 +143,11 @@ class Meter(threading.Thread):
 
     def run(self) -> None:
         """Look until the end; processes that ended in between keep the seconds of the last look."""
-        while not self.over.wait(self.every):
+        took = 0.0
+        while not self.over.wait(max(self.every, 30 * took)):
+            started = time.perf_counter()
             self.look(memory=True)
+            took = time.perf_counter() - started
 
     def look(self, memory: bool = False) -> float:
         """The processor seconds until now."""
