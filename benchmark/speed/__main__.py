@@ -3,6 +3,8 @@
 PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, overhead, vision, one_shot,
 startup, or all of them
 
+    python -m benchmark.speed peers [options]: the whole job against other systems, alone and not in "all"
+
 Needs: fs-lowrank fetch minilm sentiment smollm2 alpaca_demo fashion_mnist
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -68,6 +71,8 @@ def table(folder: Path) -> str:
             f"- `{part}`: {on['cpus']} cores, {found.get('threads', on['threads'])} thread(s), torch "
             f"{on['versions']['torch']}, {found['seconds']:.0f} s."
         )
+    if (folder / "peers.md").exists():
+        about.append("- [Against other systems](peers.md): FederatedScope, Flower, pfl.")
     return "\n".join([*lines, "", *about, ""])
 
 
@@ -83,6 +88,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure one part or all of them; returns the exit code, as ``fs-lowrank`` does."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["peers"]:  # it has options of its own
+        return int(import_module(".peers.case", __package__).main(given[1:]))
     return shell.run(_parser, argv, shell.make_console(140), folder=lambda args: args.out)
 
 

@@ -127,7 +127,7 @@ def test_the_same_run(both, trained, case):
 def test_states_that_are_kept_of_some_only(both, trained):
     """Those of clients whose samples are not seen often enough are computed in each step."""
     prefix = both("encoder", {}, 4).site.prefix
-    assert [prefix.budget[f"client {i}"] for i in range(1, 5)] == [True, True, True, False] and prefix.parts
+    assert [prefix.budget.get(f"client {i}", False) for i in range(1, 5)] == [True, True, True, False] and prefix.parts
     assert trained == [4, 4] and "client 1" in prefix.kept and "client 4" not in prefix.kept
 
 
@@ -240,9 +240,10 @@ def test_a_client_that_fails_does_not_take_the_others(make_engine, trained, capl
     ours, plain = (make_engine("encoder", {**keys, "train.cohort": n}) for n in (4, "off"))
     for engine in (ours, plain):
         # Tokens that the model does not have.
-        engine.site.data.clients[1].columns["input_ids"] = [
-            np.full_like(row, 10**6) for row in engine.site.data.clients[1].columns["input_ids"]
-        ]
+        clients = list(engine.site.data.clients)
+        unknown = {"input_ids": [np.full_like(row, 10**6) for row in clients[1].columns["input_ids"]]}
+        clients[1] = dataclasses.replace(clients[1], columns={**clients[1].columns, **unknown})
+        engine.site.data.clients = clients
         engine.run()
     assert trained == [] and "where they fail together (IndexError" in caplog.text
     for a, b in zip(ours.keeper.history, plain.keeper.history, strict=True):
