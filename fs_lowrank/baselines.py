@@ -38,6 +38,7 @@ from .runs.environment import write_environment
 from .runs.folder import check_outdir
 from .runs.records import Records, read_records
 from .runs.result import RunResult
+from .runs.split import write_split
 from .seeds import derive
 from .training import train_client
 from .training.schedule import lr_at
@@ -145,7 +146,7 @@ def _written(site: Site, found: dict[str, Any], facts: Mapping[str, Any]) -> lis
     with replacing(outdir / "config.yaml") as aside:
         site.config.dump(aside)
     write_environment(outdir / "environment.json", site.new_weights, None)
-    write_text(outdir / "data.json", to_json({"schema": SCHEMA, **site.data.record()}, separators=(",", ":")))
+    write_split(outdir, site.data)
     records = Records(outdir / "rounds.jsonl")
     records.add(record)
     final = {f"{split}_{name}": value for split, values in record["metrics"].items() for name, value in values.items()}

@@ -49,6 +49,8 @@ def runs(monkeypatch):
             final={"test_acc": 0.5},
             best={},
             saved={},
+            language=False,
+            client_scores={},
             facts={"majority": 0.5, "source": "", "data": "", "model": "", "config": ""},
         )
 

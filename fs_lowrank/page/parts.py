@@ -105,7 +105,9 @@ def curves(runs: Sequence[Shown]) -> str:
                 traces = [t for i, run in enumerate(runs) for t in _metric(run, i, x, split, metric)]
                 if (split, metric) == ("test", "acc"):
                     traces += _majority(runs, x)
-                plots.append(_curve(f"{split}-{metric}-{x}", f"{split} {metric}".replace("_", " "), x, traces))
+                plots.append(
+                    _curve(f"{split}-{metric}-{x}".replace("_", "-"), f"{split} {metric}".replace("_", " "), x, traces)
+                )
     losses = [_line(run, i, _values(run, "loss")) for i, run in enumerate(runs)]
     plots.append(_curve("loss", "training loss", "round", losses))
     for key, name in (("adapter_norm", "norm of what is trained"), ("drift", "drift: a client's change, mean norm")):

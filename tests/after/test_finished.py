@@ -77,7 +77,7 @@ def test_a_pair_is_read_as_the_run_read_it(pairs, tmp_path, capsys):
     """The scores on the test rows are those of the run; without the second sentence they cannot be."""
     for path, result in pairs.items():
         table = pd.read_csv(path, sep=None, engine="python")
-        rows = json.loads((result.outdir / "data.json").read_text())["test"]["rows"]
+        rows = read_split(result.outdir)["test"]["rows"]
         test = tmp_path / f"{path.stem}.csv"
         table.iloc[rows].to_csv(test, index=False)
         run = load_run(result.outdir)

@@ -43,7 +43,7 @@ def test_the_page_is_one_file_and_has_every_part(page, runs):
     for result in runs.values():
         assert f"{result.final['test_loss']:.4g}" in shown
     plots = re.findall(r'data-plot="plot-([\w-]+)"', page)
-    assert {"test-acc-bytes", "test-token_acc-bytes", "test-perplexity-round"} <= set(plots), "of a language model"
+    assert {"test-acc-bytes", "test-token-acc-bytes", "test-perplexity-round"} <= set(plots), "of a language model"
     best = runs["classes"].best
     assert "best round" in read.texts and f"{best['test_loss']:.4g}" in read.texts and "best test acc" not in read.texts
     assert any("5 clients, 5 a round" in text for text in read.texts), "the setting"

@@ -3,6 +3,7 @@
 The peers themselves are not run: each needs an environment of hundreds of megabytes.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -168,6 +169,8 @@ def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(monkeypatch
     run = case._one(peer, variant, tmp_path, tmp_path / "out", sys.executable, "")
     assert run == {"status": "not done after 6 s"}
     child = int((tmp_path / "out" / "pid").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):  # it is no child of this process
+        psutil.Process(child).wait(20)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 

@@ -97,8 +97,6 @@ BORROWED = {
     "fs_lowrank/engines/federatedscope/parallel.py": {"_immutable", "_monitor"},
     # the type that argparse's add_subparsers returns has no public name; it is used as a type hint only
     "fs_lowrank/commands/__init__.py": {"_SubParsersAction"},
-    # of what a tensor gives to a pickle; torch's public name for it warns that it will go
-    "fs_lowrank/jobs/kept.py": {"_untyped_storage"},
     # torch has no public way to ask whether a module has hooks; if it has, PEFT's own forward runs
     "fs_lowrank/models/convolution.py": {"_forward_hooks"},
 }

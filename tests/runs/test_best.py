@@ -14,6 +14,7 @@ import fs_lowrank
 from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.finished import evaluate_rows, load_run, read_rows
 from fs_lowrank.rounds.evaluator import Evaluator
+from fs_lowrank.runs.split import read_split
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_it_is_what_a_run_that_ends_there_saves(make, kind, keys):
 def test_what_comes_after_the_run_takes_either(make, kind, keys, reviews_csv, tmp_path, capsys):
     """``evaluate`` and ``predict`` take the last round's unless they are asked for the best, and say so."""
     result = fs_lowrank.run(make("whole", keys))
-    rows = json.loads((result.outdir / "data.json").read_text())["test"]["rows"]
+    rows = read_split(result.outdir)["test"]["rows"]
     pd.read_csv(reviews_csv).iloc[rows].to_csv(tmp_path / "test.csv", index=False)
     last, best = (load_run(result.outdir, best=b) for b in (False, True))
     for run, figures in ((last, result.final), (best, result.best)):

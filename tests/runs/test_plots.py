@@ -129,7 +129,8 @@ def test_names_are_shown_as_they_are_written(tmp_path, monkeypatch):
     for place in (clients.legends[0], curve.axes[-1].get_legend()):
         assert shown(place.get_texts())[:4] == CLASSES
     assert shown(test.axes[0].get_xticklabels()) == shown(test.axes[0].get_yticklabels()) == CLASSES
-    assert all(shown([figure._suptitle])[0].startswith("my_$data_$ · model") for figure in kept)
+    titles = [shown([figure._suptitle])[0].replace("\u00a0", " ") for figure in kept]
+    assert all(title.startswith("my_$data_$ · model") for title in titles)
 
 
 def shown(texts):
