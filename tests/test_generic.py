@@ -79,7 +79,7 @@ def test_a_run_its_files_and_a_repetition(bench, method, task):
     checks.check_run(bench, method, task)
 
 
-@pytest.mark.parametrize("method, task", EACH)
+@pytest.mark.parametrize("method, task", FIRST)
 def test_another_seed_gives_another_split_and_start(bench, method, task):
     checks.check_seed(bench, method, task)
 
@@ -105,7 +105,15 @@ def test_a_resumed_run_is_the_run_to_the_bit(bench, method, task):
     checks.check_resume(bench, method, task)
 
 
-@pytest.mark.parametrize("method, task", FIRST)
+@pytest.mark.parametrize(
+    "method, task",
+    [
+        pytest.param(
+            m, task, marks=() if task == "encoder" and m in ("flexlora", "pfedlora", "rolora") else pytest.mark.slow
+        )
+        for m, task in EACH
+    ],
+)
 def test_clients_that_train_together_end_where_they_end_one_by_one(bench, method, task):
     trained = checks.check_cohort(bench, method, task)
     method = get_method_class(method)

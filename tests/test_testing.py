@@ -22,6 +22,7 @@ def registered(monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_passes_as_it_stands_there(tmp_path):
     """The two files of the README are run in an empty folder, with the command that it gives."""
     for name in ("my_methods.py", "test_my_methods.py"):

@@ -54,7 +54,11 @@ def at_home(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, said", [(["hpo", "tune", "--help"], "--pruner"), (["benchmark", "run", "--help"], "SUITE")]
+    "arguments, said",
+    [
+        (["hpo", "tune", "--help"], "--pruner"),
+        pytest.param(["benchmark", "run", "--help"], "SUITE", marks=pytest.mark.slow),
+    ],
 )
 def test_a_file_of_the_user_does_not_take_the_place_of_a_command(metadata, at_home, arguments, said):
     # `python -m` looks in the working folder first.

@@ -68,7 +68,11 @@ sys.exit(main(sys.argv[1:]))
     "keys, message",
     [
         (["model.type", "some/model@transformers"], "model.type: cannot load the configuration of 'some/model'"),
-        (["model.type", "lenet", "data.type", "some/data@huggingface_datasets"], "cannot load data set 'some/data'"),
+        pytest.param(
+            ["model.type", "lenet", "data.type", "some/data@huggingface_datasets"],
+            "cannot load data set 'some/data'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_silent_hub(silent, tmp_path, keys, message):

@@ -182,6 +182,7 @@ def few(settings, tmp_path, no_curves):
     return make
 
 
+@pytest.mark.slow
 def test_resumed_and_by_two_processes(few, trained):
     keys = {"lowrank.tau": 1, "federate.sample_client_num": 4}
     whole = fs_lowrank.run(few("whole", keys))

@@ -37,13 +37,6 @@ VARIANTS = [
     ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40}),
     ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": True}),
 ]
-#: run by ``make test``; ``make test-slow`` runs the others
-QUICK = ("pfedloru",)
-
-
-def slow_but(cases, quick):
-    """``cases`` as parameters; those for which ``quick`` returns False are marked as slow."""
-    return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture
@@ -103,10 +96,8 @@ def test_an_engine_takes_at_most_300_lines():
     assert len(ENGINE.read_text().splitlines()) <= 300, "what it lacks should be in fs_lowrank/rounds"
 
 
-@pytest.mark.parametrize(
-    "method, keys",
-    slow_but([*((m, {}) for m in METHODS), *VARIANTS], lambda method, keys: method in QUICK and not keys),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method, keys", [*((m, {}) for m in METHODS), *VARIANTS])
 def test_the_result_is_that_of_the_embedded_engine(quick, method, keys):
     rounds = 1 if ".one_shot." in get_method_class(method).__module__ else 2
     few = {"federate.total_round_num": rounds, "federate.sample_client_num": 3 if keys else 2}

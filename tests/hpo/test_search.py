@@ -504,6 +504,7 @@ def test_best_refuses_a_winner_that_was_not_confirmed(search, tmp_path, capsys):
     assert "there are: s" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_command_line_in_worker_processes(config, tmp_path, capsys):
     (tmp_path / "space.yaml").write_text("train.optimizer.lr: {grid: [1e-3, 1e-2]}")
     config.dump(tmp_path / "run.yaml")

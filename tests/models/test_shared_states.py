@@ -57,6 +57,7 @@ def test_a_second_run_computes_nothing_again(last_layer, computed, folder):
     assert not computed and other.final != first.final
 
 
+@pytest.mark.slow
 def test_other_states_have_other_entries(last_layer, computed):
     last_layer("first")
     for keys in (
@@ -136,6 +137,7 @@ def test_the_folder_of_the_entries(monkeypatch, tmp_path, folder):
     assert shared_folder() == tmp_path / "frozen"
 
 
+@pytest.mark.slow
 def test_what_computes_the_states_has_entries_of_its_own(last_layer, computed, monkeypatch):
     """Another kind of attention, precision of products, instructions of the processor, number of threads."""
     from transformers import PreTrainedConfig

@@ -185,6 +185,7 @@ def checkout(folder, version="0.3.0", leave_out=()):
     return folder
 
 
+@pytest.mark.slow
 def test_a_framework_that_cannot_be_used(config_file, tmp_path):
     half = checkout(tmp_path / "half", leave_out=("core/message.py",))
     cases = [
