@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-slow test-lowest walks torture check lint types docs format clean help
+.PHONY: demo test test-more test-slow test-lowest walks torture check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
-	@echo "make test   run the test suite, but for what takes long; make test-slow runs that"
+	@echo "make test   run the test suite, but for what takes long: make test-more has the generic suite over the other"
+	@echo "            methods, make test-slow the rest"
 	@echo "make test-lowest   part of the suite with the lowest versions that setup.py allows, in an environment of its own"
 	@echo "make walks  the first hour of a new user in six ways and as a notebook, from an installed wheel in empty folders"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
@@ -42,6 +43,10 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	@echo "== running the test suite"
 	$(BIN)/python -m pytest -q -n 2 --dist load
+
+test-more: $(VENV)/.installed
+	@echo "== running the generic suite and the failures over the other methods"
+	$(BIN)/python -m pytest -q -n 2 --dist load -m "more and not slow"
 
 test-slow: $(VENV)/.installed
 	@echo "== running the tests that take long"

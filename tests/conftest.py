@@ -6,6 +6,21 @@ import pytest
 
 from fs_lowrank.testing import small
 
+#: with what the generic suite and the failures are run by ``make test``; ``make test-more`` has the others
+FEW = {
+    "method": ("fedfisher", "fedloru", "flexlora", "pfedlora", "rolora"),
+    "run": ("rolora under FedAdam", "with personal parts"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        given = getattr(item, "callspec", None)
+        if given and item.path.name in ("test_generic.py", "test_faults.py"):
+            if any(given.params[name] not in few for name, few in FEW.items() if name in given.params):
+                item.add_marker(pytest.mark.more)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():

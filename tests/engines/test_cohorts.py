@@ -110,11 +110,8 @@ CASES = {
 QUICK = (
     "a language model",
     "unequal numbers of batches",
-    "momentum, decay and clipping",
-    "accumulated gradients",
     "blocks",
     "unequal ranks",
-    "personal parts",
 )
 
 
