@@ -157,10 +157,10 @@ def test_a_process_that_cannot_be_replaced(few, monkeypatch, caplog, others):
     monkeypatch.setattr(workers.Worker, "__init__", further)
     if others == "live":
         same(fs_lowrank.run(few("whole", keys)), engine.run())
-        assert "cannot be replaced (process 1 of federate.process_num 2 could not start" in caplog.text
+        assert "cannot be replaced (process 1 of federate.process_num could not start" in caplog.text
         assert "the run goes on with fewer: 1" in caplog.text
     else:
-        with pytest.raises(fs_lowrank.RunFailed, match="no other could take its place .* and none is left"):
+        with pytest.raises(fs_lowrank.RunFailed, match="no other could take its place"):
             engine.run()
 
 
