@@ -40,6 +40,8 @@ READING = (
     ("fs_lowrank.data", "check_vocabulary"),
     ("fs_lowrank.data", "tokenize_classification"),
 )
+#: what trains clients, one by one and together
+TRAINING = (("fs_lowrank.rounds.site", "train_client"), ("fs_lowrank.rounds.site", "train_cohort"))
 
 
 def write_data(folder: Path, rows: int) -> dict[str, str]:
@@ -141,7 +143,7 @@ def measure(keys: dict[str, Any], profile: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = load_config(keys, outdir=folder)
         stack.enter_context(reading.timing(*READING))
-        stack.enter_context(training.timing(("fs_lowrank.rounds.site", "train_client")))
+        stack.enter_context(training.timing(*TRAINING))
         stack.enter_context(evaluation.timing(("fs_lowrank.rounds.evaluator", "evaluate")))
         if profile:
             profiler.enable()

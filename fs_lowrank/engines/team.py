@@ -195,7 +195,8 @@ class Team(Pool):
                 self.members[place].end()
         del self.members[place]
         if not (self.members and self.alike):
-            raise RunFailed(f"{what}, and no other could take its place: {why}")
+            left = "" if self.members else ", and none is left"
+            raise RunFailed(f"{what}, no other could take its place ({why}){left}")
         logger.warning("%s cannot be replaced (%s); the run goes on with fewer: %d", dead, why, len(self.members))
 
 
