@@ -38,6 +38,21 @@ def frozen_states_apart(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session")
+def keys_of():
+    """``keys_of(method)``: keys with which a method supports the small models, or takes less time."""
+    from fs_lowrank.methods import get_method_class
+
+    def keys(method):
+        chains = method in ("otfusion", "pfnm")  # they support only plain chains of layers
+        plain = {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5} if chains else {}
+        if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
+            plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
+        return plain
+
+    return keys
+
+
 @pytest.fixture
 def no_curves(monkeypatch):
     """Runs draw no pictures, which takes longer than the runs."""

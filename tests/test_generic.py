@@ -14,8 +14,6 @@ from fs_lowrank.training import train_client
 
 METHODS = list_methods()
 RANKED = [n for n in METHODS if "ranks" in get_method_class(n).Params.__dataclass_fields__]
-#: methods that support only plain chains of layers
-CHAINS = ("otfusion", "pfnm")
 #: every method with its defaults, and again with hyperparameters that change what is sent
 CASES = [*((m, {}) for m in METHODS), *((m, {"lowrank.ranks": (1, 3, 2)}) for m in RANKED)]
 CASES += [(m, {"lowrank.tau": 2}) for m in ("fedloru", "pfedloru")]
@@ -50,16 +48,8 @@ FIRST = [
 ]
 
 
-def keys_of(method):
-    """Keys with which a method supports the models of the bench, or takes less time."""
-    plain = {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5} if method in CHAINS else {}
-    if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
-        plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
-    return plain
-
-
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
+def bench(tmp_path_factory, keys_of):
     folder = tmp_path_factory.mktemp("bench")
     with quietly(folder):
         yield Bench(folder, keys_of)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fs_lowrank import list_methods
-from fs_lowrank.methods import get_method_class, requirements
+from fs_lowrank.methods import requirements
 from fs_lowrank.rounds import admission, site
 from fs_lowrank.testing import TASKS, Bench, quietly
 from fs_lowrank.testing.bench import without_seconds
@@ -154,18 +154,8 @@ def on_device(registered, monkeypatch):
     return entered
 
 
-CHAINS = ("otfusion", "pfnm")
-
-
-def keys_of(method):
-    plain = {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5} if method in CHAINS else {}
-    if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
-        plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
-    return plain
-
-
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
+def bench(tmp_path_factory, keys_of):
     folder = tmp_path_factory.mktemp("device")
     bench = Bench(folder, keys_of)
     # Dropout draws in another order where attention is computed by another kernel.
