@@ -75,7 +75,7 @@ def settings(paths: dict[str, str], clients: int, sampled: int, rounds: int, spl
         "model": {"type": f"{paths['model']}@transformers"},
         "llm": {"tok_len": 8, "adapter": {"args": [{"r": 4, "alpha": 8, "modules": ["query", "value"]}]}},
         "dataloader": {"batch_size": 2},
-        "train": {"local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
+        "train": {"cohort": "off", "local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 0.05}},
         "eval": {"split": ["test"], "freq": rounds, "batch_size": 256},
     }
 
