@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from ..models.states import SharedStates, shared_folder
 from ..runs.environment import fingerprint_of
 from ..seeds import derive
 from ..training import train_client
-from ..training.cohort import Member, apart, cohort_size, differs, elementwise, train_cohort
+from ..training.cohort import Member, apart, cohort_size, differs, elementwise, evenly, places, train_cohort
 from ..training.local import LocalResult
 from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .copies import changed_base, copied
@@ -320,6 +321,8 @@ class Site:
         lengths = np.ones(1) if config.is_vision else np.concatenate([e.lengths for e in data[:1000]])
         depth = self.prefix.depth if self.prefix else 0
         size = min(cohort_size(self.model, config, lengths, depth), config.sampled_per_round)
+        if not config.train.cohort:
+            size = evenly(size, config.sampled_per_round, places(self.model))
         if size < 2:
             return 1
         if config.is_vision:
@@ -344,10 +347,13 @@ class Site:
         say_once(f"train.cohort: clients are trained one by one: {reason}", logging.WARNING if asked else logging.INFO)
 
     def cohorts(self, clients: Sequence[int], round: int) -> list[Sequence[int]]:
-        """``clients`` in groups that train together in ``round``: as many in their order as ``cohort`` says."""
+        """``clients`` in groups that train together in ``round``: in their order, ``cohort`` at most, and of sizes that
+        differ by one client at most."""
         groups: list[Sequence[int]] = []
-        for first in range(0, len(clients), self.cohort):
-            group = clients[first : first + self.cohort]
+        number = math.ceil(len(clients) / self.cohort)
+        ends = [math.ceil(len(clients) * part / number) for part in range(number + 1)]
+        for first, last in zip(ends, ends[1:]):
+            group = clients[first:last]
             if len(group) > 1 and (
                 reason := apart(self.model, self.config, [self.method.phases(round, client) for client in group])
             ):

@@ -46,8 +46,8 @@ def environment() -> dict[str, Any]:
 def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int | None) -> None:
     """Write ``environment.json``; a resumed run adds its environment under ``resumed`` to that of the start.
 
-    If versions, the number of threads or the GPU differ from those before, a warning says that results may differ in
-    their last digits.
+    If versions, the number of cores or threads, or the GPU differ from those before, a warning says that results may
+    differ in their last digits.
 
     Args:
         path: the file.
@@ -79,7 +79,7 @@ def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs in two environments and affects results, in words."""
     pairs = [(name, before["versions"].get(name), now["versions"][name]) for name in now["versions"]]
-    pairs += [(name, before[name], now[name]) for name in ("threads", "gpu")]
+    pairs += [(name, before[name], now[name]) for name in ("cpus", "threads", "gpu")]
     return [f"{name} {then} → {here}" for name, then, here in pairs if then != here]
 
 

@@ -6,6 +6,8 @@ results are those of ``train_client`` but for rounding. On a GPU dropout draws o
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -255,6 +257,21 @@ def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: 
     longest = config.dataloader.batch_size * int(lengths.max())
     room = (_SHARE * total - held) / bytes_a_token(model, len(stack[1]) - depth, int(lengths.max()))
     return max(1, int(min(room, _FULL) / longest))
+
+
+def places(model: nn.Module) -> int:
+    """How many processes could train at a time on this machine: one for each GPU or core."""
+    device = next(model.parameters()).device
+    return max(1, torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1)
+
+
+def evenly(size: int, clients: int, places: int) -> int:
+    """The size of cohorts of at most ``size`` of ``clients``, such that each of ``places`` has equally many cohorts.
+
+    It is the same with any ``federate.process_num``, on which results must not depend.
+    """
+    each = math.ceil(clients / (places * size))
+    return math.ceil(clients / (places * each))
 
 
 def bytes_a_token(model: nn.Module, layers: int, longest: int) -> float:

@@ -132,6 +132,15 @@ def test_the_faster_setting_of_a_peer_counts_and_a_missed_goal_is_bold():
     assert "2.0,1.6,1.0" in case.as_csv(found)
 
 
+def test_all_settings_of_a_peer_run_once_and_the_faster_one_again():
+    ours, peer = environment.OURS, environment.PEERS[1]
+    runs = {(peer.name, v.name): [{"rounds_per_second": speed}] for v, speed in zip(peer.variants, (0.2, 0.5))}
+    assert case._variants(peer, {}) == peer.variants and case._variants(ours, runs) == ours.variants
+    assert case._variants(peer, runs) == [peer.variants[1]]
+    runs[peer.name, peer.variants[1].name] = [{"status": "exit code 1: no memory"}]
+    assert case._variants(peer, runs) == [peer.variants[0]]
+
+
 def test_other_work_has_no_ratio_and_a_failed_run_says_why():
     ours = ("ours", "one process", run_of(4.0))
     for other in (run_of(1.0, samples=95), run_of(1.0, loss=0.6)):
