@@ -100,6 +100,7 @@ setup(
             "tqdm>=4.66",
         ],
         "report": ["plotly>=6"],
+        "trackers": ["tensorboard>=2.18"],
         "gguf": ["gguf>=0.10"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"],
         "dev": [
@@ -115,6 +116,7 @@ setup(
             "types-requests",
             "scikit-learn",
             "selenium>=4.30",
+            "tensorboard>=2.18",
             "lm-eval>=0.4.13",
             "optuna>=5.0",
             "plotly>=6",

@@ -172,8 +172,8 @@ def slice_figure(storage: optuna.storages.BaseStorage, names: Sequence[str], key
     _add_majority(figure, [load_study(storage, name) for name in names], objective)
     if len(values) <= 8 and all(isinstance(x, (int, float)) for x in values):  # what was tried, not ticks between
         figure.update_layout(xaxis_tickvals=sorted(values), xaxis_ticktext=[f"{x:g}" for x in sorted(values)])
-    shown = _shown(objective, load_study(storage, names[0]))
-    return figure.update_layout(title=f"{shown} against {axis}", xaxis_title=axis, yaxis_title=shown, xaxis_type=log)
+    called = _shown(objective, load_study(storage, names[0]))
+    return figure.update_layout(title=f"{called} against {axis}", xaxis_title=axis, yaxis_title=called, xaxis_type=log)
 
 
 def _shown(objective: str, study: optuna.Study) -> str:

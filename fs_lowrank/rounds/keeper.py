@@ -33,6 +33,7 @@ from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
 from ..runs.split import read_split, write_split
 from ..runs.tables import client_lines, result_lines
+from ..runs.trackers import Trackers, check_trackers
 from ..versions import SCHEMA
 from .evaluator import CLIENTS, Evaluator, average
 from .intake import TooFewClients
@@ -54,6 +55,7 @@ class RecordKeeper:
         config_name: name of the file in it for the resolved configuration.
         clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data, too.
         lock: of the folder, if it is locked already; ``release`` releases it.
+        trackers: that are told the records; None: those of ``lowrank.trackers``.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class RecordKeeper:
         config_name: str = "config.yaml",
         clients_evaluate: bool = False,
         lock: FileLock | None = None,
+        trackers: Sequence[str] | None = None,
     ):
         self.site, self.evaluator, self.ledger = site, evaluator, ledger
         self.config, self.method = site.config, site.method
@@ -74,6 +77,9 @@ class RecordKeeper:
         self.before: dict[str, float] = {}
         self._lock = lock
         self._records: Records | None = None
+        self._trackers: Trackers | None = None
+        self._tracked = self.config.lowrank.trackers if trackers is None else trackers
+        check_trackers(self._tracked)
         #: the last record with scores of clients, and all of them
         self._scored: tuple[dict[str, Any], dict[str, Any]] | None = None
 
@@ -90,6 +96,8 @@ class RecordKeeper:
         if scores and not last and not self.evaluator.stalled([*self.history, record]):
             record = {**record, "client_scores": extremes(scores)}
         self._records.add(record)
+        if self._trackers:
+            self._trackers.log(record)
         if scores:
             self._scored = self.history[-1], {str(client): of for client, of in scores.items()}
         if self.config.eval.save_best and self._best() is self.history[-1]:
@@ -134,7 +142,10 @@ class RecordKeeper:
         return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {kept}")
 
     def release(self) -> None:
-        """Unlock the folder; nothing happens if it is not locked."""
+        """Close the trackers and unlock the folder; nothing happens if it is not locked."""
+        if self._trackers:
+            self._trackers.finish()
+            self._trackers = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -173,6 +184,8 @@ class RecordKeeper:
             self.outdir / "environment.json", self.site.new_weights, checkpoint.round if checkpoint else None
         )
         write_split(self.outdir, self.site.data)
+        if self._tracked:
+            self._trackers = Trackers(self.config, self._tracked, self.outdir)
         if self.config.eval.before:
             self._evaluate_before(checkpoint)
         return checkpoint

@@ -97,7 +97,8 @@ def _idle(name: str, given: Mapping[str, Any], engine: str) -> str:
     if switch:
         return f"{switch} is {framework.DEFAULTS[switch]!r}"
     if engine == "local":
-        return "only FederatedScope uses it" if framework.within(name, framework.HARMLESS) else ""
+        harmless = framework.within(name, framework.HARMLESS) and name not in framework.FOLLOWED
+        return "only FederatedScope uses it" if harmless else ""
     return next((why for why, names in framework.IDLE.items() if framework.within(name, names)), "")
 
 

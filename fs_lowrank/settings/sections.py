@@ -285,6 +285,10 @@ class FedOpt:
 ROBUST = ("none", "median", "trimmed_mean", "norm_bound", "krum", "multi_krum")
 
 
+#: those that accelerate knows
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+
+
 def robust_needs(rule: str, malicious: int) -> int:
     """The number of updates that ``lowrank.robust = rule`` needs to withstand ``malicious`` clients.
 
@@ -340,6 +344,8 @@ class Lowrank:
     save_merged: bool = key(False, result=False)
     #: draw the pictures of a run, for which a classifier is evaluated once more on the test data at its end
     pictures: bool = key(True, result=False)
+    #: trackers that are told the records of the run while it runs: accelerate's names; each has to be installed
+    trackers: list[str] = key([], items=TRACKERS, result=False)
     #: rounds between checkpoints; 0: none
     checkpoint_freq: int = key(1, min=0, result=False)
     #: number of checkpoints that are kept
