@@ -127,6 +127,7 @@ class _Live:
             f"{split} " + " ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in sorted(m.items()))
             for split, m in shown.items()
         )
+        held_out += "".join(f"  answers {n.replace('_', ' ')} {v:.3f}" for n, v in record.get("answers", {}).items())
         clients = max(len(record["clients"]), 1)
         failed = f"  [yellow]{len(record['failed'])} failed[/]" if record["failed"] else ""
         left_out = "  [yellow]left out[/]" if record.get("skipped") else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ from ..runs.split import read_split, write_split
 from ..runs.tables import client_lines, result_lines
 from ..runs.trackers import Trackers, check_trackers
 from ..versions import SCHEMA
+from .answers import Answers
 from .evaluator import CLIENTS, Evaluator, average
 from .intake import TooFewClients
 from .ledger import Ledger
@@ -77,6 +79,7 @@ class RecordKeeper:
         self.before: dict[str, float] = {}
         self._lock = lock
         self._records: Records | None = None
+        self._answers: Answers | None = None
         self._trackers: Trackers | None = None
         self._tracked = self.config.lowrank.trackers if trackers is None else trackers
         check_trackers(self._tracked)
@@ -95,6 +98,12 @@ class RecordKeeper:
         scores, last = record.get("client_scores"), record["round"] == self.config.federate.total_round_num
         if scores and not last and not self.evaluator.stalled([*self.history, record]):
             record = {**record, "client_scores": extremes(scores)}
+        if self._answers and self._answers.due(record["round"]):
+            started = time.perf_counter()
+            self.site.load_global(self.ledger.state)  # the model may hold the tensors of a client that was evaluated
+            record = {**record, "answers": self._answers.make(record["round"])}
+            taken = record["seconds"]["evaluation"] + time.perf_counter() - started
+            record["seconds"] = {**record["seconds"], "evaluation": taken}
         self._records.add(record)
         if self._trackers:
             self._trackers.log(record)
@@ -184,6 +193,8 @@ class RecordKeeper:
             self.outdir / "environment.json", self.site.new_weights, checkpoint.round if checkpoint else None
         )
         write_split(self.outdir, self.site.data)
+        if self.config.eval.generate.freq and self.config.is_language:
+            self._answers = Answers(self.site, self.outdir, checkpoint.round if checkpoint else 0)
         if self._tracked:
             self._trackers = Trackers(self.config, self._tracked, self.outdir)
         if self.config.eval.before:

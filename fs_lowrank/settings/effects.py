@@ -51,6 +51,9 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
         f"federate.method = {config.federate.method} trains all weights without an adapter",
         ("llm.adapter.args",),
     )
+    yield config.is_language, f"it is for language models, and {model}", ("eval.generate",)
+    further = ("split", "prompts", "max_tokens", "temperature", "score")
+    yield config.eval.generate.freq > 0, "eval.generate.freq is 0", tuple(f"eval.generate.{name}" for name in further)
     yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
 
 

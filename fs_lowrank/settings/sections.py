@@ -226,6 +226,23 @@ class EarlyStop:
 
 
 @dataclass(frozen=True)
+class Generate:
+    #: ours: rounds between answers of the global model to held-out prompts, which ``answers.jsonl`` has; 0: none
+    freq: int = key(0, min=0, result=False)
+    #: whose prompts
+    split: str = key("test", choices=("test", "val"), result=False)
+    #: number of prompts
+    prompts: int = key(8, min=1, result=False)
+    #: tokens of an answer, at most
+    max_tokens: int = key(64, min=1, result=False)
+    #: 0: the most likely token; above 0: sampled
+    temperature: float = key(0.0, min=0.0, result=False)
+    #: how an answer is scored against that of the data: exact_match (but for case and blanks), rouge_l, or a function
+    #: of (answer, reference) as ``MODULE:FUNCTION``
+    score: str = key("exact_match", result=False)
+
+
+@dataclass(frozen=True)
 class Eval:
     #: rounds between evaluations; 0 or -1: after the last round only
     freq: int = key(1, min=-1)
@@ -246,6 +263,7 @@ class Eval:
     before: bool = key(False, result=False)
     #: ours; 0: as ``dataloader.batch_size``
     batch_size: int = key(0, min=0)
+    generate: Generate = field(default_factory=Generate)
     #: FederatedScope's forms of a result; ours are fixed
     report: list[str] = key(
         ["weighted_avg", "avg", "fairness", "raw"], result=False, idle="the same metrics are recorded in every run"

@@ -85,9 +85,3 @@ def continue_prompts(
 
 def _cut(text: str, stop: Sequence[str]) -> str:
     return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
-
-
-def share(hits: Sequence[bool], metric: str) -> dict[str, float]:
-    """The fraction of True and its standard error (of the mean of n samples, with n - 1)."""
-    n, p = len(hits), sum(hits) / len(hits)
-    return {metric: p, f"{metric}_stderr": (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else 0.0}
