@@ -48,6 +48,18 @@ def test_peers_are_given_the_batches_that_we_train(job):
         assert torch.equal(theirs["labels"].view_as(ours["labels"]), ours["labels"])
 
 
+def test_peers_can_train_on_what_they_are_given(job):
+    read = Job.read(job)
+    batch = read.collate(read.samples()[0][:BATCH])
+    assert {name: tensor.dtype for name, tensor in batch.items() if name != "attention_mask"} == {
+        "input_ids": torch.int64,
+        "labels": torch.int64,
+    }
+    loss = read.peft_model()(**batch).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
 def test_peers_start_from_our_tensors(job):
     read = Job.read(job)
     engine = LocalEngine(load_config(json.loads((job / "ours.json").read_text()), outdir=str(job / "again")))
