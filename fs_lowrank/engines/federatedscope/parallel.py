@@ -24,6 +24,7 @@ from federatedscope.core.message import Message
 
 from ...config import load_config
 from ...errors import RunFailed, UserError
+from ...jobs.nursery import Nursery
 from ...models.adapters import load_tensors
 from ...rounds.copies import apology, copied
 from ...rounds.parcel import Parcel
@@ -80,7 +81,7 @@ class ParallelRunner(StandaloneRunner):
         count = min(self.processes - 1, len(numbers))
         self.parts = [numbers[i::count] for i in range(count)]
         self.home_of = {number: rank for rank, part in enumerate(self.parts) for number in part}
-        self.team = Team(count, self._start, self._settle)
+        self.team = Team(count, self._start, self._settle, imports=__name__)
         try:
             for process in self.team.members:
                 self._take(process.hear())
@@ -105,9 +106,9 @@ class ParallelRunner(StandaloneRunner):
     def _nothing_left(self) -> bool:
         return not (self.shared_comm_queue or self.team.jobs or self.team.doing)
 
-    def _start(self, rank: int) -> _ClientProcess:
+    def _start(self, rank: int, nursery: Nursery | None) -> _ClientProcess:
         numbers, session = self.parts[rank], self.session
-        process = _ClientProcess(rank, numbers, session.config.lowrank.timeout)
+        process = _ClientProcess(rank, numbers, session.config.lowrank.timeout, nursery)
         process.send(
             Parcel(
                 {},
@@ -206,12 +207,12 @@ class _ClientProcess(Worker):
     """The server's end of a process that runs some of the clients.
 
     Args:
-        numbers: of the clients. rank, timeout: as for ``Worker``.
+        numbers: of the clients. rank, timeout, nursery: as for ``Worker``.
     """
 
-    def __init__(self, rank: int, numbers: list[int], timeout: float):
+    def __init__(self, rank: int, numbers: list[int], timeout: float, nursery: Nursery | None = None):
         self.numbers = numbers
-        super().__init__(f"{__name__}:serve", rank, timeout)
+        super().__init__(f"{__name__}:serve", rank, timeout, nursery=nursery)
 
     def __str__(self) -> str:
         clients = ", ".join(map(str, self.numbers[:3])) + (", …" if len(self.numbers) > 3 else "")
