@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..config import Config
 from ..errors import RunFailed, UserError
-from ..jobs.nursery import AVAILABLE, Nursery
+from ..jobs.nursery import AVAILABLE, LIBRARIES, Nursery
 from ..jobs.pool import Member, Pool
 from ..methods import State
 from ..rounds.parcel import Parcel
@@ -28,8 +28,6 @@ from ..rounds.site import Site
 
 logger = logging.getLogger("fs_lowrank")
 
-#: what every process imports beside the code that it runs
-_LIBRARIES = ("peft", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 #: errors that a process reports by their class, subclasses first
 _FOR_USERS = (RunFailed, UserError)
 
@@ -127,7 +125,7 @@ class Team(Pool):
         environment: Mapping[str, str] | None = None,
     ):
         super().__init__()
-        self.nursery = Nursery((imports, *_LIBRARIES), environment or {}) if AVAILABLE else None
+        self.nursery = Nursery((imports, *LIBRARIES), environment or {}) if AVAILABLE else None
         self.count, self.start, self.settle, self.alike = count, start, settle, alike
         self.jobs: list[Job] = []
         self.doing: dict[int, Job] = {}

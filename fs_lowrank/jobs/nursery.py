@@ -24,6 +24,8 @@ from typing import Any
 
 #: whether this system can do it
 AVAILABLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
+#: what every process of a run imports, beside its own code
+LIBRARIES = ("peft", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 _LONGEST = 1 << 20
 
 
@@ -77,9 +79,16 @@ class Forked:
 
     def terminate(self) -> None:
         """Send SIGTERM."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
         if self.poll() is None and self.pid:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, number)
 
 
 class Nursery:

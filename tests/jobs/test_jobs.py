@@ -162,6 +162,9 @@ def test_what_is_forked_is_a_process_of_its_own(nursery_of_echo, tmp_path):
         thinks.process.wait(0.2)
     thinks.process.terminate()
     assert thinks.process.wait(60) == -signal.SIGTERM
+    killed = Member("test_jobs:echo", 60.0, nursery=nursery)
+    killed.process.kill()
+    assert killed.process.wait(60) == -signal.SIGKILL
 
 
 @FORKS
