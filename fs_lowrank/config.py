@@ -41,7 +41,7 @@ from .settings import (
     read_yaml,
     show,
 )
-from .settings.adapter import LOW_RANK_METHODS, adapter_args, resolved_name
+from .settings.adapter import TRAINED, adapter_args, resolved_name
 from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
 
@@ -264,8 +264,8 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
     from .training.schedule import schedule_of  # imports torch, which reading a config's schema should not
 
     refused, method = not_honoured(config, engine), config.adapter.method
-    if config.llm.adapter.use and method not in LOW_RANK_METHODS:
-        expected = f"our methods train {', '.join(LOW_RANK_METHODS)}"
+    if config.llm.adapter.use and method not in TRAINED:
+        expected = f"our methods train {', '.join(TRAINED)}"
         refused.append(("llm.adapter.args.0.adapter_method", method, expected))
     schedule_of(config.train.scheduler, config.source)
     for name, value, reason in without_effect(config, engine):

@@ -43,7 +43,7 @@ from ..errors import UserError
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
-from ..settings import AdapterSpec
+from ..settings import ADDED, AdapterSpec
 from .robust import RobustMean
 from .wrapper import Value, Wrapper
 
@@ -56,8 +56,9 @@ class Requires:
     """What a method needs around it, given its hyperparameters.
 
     Attributes:
-        adapter: which tensors are shared. ``any``: an adapter of any kind; ``lora``: one with the halves A and B;
-            ``none``: all weights; ``optional``: an adapter if ``llm.adapter.use`` is True, otherwise all weights.
+        adapter: which tensors are shared. ``any``: an adapter that is added to a weight; ``every``: also one that is
+            not; ``lora``: one with the halves A and B alone; ``none``: all weights; ``optional``: as ``any`` if
+            ``llm.adapter.use`` is True, otherwise all weights.
         tasks: the values of ``model.task`` that the method supports.
         sums: the server needs only the weighted sum of what clients send; secret sharing is then possible.
         validation: the server's step needs ``Method.workbench``.
@@ -66,7 +67,7 @@ class Requires:
             tensors then, by hooks for example. ``train.cohort`` trains the clients of other methods together.
     """
 
-    adapter: Literal["none", "any", "lora", "optional"] = "any"
+    adapter: Literal["none", "any", "every", "lora", "optional"] = "any"
     tasks: tuple[str, ...] = ("SequenceClassification", "CausalLM", "ImageClassification")
     sums: bool = False
     validation: bool = False
@@ -75,7 +76,7 @@ class Requires:
 
     def adapts(self, use: bool | None) -> bool:
         """Whether the shared tensors are an adapter if ``llm.adapter.use`` is ``use``."""
-        return self.adapter in ("any", "lora") or self.adapter == "optional" and bool(use)
+        return self.adapter in ("any", "every", "lora") or self.adapter == "optional" and bool(use)
 
 
 @dataclass(frozen=True)
@@ -214,10 +215,18 @@ class Method(ABC):
         given = [(f.name, getattr(self.params, f.name), f.default) for f in dataclasses.fields(self.params)]
         changed = ", ".join(f"lowrank.{name} = {value}" for name, value, default in given if value != default)
         method = f"{self.name} with {changed}" if changed else self.name
-        if self.needs.adapter == "lora" and self.setting.adapter.method != "lora":
+        adapter = self.setting.adapter
+        if self.needs.adapter == "lora" and adapter.method != "lora":
             raise UserError(
-                f"llm.adapter.args: adapter_method = {self.setting.adapter.method} has no halves A and B, which "
+                f"llm.adapter.args: adapter_method = {adapter.method} has no halves A and B, which "
                 f"{self.name} works on; choose lora, or a method that averages adapters of any kind"
+            )
+        if self.needs.adapter in ("any", "lora", "optional") and not adapter.is_added:
+            asked = "use_dora = True" if adapter.method == "lora" else f"adapter_method = {adapter.method}"
+            raise UserError(
+                f"llm.adapter.args: {asked}: it does not add to a weight, as {self.name} takes it to do; choose "
+                f"{' or '.join(ADDED)} without use_dora, or federate.method = fedlora, which averages adapters of "
+                "every kind"
             )
         if self.needs.rounds and self.setting.rounds is None:
             raise UserError(f"{method} needs the number of rounds: pass rounds=…")

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 #: by ``adapter_method`` of ``llm.adapter.args``
-_CLASSES = {"lora": "LoraConfig", "loha": "LoHaConfig", "lokr": "LoKrConfig"}
+_CLASSES = {
+    "lora": "LoraConfig",
+    "loha": "LoHaConfig",
+    "lokr": "LoKrConfig",
+    "vera": "VeraConfig",
+    "oft": "OFTConfig",
+    "ia3": "IA3Config",
+}
 
 
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -51,7 +58,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
     from .convolution import compose
 
-    config = _config(model, spec)
+    config = _config(model, spec, seed)
     torch.manual_seed(derive(seed, "adapter"))
     with _without_deprecation(), _complaints():
         wrapped = get_peft_model(model, config)
@@ -60,11 +67,12 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
     if strange:
         raise UserError(
-            f"llm.adapter.args: it would train {strange[0]}, which is neither a half of an adapter nor a "
-            "head, so no method would train or send it; without use_dora, bias, trainable_token_indices "
+            f"llm.adapter.args: it would train {strange[0]}, which is neither a tensor of an adapter nor a "
+            "head, so no method would train or send it; without bias, trainable_token_indices "
             "and adapters on embeddings there is no such tensor"
         )
     for name, module in wrapped.named_modules():
+        _check_blocks(name, module, config)
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
             # For convolutions the longer side is the limit: the papers use rank 128 on layers of 64 channels.
@@ -75,6 +83,17 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
                     f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
                 )
     return wrapped
+
+
+def _check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None:
+    """Refuse a number of OFT's blocks, or a size of them, that PEFT would take another for."""
+    blocks = getattr(module, "r", {}).get("default") if hasattr(module, "oft_R") else None
+    if blocks is None:
+        return
+    asked, width = cast("peft.OFTConfig", config), cast("Any", module).in_features
+    if asked.r and blocks != asked.r or asked.oft_block_size and blocks * asked.oft_block_size != width:
+        what = f"r = {asked.r}" if asked.r else f"oft_block_size = {asked.oft_block_size}"
+        raise UserError(f"llm.adapter.args: {what} does not divide the width of {name}, {width}; choose one that does")
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -131,7 +150,7 @@ def _freeze_inside(wrapped: peft.PeftModel, spec: AdapterSpec) -> None:
         module.requires_grad_(False)
 
 
-def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
+def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConfig:
     """PEFT's config for ``spec``. Dropout of LoHa and LoKr is ``rank_dropout``, on rows of the update."""
     if spec.method not in _CLASSES:
         raise UserError(
@@ -144,12 +163,8 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
         if is_sequence_classifier
         else ({"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {})
     )
-    if spec.method == "lora":
-        strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": spec.lora_dropout, "use_rslora": spec.use_rslora}
-    elif spec.use_rslora:
+    if spec.use_rslora and spec.method != "lora":
         raise UserError(f"llm.adapter.args: use_rslora is LoRA's; {spec.method} scales by alpha / r")
-    else:
-        strength = {"alpha": spec.lora_alpha, "rank_dropout": spec.lora_dropout}
     import peft
 
     config_class = getattr(peft, _CLASSES[spec.method])
@@ -169,10 +184,41 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
         is_regex = isinstance(value, (str, Mapping))
         for part in [value] if isinstance(value, str) else value:
             _check_named(model, part, f"{name}: ", is_regex)
+    if layers is not None and "layers_to_transform" not in keys:
+        targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
+    chosen = {} if layers is None else {"layers_to_transform": layers}
     with _complaints():
-        return config_class(
-            r=spec.r, **strength, target_modules=targets, layers_to_transform=layers, **task, **spec.extra
-        )
+        return config_class(**_sizes(spec, seed), target_modules=targets, **chosen, **task, **spec.extra)
+
+
+def _sizes(spec: AdapterSpec, seed: int) -> dict[str, Any]:
+    """Rank, strength and dropout in the words of PEFT's class."""
+    dropout = spec.lora_dropout
+    match spec.method:
+        case "lora":
+            strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": dropout, "use_rslora": spec.use_rslora}
+            return {"r": spec.r, **strength}
+        case "vera":  # the two frozen matrices that all layers share follow from a seed of their own
+            own = {} if "projection_prng_key" in spec.extra else {"projection_prng_key": derive(seed, "vera") % 2**31}
+            return {"r": spec.r, "vera_dropout": dropout, **own}
+        case "oft":
+            blocks = spec.extra.get("oft_block_size")
+            return {
+                "r": 0 if blocks else spec.r,
+                "module_dropout": dropout,
+                **({} if blocks else {"oft_block_size": 0}),
+            }
+        case "ia3":
+            return {}
+    return {"r": spec.r, "alpha": spec.lora_alpha, "rank_dropout": dropout}
+
+
+def _in_layers(model: nn.Module, names: Sequence[str], layers: Sequence[int]) -> list[str]:
+    """The full names of the modules that end in one of ``names`` and are in one of ``layers``."""
+    stack = layer_stack(model)
+    assert stack is not None
+    inside = tuple(f"{stack[0]}.{layer}." for layer in layers)
+    return [n for n, _ in model.named_modules() if n.startswith(inside) and n.endswith(tuple(f".{t}" for t in names))]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ engines, and does not import torch.
 """
 
 from . import framework
-from .adapter import ALL_LINEAR, AdapterSpec
+from .adapter import ADDED, ALL_LINEAR, AdapterSpec
 from .build import check_together, read_section, unknown_key
 from .check import Key, check_keys, check_value, key, keys_of, one_mapping
 from .origin import Origin, show
@@ -16,6 +16,7 @@ from .sections import OPTIMIZERS, VISION_MODELS, Eval, Lowrank, Optimizer, Sched
 from .tree import assign, flatten, lookup, merge
 
 __all__ = [
+    "ADDED",
     "ALL_LINEAR",
     "OPTIMIZERS",
     "VISION_MODELS",

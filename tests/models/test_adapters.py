@@ -297,7 +297,6 @@ def test_selecting_does_not_depend_on_order():
 @pytest.mark.parametrize(
     "extra, modules, named",
     [
-        ({"use_dora": True}, ("query",), "lora_magnitude_vector"),
         ({"bias": "all"}, ("query",), "bias"),
         ({}, ("word_embeddings",), "lora_embedding_A"),
     ],
