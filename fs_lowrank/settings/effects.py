@@ -41,7 +41,10 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
             "train.frozen_dropout",
             "train.only_read",
             "train.blocks",
+            "train.checkpointing",
             "train.cohort",
+            "dataloader.batch_tokens",
+            "model.attn_implementation",
             *cache,
         ),
     )
@@ -51,6 +54,11 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
         f"federate.method = {config.federate.method} trains all weights without an adapter",
         ("llm.adapter.args",),
     )
+    spread = ("model.max_memory", "model.offload_folder")
+    yield bool(config.model.device_map), "model.device_map is empty", spread
+    dtype = f"lowrank.dtype is {config.lowrank.dtype}"
+    yield bool(config.quantised), dtype, ("lowrank.compute_dtype",)
+    yield config.quantised == "nf4", dtype, ("lowrank.double_quant",)
     yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
 
 
