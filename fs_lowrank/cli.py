@@ -66,6 +66,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     run.add_argument(
         "--data", metavar="FILE", type=Path, help="in place of --cfg: write a configuration for FILE, run it"
     )
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="do not run: estimate memory, disk and time; exit code 1: it will not fit",
+    )
     init.options(run)
     run.set_defaults(cfg=None)
     compare = add(_compare, "run a configuration with several methods; a table and a plot")
@@ -247,7 +252,22 @@ def _print_saved(result) -> None:
     console.print(f"  records, configuration, checkpoints, pictures, tables: {result.outdir}", soft_wrap=True)
 
 
-def _run(args: argparse.Namespace) -> None:
+def _dry_run(config) -> int:
+    from .estimate import estimate
+
+    found = estimate(config)
+    tables.show(console, found.lines(), right=("size",))
+    if found.seconds is not None and found.steps is not None:
+        took = f"{found.seconds:.0f} s" if found.seconds < 600 else f"{found.seconds / 3600:.1f} h"
+        console.print(f"  about {took} for {found.steps:,.0f} steps of clients, and the evaluations", soft_wrap=True)
+    for place in found.lacking:
+        console.print(f"  [yellow]it will not fit: {place}[/]", soft_wrap=True)
+    for advice in found.advice:
+        console.print(f"  set {advice}", soft_wrap=True)
+    return 1 if found.lacking else 0
+
+
+def _run(args: argparse.Namespace) -> int | None:
     if (args.cfg is None) == (args.data is None):
         raise UserError("usage: run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
     if args.data is not None:
@@ -259,6 +279,8 @@ def _run(args: argparse.Namespace) -> None:
 
     config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
+    if args.dry_run:
+        return _dry_run(config)
     from .api import run  # takes seconds, and what is wrong in the file is said before
     from .runs.folder import outdir_of
 
@@ -279,10 +301,11 @@ def _run(args: argparse.Namespace) -> None:
         live.stop()
     if not result.history:  # a client process of a distributed run: the results are the server's
         console.print(f"done; this client's log: {result.outdir}", soft_wrap=True)
-        return
+        return None
     _print_results({result.facts["method"]: result})
     _print_notes({result.facts["method"]: result})
     _print_saved(result)
+    return None
 
 
 def _compare(args: argparse.Namespace) -> None:

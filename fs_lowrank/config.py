@@ -22,6 +22,7 @@ from typing import Any
 
 from .errors import UserError, say_once
 from .settings import (
+    OPTIMIZERS_8BIT,
     VISION_MODELS,
     AdapterSpec,
     Origin,
@@ -193,7 +194,62 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
             f"= {method.name} is not for model.type = {config.model.type} ({task}); "
             f"it takes models of {', '.join(needs.tasks)}",
         )
+    for name, value in (("lowrank.dtype", config.quantised), ("model.device_map", config.model.device_map)):
+        if value:
+            _check_base(name, value, config, method, needs, origin)
+    _check_quantised(config, origin)
+    if config.model.device_map:
+        _check_alone(config, origin)
     return config
+
+
+def _check_base(name: str, value: str, config: Config, method: Any, needs: Any, origin: Origin) -> None:
+    """Refuse a key by which nobody can change the base, for image networks and for methods that change it."""
+    if config.is_vision:
+        origin.fail(name, f"= {value} is for models of transformers, not {config.model.type}")
+    if not config.llm.adapter.use or needs.changes_base and needs.adapter != "optional":
+        advice = (
+            "set lowrank.merge False, by which it keeps beside the base what it would merge"
+            if "merge" in params_fields(method)
+            else "take a method that leaves the base as it is, such as fedlora"
+            + (", or lowrank.dtype bfloat16" if name == "lowrank.dtype" else "")
+        )
+        origin.fail(
+            name,
+            f"= {value}: federate.method = {method.name} changes the weights of the base, which this does not allow; "
+            f"{advice}",
+        )
+
+
+def _check_quantised(config: Config, origin: Origin) -> None:
+    if config.quantised and config.adapter.method != "lora":
+        origin.fail(
+            "llm.adapter.args.0.adapter_method",
+            f"= {config.adapter.method}: on a quantised base (lowrank.dtype = {config.quantised}) PEFT computes LoRA's "
+            "pairs only; take lora, or lowrank.dtype bfloat16",
+        )
+
+
+def _check_alone(config: Config, origin: Origin) -> None:
+    """Refuse what cannot be together with ``model.device_map``."""
+    if config.federate.process_num != 1:
+        origin.fail(
+            "model.device_map",
+            f"= {config.model.device_map} spreads one model over all devices, and federate.process_num = "
+            f"{config.federate.process_num or 'auto'} puts one on each; leave one of the two out",
+        )
+    start = config.adapter.extra.get("init_lora_weights", True)
+    if start not in (True, False, "gaussian"):
+        origin.fail(
+            "llm.adapter.args.0.init_lora_weights",
+            f"= {start} computes with the weights of the base, which model.device_map keeps elsewhere; leave it out",
+        )
+    if config.lowrank.save_merged:
+        origin.fail(
+            "lowrank.save_merged",
+            "= True needs the whole model on one device; leave it out with model.device_map, and merge the adapter "
+            "that is saved where there is room",
+        )
 
 
 def _check_optimizers(config: Config, origin: Origin) -> None:
@@ -202,7 +258,7 @@ def _check_optimizers(config: Config, origin: Origin) -> None:
         from .methods.server_optimizer import ServerOptimizer
 
         ServerOptimizer.from_config({"type": server.type, "lr": server.lr, **server.extra}, origin)
-    if not config.train.optimizer.extra:
+    if not config.train.optimizer.extra and config.train.optimizer.type not in OPTIMIZERS_8BIT:
         return
     from .training.optimizer import check_optimizer  # imports torch, which reading a config's schema should not
 

@@ -26,6 +26,8 @@ from .data.tokenize import tokenize_causal, tokenize_classification
 from .errors import UserError, nearest
 from .models.adapters import load_adapter
 from .models.build import build_model, build_tokenizer
+from .models.machine import input_device
+from .models.placing import at_home
 from .rounds.site import device_of
 from .runs.best import KINDS
 from .runs.records import read_records
@@ -60,7 +62,10 @@ class FinishedRun:
         classes = len(self.labels) or None
         model = build_model(self.config, classes, pad, label_names=self.labels, say_new=not adapted)
         if adapted:
-            model = load_adapter(model, self.saved)
+            with at_home(model):
+                model = load_adapter(model, self.saved)
+        if self.config.model.device_map:
+            return model.eval()
         return model.to(device_of(self.config)).eval()
 
     @property
@@ -122,7 +127,9 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
         why = "eval.save_best was off" if summary.get("best") else "it evaluated no validation data (eval.split)"
         raise UserError(f"{where}: {why}; without best=True, the last round's is taken")
     if saved.name.startswith("model"):
-        config = config.replace({"model.type": f"{saved}@{config.model.type.rpartition('@')[2]}"})
+        changed = {"model.type": f"{saved}@{config.model.type.rpartition('@')[2]}"}
+        # A base that was quantised was saved as it computed.
+        config = config.replace({**changed, "lowrank.dtype": config.dtype} if config.quantised else changed)
     labels = [str(name) for name in summary.get("labels") or []]
     return FinishedRun(folder, saved, config, summary, build_tokenizer(config), labels)
 
@@ -278,7 +285,7 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
 @torch.no_grad()
 def probabilities(run: FinishedRun, examples: Examples) -> np.ndarray:
     """Of each class, float64 ``(n, classes)``."""
-    device = next(run.model.parameters()).device
+    device = input_device(run.model)
     size = run.config.eval.batch_size or run.config.dataloader.batch_size
     parts = []
     for start in range(0, len(examples), size):
@@ -296,7 +303,7 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
     Raises:
         UserError: the end of a prompt is not known, or a prompt is empty.
     """
-    device, said = next(run.model.parameters()).device, []
+    device, said = input_device(run.model), []
     for ids, labels in zip(rows.examples.columns["input_ids"], rows.examples.columns["labels"], strict=True):
         first = int(np.argmax(labels != IGNORED_LABEL))
         if not first:

@@ -1,7 +1,7 @@
 """python -m benchmark.speed [PART] [--out FOLDER]
 
-PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, overhead, vision, one_shot,
-startup, whole, or all of them
+PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, memory, overhead, vision,
+one_shot, startup, whole, or all of them
 
     python -m benchmark.speed peers [options]: the whole job against other systems, alone and not in "all"
 
@@ -32,6 +32,7 @@ PARTS = (
     "frozen_cache",
     "only_read",
     "cohort",
+    "memory",
     "overhead",
     "vision",
     "one_shot",

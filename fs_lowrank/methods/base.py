@@ -63,6 +63,9 @@ class Requires:
         sums: the server needs only the weighted sum of what clients send; secret sharing is then possible.
         validation: the server's step needs ``Method.workbench``.
         rounds: what happens in a round depends on the number of rounds of the run.
+        changes_base: the method trains weights of the base, replaces them or merges into them, so that they cannot be
+            quantised (``lowrank.dtype``). By default that of a method with ``base`` in ``shared`` or ``personal``, and
+            of one that overrides ``changed_base``.
         alone: a client needs the model to itself while it trains, because the method computes with the model's own
             tensors then, by hooks for example. ``train.cohort`` trains the clients of other methods together.
     """
@@ -72,6 +75,7 @@ class Requires:
     sums: bool = False
     validation: bool = False
     rounds: bool = False
+    changes_base: bool = False
     alone: bool = False
 
     def adapts(self, use: bool | None) -> bool:
@@ -185,7 +189,10 @@ class Method(ABC):
     @classmethod
     def requires(cls, params: Any) -> Requires:
         """What the method needs with the hyperparameters ``params``."""
-        return Requires(adapter="any" if "adapter" in cls.shared else "none")
+        return Requires(
+            adapter="any" if "adapter" in cls.shared else "none",
+            changes_base="base" in (*cls.shared, *cls.personal) or cls.changed_base is not Method.changed_base,
+        )
 
     @classmethod
     def revision_of(cls, params: Any) -> int:

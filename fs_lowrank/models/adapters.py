@@ -98,10 +98,15 @@ def _check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """``model`` with the adapter that a run saved in ``folder``."""
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
     with _without_deprecation():
-        return PeftModel.from_pretrained(model, str(folder))
+        if not hasattr(model, "hf_device_map"):
+            return PeftModel.from_pretrained(model, str(folder))
+        # PEFT would spread such a model anew, and lose where its weights are kept.
+        wrapped = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
+        set_peft_model_state_dict(wrapped, load_peft_weights(str(folder), device="cpu"))
+        return wrapped
 
 
 @contextlib.contextmanager
@@ -369,16 +374,20 @@ def _module_of(name: str) -> str:
 ACCUMULATED = "accumulated"
 
 
-def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = None) -> peft.PeftModel:
+def add_beside(
+    model: peft.PeftModel, name: str, seed: int, *, r: int | None = None, dropout: float | None = None
+) -> peft.PeftModel:
     """Add a second adapter ``name`` on the layers of the shared one; both are active afterwards.
 
     Args:
-        r: its rank; None: the rank of the shared adapter.
+        r: its rank; None: the rank of the shared adapter. dropout: of its input; None: as of the shared one.
     """
     config = copy.deepcopy(model.peft_config["default"])
     config.modules_to_save = None
     if r is not None:
         config.r = r
+    if dropout is not None:
+        config.lora_dropout = dropout
     torch.manual_seed(derive(seed, "adapter", name))
     tuner = model.base_model
     tuner.peft_config[name] = config
@@ -459,54 +468,6 @@ def merge_adapter(model: nn.Module, names: Iterable[str]) -> None:
         with torch.no_grad():
             weight = layer.get_base_layer().weight
             weight.add_(layer.get_delta_weight("default").to(weight.dtype))
-
-
-def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> None:
-    """Append a pair to the adapter ``ACCUMULATED`` of the layer with ``lora_A`` ``down_name``; the base is unchanged.
-
-    Args:
-        up: as for ``merge_pair``.
-        down: as for ``merge_pair``.
-    """
-    down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
-    up_all = down_all.replace(".lora_A.", ".lora_B.")
-    parameters = dict(model.named_parameters())
-    # Its initial pair has B = 0 and is replaced.
-    kept = bool(parameters[up_all].any())
-    load_tensors(
-        model,
-        {
-            up_all: torch.cat([parameters[up_all], up], 1) if kept else up,
-            down_all: torch.cat([parameters[down_all], down]) if kept else down,
-        },
-    )
-
-
-def one_adapter(model: peft.PeftModel) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
-    """The adapter ``ACCUMULATED`` and the shared one as a single LoRA adapter, with PEFT's names.
-
-    Returns:
-        Its config, with the sum of both ranks of each layer and scale 1, and its tensors with those of the head.
-    """
-    from peft import get_peft_model_state_dict
-
-    tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name="default").items() if ".lora_" not in n}
-    ranks: dict[str, int] = {}
-    for name, layer in model.named_modules():
-        if ACCUMULATED not in getattr(layer, "lora_A", {}):
-            continue
-        parts = [a for a in (ACCUMULATED, "default") if bool(layer.lora_B[a].weight.any())] or ["default"]
-        tensors[f"{name}.lora_A.weight"] = torch.cat([layer.lora_A[a].weight for a in parts]).detach()
-        tensors[f"{name}.lora_B.weight"] = torch.cat(
-            [layer.lora_B[a].weight * layer.scaling[a] for a in parts], 1
-        ).detach()
-        ranks[name.removeprefix("base_model.model.")] = tensors[f"{name}.lora_A.weight"].shape[0]
-    config = copy.deepcopy(model.peft_config["default"])
-    rank = max(ranks.values())
-    config.r, config.lora_alpha, config.use_rslora = rank, rank, False
-    config.rank_pattern = {name: r for name, r in ranks.items() if r != rank}
-    config.alpha_pattern = dict(config.rank_pattern)
-    return config, tensors
 
 
 def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[str, Tensor]) -> Path:

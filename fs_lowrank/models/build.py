@@ -19,6 +19,8 @@ from ..jobs.kept import kept
 from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
 from .loaded import check_loaded, transformers_silent
+from .placing import placing
+from .quantised import loading, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -162,13 +164,14 @@ def build_model(
     def decides() -> dict[str, Any] | None:
         known = {
             "place": [place, state := _state(place)],
-            "dtype": config.dtype,
+            "dtype": [config.dtype, config.quantised, config.lowrank.double_quant],
             "seed": config.seed,
             "model": [config.model.type, config.model.task, config.model.use_bias],
+            "attention": config.model.attn_implementation,
             "vision": [config.lowrank.width, config.lowrank.norm, image_shape],
             "data": [num_labels, pad_token_id, list(label_names)],
         }
-        return None if state is None else known
+        return None if state is None or config.model.device_map else known
 
     def make() -> tuple[nn.Module, torch.Tensor]:
         built = _built(config, place, num_labels, pad_token_id, image_shape, label_names, say_new)
@@ -197,7 +200,8 @@ def _copy(model: nn.Module) -> nn.Module:
         start = (tensor.data_ptr() - buffer.data_ptr()) % 64
         return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    contiguous = [p for p in model.parameters() if p.is_contiguous() and p.numel()]
+    # Quantised weights have a copy of their own.
+    contiguous = [p for p in model.parameters() if type(p) is nn.Parameter and p.is_contiguous() and p.numel()]
     return copy.deepcopy(model, {id(p): nn.Parameter(like(p.detach()), p.requires_grad) for p in contiguous})
 
 
@@ -240,10 +244,18 @@ def _built(
         options.update(num_labels=num_labels, problem_type="single_label_classification")
     else:
         loader = transformers.AutoModelForCausalLM
+    if attention := config.model.attn_implementation:
+        check_attention(attention)
+        options["attn_implementation"] = attention
+    if config.quantised or config.model.device_map:
+        skeleton = build_skeleton(config)
+        options |= loading(config, skeleton)
+        options |= placing(config, skeleton) if config.model.device_map else {}
     torch.manual_seed(derive(config.seed, "model"))
     # check_loaded reports what matters of the loader's messages.
     with transformers_silent(), _complaints("weights", place):
         model, report = loader.from_pretrained(place, **options)
+    settle(model, config, place)
     vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None, say_new)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
@@ -251,6 +263,17 @@ def _built(
         model.config.id2label = dict(enumerate(label_names))
         model.config.label2id = {name: i for i, name in enumerate(label_names)}
     return model.eval()
+
+
+def check_attention(name: str) -> None:
+    """Raise ``UserError`` if this machine lacks what ``model.attn_implementation = name`` needs."""
+    from transformers.utils import is_flash_attn_2_available
+
+    if name == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError(
+            f"model.attn_implementation = {name} needs a GPU of NVIDIA's and the package flash-attn; take sdpa, or "
+            "leave the key out"
+        )
 
 
 def build_skeleton(config: Settings) -> nn.Module:

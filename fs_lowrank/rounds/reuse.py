@@ -25,6 +25,7 @@ from ..jobs.files import disk_error, replacing
 from ..methods import Phase
 from ..models.machine import machine
 from ..models.names import all_tensors, is_statistic, select
+from ..models.quantised import beside
 from ..runs.environment import versions
 from ..settings import Settings
 
@@ -32,7 +33,7 @@ logger = logging.getLogger("fs_lowrank")
 
 #: sections of the configuration that the training loop reads; the learning rate of the round is hashed separately
 _SECTIONS = ("train.", "dataloader.", "grad.", "model.", "llm.", "data.transform")
-_KEYS = ("seed", "lowrank.dtype", "lowrank.norm", "lowrank.width")
+_KEYS = tuple(["seed", *(f"lowrank.{name}" for name in ("dtype", "compute_dtype", "double_quant", "norm", "width"))])
 #: of ``train``, what changes rounding only
 _ROUNDING = ("blocks", "only_read", "cache_frozen", "cache_frozen_bytes")
 
@@ -82,7 +83,7 @@ class Reuse:
             "lr": lr,
             "seed": seed,
             "data": examples.fingerprint(),
-            "start": digest(all_tensors(model)),
+            "start": digest({**all_tensors(model), **beside(model)}),
             "machine": machine(model),
             "versions": versions(),
             "adapter": config.adapter.to_args() if config.llm.adapter.use else None,

@@ -26,8 +26,12 @@ from ..errors import UserError, say_once
 from ..methods import Client, Method, RobustMean, State, Update, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
+from ..models.checkpointing import recompute
 from ..models.frozen import FrozenPrefix, Owners
+from ..models.machine import autocast, check_half, input_device
 from ..models.names import is_statistic, tags
+from ..models.placing import at_home
+from ..models.quantised import count, require_bitsandbytes
 from ..models.reads import OnlyRead
 from ..models.slots import Apart
 from ..models.states import SharedStates, shared_folder
@@ -118,8 +122,13 @@ class Site:
 
     def __init__(self, config: Config, *, serves: bool = True, undivided: bool = False):
         self.config = config
+        if config.quantised:
+            require_bitsandbytes(f"lowrank.dtype = {config.quantised}")
         self.schedule = schedule_of(config.train.scheduler, config.source)
         self.device = device_of(config)
+        for name, asked in (("train.autocast", config.train.autocast), ("lowrank.dtype", config.dtype)):
+            if asked == "bfloat16":
+                check_half(self.device, f"{name} = {asked}")
         self.method = method_of(config)
         self.tokenizer = build_tokenizer(config)
         raw = load_raw(config.data, origin=config.source)
@@ -130,7 +139,7 @@ class Site:
         self.base_fingerprint = fingerprint_of(model)
         # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])
-        total = sum(p.numel() for p in model.parameters())
+        total = count(model)
         self.model = self.adapted(model)
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.clients = Lazy(len(self.data.clients), self._client)
@@ -152,10 +161,20 @@ class Site:
 
     def adapted(self, model: nn.Module) -> nn.Module:
         """``model`` with the method's parts on it, on the run's device."""
-        model = self.method.adapt(model)
-        if self.config.lowrank.base_init == "zero":
-            start_at_zero(model, self.config.seed)
-        return model.to(self.device)
+        with at_home(model):
+            model = self.method.adapt(model)
+        config = self.config
+        if config.lowrank.base_init == "zero":
+            start_at_zero(model, config.seed)
+        if config.model.device_map:
+            self.device = input_device(model)
+        else:
+            model = model.to(self.device)
+        if config.train.autocast != "off":
+            autocast(model, getattr(torch, config.train.autocast))
+        if config.train.checkpointing and not config.is_vision:
+            recompute(model)
+        return model
 
     def _client(self, index: int) -> Client:
         size = int(self.data.partition.sizes()[index])
@@ -246,7 +265,9 @@ class Site:
         share = config.federate.total_round_num * config.sampled_per_round / config.federate.client_num
         rows = indices[clients.start - 1 : clients.stop - 1]
         steps = train.local_update_steps * share
-        samples = config.dataloader.batch_size * config.grad.grad_accum_count
+        loads = config.dataloader
+        batch = loads.batch_tokens / float(self.data.train.lengths.mean()) if loads.batch_tokens else loads.batch_size
+        samples = batch * config.grad.grad_accum_count
         passes = np.full(len(rows), float(steps)) if train.batch_or_epoch == "epoch" else steps * samples / rows.lengths
         return Owners(
             Lazy(len(rows), lambda i: f"client {clients[i]}"),

@@ -89,10 +89,9 @@ def _params(config: Settings) -> str:
 def _training(config: Settings) -> str:
     train = config.train
     unit = "steps" if train.batch_or_epoch == "batch" else "epochs"
-    return (
-        f"{train.local_update_steps} {unit} of {config.dataloader.batch_size} samples a round, "
-        f"{train.optimizer.type} at {train.optimizer.lr:g}"
-    )
+    loads = config.dataloader
+    batch = f"{loads.batch_tokens} tokens" if loads.batch_tokens else f"{loads.batch_size} samples"
+    return f"{train.local_update_steps} {unit} of {batch} a round, {train.optimizer.type} at {train.optimizer.lr:g}"
 
 
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:

@@ -18,6 +18,7 @@ from torch import nn
 from ..algebra import digest
 from ..jobs.files import to_json, write_text
 from ..jobs.kept import kept
+from ..models.quantised import beside
 from ..versions import SCHEMA, __version__
 
 logger = logging.getLogger("fs_lowrank")
@@ -89,5 +90,5 @@ def fingerprint_of(plain: nn.Module) -> str:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A hash over names, shapes, dtypes and values of all parameters, 12 hexadecimal digits."""
-    return digest(dict(model.named_parameters()))[:12]
+    """A hash over names, shapes, dtypes and values of all parameters, and scales of quantised ones, 12 digits."""
+    return digest({**dict(model.named_parameters()), **beside(model)})[:12]

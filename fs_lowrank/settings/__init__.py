@@ -12,13 +12,24 @@ from .origin import Origin, show
 from .parameters import check_method_params
 from .reading import as_overrides, parse_overrides, read_yaml, yaml_beside
 from .schema import Settings, flat_keys, infer_task, known_keys
-from .sections import OPTIMIZERS, VISION_MODELS, Eval, Lowrank, Optimizer, Scheduler, robust_needs, server_lr
+from .sections import (
+    OPTIMIZERS,
+    OPTIMIZERS_8BIT,
+    VISION_MODELS,
+    Eval,
+    Lowrank,
+    Optimizer,
+    Scheduler,
+    robust_needs,
+    server_lr,
+)
 from .tree import assign, flatten, lookup, merge
 
 __all__ = [
     "ADDED",
     "ALL_LINEAR",
     "OPTIMIZERS",
+    "OPTIMIZERS_8BIT",
     "VISION_MODELS",
     "AdapterSpec",
     "Eval",

@@ -171,6 +171,12 @@ def check_together(config: Settings, origin: Origin) -> None:
         and config.device < -1
     ):
         origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
+    if config.dataloader.batch_tokens and config.dataloader.drop_last:
+        origin.fail(
+            "dataloader.drop_last",
+            "= True leaves out a batch with fewer samples than the others, and with dataloader.batch_tokens batches "
+            "differ in that; leave one of the two out",
+        )
     if ".." in PurePath(config.expname).parts or PurePath(config.expname).is_absolute():
         origin.wrong("expname", config.expname, "a folder below outdir")
     best = config.eval.best_res_update_round_wise_key

@@ -41,7 +41,10 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
             "train.frozen_dropout",
             "train.only_read",
             "train.blocks",
+            "train.checkpointing",
             "train.cohort",
+            "dataloader.batch_tokens",
+            "model.attn_implementation",
             *cache,
         ),
     )
@@ -54,6 +57,11 @@ def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]
     yield config.is_language, f"it is for language models, and {model}", ("eval.generate",)
     further = ("split", "prompts", "max_tokens", "temperature", "score")
     yield config.eval.generate.freq > 0, "eval.generate.freq is 0", tuple(f"eval.generate.{name}" for name in further)
+    spread = ("model.max_memory", "model.offload_folder")
+    yield bool(config.model.device_map), "model.device_map is empty", spread
+    dtype = f"lowrank.dtype is {config.lowrank.dtype}"
+    yield bool(config.quantised), dtype, ("lowrank.compute_dtype",)
+    yield config.quantised == "nf4", dtype, ("lowrank.double_quant",)
     yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
 
 

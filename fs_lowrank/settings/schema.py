@@ -21,6 +21,7 @@ from .origin import Origin
 from .reading import Dumper
 from .sections import (
     LLM,
+    QUANTISED,
     VISION_MODELS,
     Data,
     Dataloader,
@@ -105,8 +106,17 @@ class Settings:
 
     @property
     def dtype(self) -> str:
-        """``float32`` or ``bfloat16``. Half precision is bfloat16: in float16, AdamW's eps vanishes and gives NaN."""
-        return "bfloat16" if self.train.is_enable_half else self.lowrank.dtype
+        """``float32`` or ``bfloat16``, of what is computed and of all weights that are not quantised.
+
+        Half precision is bfloat16: in float16, AdamW's eps vanishes and gives NaN.
+        """
+        asked = self.lowrank.compute_dtype if self.quantised else self.lowrank.dtype
+        return "bfloat16" if self.train.is_enable_half else asked
+
+    @property
+    def quantised(self) -> str:
+        """``int8`` or ``nf4``; empty if no weights are quantised."""
+        return self.lowrank.dtype if self.lowrank.dtype in QUANTISED else ""
 
     @property
     def torch_device(self) -> str:

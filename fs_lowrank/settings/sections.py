@@ -12,6 +12,8 @@ from .check import key
 
 #: our image networks, by ``model.type`` (``models.vision``)
 VISION_MODELS = ("lenet", "fedma_cnn", "resnet10", "resnet18")
+#: values of ``lowrank.dtype`` for quantised weights (``models.quantised``)
+QUANTISED = ("int8", "nf4")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ class Data:
 class Dataloader:
     #: samples of a client in one step
     batch_size: int = key(64, min=1)
+    #: ours: the most tokens of a client in one step, padding included, in place of ``batch_size``; a sample with more
+    #: is alone. 0: ``batch_size`` samples
+    batch_tokens: int = key(0, min=0)
     #: draw a client's samples in random order
     shuffle: bool = key(True)
     #: processes that load data
@@ -102,6 +107,18 @@ class Model:
     task: str = key("", choices=("", "CausalLM", "SequenceClassification", "ImageClassification"), also={"node": ""})
     #: for our image networks
     use_bias: bool = key(True)
+    #: ours, on the embedded engine: spread the base over several GPUs, memory and disk, by accelerate; empty: one
+    #: device
+    device_map: str = key("", choices=("", "auto", "balanced", "balanced_low_0", "sequential"), result=False)
+    #: ours: with ``device_map``, the most of each device, `DEVICE=SIZE` such as `0=20GiB` and `cpu=60GiB`
+    max_memory: list[str] = key([], result=False)
+    #: ours: with ``device_map``, the folder for weights that lie on the disk and are not in the checkpoint as they
+    #: are; empty: a temporary one
+    offload_folder: str = key("", result=False)
+    #: ours: the code of attention in models of transformers; empty: theirs
+    attn_implementation: str = key(
+        "", choices=("", "eager", "sdpa", "flash_attention_2", "flex_attention"), result=False
+    )
 
 
 @dataclass(frozen=True)
@@ -155,10 +172,15 @@ OPTIMIZERS = (
 )
 
 
+#: of bitsandbytes, whose state has 8 bits for each number of a tensor with 4096 or more
+OPTIMIZERS_8BIT = ("Adam8bit", "AdamW8bit", "Lion8bit", "PagedAdam8bit", "PagedAdamW8bit", "PagedLion8bit", "SGD8bit")
+
+
 @dataclass(frozen=True)
 class Optimizer:
-    #: the client optimizer, a class of `torch.optim`; its further arguments stand beside this key
-    type: str = key("SGD", choices=OPTIMIZERS, fold=True)
+    #: the client optimizer, a class of `torch.optim`, or one of bitsandbytes with a state of 8 bits; its further
+    #: arguments stand beside this key
+    type: str = key("SGD", choices=(*OPTIMIZERS, *OPTIMIZERS_8BIT), fold=True)
     #: learning rate of the clients
     lr: float = key(0.1, above=0.0)
     #: further arguments: ``momentum``, ``weight_decay``, ``betas``, …
@@ -203,6 +225,11 @@ class Train:
     cohort: int = key(
         0, min=0, also={"auto": 0, "off": 1, False: 1, True: 0}, words="off, a whole number or auto", result=False
     )
+    #: ours: compute a layer's activations again in the backward pass instead of keeping them, which takes a third more
+    #: time; results are the same
+    checkpointing: bool = key(False, result=False)
+    #: ours: compute in bfloat16 what allows it; weights, adapters and optimizers keep their dtype
+    autocast: str = key("off", choices=("off", "bfloat16"), also={False: "off", True: "bfloat16"})
     #: dropout in the layers of the cache; False allows caching
     frozen_dropout: bool = key(False)
 
@@ -339,8 +366,14 @@ class Lowrank:
     drop_rate: float = key(0.0, min=0.0, max=1.0)
     #: seconds that a process waits for another in distributed runs; with ``federate.process_num``, for a sign of life
     timeout: float = key(600.0, above=0.0, result=False)
-    #: dtype of the frozen weights and of the computation; methods decide the dtype of trained tensors
-    dtype: str = key("float32", choices=("float32", "bfloat16"))
+    #: dtype of the frozen weights and of the computation, or `int8` or `nf4`: matrices quantised to 8 or 4 bits by
+    #: bitsandbytes, which takes models of transformers and methods that leave the base as it is. Methods decide the
+    #: dtype of trained tensors
+    dtype: str = key("float32", choices=("float32", "bfloat16", *QUANTISED))
+    #: dtype of the computation with quantised matrices, and of the weights that are not quantised
+    compute_dtype: str = key("float32", choices=("float32", "bfloat16"))
+    #: quantise the scales of `nf4`, too, which saves 0.4 bits for each weight
+    double_quant: bool = key(False)
     #: normalisation of a ResNet; ``static`` is batch norm that uses the statistics of the batch in evaluation too
     norm: str = key("batch", choices=("batch", "static", "group", "none"))
     #: factor on the hidden widths of an image network

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..data.examples import IGNORED_LABEL
 from ..models.frozen import FrozenPrefix
+from ..models.machine import input_device
 from ..models.reads import OnlyRead
 from .local import label_logits, shortcuts, to_device
 
@@ -85,7 +86,7 @@ def _outputs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits in float32 and labels of what counts in each batch, the longest samples first."""
     model.eval()
-    device = next(model.parameters()).device
+    device = input_device(model)
     order = np.argsort(-examples.lengths, kind="stable")
     for start in range(0, len(order), batch_size):
         indices = order[start : start + batch_size]

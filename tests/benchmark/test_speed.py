@@ -9,7 +9,18 @@ import yaml
 import benchmark.cli
 import hpo.cli
 from benchmark.speed import __main__ as runner
-from benchmark.speed import clients, cohort, frozen_cache, only_read, overhead, race, server_step, vision, whole
+from benchmark.speed import (
+    clients,
+    cohort,
+    frozen_cache,
+    memory,
+    only_read,
+    overhead,
+    race,
+    server_step,
+    vision,
+    whole,
+)
 from fs_lowrank import UserError, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.models.adapters import layer_stack
@@ -60,6 +71,15 @@ def test_what_is_not_read_changes_nothing(kind, request):
 def test_a_cohort_trains_as_its_clients_alone(settings):
     found = cohort.measure(load_config(settings, train__optimizer__type="SGD"), 1, clients=3)
     assert found["clients"] == 3 and found["difference"] < 1e-5
+
+
+def test_memory_of_a_base_and_of_a_step(tmp_path):
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    settings = memory.prepare(tmp_path, shape, 40)
+    keys = ({}, {"train.checkpointing": True}, {"lowrank.dtype": "bfloat16"})
+    plain, again, half = (memory.measure({**settings, **more}) for more in keys)
+    assert again["kept_bytes"] < 0.7 * plain["kept_bytes"] and again["base_bytes"] == plain["base_bytes"]
+    assert half["base_bytes"] == plain["base_bytes"] / 2
 
 
 def test_overhead_adds_up_and_removes_its_timers(settings):
