@@ -258,9 +258,14 @@ def _check_optimizers(config: Config, origin: Origin) -> None:
         from .methods.server_optimizer import ServerOptimizer
 
         ServerOptimizer.from_config({"type": server.type, "lr": server.lr, **server.extra}, origin)
-    if not config.train.optimizer.extra and config.train.optimizer.type not in OPTIMIZERS_8BIT:
+    of_8_bits = config.train.optimizer.type in OPTIMIZERS_8BIT
+    if not config.train.optimizer.extra and not of_8_bits:
         return
+    from .models.quantised import has_bitsandbytes
     from .training.optimizer import check_optimizer  # imports torch, which reading a config's schema should not
+
+    if of_8_bits and not has_bitsandbytes():
+        return  # a run will say so; a file can be read without
 
     check_optimizer(config.train.optimizer, origin)
 

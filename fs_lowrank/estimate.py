@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .algebra import nbytes
 from .config import Config
 from .engines.workers import processes_of
+from .methods import State
 from .models.adapters import layer_stack
 from .models.build import build_skeleton
 from .models.quantised import beside, to_quantise
@@ -189,7 +190,7 @@ def step(site: Site, examples: Any) -> tuple[float, float]:
         {"train.local_update_steps": 1, "train.batch_or_epoch": "batch", "grad.grad_accum_count": 1}
     )
     phases, seed = site.method.phases(1, 1)[:1], derive(config.seed, "probe")
-    before = {n: t.clone() for n, t in site.method.view(site.initial_state).items()}
+    before: State = {n: t.clone() for n, t in site.method.view(site.initial_state).items()}
     taken, kept = [], 0.0
     for _ in range(2):  # the first also prepares what later steps find
         started = time.perf_counter()

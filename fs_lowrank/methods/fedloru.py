@@ -43,7 +43,7 @@ class FedLoRU(Averaging):
     params: Params
 
     @classmethod
-    def requires(cls, params: Params):
+    def requires(cls, params):
         return replace(super().requires(params), changes_base=params.merge)
 
     def __init__(self, params, setting):

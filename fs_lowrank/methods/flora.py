@@ -41,7 +41,7 @@ class FLoRA(RankedMethod):
     params: Params
 
     @classmethod
-    def requires(cls, params: Params):
+    def requires(cls, params):
         return replace(super().requires(params), changes_base=params.merge)
 
     def __init__(self, params, setting):

@@ -16,10 +16,10 @@ from .quantised import version_of
 def input_device(model: nn.Module) -> torch.device:
     """The device that a model's inputs go to; of a model on several (``model.device_map``) the first."""
     device = next(model.parameters()).device
-    if device.type != "meta":
-        return device
     inner: Any = getattr(model, "get_base_model", lambda: model)()
-    placed = [d for d in getattr(inner, "hf_device_map", {}).values() if d not in ("cpu", "disk")]
+    if device.type != "meta" or not hasattr(inner, "hf_device_map"):
+        return device
+    placed = [place for place in inner.hf_device_map.values() if place not in ("cpu", "disk")]
     return torch.device(placed[0] if placed else "cpu")
 
 

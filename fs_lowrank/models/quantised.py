@@ -22,9 +22,14 @@ from .names import tags
 from .placing import kept_elsewhere
 
 
+def has_bitsandbytes() -> bool:
+    """Whether bitsandbytes is installed."""
+    return find_spec("bitsandbytes") is not None
+
+
 def require_bitsandbytes(key: str) -> None:
     """Raise ``UserError`` if bitsandbytes, which the configuration's ``key`` needs, is not installed."""
-    if find_spec("bitsandbytes") is None:
+    if not has_bitsandbytes():
         raise UserError(f"{key} needs bitsandbytes, which is not installed: pip install 'fs-lowrank[quant]'")
 
 

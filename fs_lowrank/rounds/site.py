@@ -37,6 +37,7 @@ from ..models.slots import Apart
 from ..models.states import SharedStates, shared_folder
 from ..runs.environment import fingerprint_of
 from ..seeds import derive
+from ..settings import OPTIMIZERS_8BIT
 from ..training import train_client
 from ..training.cohort import Member, apart, cohort_size, differs, elementwise, evenly, places, train_cohort
 from ..training.local import LocalResult
@@ -124,6 +125,8 @@ class Site:
         self.config = config
         if config.quantised:
             require_bitsandbytes(f"lowrank.dtype = {config.quantised}")
+        if (optimizer := config.train.optimizer.type) in OPTIMIZERS_8BIT:
+            require_bitsandbytes(f"train.optimizer.type = {optimizer}")
         self.schedule = schedule_of(config.train.scheduler, config.source)
         self.device = device_of(config)
         for name, asked in (("train.autocast", config.train.autocast), ("lowrank.dtype", config.dtype)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def make_optimizer(
     if name not in known:
         raise UserError(f"train.optimizer.type = {kind!r}: torch.optim has none{nearest(kind, known)}")
     optimizer = known[name]
-    keys = {name: key for name, key in keys_of(optimizer.__init__, 2).items() if name != "lr"}
+    keys = keys_of(optimizer.__init__, 2)
+    keys = {**keys, "lr": replace(keys["lr"], required=False)}  # some of bitsandbytes have no default, and it is given
     extra = check_keys(extra, keys, origin, "train.optimizer")
     try:
         return optimizer(parameters, lr=lr, **extra)

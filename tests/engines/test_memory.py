@@ -216,7 +216,7 @@ def test_what_an_optimizer_of_8_bits_does_not_take_is_refused(settings):
         load_config(settings, {"train.optimizer": {"type": "AdamW8bit", "lr": 0.1, "beta": [0.9, 0.99]}})
 
 
-def test_without_bitsandbytes_its_optimizers_are_refused(settings, monkeypatch):
+def test_without_bitsandbytes_its_optimizers_are_refused(make_engine, monkeypatch):
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"train.optimizer.type = AdamW8bit needs bitsandbytes.*fs-lowrank\[quant\]"):
-        load_config(settings, {"train.optimizer": {"type": "AdamW8bit", "lr": 0.01}})
+        make_engine("causal", {"train.optimizer": {"type": "AdamW8bit", "lr": 0.01}})

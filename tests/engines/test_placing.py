@@ -21,7 +21,9 @@ def on_disk(engine):
     "keys", [{}, {"train.cache_frozen": "off"}, {"train.cohort": 3}, {"train.checkpointing": True}]
 )
 @pytest.mark.parametrize("task", ["encoder", "causal"])
-def test_the_result_is_that_of_one_device(make_engine, task, keys):
+def test_the_result_is_that_of_one_device(make_engine, tmp_path_factory, monkeypatch, task, keys):
+    here = tmp_path_factory.mktemp("here")
+    monkeypatch.chdir(here)
     keys = {"federate.method": "rolora", "federate.total_round_num": 2, **keys}
     one, spread = make_engine(task, keys), make_engine(task, {**keys, **SPREAD})
     held = on_disk(spread)
@@ -34,6 +36,7 @@ def test_the_result_is_that_of_one_device(make_engine, task, keys):
     assert on_disk(spread) == held and one.config.fingerprint() == spread.config.fingerprint()
     loaded = load_run(spread.keeper.outdir).model
     torch.testing.assert_close(logits(loaded, spread.site.data.test), logits(one.model, one.site.data.test))
+    assert not list(here.iterdir()), "weights were written to the current folder"
 
 
 def test_a_run_is_resumed_on_one_device(make_engine):
