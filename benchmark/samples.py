@@ -53,7 +53,7 @@ def _by_round(config: Config, sizes: Sequence[int]) -> Iterator[int]:
     method = method_of(config)
     for round in itertools.count(1):
         clients = clients_of_round(round, len(sizes), config.sampled_per_round, config.seed)
-        yield sum(samples_trained(sizes[k - 1], method.phases(round, k), config) for k in clients)
+        yield sum(samples_trained(sizes[k - 1], method.phases(round, k), config.of_client(k)) for k in clients)
 
 
 class _Data:

@@ -38,6 +38,11 @@ def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     return max(lists, key=lambda item: len(item[1]), default=None)
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether ``model`` reads a text with one stack of layers and writes another with a second, as T5 does."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     """Wrap ``model`` in PEFT's model for ``spec``; the base is frozen and changed in place.
 
@@ -142,7 +147,7 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
     task = (
         {"task_type": "SEQ_CLS"}
         if is_sequence_classifier
-        else ({"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {})
+        else ({"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") and not is_encoder_decoder(model) else {})
     )
     if spec.method == "lora":
         strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": spec.lora_dropout, "use_rslora": spec.use_rslora}

@@ -146,7 +146,10 @@ class Ledger:
         if self.config is None:
             return None
         method, config = self.method, self.config
-        return sum(samples_trained(size, method.phases(round, client), config) for client, size in sizes.items())
+        return sum(
+            samples_trained(size, method.phases(round, client), config.of_client(client))
+            for client, size in sizes.items()
+        )
 
     # -- who has what ------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import save_model
 from torch import nn
 
 from ..errors import UserError
@@ -191,12 +192,17 @@ class RunResult:
     def save_model(self, folder: str | Path) -> Path:
         """Save the model with any adapter merged into it, for transformers.
 
-        Image networks are loaded with ``fs_lowrank.models.vision.load_vision``.
+        Image networks are loaded with ``fs_lowrank.models.vision.load_vision``. Of a module of the user's that is not
+        of transformers, ``model.safetensors`` has the tensors.
         """
         model: Any = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()
         model = plain(model)
+        if not hasattr(model, "save_pretrained"):  # a module of the user's
+            Path(folder).mkdir(exist_ok=True)
+            save_model(model, str(Path(folder) / "model.safetensors"))
+            return Path(folder)
         with transformers_silent():
             model.save_pretrained(str(folder))
         return Path(folder)

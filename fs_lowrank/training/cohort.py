@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..data import Examples
 from ..methods import Phase
-from ..models.adapters import layer_stack, load_tensors, lora_scales
+from ..models.adapters import is_encoder_decoder, layer_stack, load_tensors, lora_scales
 from ..models.frozen import FrozenPrefix
 from ..models.names import all_tensors, select, tags
 from ..models.reads import OnlyRead
@@ -25,7 +25,7 @@ from ..models.slots import Apart, Slots, check_modules
 from ..seeds import derive
 from ..settings import Optimizer, Settings
 from .blocks import Blocks, drawn_by_each, masks_of, overhead
-from .local import LocalResult, batches_of, label_logits, loss_of, set_trainable, shortcuts, to_device
+from .local import LocalResult, batches_of, label_logits, loss_of, losses_of, set_trainable, shortcuts, to_device
 from .optimizer import make_optimizer
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Member:
     examples: Any
     phases: Sequence[Phase]
     seed: int
+    config: Settings
 
 
 def train_cohort(
@@ -143,7 +144,7 @@ class _Training:
         kind, slots = self.config.train.optimizer, self.slots
         parameters = slots.trainable(phase.train)
         optimizer = make_optimizer(parameters, kind.type, lr, kind.extra)
-        coming = [batches_of(phase, len(m.examples), self.config, order) for m, order in zip(self.members, self.orders)]
+        coming = [batches_of(phase, len(m.examples), m.config, order) for m, order in zip(self.members, self.orders)]
         ahead = [next(batches, None) for batches in coming]
         ended: dict[int, dict[str, Tensor]] = {}
         pending = 0
@@ -185,7 +186,7 @@ class _Training:
             masks = masks_of(together.lengths, part, drawn, drawing)() if drawing else nullcontext()
             with shortcuts(self.prefix, self.reads, rows, batch), self.slots.rows(counts.tolist(), self.device), masks:
                 logits, labels = label_logits(self.model, to_device(batch, self.device))
-            each = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+            each = losses_of(logits, labels)
             each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
             of_slots = np.bincount(slot[part], losses[part], len(self.members)).astype(np.int64)
             # A check of the lengths would wait for the GPU.
@@ -215,6 +216,8 @@ def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
 
 def apart(model: nn.Module, config: Settings, phases: Sequence[Sequence[Phase]]) -> str:
     """Why clients with these ``phases`` cannot train together; empty if they can, as far as can be told from these."""
+    if is_encoder_decoder(model):
+        return "an encoder-decoder model has two stacks of layers"
     if any(phase.penalty is not None for each in phases for phase in each):
         return "a penalty is added to a client's loss"
     plans = {tuple((tuple(sorted(phase.train)), phase.steps) for phase in each) for each in phases}
@@ -353,7 +356,7 @@ def _gradients_together(
     batch = to_device(examples.batch(np.concatenate(batches)), device)
     with slots.installed(), slots.rows([len(rows) for rows in batches], device), torch.enable_grad():
         logits, labels = label_logits(model, batch)
-    losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    losses = losses_of(logits, labels)
     means = [part.mean() for part in losses.split([int(examples.losses(rows).sum()) for rows in batches])]
     stacked = torch.autograd.grad(torch.stack(means).sum(), [slots.stacked[n] for n in each[0]], allow_unused=True)
     return [(mean, [None if g is None else g[i] for g in stacked]) for i, mean in enumerate(means)]
