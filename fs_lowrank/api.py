@@ -50,10 +50,10 @@ def run(
         engine: ``local`` runs all clients in this process; ``list_engines`` names the others.
         data: takes the place of ``data.type``: a ``datasets.Dataset``, a DataFrame or a torch dataset to divide among
             the clients; a list with one for each client; or a ``DatasetDict`` or mapping with ``train`` and perhaps
-            ``validation`` and ``test``. They are written to the folder ``data`` in ``config.outdir``, from which the
-            run can be resumed without them; given again, they have to be the same.
+            ``validation`` and ``test``. They are written to ``given_data`` in ``config.outdir``, from which the run
+            can be resumed without them; given again, they have to be the same.
         model: takes the place of ``model.type``: a loaded model of transformers, with its ``tokenizer``, which is
-            written to the folder ``base`` in ``config.outdir``; or a module of your own for labelled text, which takes
+            written to ``given_model`` in ``config.outdir``; or a module of your own for labelled text, which takes
             ``input_ids`` and ``attention_mask`` and gives logits, and has to be given again to resume the run.
             ``model.task`` says what it is for, where its class does not. The model itself is not changed.
         resume: True: continue the run in ``config.outdir`` from its last checkpoint; ``"auto"``: the same, and start

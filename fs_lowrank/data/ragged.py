@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -115,6 +116,8 @@ class Growing:
 
     def __init__(self, folder: Path | None = None):
         self._file = None if folder is None else tempfile.TemporaryFile(dir=folder)
+        if self._file is not None:
+            weakref.finalize(self, self._file.close)
         self._parts: list[Ragged] = []
 
     def append(self, rows: Ragged) -> None:
@@ -128,8 +131,9 @@ class Growing:
         """All rows; nothing may be appended after it."""
         if self._file is None:
             return Ragged.join(self._parts)
-        self._file.flush()
         lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in self._parts)])
-        if not lengths.sum():  # nothing can be mapped
-            return Ragged(np.empty(0, np.int32), lengths)
-        return Ragged(np.asarray(np.memmap(self._file, np.int32, "r")), lengths)
+        with self._file:  # what is mapped stays when the file is closed
+            self._file.flush()
+            empty = not lengths.sum()  # of which nothing can be mapped
+            values = np.empty(0, np.int32) if empty else np.asarray(np.memmap(self._file, np.int32, "r"))
+        return Ragged(values, lengths)

@@ -23,7 +23,7 @@ from ..versions import SCHEMA
 from .folder import check_outdir, claim, outdir_of
 
 #: the folders of the data and of the model, and in each the file that says what it is
-DATA, BASE, ABOUT = "data", "base", "about.json"
+DATA, MODEL, ABOUT = "given_data", "given_model", "about.json"
 
 
 def with_data(config: Config, data: Any, resume: bool) -> Config:
@@ -108,7 +108,7 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
                 "from a folder; set federate.process_num 1"
             )
         return config.replace({"model.type": f"{type(model).__name__}{SUFFIX}", "model.task": task}), True
-    folder = outdir_of(config) / BASE
+    folder = outdir_of(config) / MODEL
     about = {"schema": SCHEMA, "digest": digest(model.state_dict())}
     lock = claim(folder.parent)
     try:

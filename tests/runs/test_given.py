@@ -77,7 +77,7 @@ def test_the_run_goes_on_with_the_same_and_without_but_not_with_others(few, from
     shutil.move(tmp_path / "kept", tmp_path / "run")
     assert fs_lowrank.run(tmp_path / "run" / "config.yaml", resume=True).final == from_file.final
     other = fs_lowrank.run(config, data=FRAME[:60], overwrite=True)
-    assert sum(other.facts["clients"]) < 60 and {p.name for p in (tmp_path / "run" / "data").iterdir()} == {
+    assert sum(other.facts["clients"]) < 60 and {p.name for p in (tmp_path / "run" / "given_data").iterdir()} == {
         "train.arrow",
         "about.json",
     }
@@ -97,7 +97,7 @@ def test_one_data_set_for_each_client(few):
 def test_a_comparison_writes_them_once(few, tmp_path):
     results = fs_lowrank.compare(few("both"), "fedlora,rolora", data=FRAME)
     assert len({r.facts["data"] for r in results.values()}) == 1
-    assert {p.name for p in (tmp_path / "both").iterdir() if p.is_dir()} == {"data", "fedlora", "rolora"}
+    assert {p.name for p in (tmp_path / "both").iterdir() if p.is_dir()} == {"given_data", "fedlora", "rolora"}
     with pytest.raises(UserError, match="holds a run already"):
         fs_lowrank.compare(few("both"), "fedlora,rolora", data=FRAME[:50])
     again = fs_lowrank.compare(few("both"), "fedlora,rolora", data=FRAME, resume=True)
@@ -143,7 +143,7 @@ def test_what_cannot_be_used_is_one_line_and_leaves_nothing(few, tmp_path, data,
     with pytest.raises(UserError, match=said) as caught:
         fs_lowrank.run(few("run"), data=data)
     assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "run").glob(".data*"))
+    assert not list((tmp_path / "run").glob(".given*"))
 
 
 def test_processes_of_their_own_name_their_files(few):

@@ -59,7 +59,7 @@ def test_a_loaded_model_is_what_its_folder_would_be(few, causal_settings, tmp_pa
     given = fs_lowrank.run(config, model=model, tokenizer=tokenizer)
     same(from_folder, given)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert (config.outdir, (given.outdir / "base" / "config.json").is_file()) == (str(given.outdir), True)
+    assert (config.outdir, (given.outdir / "given_model" / "config.json").is_file()) == (str(given.outdir), True)
 
 
 def test_a_run_with_a_loaded_model_goes_on_with_the_same(few, settings, tiny_encoder):
