@@ -74,7 +74,8 @@ class _Data:
 @lru_cache(maxsize=64)
 def _sizes(data: _Data) -> list[int]:
     config = data.config
-    return build_data(config, build_tokenizer(config), load_raw(config.data, task=config.model.task)).partition.sizes().tolist()
+    raw = load_raw(config.data, task=config.model.task)
+    return build_data(config, build_tokenizer(config), raw).partition.sizes().tolist()
 
 
 def counted(record: Mapping[str, Any], config: Config) -> dict[str, Any]:
