@@ -70,11 +70,14 @@ setup(
         "requests>=2.32",
         "tqdm>=4.66",
         "pillow>=10",
+        "pyarrow>=16",
         "psutil>=5.9.5",
         "pyyaml>=6.0.1",
         "rich>=13",
         "markdown-it-py>=3",
         "matplotlib>=3.8",
+        "scikit-learn>=1.5",
+        "scipy>=1.13",
     ],
     extras_require={
         # The framework itself is on no package index; README says how to put a checkout of it on the path.

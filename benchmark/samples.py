@@ -58,7 +58,7 @@ def _by_round(config: Config, sizes: Sequence[int]) -> Iterator[int]:
     method = method_of(config)
     for round in itertools.count(1):
         clients = clients_of_round(round, len(sizes), config.sampled_per_round, config.seed)
-        yield sum(samples_trained(sizes[k - 1], method.phases(round, k), config) or 0 for k in clients)
+        yield sum(samples_trained(sizes[k - 1], method.phases(round, k), config.of_client(k)) or 0 for k in clients)
 
 
 class _Data:
@@ -79,7 +79,8 @@ class _Data:
 @lru_cache(maxsize=64)
 def _sizes(data: _Data) -> list[int]:
     config = data.config
-    return build_data(config, build_tokenizer(config), load_raw(config.data)).partition.sizes().tolist()
+    raw = load_raw(config.data, task=config.model.task)
+    return build_data(config, build_tokenizer(config), raw).partition.sizes().tolist()
 
 
 def counted(record: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -46,6 +46,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
             metavar="P",
             help="processes that train the clients of a round: a number, or auto (federate.process_num)",
         )
+        command.add_argument(
+            "--client_cfg",
+            metavar="FILE",
+            help="settings of single clients, as FederatedScope's option, or a table (lowrank.clients)",
+        )
         existing = command.add_mutually_exclusive_group()
         existing.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
         existing.add_argument("--overwrite", action="store_true", help="remove the run that outdir holds, start anew")
@@ -151,7 +156,8 @@ class _Live:
 
 def _overrides(args: argparse.Namespace) -> list[str]:
     """The overrides of the command line, with those that have an option of their own."""
-    return [*args.overrides, *(["federate.process_num", args.workers] if args.workers else [])]
+    options = {"federate.process_num": args.workers, "lowrank.clients": args.client_cfg}
+    return [*args.overrides, *(word for key, value in options.items() if value for word in (key, value))]
 
 
 def _announce(config, name: str) -> None:

@@ -43,6 +43,7 @@ from .settings import (
     show,
 )
 from .settings.adapter import TRAINED, adapter_args, resolved_name
+from .settings.clients import read_clients
 from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
 
@@ -177,6 +178,7 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
     needs = method.requires(method.Params(**params))
     use = _uses_adapter(config, method.name, needs.adapts(config.llm.adapter.use), origin)
     adapter = dataclasses.replace(config.llm.adapter, use=use, args=[adapter_args(config.llm.adapter.args, origin)])
+    clients = read_clients(config.lowrank.clients, config.federate.client_num, origin)
     config = dataclasses.replace(
         config,
         federate=federate,
@@ -184,9 +186,10 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
         source=origin,
         model=dataclasses.replace(config.model, task=task),
         llm=dataclasses.replace(config.llm, adapter=adapter),
-        lowrank=dataclasses.replace(config.lowrank, params=params),
+        lowrank=dataclasses.replace(config.lowrank, params=params, clients=clients),
     )
     check_together(config, origin)
+    _check_clients(config, origin)
     _check_optimizers(config, origin)
     if task and task not in needs.tasks:
         origin.fail(
@@ -250,6 +253,19 @@ def _check_alone(config: Config, origin: Origin) -> None:
             "= True needs the whole model on one device; leave it out with model.device_map, and merge the adapter "
             "that is saved where there is room",
         )
+
+
+def _check_clients(config: Config, origin: Origin) -> None:
+    """Refuse settings of single clients that their method or model has no use for."""
+    given = {name for own in config.own_settings.values() for name in own}
+    if "rank" in given and "ranks" not in config.lowrank.params:
+        origin.fail(
+            "lowrank.clients",
+            f"gives clients a rank, and federate.method = {config.federate.method} has one for all; methods with "
+            "lowrank.ranks have one for each",
+        )
+    if "tok_len" in given and config.is_vision:
+        origin.fail("lowrank.clients", f"gives clients a tok_len, and model.type = {config.model.type} is for images")
 
 
 def _check_optimizers(config: Config, origin: Origin) -> None:

@@ -118,6 +118,11 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
         raise UserError(
             f"{folder} is a run of {config.model.type}, an image network; this command is for models of text"
         )
+    if config.model.task not in ("SequenceClassification", "CausalLM"):
+        raise UserError(
+            f"{folder} is a run with model.task = {config.model.task}; this command is for SequenceClassification and "
+            f"CausalLM; {folder / 'adapter'} is for plain PEFT and transformers"
+        )
     kinds = [f"{kind}_best" if best else kind for kind in KINDS]
     saved = next((folder / kind for kind in kinds if (folder / kind).is_dir()), None)
     if saved is None:

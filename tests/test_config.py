@@ -759,7 +759,7 @@ def test_default_config_is_a_schema():
         ("train.fp16", ""),
         ("model.name", ""),
         ("data.path", ""),
-        ("federate.clients", "'federate.client_num'"),
+        ("federate.clients", "'lowrank.clients'"),
         ("train.lr", "'train.optimizer.lr'"),
         ("train.batch_size", "'dataloader.batch_size' or 'eval.batch_size'"),
         ("eval.freqency", "'eval.freq'"),

@@ -195,9 +195,10 @@ class Workers:
         for key, answer in zip(of, self._do(jobs)):
             if isinstance(answer, str):
                 raise RunFailed(f"the evaluation of {key[0]} failed: {answer}")
-            scores[key] += [(loss, correct, count) for loss, correct, count in answer.facts["scores"]]
+            scores[key] += [tuple(score) for score in answer.facts["scores"]]
         metrics: dict[str, dict[str, Any]]
-        metrics = {split: mean_scores(scores[split, 0]) for split in held_out if (split, 0) in scores}
+        extras = self.config.metrics
+        metrics = {split: mean_scores(scores[split, 0], extras) for split in held_out if (split, 0) in scores}
         clients = {client: each for (split, client), each in scores.items() if split == CLIENTS}
         if clients:
             metrics[CLIENTS] = evaluator.combined({c: mean_scores(each) for c, each in clients.items()}, sizes)
@@ -317,7 +318,10 @@ class _Clients:
         assert examples is not None
         if not len(examples):
             return Parcel({}, kind="scored", scores=[])
-        scores = batch_scores(site.model, examples, size, owner=owner, prefix=site.prefix, reads=site.reads)
+        outputs = bool(config.metrics) and "clients" not in facts
+        scores = batch_scores(
+            site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads
+        )
         return Parcel({}, kind="scored", scores=scores)
 
 

@@ -44,6 +44,7 @@ from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
 from ..settings import ADDED, AdapterSpec
+from ..settings.metrics import TASKS
 from .robust import RobustMean
 from .wrapper import Value, Wrapper
 
@@ -71,7 +72,7 @@ class Requires:
     """
 
     adapter: Literal["none", "any", "every", "lora", "optional"] = "any"
-    tasks: tuple[str, ...] = ("SequenceClassification", "CausalLM", "ImageClassification")
+    tasks: tuple[str, ...] = TASKS
     sums: bool = False
     validation: bool = False
     rounds: bool = False
@@ -139,6 +140,11 @@ class Setting:
     with_adapter: bool = False
     only_sums: bool = False
     local_steps: int = 1
+    own_steps: Mapping[int, int] = field(default_factory=dict)
+
+    def steps(self, client: int | None) -> int:
+        """``train.local_update_steps`` of ``client``."""
+        return self.local_steps if client is None else self.own_steps.get(client, self.local_steps)
 
 
 @dataclass(frozen=True)

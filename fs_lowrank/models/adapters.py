@@ -45,6 +45,11 @@ def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     return max(lists, key=lambda item: len(item[1]), default=None)
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether ``model`` reads a text with one stack of layers and writes another with a second, as T5 does."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     """Wrap ``model`` in PEFT's model for ``spec``; the base is frozen and changed in place.
 
@@ -166,7 +171,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     task = (
         {"task_type": "SEQ_CLS"}
         if is_sequence_classifier
-        else ({"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {})
+        else ({"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") and not is_encoder_decoder(model) else {})
     )
     if spec.use_rslora and spec.method != "lora":
         raise UserError(f"llm.adapter.args: use_rslora is LoRA's; {spec.method} scales by alpha / r")

@@ -188,7 +188,7 @@ class OnlyRead:
         """
         ids, labels = batch["input_ids"], batch.get("labels")
         read = torch.zeros_like(ids, dtype=torch.bool)
-        if labels is not None and labels.ndim == 2:
+        if labels is not None and labels.ndim == 2 and not labels.is_floating_point():
             read[:, :-1] = labels[:, 1:] != _IGNORED
             return read
         last = torch.zeros_like(ids[:, 0])

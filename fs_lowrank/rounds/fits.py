@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from ..config import Config
-from ..data import FederatedData, RawData
+from ..data import CLASSIFICATION, FederatedData, RawData
+from ..data.own import LABELS
 from ..errors import UserError
 from ..settings import Eval
+from ..settings.metrics import LANGUAGE
 
 #: name in ``eval.split`` -> attribute of the data
 SPLITS = {"test": "test", "val": "validation"}
+#: of labelled text, what is predicted, and the ``model.task`` for it
+_TASKS = {
+    "classification": ("classes", "SequenceClassification"),
+    "regression": ("numbers", "SequenceRegression"),
+    "multi_label": ("sets of classes", "MultiLabelClassification"),
+}
 
 
 def check_task(config: Config, raw: RawData) -> None:
@@ -19,8 +27,13 @@ def check_task(config: Config, raw: RawData) -> None:
             f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}"
         )
     model, data = config.model, config.data.type
-    labelled = model.task == "SequenceClassification"
-    if raw.images is None and (raw.task == "classification") != labelled:
+    labelled = model.task not in LANGUAGE
+    if raw.images is None and labelled and raw.task in _TASKS and raw.task != LABELS.get(model.task, CLASSIFICATION):
+        raise UserError(
+            f"data.type = {data} has {_TASKS[raw.task][0]} to predict, and model.task is {model.task}; set model.task "
+            f"{_TASKS[raw.task][1]}"
+        )
+    if raw.images is None and (raw.task in _TASKS) != labelled:
         raise UserError(
             f"model.type = {model.type} is "
             + (

@@ -232,7 +232,8 @@ class RecordKeeper:
         if {str(client) for client, _ in self.site.tested()} - record["client_scores"].keys():
             return {}
         sizes = {c: of["samples"] for c, of in scores.items()}
-        return {f"unseen_test_{m}": average(scores, sizes, m) for m in ("acc", "loss")}
+        measured = next(iter(scores.values()))
+        return {f"unseen_test_{m}": average(scores, sizes, m) for m in ("acc", "loss") if m in measured}
 
     def checkpoint_due(self, round: int) -> bool:
         """Whether ``lowrank.checkpoint_freq`` asks for a checkpoint after ``round``."""
@@ -403,7 +404,7 @@ class RecordKeeper:
             self._scored[0]["client_scores"] = self._scored[1]
         history, result = self.history, self._result()
         pictures = self.config.lowrank.pictures
-        named = bool(self.site.data.label_names) and any("test" in r["metrics"] for r in history)
+        named = self.site.data.task.endswith("classification") and any("test" in r["metrics"] for r in history)
         on_test = self.evaluator.on_test() if named and pictures else {}
         result.facts["formula_bytes"] = self._formula_bytes()
         if any(CLIENTS in r["metrics"] for r in history):

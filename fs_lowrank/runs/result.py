@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import save_model
 from torch import nn
 
 from ..errors import UserError
@@ -197,7 +198,8 @@ class RunResult:
         """Save the model with any adapter merged into it, for transformers.
 
         Quantised matrices are saved in the dtype in which they compute. Image networks are loaded with
-        ``fs_lowrank.models.vision.load_vision``.
+        ``fs_lowrank.models.vision.load_vision``. Of a module of the user's that is not of transformers,
+        ``model.safetensors`` has the tensors.
         """
         model: Any
         if layers(self.model):
@@ -208,6 +210,10 @@ class RunResult:
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()
         model = plain(model)
+        if not hasattr(model, "save_pretrained"):  # a module of the user's
+            Path(folder).mkdir(exist_ok=True)
+            save_model(model, str(Path(folder) / "model.safetensors"))
+            return Path(folder)
         with transformers_silent():
             model.save_pretrained(str(folder))
         return Path(folder)

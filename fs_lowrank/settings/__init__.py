@@ -8,6 +8,7 @@ from . import framework
 from .adapter import ADDED, ALL_LINEAR, AdapterSpec
 from .build import check_together, read_section, unknown_key
 from .check import Key, check_keys, check_value, key, keys_of, one_mapping
+from .clients import OfClient, grouped
 from .origin import Origin, show
 from .parameters import check_method_params
 from .reading import as_overrides, parse_overrides, read_yaml, yaml_beside
@@ -36,6 +37,7 @@ __all__ = [
     "Key",
     "Lowrank",
     "Optimizer",
+    "OfClient",
     "Origin",
     "Scheduler",
     "Settings",
@@ -48,6 +50,7 @@ __all__ = [
     "flat_keys",
     "flatten",
     "framework",
+    "grouped",
     "infer_task",
     "key",
     "keys_of",

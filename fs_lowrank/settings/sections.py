@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .check import key
+from .metrics import METRICS, TASKS
 
 #: our image networks, by ``model.type`` (``models.vision``)
 VISION_MODELS = ("lenet", "fedma_cnn", "resnet10", "resnet18")
@@ -63,7 +64,7 @@ class Data:
     #: a list of one mapping with what the data set needs, such as the names of columns (`data.args.0.…`)
     args: list = key([])
     #: how the training rows are divided among the clients: `iid`, `dirichlet` (`lda`), `mixture`, `shards`, `field`
-    #: (`meta`) or `quantity`. FederatedScope's default is empty: data that are already split into clients
+    #: (`meta`), `file` or `quantity`. FederatedScope's default is empty: data that are already split into clients
     splitter: str = key("iid")
     #: a list of one mapping with the arguments of the splitter (`data.splitter_args.0.…`)
     splitter_args: list = key([])
@@ -103,8 +104,9 @@ class Dataloader:
 class Model:
     #: ``NAME_OR_PATH@huggingface_llm``, ``NAME_OR_PATH@transformers``, or the name of one of our image networks
     type: str = key("")
-    #: inferred from the suffix of ``type`` if empty; ``node``, FederatedScope's default, counts as empty
-    task: str = key("", choices=("", "CausalLM", "SequenceClassification", "ImageClassification"), also={"node": ""})
+    #: inferred from the suffix of ``type`` if empty (``node``, FederatedScope's default, counts as empty);
+    #: ``SequenceRegression``, ``MultiLabelClassification`` and ``Seq2SeqLM`` (T5) have to be said
+    task: str = key("", choices=("", *TASKS), also={"node": ""})
     #: for our image networks
     use_bias: bool = key(True)
     #: ours, on the embedded engine: spread the base over several GPUs, memory and disk, by accelerate; empty: one
@@ -273,14 +275,16 @@ class Generate:
 class Eval:
     #: rounds between evaluations; 0 or -1: after the last round only
     freq: int = key(1, min=-1)
-    #: FederatedScope's default is an empty list
-    metrics: list[str] = key(["acc"], items=("acc", "loss"))
+    #: further metrics: ``f1`` (of two classes that of the second, else the mean over the classes) and ``matthews``.
+    #: Loss and accuracy are always measured; of a regression the loss, ``pearson`` and ``spearman``. FederatedScope's
+    #: default is an empty list
+    metrics: list[str] = key(["acc"], items=tuple(METRICS))
     #: what is evaluated; a split without data is left out
     split: list[str] = key(["test", "val"], items=("train", "val", "test"))
     #: the metric that selects the best round, ``SPLIT_METRIC``
     best_res_update_round_wise_key: str = key("val_loss")
     #: ours: also save what was trained as it was after the best round, by validation data; ``auto``: if the run
-    #: evaluates any. The metric is that of ``best_res_update_round_wise_key``, loss or accuracy
+    #: evaluates any. The metric is that of ``best_res_update_round_wise_key``
     save_best: bool | Literal["auto"] = key("auto", words="True, False or auto", result=False)
     #: ours: also evaluate the model that each client has on its share of the test set, as ``client_test``; at the end,
     #: the score on clients that never took part. It is always done where clients have models of their own, and with
@@ -401,5 +405,9 @@ class Lowrank:
     checkpoint_freq: int = key(1, min=0, result=False)
     #: number of checkpoints that are kept
     keep_checkpoints: int = key(2, min=1, result=False)
+    #: settings of some clients for themselves: a list such as ``[{clients: 3, batch_size: 4}, {clients: [5, "7-9"],
+    #: lr_factor: 0.5}]``; or a file: a table (``.csv``, ``.tsv``) with a column ``client`` and a row for each client,
+    #: or what FederatedScope's ``--client_cfg`` takes (``.yaml``)
+    clients: list[dict] | str = key([], words="a list of mappings, or the name of a file")
     #: all hyperparameters of the method
     params: dict = key({}, open=True)

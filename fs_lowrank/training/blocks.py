@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import say_once
-from ..models.adapters import layer_stack
+from ..models.adapters import is_encoder_decoder, layer_stack
 from ..models.checkpointing import recomputes
 from ..models.machine import input_device, rounding
 from ..models.masks import Masks, comparable, draw, draws
@@ -33,7 +33,11 @@ _USABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def overhead(model: nn.Module) -> float:
     """What ``train.blocks: auto`` takes a further block to cost, in tokens."""
     stack = layer_stack(model)
-    if stack is None or getattr(getattr(model, "config", None), "output_router_logits", False):
+    if (
+        stack is None
+        or is_encoder_decoder(model)
+        or getattr(getattr(model, "config", None), "output_router_logits", False)
+    ):
         return float("inf")  # the routers' loss of a batch is not the sum over its blocks
     weights = sum(p.numel() for p in stack[1][-1].parameters())
     device = input_device(model).type

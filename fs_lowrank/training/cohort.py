@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..data import Examples
 from ..methods import Phase
-from ..models.adapters import layer_stack, load_tensors, lora_scales
+from ..models.adapters import is_encoder_decoder, layer_stack, load_tensors, lora_scales
 from ..models.checkpointing import recomputes
 from ..models.frozen import FrozenPrefix
 from ..models.machine import input_device, rounding
@@ -29,7 +29,7 @@ from ..models.slots import Apart, Slots, check_modules
 from ..seeds import derive
 from ..settings import OPTIMIZERS_8BIT, Optimizer, Settings
 from .blocks import Blocks, drawn_by_each, masks_of, overhead
-from .local import LocalResult, batches_of, label_logits, loss_of, set_trainable, shortcuts, to_device
+from .local import LocalResult, batches_of, label_logits, loss_of, losses_of, set_trainable, shortcuts, to_device
 from .optimizer import make_optimizer
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Member:
     examples: Any
     phases: Sequence[Phase]
     seed: int
+    config: Settings
 
 
 def train_cohort(
@@ -149,7 +150,7 @@ class _Training:
         kind, slots = self.config.train.optimizer, self.slots
         parameters = slots.trainable(phase.train)
         optimizer = make_optimizer(parameters, kind.type, lr, kind.extra)
-        coming = [batches_of(phase, m.examples, self.config, order) for m, order in zip(self.members, self.orders)]
+        coming = [batches_of(phase, m.examples, m.config, order) for m, order in zip(self.members, self.orders)]
         ahead = [next(batches, None) for batches in coming]
         ended: dict[int, dict[str, Tensor]] = {}
         pending = 0
@@ -191,7 +192,7 @@ class _Training:
             masks = masks_of(together.lengths, part, drawn, drawing)() if drawing else nullcontext()
             with shortcuts(self.prefix, self.reads, rows, batch), self.slots.rows(counts.tolist(), self.device), masks:
                 logits, labels = label_logits(self.model, to_device(batch, self.device))
-                each = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+                each = losses_of(logits, labels)
                 each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
                 # Within the contexts, as it may compute layers again.
                 (each.sum() / self.config.grad.grad_accum_count).backward()
@@ -222,6 +223,8 @@ def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
 
 def apart(model: nn.Module, config: Settings, phases: Sequence[Sequence[Phase]]) -> str:
     """Why clients with these ``phases`` cannot train together; empty if they can, as far as can be told from these."""
+    if is_encoder_decoder(model):
+        return "an encoder-decoder model has two stacks of layers"
     if any(phase.penalty is not None for each in phases for phase in each):
         return "a penalty is added to a client's loss"
     plans = {tuple((tuple(sorted(phase.train)), phase.steps) for phase in each) for each in phases}
@@ -278,6 +281,12 @@ def evenly(size: int, clients: int, places: int) -> int:
     """
     each = math.ceil(clients / (places * size))
     return math.ceil(clients / (places * each))
+
+
+def parts_of(clients: Sequence[int], number: int) -> list[Sequence[int]]:
+    """``clients`` in so many groups, in their order, of sizes that differ by one at most."""
+    ends = [math.ceil(len(clients) * part / number) for part in range(number + 1)]
+    return [clients[first:last] for first, last in zip(ends, ends[1:])]
 
 
 def bytes_a_token(model: nn.Module, layers: int, longest: int) -> float:
@@ -376,7 +385,7 @@ def _gradients_together(
     batch = to_device(examples.batch(np.concatenate(batches)), device)
     with slots.installed(), slots.rows([len(rows) for rows in batches], device), torch.enable_grad():
         logits, labels = label_logits(model, batch)
-    losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    losses = losses_of(logits, labels)
     means = [part.mean() for part in losses.split([int(examples.losses(rows).sum()) for rows in batches])]
     stacked = torch.autograd.grad(torch.stack(means).sum(), [slots.stacked[n] for n in each[0]], allow_unused=True)
     return [(mean, [None if g is None else g[i] for g in stacked]) for i, mean in enumerate(means)]

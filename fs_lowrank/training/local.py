@@ -14,6 +14,7 @@ from torch import nn
 
 from ..data.examples import IGNORED_LABEL
 from ..methods import Phase
+from ..models.adapters import is_encoder_decoder
 from ..models.frozen import FrozenPrefix
 from ..models.machine import input_device
 from ..models.names import tags
@@ -118,9 +119,25 @@ def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int
     return total
 
 
+def passes_of(config: Settings, sizes: np.ndarray, length: float) -> np.ndarray:
+    """How often clients with so many samples, of a mean ``length`` in tokens, go through them in a round."""
+    train, loads = config.train, config.dataloader
+    batch = loads.batch_tokens / length if loads.batch_tokens else loads.batch_size
+    steps, samples = float(train.local_update_steps), batch * config.grad.grad_accum_count
+    return np.full(len(sizes), steps) if train.batch_or_epoch == "epoch" else steps * samples / sizes
+
+
+def of_tokens(labels: torch.Tensor) -> bool:
+    """Whether labels are of tokens, ``(batch, length)``.
+
+    Others are classes or numbers, or sets of classes: floating-point zeros and ones, ``(batch, classes)``.
+    """
+    return labels.ndim == 2 and not labels.is_floating_point()
+
+
 def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """``batch`` on ``device``, but for the labels of tokens: which have one is found out without waiting for a GPU."""
-    on_host = {"labels"} if batch["labels"].ndim == 2 else set()
+    on_host = {"labels"} if of_tokens(batch["labels"]) else set()
     return {k: v if k in on_host else v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
@@ -150,8 +167,10 @@ def label_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torc
     The head of a causal LM is wide, so it is applied only to these positions.
     """
     inputs = {k: v for k, v in batch.items() if k != "labels"}
-    if batch["labels"].ndim == 1:
+    if not of_tokens(batch["labels"]):
         return model(**inputs).logits, batch["labels"]
+    if is_encoder_decoder(model):
+        return _decoded(model, inputs, batch["labels"])
     following = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL).flatten()
     rows = (following != IGNORED_LABEL).nonzero().squeeze(1)
     labels, rows = (t.to(batch["input_ids"].device, non_blocking=True) for t in (following[rows], rows))
@@ -165,8 +184,30 @@ def label_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torc
         hook.remove()
 
 
+def _decoded(
+    model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of an encoder-decoder model for the tokens that have a label, and the labels."""
+    labels = labels.to(inputs["input_ids"].device, non_blocking=True)
+    shifted = cast("PreTrainedModel", model).prepare_decoder_input_ids_from_labels(labels=labels)
+    logits = model(**inputs, decoder_input_ids=shifted, use_cache=False).logits
+    kept = labels != IGNORED_LABEL
+    return logits[kept], labels[kept]
+
+
+def losses_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of each label: squared error of numbers, cross-entropy of classes, its mean over those of a set."""
+    if not labels.is_floating_point():
+        return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    if labels.ndim == 1:
+        return (logits.float().squeeze(-1) - labels) ** 2
+    return nn.functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").mean(-1)
+
+
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean loss of the model on a batch."""
+    if batch["labels"].is_floating_point():
+        return losses_of(*label_logits(model, batch)).mean()
     if batch["labels"].ndim == 1:
         return model(**batch).loss
     if getattr(model.config, "output_router_logits", False):  # a mixture of experts adds its own loss

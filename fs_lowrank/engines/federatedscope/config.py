@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,8 +28,10 @@ from ...settings import (
     framework,
     infer_task,
     known_keys,
+    read_yaml,
     unknown_key,
 )
+from ...settings.clients import read_clients
 from ...settings.parameters import general_keys, params_defaults, params_fields
 
 #: the prefix of a method of ours where the framework has a method of the same name
@@ -264,6 +267,17 @@ def from_framework(cfg) -> Config:
     return config
 
 
+def use_client_cfgs(cfg, client_cfgs: Mapping[str, Any]) -> None:
+    """Set ``lowrank.clients`` in ``cfg`` to what the framework has read from its ``--client_cfg``.
+
+    Raises:
+        UserError: see ``settings.clients``; the lines are those of the file on this process's command line.
+    """
+    file = next((value for option, value in zip(sys.argv, sys.argv[1:]) if option == "--client_cfg"), None)
+    origin = Origin() if file is None else read_yaml(file)[0]
+    cfg.lowrank.clients = read_clients(client_cfgs, cfg.federate.client_num, origin)
+
+
 def _extra(name: str) -> bool:
     """Whether ``name`` is in a section that takes any key."""
     return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer."))
@@ -371,5 +385,6 @@ def for_frameworks_workers(cfg):
     plain.train.is_enable_half = False  # the framework would convert the adapters as well
     plain.fedopt.use = False
     plain.quantization.method = "none"
+    plain.eval.metrics = [name for name in cfg.eval.metrics if name in ("acc", "loss")]  # ours measure the others
     plain._immutable(True)
     return plain

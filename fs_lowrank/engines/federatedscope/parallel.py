@@ -23,7 +23,7 @@ from federatedscope.core.fed_runner import StandaloneRunner
 from federatedscope.core.message import Message
 
 from ...config import load_config
-from ...errors import RunFailed, UserError
+from ...errors import RunFailed
 from ...jobs.nursery import Nursery
 from ...models.adapters import load_tensors
 from ...rounds.copies import apology, copied
@@ -49,10 +49,6 @@ class ParallelRunner(StandaloneRunner):
     """
 
     def __init__(self, *args, config, processes: int = 0, **kwargs):
-        if kwargs.get("client_configs"):
-            raise UserError(
-                "federate.process_num above 1 takes no configuration for single clients; leave --client_cfg out"
-            )
         self.processes = processes or config.federate.process_num
         config = config.clone()
         config.defrost()
@@ -341,7 +337,19 @@ def choose_runner(frameworks):
     """A function that makes a ``ParallelRunner`` for our methods, and a runner of class ``frameworks`` for others."""
 
     def make(*args, config, **kwargs):
-        runner = frameworks if our_method(config.federate.method) is None else ParallelRunner
-        return runner(*args, config=config, **kwargs)
+        if our_method(config.federate.method) is None:
+            return frameworks(*args, config=config, **kwargs)
+        return without_client_cfgs(ParallelRunner)(*args, config=config, **kwargs)
+
+    return make
+
+
+def without_client_cfgs(frameworks):
+    """A function that makes a runner; that of our methods, whose configuration has the settings of single clients
+    already, is not given those of ``--client_cfg``."""
+
+    def make(*args, config, client_configs=None, **kwargs):
+        others = our_method(config.federate.method) is None
+        return frameworks(*args, config=config, client_configs=client_configs if others else None, **kwargs)
 
     return make
