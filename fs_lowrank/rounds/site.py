@@ -38,7 +38,7 @@ from ..models.slots import Apart
 from ..models.states import SharedStates, shared_folder
 from ..runs.environment import fingerprint_of
 from ..seeds import derive
-from ..settings import OPTIMIZERS_8BIT, Settings
+from ..settings import OPTIMIZERS_8BIT
 from ..training import train_client
 from ..training.cohort import Member, apart, cohort_size, differs, elementwise, evenly, parts_of, places, train_cohort
 from ..training.local import LocalResult, passes_of
