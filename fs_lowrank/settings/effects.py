@@ -133,8 +133,10 @@ def without_effect(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
         if not effective and framework.within(name, names)
     }
     for name, (value, meta) in changed.items():
+        if engine != "local" and value in framework.AS_IT_IS.get(name, ()):
+            continue
         if engine == "federatedscope":
-            reason = "" if value in framework.AS_IT_IS.get(name, ()) else _idle(name, {}, engine)
+            reason = _idle(name, {}, engine)
         else:
             more = framework.ON_FLOWER["idle"] if engine == "flower" else {}
             reason = meta.get("idle") or _idle_by(name, more)

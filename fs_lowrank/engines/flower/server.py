@@ -12,10 +12,10 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -49,6 +49,14 @@ FOLDER = "flower"
 AT_A_TIME = 64
 #: the type of a Flower message, by what the client is asked for
 KINDS: dict[str, str] = {"call": "query", "train": "train", "follow": "train", "evaluate": "evaluate"}
+
+
+@dataclass(frozen=True)
+class Unheard:
+    """There is no answer of a node."""
+
+    kind: Literal["absent", "failed"]
+    reason: str
 
 
 class Stopped(RunFailed):
@@ -158,11 +166,12 @@ class Server:
 
     def _gather(self) -> None:
         """Wait until every client has a node, but no longer than ``lowrank.timeout``."""
-        wanted, until, told = self.config.federate.client_num, time.monotonic() + self.timeout, 0.0
-        while len(self._present()) + len(self.refused) < wanted and time.monotonic() < until:
-            if time.monotonic() > told:
+        wanted, began = self.config.federate.client_num, time.monotonic()
+        next_word = began + 5.0
+        while len(self._present()) + len(self.refused) < wanted and time.monotonic() < began + self.timeout:
+            if time.monotonic() > next_word:
                 logger.warning("%d of %d clients have joined; waiting for the others", len(self.members), wanted)
-                told = time.monotonic() + 30.0
+                next_word = time.monotonic() + 30.0
             self._wait()
 
     def _present(self) -> dict[int, Member]:
@@ -180,11 +189,13 @@ class Server:
                     self.refused[node] = reason
         return {client: member for client, member in self.members.items() if member.node in connected}
 
-    def _joined(self, node: int, reply: Parcel, connected: set[int]) -> str:
+    def _joined(self, node: int, reply: Parcel | Unheard, connected: set[int]) -> str:
         """Let a node that has introduced itself take part; the reason if it cannot."""
+        if isinstance(reply, Unheard):
+            return reply.reason
         facts = reply.facts
-        if "error" in facts or "unheard" in facts:
-            return str(facts.get("error", facts.get("unheard")))[:1000]
+        if "error" in facts:
+            return str(facts["error"])[:1000]
         client, own_data = facts.get("client"), facts.get("own_data") is True
         if not is_whole(client) or not 1 <= client <= self.config.federate.client_num:
             return f"there is no client {client!r:.60}; federate.client_num is {self.config.federate.client_num}"
@@ -201,8 +212,10 @@ class Server:
         if before and before.node in connected:
             return f"client {client} has joined already, as node {before.node}; choose another partition-id"
         self.ledger.admission.samples[client] = facts["samples"]
-        tested = facts.get("tested")
-        self.members[client] = Member(client, node, _standing(facts), tested if is_whole(tested) else 0)
+        tests: Sized = self.site.data.client_tests[client - 1] or ()
+        tested = facts.get("tested") if own_data else len(tests)
+        known = is_whole(tested) and 0 <= tested <= self.ledger.admission.max_samples
+        self.members[client] = Member(client, node, _standing(facts), tested if known else 0)
         return ""
 
     # -- a round -----------------------------------------------------------------------------------
@@ -261,20 +274,22 @@ class Server:
         while asked:
             lost = []
             for order, answer in self._replies(round, asked, purpose):
-                client, facts = order.client, answer.facts
-                if "unheard" in facts:
-                    round.fail(client, facts["kind"], facts["unheard"])
+                client = order.client
+                if isinstance(answer, Unheard):
+                    round.fail(client, answer.kind, answer.reason)
                     continue
-                self.members[client].standing = _standing(facts)
-                if facts.get("lost") is True and again:
-                    logger.warning("client %d: %.300s; it is sent everything", client, facts.get("error"))
+                self.members[client].standing = _standing(answer.facts)
+                if answer.facts.get("lost") is True and again:
+                    logger.warning("client %d: %.300s; it is sent everything", client, answer.facts.get("error"))
                     lost.append(client)
                     continue
                 round.delivered(order)
                 yield client, answer
             asked, again = lost, False
 
-    def _replies(self, round: Round, clients: Iterable[int], purpose: Purpose) -> Iterator[tuple[Order, Parcel]]:
+    def _replies(
+        self, round: Round, clients: Iterable[int], purpose: Purpose
+    ) -> Iterator[tuple[Order, Parcel | Unheard]]:
         orders = {
             self.members[client].node: round.ask(client, self.members[client].standing, purpose) for client in clients
         }
@@ -284,24 +299,23 @@ class Server:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _exchange(self, parcels: Mapping[int, Parcel], kind: str, round: int) -> Iterator[tuple[int, Parcel]]:
-        """Send nodes their parcels; the replies, as they come.
+    def _exchange(self, parcels: Mapping[int, Parcel], kind: str, round: int) -> Iterator[tuple[int, Parcel | Unheard]]:
+        """Send nodes their parcels; the replies, as they come, and at last those from whom there is none.
 
-        The wait ends ``lowrank.timeout`` after the last reply, since nodes of a simulation take turns. Where there is
-        no reply, the parcel has the fact ``unheard``, which says why, and the ``kind`` of the failure.
+        The wait ends ``lowrank.timeout`` after the last reply, since nodes of a simulation take turns.
         """
         known = {"run": self.token, "config": self.config.to_dict()}
         waiting: dict[str, int] = {}
         for node, parcel in parcels.items():
             content = packed(Parcel(parcel.tensors, **parcel.facts, **known))
             # A node that comes back later than the server waits is not to work on it any more.
-            ttl = self.timeout * (len(parcels) + 2) + 60.0
+            ttl = self.timeout * (len(parcels) + 2) + 600.0
             message = Message(content, dst_node_id=node, message_type=KINDS[kind], ttl=ttl, group_id=str(round))
             taken = [identity for identity in self.grid.push_messages([message]) if identity]
             if taken:
                 waiting[taken[0]] = node
             else:
-                yield node, _unheard("absent", "Flower's SuperLink did not take the message for its node")
+                yield node, Unheard("absent", "Flower's SuperLink did not take the message for its node")
         heard = time.monotonic()
         while waiting and time.monotonic() < heard + self.timeout:
             replies = list(self.grid.pull_messages(list(waiting)))
@@ -313,7 +327,7 @@ class Server:
             if waiting and not replies:
                 self._wait()
         for node in waiting.values():
-            yield node, _unheard("absent", f"no answer within lowrank.timeout, {self.timeout:g} s")
+            yield node, Unheard("absent", f"no answer within lowrank.timeout, {self.timeout:g} s")
 
     def _wait(self) -> None:
         if self.stopped():
@@ -341,8 +355,8 @@ def client_folder(config: Config) -> Path:
 _NOT_THERE = (3, 4, 5)
 
 
-def _answer(reply: Message) -> Parcel:
-    """The parcel of a reply.
+def _answer(reply: Message) -> Parcel | Unheard:
+    """The parcel of a reply, or why it has none.
 
     Raises:
         RunFailed: a process of the simulation died, in whose place Flower starts no other.
@@ -351,15 +365,11 @@ def _answer(reply: Message) -> Parcel:
         reason = " ".join((reply.error.reason or "no reason given").split())[:500]
         if "ray.exceptions" in reason and "Actor" in reason:
             raise RunFailed(f"a process of Flower's simulation died ({reason:.200}); run again with resume=True")
-        return _unheard("absent" if reply.error.code in _NOT_THERE else "failed", f"Flower: {reason}")
+        return Unheard("absent" if reply.error.code in _NOT_THERE else "failed", f"Flower: {reason}")
     try:
         return unpacked(reply.content)
     except ValueError as error:
-        return _unheard("failed", str(error))
-
-
-def _unheard(kind: str, reason: str) -> Parcel:
-    return Parcel({}, unheard=reason, kind=kind)
+        return Unheard("failed", str(error))
 
 
 # What a node reports is of any type, so each of these takes what fits and leaves out the rest.
