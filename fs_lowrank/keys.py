@@ -123,7 +123,7 @@ def markdown() -> str:
         "",
         "These keys are read, so that FederatedScope's files load. The table says what `--engine federatedscope` does",
         "with a value that is not the default, under our methods. The other engines refuse it, unless it has no effect",
-        "on a result.",
+        "on a result; `--engine flower` honours `quantization`, too.",
         "",
         "| key | default | with our methods |",
         "| --- | --- | --- |",

@@ -315,7 +315,8 @@ class Lowrank:
     on_bad_round: str = key("stop", choices=("stop", "skip"))
     #: probability that a selected client drops out of a round, drawn with the seed; tests the robustness of a method
     drop_rate: float = key(0.0, min=0.0, max=1.0)
-    #: seconds that a process waits for another in distributed runs; with ``federate.process_num``, for a sign of life
+    #: seconds that a process waits for another in distributed runs; with ``federate.process_num``, for a sign of life;
+    #: on Flower, for the next answer of any node
     timeout: float = key(600.0, above=0.0, result=False)
     #: dtype of the frozen weights and of the computation; methods decide the dtype of trained tensors
     dtype: str = key("float32", choices=("float32", "bfloat16"))
