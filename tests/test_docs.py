@@ -24,8 +24,8 @@ PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("example
 OWN = {"hpo": hpo.cli, "benchmark": benchmark.cli}
 #: written in the README's examples, by nobody here
 ELSEWHERE = {"median_lora"}
-#: options of other programs: pip, a suite's scripts
-FOREIGN = {"--no-deps", "--out"}
+#: options of other programs: pip, a suite's scripts, Flower's SuperLink and SuperNode
+FOREIGN = {"--no-deps", "--out", "--node-config", "--insecure", "--ssl-certfile"}
 #: what a sentence says is an error
 MISSPELT = {"runn"}
 

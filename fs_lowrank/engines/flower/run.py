@@ -24,9 +24,9 @@ from ..locate_flower import require
 from ..workers import processes_of
 
 require(simulation=True)
-# Flower and Ray report to their makers what is run; both read this when they are imported.
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+#: Flower and Ray report to their makers what is run, unless they are told not to
+_UNREPORTED = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_DOCKER_CPU_WARNING": "1"}
+os.environ.update({**_UNREPORTED, **os.environ})  # read when Flower is imported, and when Ray starts
 
 from flwr.app import Context  # noqa: E402
 from flwr.serverapp import Grid, ServerApp  # noqa: E402
@@ -58,7 +58,7 @@ def run(
 
     gpus = torch.cuda.device_count() if config.torch_device != "cpu" else 0
     with settings_kept(), _quietly(config.verbose):
-        os.environ["RAY_DISABLE_DOCKER_CPU_WARNING"] = "1"
+        os.environ.update({**_UNREPORTED, **os.environ})
         try:
             run_simulation(
                 server_app=app,
