@@ -83,7 +83,8 @@ def test_a_command_of_a_code_block(command, monkeypatch):
             load_config(config, **parse_overrides(args.overrides))
             load_space(args.space)
         else:
-            load_for(config, methods, args.overrides) if methods else load_config(config, args.overrides)
+            overrides = getattr(args, "overrides", None)
+            load_for(config, methods, overrides) if methods else load_config(config, overrides)
     if args.command == "fetch":
         assert set(args.names) <= set(FETCHABLE)
     if args.command == "examples":

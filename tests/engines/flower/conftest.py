@@ -74,15 +74,12 @@ class Federation:
 
         self.state.delete_node(NOOP_FLWR_AID, self.nodes[number])
 
-    def replace(self, number, **config):
-        """The node is gone, and another one stands for its client."""
-        self.leave(number)
+    def replace(self, number):
+        """Another node stands for the client of one that has left."""
         context = self.contexts.pop(self.nodes[number])
-        node = self._join()
+        context.node_id = self._join()
+        self.contexts[context.node_id] = context
         self.nodes[number] = self.nodes.pop()
-        context.node_id = node
-        context.node_config |= config
-        self.contexts[node] = context
 
     def _work(self):
         from fs_lowrank.engines.flower.client import client_app

@@ -115,7 +115,7 @@ def test_a_silent_node_costs_its_update_and_the_time_that_the_user_gave(quick, f
         == [{"client": 2, "kind": "absent", "reason": "no answer within lowrank.timeout, 1.5 s"}]
         == second["failed"]
     )
-    assert "2" not in map(str, first["client_downlink_bytes"])
+    assert "2" not in first["client_downlink_bytes"]
 
 
 def test_a_node_that_is_gone_and_one_in_its_place(quick, federation):
@@ -127,14 +127,13 @@ def test_a_node_that_is_gone_and_one_in_its_place(quick, federation):
         if record["round"] == 1:
             one.leave(1)
         if record["round"] == 2:
-            one.nodes.append(one.nodes[1])
             one.replace(1)
 
     history = serve(config, one.grid, on_round=on_round).history
     assert [r["clients"] for r in history] == [[1, 2, 3], [1, 3], [1, 2, 3], [1, 2, 3]]
     assert [f["reason"] for f in history[1]["failed"]] == ["its node is not connected"]
     down = [r["client_downlink_bytes"] for r in history]
-    assert down[2][2] > down[2][1] and down[3][2] == down[3][1]
+    assert down[2]["2"] > down[2]["1"] and down[3]["2"] == down[3]["1"]
 
 
 def test_a_node_that_lost_its_disk_is_sent_everything(quick, federation, caplog, tmp_path):
@@ -148,7 +147,7 @@ def test_a_node_that_lost_its_disk_is_sent_everything(quick, federation, caplog,
     lost = serve(quick("lost", keys), federation(folder=tmp_path / "b").grid, on_round=lose)
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), lost.model.parameters(), strict=True))
     assert not any(r["failed"] for r in lost.history) and "client 1: its copy of the model stands at" in caplog.text
-    assert lost.history[2]["client_downlink_bytes"][2] < lost.history[2]["client_downlink_bytes"][1]
+    assert lost.history[2]["client_downlink_bytes"]["2"] < lost.history[2]["client_downlink_bytes"]["1"]
 
 
 def test_a_client_whose_training_fails_and_one_whose_update_is_not_finite(quick, federation, monkeypatch):
@@ -250,8 +249,10 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(quick, federation, m
             over.set()
         return None if over.is_set() else reply
 
+    one = federation(behave=behave, folder=tmp_path / "b")
     with pytest.raises(fs_lowrank.RunFailed, match="was stopped"):
-        serve(config, federation(behave=behave, folder=tmp_path / "b").grid, stopped=over.is_set)
+        serve(config, one.grid, stopped=over.is_set)
+    one.end()  # its thread would draw from the generator with which the next server makes its model
     done = load_checkpoint(whole.outdir.parent / "cut" / "checkpoint")
     resumed = serve(config, federation(folder=tmp_path / "b").grid, resume=done is not None)
     for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
