@@ -24,9 +24,14 @@ from ..locate_flower import require
 from ..workers import processes_of
 
 require(simulation=True)
-#: Flower and Ray report to their makers what is run, unless they are told not to
-_UNREPORTED = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_DOCKER_CPU_WARNING": "1"}
-os.environ.update({**_UNREPORTED, **os.environ})  # read when Flower is imported, and when Ray starts
+#: Flower and Ray report to their makers what is run, and Ray gives advice, unless they are told not to
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+os.environ.update({**_QUIET, **os.environ})  # read when Flower is imported, and when Ray starts
 
 from flwr.app import Context  # noqa: E402
 from flwr.serverapp import Grid, ServerApp  # noqa: E402
@@ -58,14 +63,14 @@ def run(
 
     gpus = torch.cuda.device_count() if config.torch_device != "cpu" else 0
     with settings_kept(), _quietly(config.verbose):
-        os.environ.update({**_UNREPORTED, **os.environ})
+        os.environ.update({**_QUIET, **os.environ})
         try:
             run_simulation(
                 server_app=app,
                 client_app=client_app(client_folder(config), threads),
                 num_supernodes=config.federate.client_num,
                 backend_config={
-                    "init_args": {"num_cpus": count, "include_dashboard": False},
+                    "init_args": {"num_cpus": count, "include_dashboard": False, "log_to_driver": False},
                     "client_resources": {"num_cpus": 1, "num_gpus": gpus / count},
                 },
             )

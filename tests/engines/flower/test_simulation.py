@@ -22,13 +22,14 @@ pytest.importorskip("ray")
     [
         ("rolora", {}),
         ("fedloru", {"lowrank.tau": 1}),
-        ("pfedloru", {"lowrank.tau": 2, "federate.process_num": 2, "federate.total_round_num": 3}),
+        ("pfedloru", {"lowrank.tau": 2, "federate.total_round_num": 3}),
     ],
 )
 def test_the_result_is_that_of_the_embedded_engine(quick, method, keys):
     keys = {"federate.method": method, **keys}
     local, told = fs_lowrank.run(quick("local", keys)), []
-    other = fs_lowrank.run(quick("flower", keys), "flower", on_round=lambda record: told.append(record["round"]))
+    two = {"federate.process_num": 2} if method == "pfedloru" else {}
+    other = fs_lowrank.run(quick("flower", keys | two), "flower", on_round=lambda record: told.append(record["round"]))
     for (name, a), b in zip(local.model.named_parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert told == [r["round"] for r in local.history]
