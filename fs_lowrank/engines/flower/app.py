@@ -32,7 +32,9 @@ server = ServerApp()
 @server.main()
 def serve(grid: Grid, context: Context) -> None:
     """Run the app's configuration on the nodes of ``grid``."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if not logger.handlers:  # of ours only: Flower's libraries report every request
+        logger.addHandler(logging.StreamHandler(sys.stdout))
+        logger.setLevel(logging.INFO)
     asked = context.run_config
     config = load_config(_in_the_app(str(asked["cfg"])))
     resume, folder = bool(asked["resume"]), outdir_of(config)

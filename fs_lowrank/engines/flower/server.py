@@ -199,10 +199,10 @@ class Server:
         client, own_data = facts.get("client"), facts.get("own_data") is True
         if not is_whole(client) or not 1 <= client <= self.config.federate.client_num:
             return f"there is no client {client!r:.60}; federate.client_num is {self.config.federate.client_num}"
-        theirs = [facts.get(name) for name in ("config", "revisions", "proof")]
+        theirs: list[Any] = [facts.get(name) for name in ("config", "revisions", "proof")]
         if not all(isinstance(part, dict) for part in theirs):
             return f"client {client}: it does not say what it has in common with the server"
-        reason = objection(self.config, self.proof, *theirs, own_data=own_data)  # type: ignore[arg-type]
+        reason = objection(self.config, self.proof, theirs[0], theirs[1], theirs[2], own_data)
         reason = reason or samples_objection(
             client, facts.get("samples"), self.ledger.admission, own_data, elsewhere="own-data=true"
         )
@@ -214,8 +214,9 @@ class Server:
         self.ledger.admission.samples[client] = facts["samples"]
         tests: Sized = self.site.data.client_tests[client - 1] or ()
         tested = facts.get("tested") if own_data else len(tests)
-        known = is_whole(tested) and 0 <= tested <= self.ledger.admission.max_samples
-        self.members[client] = Member(client, node, _standing(facts), tested if known else 0)
+        if not is_whole(tested) or not 0 <= tested <= self.ledger.admission.max_samples:
+            tested = 0
+        self.members[client] = Member(client, node, _standing(facts), tested)
         return ""
 
     # -- a round -----------------------------------------------------------------------------------
@@ -320,9 +321,8 @@ class Server:
         while waiting and time.monotonic() < heard + self.timeout:
             replies = list(self.grid.pull_messages(list(waiting)))
             for reply in replies:
-                node = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if node is not None:
-                    yield node, _answer(reply)
+                if reply.metadata.reply_to_message_id in waiting:
+                    yield waiting.pop(reply.metadata.reply_to_message_id), _answer(reply)
                     heard = time.monotonic()
             if waiting and not replies:
                 self._wait()

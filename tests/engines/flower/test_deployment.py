@@ -16,7 +16,7 @@ import torch
 import fs_lowrank
 
 pytest.importorskip("flwr")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "flower.md").read_text(encoding="utf-8")
@@ -109,6 +109,8 @@ def start(shell):
     shell.do(NODES, 120)
     for port in ("8101", "8102", "8103"):
         shell.until(lambda port=port: shell.listens(port), 60, NODES)
+    shell.do("jobs -p > jobs")
+    shell.jobs = [int(line) for line in (shell.folder / "jobs").read_text().split()]
 
 
 def test_the_page(quick, shell):
@@ -116,7 +118,7 @@ def test_the_page(quick, shell):
     keys = {"federate.method": "fedloru", "lowrank.tau": 1}
     config = configuration(quick, shell.folder, keys)
     start(shell)
-    printed = shell.do(RUN, 300)
+    printed = shell.do(RUN, 500)
     assert "finished: " in printed, printed
     local = fs_lowrank.run(quick("local", keys))
     history = records(shell)
@@ -133,3 +135,38 @@ def test_the_page(quick, shell):
     print(json.dumps([r["seconds"] for r in history]))
     # It is finished, so a resumed run has nothing left to do, and says what a run says at its end.
     assert "finished: " in shell.do(RESUME, 120)
+
+
+def test_faults(quick, shell):
+    """Who is not registered or meets another certificate stays outside; a node and the SuperLink are killed."""
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 6, "lowrank.timeout": 120.0}
+    configuration(quick, shell.folder, keys)
+    start(shell)
+    # A key that nobody registered, and an authority that did not sign the SuperLink's certificate.
+    shell.do(
+        "ssh-keygen -q -t ecdsa -b 384 -N '' -f stranger; openssl req -x509 -newkey rsa:3072 -nodes -days 9 "
+        '-subj "/CN=another authority" -keyout other.key -out other.crt'
+    )
+    stranger = NODES.splitlines()[1:3]
+    for old, new in (("ca.crt", "other.crt"), ("node_1", "stranger")):
+        command = " ".join(line.rstrip("\\ &") for line in stranger).replace(old, new).replace("8101", str(free_port()))
+        said = shell.do(f"timeout 40 {command} --max-retries 1 || echo ended", 60)
+        assert "ended" in said and "SuperNode ID" not in said, said
+    # The second node is killed in round 2 or 3, the SuperLink some rounds later.
+    run = shell.folder / "run" / "rounds.jsonl"
+    shell.do("fs-lowrank flower app app --cfg run.yaml && (flwr run app ours --stream &)")
+    shell.until(lambda: run.exists() and len(records(shell)) >= 1, 120, "the first round")
+    superlink, _, second, _ = shell.jobs
+    os.kill(second, signal.SIGKILL)
+    shell.until(lambda: len(records(shell)) >= 3, 240, "the third round")
+    assert any(f["client"] == 2 for record in records(shell) for f in record["failed"]), records(shell)
+    assert records(shell)[-1]["clients"] == [1, 3]
+    os.kill(superlink, signal.SIGKILL)
+    done = len(records(shell))
+    shell.until(lambda: not shell.listens("8000"), 30, "the end of the SuperLink")
+    shell.do(SUPERLINK)
+    shell.until(lambda: shell.listens("8000"), 60, SUPERLINK)
+    assert "finished: " in shell.do(RESUME, 300)
+    history = records(shell)
+    assert len(history) == 6 and len(history) > done - 1
+    assert history[-1]["clients"] == [1, 3]
