@@ -133,13 +133,11 @@ def test_the_page(quick, shell):
     for name, tensor in ours.items():
         torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     print(json.dumps([r["seconds"] for r in history]))
-    # It is finished, so a resumed run has nothing left to do, and says what a run says at its end.
-    assert "finished: " in shell.do(RESUME, 120)
 
 
 def test_faults(quick, shell):
     """Who is not registered or meets another certificate stays outside; a node and the SuperLink are killed."""
-    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 6, "lowrank.timeout": 120.0}
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3, "lowrank.timeout": 120.0}
     configuration(quick, shell.folder, keys)
     start(shell)
     # A key that nobody registered, and an authority that did not sign the SuperLink's certificate.
@@ -152,21 +150,18 @@ def test_faults(quick, shell):
         command = " ".join(line.rstrip("\\ &") for line in stranger).replace(old, new).replace("8101", str(free_port()))
         said = shell.do(f"timeout 40 {command} --max-retries 1 || echo ended", 60)
         assert "ended" in said and "SuperNode ID" not in said, said
-    # The second node is killed in round 2 or 3, the SuperLink some rounds later.
+    # The second node is killed in round 1 or 2, the SuperLink in the next.
     run = shell.folder / "run" / "rounds.jsonl"
     shell.do("fs-lowrank flower app app --cfg run.yaml && (flwr run app ours --stream &)")
-    shell.until(lambda: run.exists() and len(records(shell)) >= 1, 120, "the first round")
+    shell.until(run.exists, 240, "the start of the run")
+    shell.until(lambda: list(shell.folder.glob("memory_2/client_2/*")), 240, "the second client's training")
     superlink, _, second, _ = shell.jobs
     os.kill(second, signal.SIGKILL)
-    shell.until(lambda: len(records(shell)) >= 3, 240, "the third round")
+    shell.until(lambda: len(records(shell)) >= 2, 400, "the second round")
     assert any(f["client"] == 2 for record in records(shell) for f in record["failed"]), records(shell)
-    assert records(shell)[-1]["clients"] == [1, 3]
     os.kill(superlink, signal.SIGKILL)
-    done = len(records(shell))
     shell.until(lambda: not shell.listens("8000"), 30, "the end of the SuperLink")
     shell.do(SUPERLINK)
     shell.until(lambda: shell.listens("8000"), 60, SUPERLINK)
-    assert "finished: " in shell.do(RESUME, 300)
-    history = records(shell)
-    assert len(history) == 6 and len(history) > done - 1
-    assert history[-1]["clients"] == [1, 3]
+    assert "finished: " in shell.do(RESUME, 400)
+    assert [r["round"] for r in records(shell)] == [1, 2, 3] and records(shell)[-1]["clients"] == [1, 3]

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -66,8 +67,11 @@ def test_the_command_line_and_a_run_that_is_killed(quick, tmp_path):
     until = time.monotonic() + 120
     while time.monotonic() < until and not (records.exists() and len(records.read_text().splitlines()) > 1):
         time.sleep(0.05)
+    below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    _, left = psutil.wait_procs(below, timeout=60)
+    assert below and not left, left
     done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
