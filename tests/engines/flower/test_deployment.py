@@ -137,7 +137,7 @@ def test_the_page(quick, shell):
 
 def test_faults(quick, shell):
     """Who is not registered or meets another certificate stays outside; a node and the SuperLink are killed."""
-    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3, "lowrank.timeout": 120.0}
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "lowrank.timeout": 100.0}
     configuration(quick, shell.folder, keys)
     start(shell)
     # A key that nobody registered, and an authority that did not sign the SuperLink's certificate.
@@ -148,20 +148,21 @@ def test_faults(quick, shell):
     stranger = NODES.splitlines()[1:3]
     for old, new in (("ca.crt", "other.crt"), ("node_1", "stranger")):
         command = " ".join(line.rstrip("\\ &") for line in stranger).replace(old, new).replace("8101", str(free_port()))
-        said = shell.do(f"timeout 40 {command} --max-retries 1 || echo ended", 60)
+        said = shell.do(f"timeout 25 {command} --max-retries 1 || echo ended", 60)
         assert "ended" in said and "SuperNode ID" not in said, said
-    # The second node is killed in round 1 or 2, the SuperLink in the next.
+    # The second node is killed when it has trained once, the SuperLink after that round.
     run = shell.folder / "run" / "rounds.jsonl"
     shell.do("fs-lowrank flower app app --cfg run.yaml && (flwr run app ours --stream &)")
     shell.until(run.exists, 240, "the start of the run")
     shell.until(lambda: list(shell.folder.glob("memory_2/client_2/*")), 240, "the second client's training")
     superlink, _, second, _ = shell.jobs
     os.kill(second, signal.SIGKILL)
-    shell.until(lambda: len(records(shell)) >= 2, 400, "the second round")
-    assert any(f["client"] == 2 for record in records(shell) for f in record["failed"]), records(shell)
+    shell.until(lambda: records(shell), 300, "the first round")
     os.kill(superlink, signal.SIGKILL)
     shell.until(lambda: not shell.listens("8000"), 30, "the end of the SuperLink")
     shell.do(SUPERLINK)
     shell.until(lambda: shell.listens("8000"), 60, SUPERLINK)
     assert "finished: " in shell.do(RESUME, 400)
-    assert [r["round"] for r in records(shell)] == [1, 2, 3] and records(shell)[-1]["clients"] == [1, 3]
+    first, second = records(shell)
+    assert {1, 3} <= set(first["clients"]) and second["clients"] == [1, 3]
+    assert [(f["client"], f["kind"]) for f in second["failed"]] == [(2, "absent")]

@@ -70,11 +70,12 @@ def test_the_command_line_and_a_run_that_is_killed(quick, tmp_path):
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    _, left = psutil.wait_procs(below, timeout=60)
-    assert below and not left, left
     done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     summary = json.loads((Path(config.outdir) / "summary.json").read_text())
     assert summary["final"]["test_acc"] == whole.final["test_acc"]
+    # Ray's agents look for their parent now and then.
+    _, left = psutil.wait_procs(below, timeout=180)
+    assert below and not left, left
     assert summary["final"]["test_loss"] == pytest.approx(whole.final["test_loss"], abs=1e-5)
