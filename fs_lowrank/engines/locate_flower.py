@@ -10,9 +10,7 @@ from ..errors import UserError
 #: the versions of flwr that the engine is written for: from the first, and below the second
 FIRST, BELOW = (1, 41), (1, 43)
 #: its own pins hold back other packages, so it has an environment of its own
-REMEDY = (
-    "make flower sets up an environment that has it; or: pip install 'fs-lowrank[flower]' -c constraints-flower.txt"
-)
+REMEDY = "pip install 'fs-lowrank[flower]' -c constraints-flower.txt, in an environment of its own (make flower)"
 
 
 class Unusable(UserError):

@@ -194,6 +194,23 @@ def test_a_node_with_another_configuration_or_base_model(quick, federation, sett
     assert "refused node" in caplog.text
 
 
+def test_a_node_with_data_of_its_own(quick, federation, reviews_csv, tmp_path):
+    """It trains and is evaluated on all that its own file holds; the others have their parts of the server's."""
+    rows = reviews_csv.read_text().splitlines()
+    (tmp_path / "own.csv").write_text("\n".join(rows[:81]) + "\n")
+    config = quick("server", {"federate.method": "rolora", "federate.make_global_eval": False})
+    other = config.replace({"data.type": str(tmp_path / "own.csv"), "data.splitter": "iid", "data.splitter_args": []})
+    other.dump(tmp_path / "own.yaml")
+    own = {"cfg": str(tmp_path / "own.yaml"), "own-data": True}
+    result = serve(config, federation(own={1: own}).grid)
+    for record in result.history:
+        assert record["clients"] == [1, 2, 3] and not record["failed"]
+        assert record["client_scores"]["2"]["samples"] == 16  # a fifth of its 80 rows
+    refused = serve(config.replace({"outdir": str(tmp_path / "b")}), federation(own={1: {"cfg": own["cfg"]}}).grid)
+    assert [r["clients"] for r in refused.history] == [[1, 3], [1, 3]]
+    assert "they differ in data." in refused.history[0]["failed"][0]["reason"]
+
+
 def test_two_nodes_for_one_client_and_a_client_that_there_is_not(quick, federation, caplog):
     config = quick("twice", {"federate.method": "rolora", "federate.client_num": 2, "lowrank.timeout": 2.0})
     one = federation(4, own={2: {"partition-id": 1}, 3: {"partition-id": 7}})
