@@ -79,3 +79,21 @@ def test_the_command_line_and_a_run_that_is_killed(quick, tmp_path):
     _, left = psutil.wait_procs(below, timeout=180)
     assert below and not left, left
     assert summary["final"]["test_loss"] == pytest.approx(whole.final["test_loss"], abs=1e-5)
+
+
+def test_a_process_of_the_simulation_is_killed(quick):
+    """Flower starts no other in its place, so the run ends, and can be resumed."""
+    keys = {"federate.method": "pfedlora", "federate.total_round_num": 3}
+    local, config = fs_lowrank.run(quick("local", keys)), quick("flower", keys)
+
+    def kill(record):
+        for process in psutil.Process().children(recursive=True):
+            if "ray::ClientAppActor" in " ".join(process.cmdline()):
+                process.kill()
+
+    with pytest.raises(fs_lowrank.RunFailed, match="process of Flower's simulation died.*resume=True"):
+        fs_lowrank.run(config, "flower", on_round=kill)
+    resumed = fs_lowrank.run(config, "flower", resume=True)
+    for (name, a), b in zip(local.model.named_parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert [r["clients"] for r in resumed.history] == [r["clients"] for r in local.history]
