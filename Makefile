@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-more test-slow test-lowest walks torture check lint types docs format clean help
+.PHONY: demo test test-more test-slow test-lowest flower walks torture check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long: make test-more has the generic suite over the other"
 	@echo "            methods, make test-slow the rest"
 	@echo "make test-lowest   part of the suite with the lowest versions that setup.py allows, in an environment of its own"
+	@echo "make flower   the tests of the engine on Flower, in an environment of its own"
 	@echo "make walks  the first hour of a new user in six ways and as a notebook, from an installed wheel in empty folders"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
@@ -65,6 +66,20 @@ test-lowest: $(VENV)/.installed
 	$(LOWEST_INSTALL) --resolution lowest-direct -e '.[hpo,oneshot,report]'
 	$(LOWEST_INSTALL) pytest pytest-timeout hypothesis scikit-learn
 	$(LOWEST)/bin/python -m pytest -q $(LOWEST_TESTS)
+
+# Flower's own pins hold back other packages, so its environment is apart.
+FLOWER ?= .venv-flower
+FLOWER_INSTALL = $(BIN)/uv pip install --quiet --python $(FLOWER)/bin/python -c constraints-flower.txt
+$(FLOWER)/.installed: $(VENV)/.installed constraints-flower.txt
+	@echo "== setting up $(FLOWER) with Flower"
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(FLOWER)
+	UV_HTTP_RETRIES=1 $(FLOWER_INSTALL) --torch-backend auto torch || $(FLOWER_INSTALL) torch
+	$(FLOWER_INSTALL) -e '.[flower]' pytest pytest-timeout hypothesis
+	@touch $@
+
+flower: $(FLOWER)/.installed
+	@echo "== running the tests of the engine on Flower"
+	$(FLOWER)/bin/python -m pytest -q -m "" tests/engines/flower
 
 # Given again, it goes on where it was. Exit code 1 where something has failed; the table is in results/torture.
 NUMBER ?= 100

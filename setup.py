@@ -89,6 +89,8 @@ setup(
             "scipy>=1.13",
             "scikit-learn>=1.5",
         ],
+        # In an environment of its own (constraints-flower.txt), since it holds back packages that others have newer.
+        "flower": ["flwr[simulation]>=1.41,<1.43"],
         "eval": ["lm-eval>=0.4.13"],
         "hpo": ["optuna>=5.0", "plotly>=6", "cmaes>=0.11", "scipy>=1.13"],
         # K-FAC needs curvlinops and backpack on top, with --no-deps: theirs would bring torchvision and another torch.

@@ -332,7 +332,7 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
     """Refuse keys that an engine does not honour, and report every key without effect, before a run.
 
     Args:
-        engine: local or federatedscope.
+        engine: local, federatedscope or flower.
         together: combinations that the engine does not honour, in words.
     Raises:
         UserError: the message lists all such keys, with the reasons; or ``train.scheduler`` has a key or value that is

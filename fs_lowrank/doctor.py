@@ -54,6 +54,16 @@ def _framework() -> list[Check]:
     return [Check("engine federatedscope", True, found), *mends]
 
 
+def _flower() -> Check:
+    """Whether Flower is installed, in a version that the engine takes."""
+    from .engines import locate_flower as locate
+
+    try:
+        return Check("engine flower", True, f"flwr {locate.require(simulation=True)}")
+    except locate.Unusable as error:
+        return Check("engine flower", False, error.what, error.remedy)
+
+
 def _added_engines() -> list[Check]:
     """The engines of other packages; each is imported, as only that shows whether it can be used."""
     from .engines import added_engines, get_engine
@@ -99,7 +109,7 @@ def examine() -> list[Check]:
                 "GPU", gpu, torch.cuda.get_device_name() if gpu else "none", "none needed; with one, set use_gpu True"
             )
         )
-    checks += [Check("engine local", True, "built in"), *_framework(), *_added_engines()]
+    checks += [Check("engine local", True, "built in"), *_framework(), _flower(), *_added_engines()]
     checks += [_package(n, f"pip install 'fs-lowrank[{extra}]'") for n, extra in _EXTRAS.items()]
     checks += [
         Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")

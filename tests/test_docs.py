@@ -24,8 +24,8 @@ PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("example
 OWN = {"hpo": hpo.cli, "benchmark": benchmark.cli}
 #: written in the README's examples, by nobody here
 ELSEWHERE = {"median_lora"}
-#: options of other programs: pip, a suite's scripts
-FOREIGN = {"--no-deps", "--out"}
+#: options of other programs: pip, a suite's scripts, Flower's SuperLink and SuperNode
+FOREIGN = {"--no-deps", "--out", "--node-config", "--insecure", "--ssl-certfile"}
 #: what a sentence says is an error
 MISSPELT = {"runn"}
 
@@ -83,7 +83,8 @@ def test_a_command_of_a_code_block(command, monkeypatch):
             load_config(config, **parse_overrides(args.overrides))
             load_space(args.space)
         else:
-            load_for(config, methods, args.overrides) if methods else load_config(config, args.overrides)
+            overrides = getattr(args, "overrides", None)
+            load_for(config, methods, overrides) if methods else load_config(config, overrides)
     if args.command == "fetch":
         assert set(args.names) <= set(FETCHABLE)
     if args.command == "examples":

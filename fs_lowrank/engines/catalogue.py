@@ -13,7 +13,11 @@ from ..errors import UserError, nearest
 from .kept import settings_kept
 
 ENTRY_POINTS = "fs_lowrank.engines"
-_BUILT_IN = {"local": "fs_lowrank.engines.local", "federatedscope": "fs_lowrank.engines.federatedscope.run"}
+_BUILT_IN = {
+    "local": "fs_lowrank.engines.local",
+    "federatedscope": "fs_lowrank.engines.federatedscope.run",
+    "flower": "fs_lowrank.engines.flower.run",
+}
 
 
 @cache

@@ -167,6 +167,19 @@ def standing_in(folder: Path, client: int, identity: str) -> Standing:
     return Standing() if saved is None else Standing(*saved.meta["standing"])
 
 
+def personal_in(folder: Path, client: int, identity: str, undo: int | None = None) -> dict[str, Tensor] | None:
+    """The personal tensors of a copy that ``OwnCopy.save`` wrote; None if there are none.
+
+    Args:
+        undo: a round whose training does not count (``Ledger.undone``).
+    """
+    saved = _saved(folder, client, identity)
+    if saved is None:
+        return None
+    undone = undo is not None and saved.meta["trained"] >= undo
+    return saved.parts.get("before" if undone else "personal")
+
+
 def _saved(folder: Path, client: int, identity: str, device: torch.device | str = "cpu") -> Checkpoint | None:
     """What ``client`` saved in ``folder``; None, with a warning, if it is damaged or of another run."""
     try:

@@ -12,13 +12,13 @@ from .adapter import AdapterSpec
 from .schema import Settings, flat_keys
 
 
-def _conditions(config: Settings) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
-    """Whether keys or sections have an effect, the reason if they have none, and their names."""
+def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
+    """Whether keys or sections have an effect on ``engine``, the reason if they have none, and their names."""
     model, vision = f"model.type is {config.model.type!r}", config.is_vision
     yield config.use_gpu or config.device == "cpu", "use_gpu is False", ("device",)
     rate = config.federate.sample_client_rate
     yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)
-    alone = config.federate.mode == "standalone" and config.federate.process_num == 1
+    alone = config.federate.mode == "standalone" and config.federate.process_num == 1 and engine != "flower"
     yield not alone, "no process waits for another", ("lowrank.timeout",)
     yield config.early_stop.patience > 0, "early_stop.patience is 0", ("early_stop.delta",)
     yield config.fedopt.use, "fedopt.use is False", ("fedopt.optimizer", "fedopt.annealing")
@@ -80,9 +80,10 @@ def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
     """The keys of ``config`` whose values an engine refuses: name, value and reason.
 
     Args:
-        engine: local or federatedscope.
+        engine: local, federatedscope or flower; flower honours what local does, and more.
     """
-    local, given = engine == "local", config.framework
+    local, given = engine != "federatedscope", config.framework
+    more = framework.ON_FLOWER["honoured"] if engine == "flower" else ()
     refused = [
         (name, value, "" if local else framework.REFUSED[name])
         for name, (value, meta) in _changed(config).items()
@@ -90,7 +91,7 @@ def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
     ]
     for name, value in given.items():
         if local:
-            taken = framework.decides_nothing(name, given)
+            taken = framework.decides_nothing(name, given) or framework.within(name, more)
         else:
             taken = framework.within(name, framework.HONOURED) or bool(_idle(name, given, engine))
             taken = taken or value in framework.SAME_AS_OURS.get(name, ())
@@ -98,8 +99,9 @@ def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
             refused.append((name, value, "" if local else framework.REFUSED.get(name, "our methods do not use it")))
     if not local:
         return refused
-    elsewhere = {name: why for name, _, why in not_honoured(config, "federatedscope")}
-    return [(name, value, elsewhere.get(name, "engine='federatedscope' honours it")) for name, value, _ in refused]
+    why = {name: reason for name, _, reason in not_honoured(config, "federatedscope")}
+    why |= framework.ON_FLOWER["refused"] if engine == "flower" else {}
+    return [(name, value, why.get(name, "engine='federatedscope' honours it")) for name, value, _ in refused]
 
 
 def _idle(name: str, given: Mapping[str, Any], engine: str) -> str:
@@ -107,15 +109,21 @@ def _idle(name: str, given: Mapping[str, Any], engine: str) -> str:
     switch = framework.off_switch(name, given)
     if switch:
         return f"{switch} is {framework.DEFAULTS[switch]!r}"
-    if engine == "local":
-        harmless = framework.within(name, framework.HARMLESS) and name not in framework.FOLLOWED
-        return "only FederatedScope uses it" if harmless else ""
-    return next((why for why, names in framework.IDLE.items() if framework.within(name, names)), "")
+    if engine != "federatedscope":
+        harmless = framework.within(name, framework.HARMLESS)
+        followed = engine == "local" and name in framework.FOLLOWED
+        return "only FederatedScope uses it" if harmless and not followed else ""
+    return _idle_by(name, framework.IDLE)
+
+
+def _idle_by(name: str, table: Mapping[str, list[str]]) -> str:
+    """The reason in ``table`` why a key has no effect; empty if it is not in it."""
+    return next((why for why, names in table.items() if framework.within(name, names)), "")
 
 
 def on_the_framework(name: str) -> str:
     """What engine federatedscope does with a value of ``name`` that is not the default, in words."""
-    idle = next((why for why, names in framework.IDLE.items() if framework.within(name, names)), "")
+    idle = _idle_by(name, framework.IDLE)
     if idle:
         return f"no effect ({idle})"
     if name in framework.DEFAULTS and not framework.within(name, framework.HONOURED):
@@ -128,19 +136,23 @@ def without_effect(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
     """The keys of ``config`` that differ from their defaults but have no effect: name, value and reason.
 
     Args:
-        engine: local or federatedscope.
+        engine: local, federatedscope or flower.
     """
     changed = _changed(config)
     reasons = {
         name: reason
-        for effective, reason, names in _conditions(config)
+        for effective, reason, names in _conditions(config, engine)
         for name in changed
         if not effective and framework.within(name, names)
     }
     for name, (value, meta) in changed.items():
-        reason = meta.get("idle") if engine == "local" else _idle(name, {}, engine)
         if engine != "local" and value in framework.AS_IT_IS.get(name, ()):
             continue
+        if engine == "federatedscope":
+            reason = _idle(name, {}, engine)
+        else:
+            more = framework.ON_FLOWER["idle"] if engine == "flower" else {}
+            reason = meta.get("idle") or _idle_by(name, more)
         if reason:
             reasons[name] = reason
     idle = [(name, changed[name][0], reason) for name, reason in reasons.items()]

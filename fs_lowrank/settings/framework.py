@@ -6,6 +6,7 @@ An engine accepts a key at its default, a key that it honours, and a key without
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from .reading import read_packaged
 from .tree import flatten
@@ -29,6 +30,8 @@ HONOURED: list[str] = _TABLES["federatedscope"]["honoured"]
 IDLE: dict[str, list[str]] = _TABLES["federatedscope"]["idle"]
 AS_IT_IS: dict[str, list[object]] = _TABLES["federatedscope"]["same_as_ours"]
 REFUSED: dict[str, str] = _TABLES["federatedscope"]["refused"]
+#: the same for the engine flower, where it differs from the embedded one
+ON_FLOWER: dict[str, Any] = _TABLES["flower"]
 #: method of FederatedScope -> our method, if ``llm.adapter.use`` is True
 WITH_ADAPTERS = {"fedavg": "fedlora"}
 

@@ -120,4 +120,4 @@ def test_the_benchmark_s_command_line(install, capsys):
 
     install("bad_engine", GOOD, "elsewhere")
     assert main(["run", "glue", "--engine", "elsewhare"]) == 2
-    assert "there are: local, federatedscope, elsewhere" in capsys.readouterr().err.replace("\n", " ")
+    assert "there are: local, federatedscope, flower, elsewhere" in capsys.readouterr().err.replace("\n", " ")

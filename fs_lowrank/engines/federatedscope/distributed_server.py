@@ -16,16 +16,13 @@ import grpc
 from federatedscope.core.message import Message
 from federatedscope.core.workers import Server
 
-from ...config import load_config
 from ...errors import RunFailed, UserError
-from ...methods import revisions
-from ...rounds.admission import is_whole
+from ...rounds.joining import objection, samples_objection
 from ...rounds.round import Order
 from . import wire
 from .comm import Undelivered
 from .messages import Request
 from .roster import Roster
-from .session import differing
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -97,45 +94,24 @@ class DistributedServer(Server):
 
     def _objection(self, number: int, request: Request, has_own_data: bool, known: bool) -> str:
         """The reason why a client cannot take part; empty if it can."""
-        try:
-            theirs = load_config(request.config)
-        except UserError as error:
-            return f"its configuration is wrong: {error}"
-        keys = differing(theirs, self.session.config, own_data=has_own_data)
-        if keys:
-            return f"it was started with another configuration than the server; they differ in {', '.join(keys)}"
-        own = revisions(self.session.config)
-        for name in sorted(own.keys() | request.revisions.keys()):
-            if own.get(name, 1) != request.revisions.get(name, 1):
-                return (
-                    f"it has revision {request.revisions.get(name, 1)} of {name}, the server has revision "
-                    f"{own.get(name, 1)}, which computes another result; install the same version of fs-lowrank on both"
-                )
-        proof, mine = request.proof, self.session.proof
-        wrong = sorted(n for n in mine.keys() | proof.keys() if mine.get(n) != proof.get(n))
-        if wrong:
-            return (
-                f"its model is not the server's at the start: {wrong[0]} differs"
-                + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-                + "; the same seed, model files and versions of torch, transformers and peft give the same"
-            )
+        reason = objection(
+            self.session.config,
+            self.session.proof,
+            request.config,
+            request.revisions,
+            request.proof,
+            own_data=has_own_data,
+        )
+        if reason:
+            return reason
         if has_own_data and self.started and not known:
             return "the run has begun; a client that comes late says which one it is by distribute.data_idx"
         if not 1 <= number <= self.client_num:
             which = f"all {self.client_num} clients have joined" if has_own_data else f"there is no client {number}"
             return f"{which}; federate.client_num is {self.client_num}"
-        admission, samples = self.ledger.admission, request.samples
-        if not is_whole(samples) or not 1 <= samples <= admission.max_samples:
-            return (
-                f"it declares {repr(samples)[:60]} training samples; expected a whole number from 1 to "
-                f"lowrank.max_samples, {admission.max_samples}"
-            )
-        if not has_own_data and samples != admission.samples[number]:
-            return (
-                f"it declares {samples} training samples, and the server's division of the data gives client {number} "
-                f"{admission.samples[number]}; their data files differ (distribute.data_idx -1 is for data of its own)"
-            )
-        return ""
+        return samples_objection(
+            number, request.samples, self.ledger.admission, has_own_data, elsewhere="distribute.data_idx -1"
+        )
 
     def _refuse(self, request: Request, reason: str) -> None:
         logger.warning("refused %s: %s", request.address, reason)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ...algebra import digest
 from ...config import Config
 from ...data import Examples, ImageExamples
 from ...errors import UserError
 from ...methods import Client
 from ...models.frozen import FrozenPrefix
 from ...rounds.evaluator import Evaluator
+from ...rounds.joining import proof_of
 from ...rounds.keeper import RecordKeeper
 from ...rounds.ledger import Ledger
 from ...rounds.site import Site
@@ -89,11 +89,7 @@ class Session:
         self._models_given = 0
         self.proof: dict[str, str] = {}
         if role != "standalone":
-            shared = self.method.view(self.ledger.state)
-            self.proof = {
-                "the base model": self.site.base_fingerprint,
-                **{name: digest({name: tensor})[:16] for name, tensor in shared.items()},
-            }
+            self.proof = proof_of(self.site)
 
     # -- models ------------------------------------------------------------------------------------
 
@@ -231,29 +227,5 @@ def close_session() -> None:
     _current = None
 
 
-#: the keys that say where data come from and how they are divided; a client with data of its own may set them freely
-_DATA_KEYS = (
-    "data.root",
-    "data.type",
-    "data.args",
-    "data.splitter",
-    "data.splitter_args",
-    "data.splits",
-    "data.subsample",
-    "data.test_subsample",
-)
-
-
 def _numbers(tensors: Mapping[str, Tensor]) -> int:
     return sum(t.numel() for t in tensors.values())
-
-
-def differing(theirs: Config, mine: Config, own_data: bool = False) -> list[str]:
-    """The dotted keys that affect the result and in which two processes of one run differ.
-
-    Args:
-        own_data: one of them is a client with data of its own, whose data keys may differ.
-    """
-    a, b = theirs.decisive(), mine.decisive()
-    free = ("distribute.", *(_DATA_KEYS if own_data else ()))
-    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and not k.startswith(free))

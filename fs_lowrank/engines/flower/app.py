@@ -1,0 +1,64 @@
+"""The two halves of a Flower app, for ``flwr run``; ``pyproject.toml`` (``project.py``) names them.
+
+``client`` runs at every SuperNode, whose ``--node-config`` says which client it is. ``server`` runs at the SuperLink,
+reads the configuration of the app, and writes the run's folder there.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from ...config import load_config
+from ...errors import UserError
+from ...runs.folder import check_outdir, holds_run, outdir_of, remove_run
+from ..locate_flower import require
+from .client import client_app
+from .keys import check
+from .server import Server
+
+require()
+logger = logging.getLogger("fs_lowrank")
+
+client = client_app()
+server = ServerApp()
+
+
+@server.main()
+def serve(grid: Grid, context: Context) -> None:
+    """Run the app's configuration on the nodes of ``grid``."""
+    if not logger.handlers:  # of ours only: Flower's libraries report every request
+        logger.addHandler(logging.StreamHandler(sys.stdout))
+        logger.setLevel(logging.INFO)
+    asked = context.run_config
+    config = load_config(_in_the_app(str(asked["cfg"])))
+    resume, folder = bool(asked["resume"]), outdir_of(config)
+    check(config)
+    if resume and not holds_run(folder):
+        raise UserError(f"{folder.absolute()} holds no run to continue; leave out resume=true")
+    if asked["overwrite"] and not resume:
+        remove_run(folder)
+    check_outdir(config, resume)
+    result = Server(config, on_round=_told).run(grid, resume)
+    logger.info("finished: %s", result.outdir.absolute())
+
+
+def _in_the_app(name: str) -> Path:
+    """A file of the app; Flower puts the app's folder on the path of modules and says nowhere else where it is."""
+    for place in map(Path, sys.path):
+        if (place / "pyproject.toml").is_file() and (place / name).is_file():
+            return place / name
+    raise UserError(f"the app has no file {name}; fs-lowrank flower app writes one that has")
+
+
+def _told(record: dict[str, Any]) -> None:
+    held_out = " ".join(
+        f"{split} {n} {v:.4f}" for split, of in record["metrics"].items() for n, v in sorted(of.items())
+    )
+    failed = "".join(f"; client {f['client']} {f['kind']}: {f['reason']}" for f in record["failed"])
+    logger.info("round %d: loss %.4f %s%s", record["round"], record["loss"], held_out, failed)

@@ -1,0 +1,100 @@
+"""``--engine flower``: Flower's simulation on this machine, in which every client is a node.
+
+Flower runs the nodes' messages on processes of Ray, as many as ``federate.process_num`` says; each of them keeps data
+and model. The server is in a thread of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...config import Config
+from ...errors import RunFailed, UserError
+from ...runs.folder import check_outdir
+from ...runs.result import RunResult
+from ..kept import settings_kept
+from ..locate_flower import require
+from ..workers import processes_of
+
+require(simulation=True)
+#: Flower and Ray report to their makers what is run, and Ray gives advice, unless they are told not to
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+os.environ.update({**_QUIET, **os.environ})  # read when Flower is imported, and when Ray starts
+
+from flwr.app import Context  # noqa: E402
+from flwr.serverapp import Grid, ServerApp  # noqa: E402
+from flwr.simulation import run_simulation  # noqa: E402
+
+from .client import client_app  # noqa: E402
+from .keys import check  # noqa: E402
+from .server import Server, client_folder  # noqa: E402
+
+
+def run(
+    config: Config,
+    resume: bool = False,
+    on_round: Callable[[dict[str, Any]], object] | None = None,
+    on_client: Callable[[int, int, int], object] | None = None,
+) -> RunResult:
+    """See ``fs_lowrank.run``."""
+    check(config)
+    check_outdir(config, resume)
+    count, before, ended = processes_of(config), torch.get_num_threads(), threading.Event()
+    threads = max(1, before // count)
+    server = Server(config, on_round, on_client, stopped=ended.is_set, pause=0.05, gathers=True)
+    app, found = ServerApp(), []
+
+    @app.main()
+    def serve(grid: Grid, context: Context) -> None:
+        torch.set_num_threads(threads)  # of this thread
+        found.append(server.run(grid, resume))
+
+    gpus = torch.cuda.device_count() if config.torch_device != "cpu" else 0
+    with settings_kept(), _quietly(config.verbose):
+        os.environ.update({**_QUIET, **os.environ})
+        try:
+            run_simulation(
+                server_app=app,
+                client_app=client_app(client_folder(config), threads),
+                num_supernodes=config.federate.client_num,
+                backend_config={
+                    "init_args": {"num_cpus": count, "include_dashboard": False, "log_to_driver": False},
+                    "client_resources": {"num_cpus": 1, "num_gpus": gpus / count},
+                },
+            )
+        except UserError:
+            raise
+        except RuntimeError as error:
+            cause = error.__cause__ or error
+            raise RunFailed(f"Flower's simulation ended: {cause}; run again with resume=True") from error
+        finally:
+            ended.set()
+            torch.set_num_threads(before)
+    if not found:
+        raise RunFailed("Flower's simulation ended before the run did; run again with resume=True")
+    return found[0]
+
+
+@contextlib.contextmanager
+def _quietly(verbose: int) -> Iterator[None]:
+    """Flower says on the console what it does, and that its function for simulations is to become a command."""
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    if verbose < 2:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,304 @@
+"""The server on Flower's grid: equal results, and what becomes of nodes that fail, lie, or come back."""
+
+import shutil
+import threading
+
+import pytest
+import torch
+
+import fs_lowrank
+from fs_lowrank.methods import requirements
+from fs_lowrank.rounds.parcel import Parcel
+from fs_lowrank.runs.checkpoint import load_checkpoint
+
+pytest.importorskip("flwr")
+
+from fs_lowrank.engines.flower import messages  # noqa: E402
+from fs_lowrank.engines.flower.keys import check  # noqa: E402
+from fs_lowrank.engines.flower.messages import packed, unpacked  # noqa: E402
+from fs_lowrank.engines.flower.server import Server  # noqa: E402
+
+ENCODER = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
+FEW = ("rolora", "fedloru", "pfedloru", "flora")
+#: hyperparameters that change what is sent, or what a copy must remember
+VARIANTS = [
+    ("rolora", {}),
+    ("flora", {"lowrank.ranks": [1, 3, 2]}),
+    ("fedloru", {"lowrank.tau": 2, "federate.total_round_num": 3, "federate.sample_client_num": 2, "seed": 5}),
+    ("fedloru", {"lowrank.tau": 1, "fedopt.use": True, "fedopt.optimizer.type": "Adam", "fedopt.optimizer.lr": 0.01}),
+    ("pfedloru", {"lowrank.tau": 2, "federate.total_round_num": 3, "lowrank.drop_rate": 0.4, "seed": 5}),
+    ("fedloru", {"lowrank.tau": 2, "lowrank.merge": False, "federate.total_round_num": 3}),
+    ("rolora", {"federate.make_global_eval": False}),
+]
+
+
+def serve(config, grid, resume=False, **more):
+    check(config)
+    return Server(config, pause=0.005, **more).run(grid, resume)
+
+
+def same(local, other):
+    """The global tensors are equal to the bit, and so are the records except for seconds and evaluation messages."""
+    for (name, a), (other_name, b) in zip(local.model.named_parameters(), other.model.named_parameters(), strict=True):
+        assert name == other_name and torch.equal(a, b), name
+    follow = "client_test" in local.history[-1]["metrics"]
+    for a, b in zip(local.history, other.history, strict=True):
+        for key in a.keys() - {"seconds", "client_seconds"}:
+            assert (follow and "downlink" in key) or a[key] == b[key], key
+    assert local.final == other.final and local.best == other.best
+
+
+@pytest.mark.parametrize("method, keys", VARIANTS)
+def test_the_result_is_that_of_the_embedded_engine(quick, federation, method, keys):
+    keys = {"federate.method": method, **keys}
+    one = federation()
+    same(fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), one.grid))
+    assert {kind for _, kind in one.sent} <= {"query", "train", "evaluate"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [m for m in ENCODER if m not in FEW])
+def test_every_method(quick, federation, method):
+    rounds = 1 if ".one_shot." in fs_lowrank.methods.get_method_class(method).__module__ else 2
+    keys = {"federate.method": method, "federate.total_round_num": rounds}
+    same(fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), federation().grid))
+
+
+def test_the_files_are_those_of_the_embedded_engine(quick, federation):
+    keys = {"federate.method": "pfedloru", "lowrank.tau": 1}
+    config = quick("flower", keys)
+    local, other = fs_lowrank.run(quick("local", keys)), serve(config, federation().grid)
+    names = [{path.name for path in result.outdir.iterdir()} for result in (local, other)]
+    assert names[1] - names[0] == {"flower"} and names[0] - names[1] <= {"personal"}
+
+
+def test_quantised_messages(quick, federation):
+    """They are smaller, and the server's model is the one that every copy has."""
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1}
+    plain = serve(quick("plain", keys), federation().grid)
+    keys |= {"quantization.method": "uniform", "quantization.nbits": 8}
+    small = serve(quick("small", keys), federation().grid)
+    assert small.history[-1]["uplink_bytes"] < 0.3 * plain.history[-1]["uplink_bytes"]
+    assert not any(r["failed"] for r in small.history)
+
+
+def test_a_parcel_travels_in_pieces(monkeypatch):
+    tensors = {"a": torch.randn(40, 50).to(torch.bfloat16), "b": torch.arange(7)}
+    monkeypatch.setattr(messages, "PIECE", 1000)
+    content = packed(Parcel(tensors, round=3))
+    assert len(content["parcel"]) > 4 and max(len(a.data) for a in content["parcel"].values()) == 1000
+    back = unpacked(content)
+    assert back.facts == {"round": 3} and all(torch.equal(back.tensors[n], t) for n, t in tensors.items())
+
+
+def test_a_message_without_a_parcel_is_refused():
+    from flwr.app import ArrayRecord, RecordDict
+
+    with pytest.raises(ValueError, match="holds no parcel in safetensors, but nothing"):
+        unpacked(RecordDict())
+    with pytest.raises(ValueError, match="holds no parcel in safetensors, but parcel"):
+        unpacked(RecordDict({"parcel": ArrayRecord([torch.zeros(2).numpy()])}))
+
+
+# -- nodes that fail -----------------------------------------------------------------------------------
+
+
+def test_a_silent_node_costs_its_update_and_the_time_that_the_user_gave(quick, federation):
+    def behave(number, message, answer):
+        return None if number == 1 and message.metadata.message_type == "train" else answer()
+
+    config = quick("silent", {"federate.method": "rolora", "lowrank.timeout": 1.5})
+    first, second = serve(config, federation(behave=behave).grid).history
+    assert first["clients"] == second["clients"] == [1, 3]
+    assert (
+        first["failed"]
+        == [{"client": 2, "kind": "absent", "reason": "no answer within lowrank.timeout, 1.5 s"}]
+        == second["failed"]
+    )
+    assert "2" not in first["client_downlink_bytes"]
+
+
+def test_a_node_that_is_gone_and_one_in_its_place(quick, federation):
+    """The clients that are there go on; the new node has the old one's disk and is not sent everything again."""
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 4}
+    one, config = federation(), quick("gone", keys)
+
+    def on_round(record):
+        if record["round"] == 1:
+            one.leave(1)
+        if record["round"] == 2:
+            one.replace(1)
+
+    history = serve(config, one.grid, on_round=on_round).history
+    assert [r["clients"] for r in history] == [[1, 2, 3], [1, 3], [1, 2, 3], [1, 2, 3]]
+    assert [f["reason"] for f in history[1]["failed"]] == ["its node is not connected"]
+    down = [r["client_downlink_bytes"] for r in history]
+    assert down[2]["2"] > down[2]["1"] and down[3]["2"] == down[3]["1"]
+
+
+def test_a_node_that_lost_its_disk_is_sent_everything(quick, federation, caplog, tmp_path):
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3}
+    whole = serve(quick("whole", keys), federation(folder=tmp_path / "a").grid)
+
+    def lose(record):
+        if record["round"] == 2:
+            shutil.rmtree(tmp_path / "b" / "client_1")
+
+    lost = serve(quick("lost", keys), federation(folder=tmp_path / "b").grid, on_round=lose)
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), lost.model.parameters(), strict=True))
+    assert not any(r["failed"] for r in lost.history) and "client 1: its copy of the model stands at" in caplog.text
+    assert lost.history[2]["client_downlink_bytes"]["2"] < lost.history[2]["client_downlink_bytes"]["1"]
+
+
+def test_a_client_whose_training_fails_and_one_whose_update_is_not_finite(quick, federation, monkeypatch):
+    from fs_lowrank.rounds.site import Site
+
+    fit = Site.fit
+
+    def broken(self, client, examples, round, model, prefix):
+        if not self.method.workbench and client.id == 1:
+            raise RuntimeError("no memory")
+        update, result = fit(self, client, examples, round, model, prefix)
+        if client.id == 2:
+            next(iter(update.tensors.values())).fill_(float("nan"))
+        return update, result
+
+    monkeypatch.setattr(Site, "fit", broken)
+    keys = {"federate.method": "fedlora", "federate.total_round_num": 2}
+    for record in serve(quick("broken", keys), federation().grid).history:
+        assert record["clients"] == [3]
+        assert [(f["client"], f["kind"]) for f in record["failed"]] == [(1, "failed"), (2, "refused")]
+        assert record["failed"][0]["reason"] == "RuntimeError: no memory"
+        assert "not finite" in record["failed"][1]["reason"] or "NaN" in record["failed"][1]["reason"]
+
+
+def test_a_node_with_another_configuration_or_base_model(quick, federation, settings, tmp_path, caplog):
+    config = quick("server", {"federate.method": "rolora", "lowrank.timeout": 2.0, "federate.client_num": 3})
+    other = config.replace({"train.optimizer.lr": 0.123, "outdir": str(tmp_path / "elsewhere")})
+    other.dump(tmp_path / "other.yaml")
+
+    def behave(number, message, answer):
+        reply = answer()
+        if number == 1 and message.metadata.message_type == "query":
+            parcel = unpacked(reply.content)
+            parcel.facts["proof"]["the base model"] = "another"
+            reply.content = packed(parcel)
+        return reply
+
+    one = federation(behave=behave, own={2: {"cfg": str(tmp_path / "other.yaml")}})
+    history = serve(config, one.grid).history
+    assert [r["clients"] for r in history] == [[1], [1]]
+    reasons = {f["client"]: f["reason"] for f in history[0]["failed"]}
+    assert "its model is not the server's at the start: the base model differs" in reasons[2]
+    assert "another configuration than the server; they differ in train.optimizer.lr" in reasons[3]
+    assert "refused node" in caplog.text
+
+
+def test_a_node_with_data_of_its_own(quick, federation, reviews_csv, tmp_path):
+    """It trains and is evaluated on all that its own file holds; the others have their parts of the server's."""
+    rows = reviews_csv.read_text().splitlines()
+    (tmp_path / "own.csv").write_text("\n".join(rows[:81]) + "\n")
+    config = quick("server", {"federate.method": "rolora", "federate.make_global_eval": False})
+    other = config.replace({"data.type": str(tmp_path / "own.csv"), "data.splitter": "iid", "data.splitter_args": []})
+    other.dump(tmp_path / "own.yaml")
+    own = {"cfg": str(tmp_path / "own.yaml"), "own-data": True}
+    result = serve(config, federation(own={1: own}).grid)
+    for record in result.history:
+        assert record["clients"] == [1, 2, 3] and not record["failed"]
+        assert record["client_scores"]["2"]["samples"] == 16  # a fifth of its 80 rows
+    refused = serve(config.replace({"outdir": str(tmp_path / "b")}), federation(own={1: {"cfg": own["cfg"]}}).grid)
+    assert [r["clients"] for r in refused.history] == [[1, 3], [1, 3]]
+    assert "they differ in data." in refused.history[0]["failed"][0]["reason"]
+
+
+def test_two_nodes_for_one_client_and_a_client_that_there_is_not(quick, federation, caplog):
+    config = quick("twice", {"federate.method": "rolora", "federate.client_num": 2, "lowrank.timeout": 2.0})
+    one = federation(4, own={2: {"partition-id": 1}, 3: {"partition-id": 7}})
+    assert [r["clients"] for r in serve(config, one.grid).history] == [[1, 2], [1, 2]]
+    assert "joined already" in caplog.text and "partition-id = 7: expected 0 to 1" in caplog.text
+
+
+def test_what_a_node_says_of_itself_is_not_believed(quick, federation):
+    """Wrong kinds of facts, another round, no parcel: the update is lost, and nothing else."""
+    from flwr.app import RecordDict
+
+    def behave(number, message, answer):
+        reply = answer()
+        if message.metadata.message_type != "query" and number:
+            parcel = unpacked(reply.content)
+            parcel.facts |= {"standing": {"no": "list"}, "spent": ["x"], "scores": "good"}
+            parcel.facts |= {"round": 99} if number == 1 else {}
+            reply.content = packed(parcel) if number < 3 else RecordDict()
+        return reply
+
+    config = quick("liars", {"federate.method": "pfedlora", "federate.client_num": 4})
+    first, second = serve(config, federation(4, behave=behave).grid).history
+    assert first["clients"] == second["clients"] == [1, 3]
+    reasons = {f["client"]: f["reason"] for f in first["failed"]}
+    assert reasons == {
+        2: "its answer is not of this round",
+        4: "the message holds no parcel in safetensors, but nothing",
+    }
+
+
+def test_too_few_clients_end_the_run_and_it_can_be_resumed(quick, federation):
+    config = quick("few", {"federate.method": "rolora", "lowrank.min_clients": 3, "lowrank.timeout": 1.0})
+    with pytest.raises(fs_lowrank.RunFailed, match="round 1: .*lowrank.min_clients is 3.*start again"):
+        serve(config, federation(2).grid)
+    config = config.replace({"lowrank.min_clients": 2})
+    assert [r["clients"] for r in serve(config, federation(2).grid).history] == [[1, 2], [1, 2]]
+
+
+# -- stopped, and resumed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method, freq", [("rolora", 1), ("pfedloru", 0), ("fedloru", 2)])
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(quick, federation, method, freq, tmp_path):
+    """Its clients may be ahead of the checkpoint that it goes on from."""
+    keys = {"federate.method": method, "federate.total_round_num": 4, "lowrank.checkpoint_freq": freq}
+    keys |= {"lowrank.tau": 1} if method != "rolora" else {}
+    whole = serve(quick("whole", keys), federation(folder=tmp_path / "a").grid)
+    config, over = quick("cut", keys), threading.Event()
+
+    def behave(number, message, answer):
+        reply = answer()
+        if message.metadata.group_id == "4":
+            over.set()
+        return None if over.is_set() else reply
+
+    one = federation(behave=behave, folder=tmp_path / "b")
+    with pytest.raises(fs_lowrank.RunFailed, match="was stopped"):
+        serve(config, one.grid, stopped=over.is_set)
+    one.end()  # its thread would draw from the generator with which the next server makes its model
+    done = load_checkpoint(whole.outdir.parent / "cut" / "checkpoint")
+    resumed = serve(config, federation(folder=tmp_path / "b").grid, resume=done is not None)
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert [r["clients"] for r in resumed.history] == [r["clients"] for r in whole.history]
+    assert whole.final == resumed.final
+
+
+def test_a_new_run_takes_nothing_over_from_one_before(quick, federation, tmp_path):
+    """Personal parts on a node's disk are of the run that trained them."""
+    keys = {"federate.method": "pfedloru", "lowrank.tau": 1}
+    first = serve(quick("first", keys), federation().grid)
+    again = serve(quick("again", keys), federation().grid)
+    assert first.final == again.final
+
+
+# -- what Flower brings --------------------------------------------------------------------------------
+
+
+def test_flowers_mods_cannot_change_our_parcels_unnoticed():
+    """Clipping and noise work on numpy arrays; on ours they raise, and the server would record that."""
+    from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
+
+    message = type(
+        "Sent", (), {"content": packed(Parcel({"a": torch.ones(3)}, round=1)), "has_error": lambda s: False}
+    )()
+    from flwr.app import ConfigRecord
+
+    message.content["dp"] = ConfigRecord({"clipping_norm": 1.0})
+    for mod in (fixedclipping_mod, LocalDpMod(1.0, 1.0, 1.0, 1e-5)):
+        with pytest.raises(TypeError, match="Unsupported serialization type"):
+            mod(message, None, lambda m, c: m)

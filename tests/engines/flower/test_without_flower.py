@@ -1,0 +1,81 @@
+"""What does not need Flower: the folder of an app, the keys, and what is said where Flower is absent."""
+
+import tomllib
+from importlib.util import find_spec
+
+import pytest
+
+import fs_lowrank
+from fs_lowrank import UserError, cli
+from fs_lowrank.doctor import examine
+from fs_lowrank.engines import get_engine, list_engines, locate_flower
+from fs_lowrank.engines.flower.keys import check, codec_of
+from fs_lowrank.engines.flower.project import CONFIG
+from fs_lowrank.settings.effects import without_effect
+
+
+def test_the_engine_is_listed_and_says_what_is_missing(monkeypatch):
+    assert "flower" in list_engines()
+    found = next(c for c in examine() if c.what == "engine flower")
+    assert found.ok == bool(find_spec("flwr") and find_spec("ray"))
+    if not find_spec("flwr"):
+        with pytest.raises(UserError, match=r"Flower \(flwr\) is not installed; pip install 'fs-lowrank\[flower\]'"):
+            get_engine("flower")
+        assert "not installed" in found.found and "pip install" in found.remedy
+    monkeypatch.setattr(locate_flower, "version", lambda name: "1.30.0")
+    with pytest.raises(UserError, match="flwr 1.30.0 is installed, and this engine is written for 1.41 or later"):
+        locate_flower.require()
+    monkeypatch.setattr(locate_flower, "version", lambda name: "1.41.0")
+    monkeypatch.setattr(locate_flower, "find_spec", lambda name: None)
+    assert locate_flower.require() == "1.41.0"
+    with pytest.raises(UserError, match="flwr 1.41.0 is installed without Ray"):
+        locate_flower.require(simulation=True)
+
+
+def test_the_app_is_two_files_without_code(quick, tmp_path, capsys):
+    config = quick("run", {"federate.method": "rolora"})
+    config.dump(tmp_path / "mine.yaml")
+    assert cli.main(["flower", "app", str(tmp_path / "app"), "--cfg", str(tmp_path / "mine.yaml")]) == 0
+    assert "start it with: flwr run" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "app").iterdir()} == {"pyproject.toml", CONFIG}
+    assert (tmp_path / "app" / CONFIG).read_text() == (tmp_path / "mine.yaml").read_text()
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    assert project["tool"]["flwr"]["app"]["config"] == {"cfg": CONFIG, "resume": False, "overwrite": False}
+    for half in project["tool"]["flwr"]["app"]["components"].values():
+        module, _, name = half.partition(":")
+        assert find_spec(module) and f"\n{name} = " in open(find_spec(module).origin).read()
+    # Once more is the same; another content is not overwritten.
+    assert cli.main(["flower", "app", str(tmp_path / "app"), "--cfg", str(tmp_path / "mine.yaml")]) == 0
+    config.replace({"seed": 8}).dump(tmp_path / "mine.yaml")
+    assert cli.main(["flower", "app", str(tmp_path / "app"), "--cfg", str(tmp_path / "mine.yaml")]) == 2
+    assert "exists and says something else" in capsys.readouterr().err
+
+
+def test_a_wrong_configuration_makes_no_app(quick, tmp_path, capsys):
+    quick("run", {"federate.method": "rolora", "federate.use_ss": True}).dump(tmp_path / "mine.yaml")
+    assert cli.main(["flower", "app", str(tmp_path / "app"), "--cfg", str(tmp_path / "mine.yaml")]) == 2
+    assert "engine='flower' does not honour" in capsys.readouterr().err and not (tmp_path / "app").exists()
+    assert cli.main(["flower", "app", str(tmp_path / "app"), "--cfg", str(tmp_path / "none.yaml")]) == 2
+    assert cli.main(["flower"]) == 2 and cli.main(["flower", "ap", "x"]) == 2
+
+
+def test_keys_that_the_engine_does_not_honour(quick):
+    with pytest.raises(fs_lowrank.UserError, match="engine='flower' does not honour(?s:.*)former interface"):
+        check(quick("ss", {"federate.use_ss": True}))
+    with pytest.raises(fs_lowrank.UserError, match="differential privacy clips"):
+        check(quick("dp", {"nbafl.use": True}))
+    with pytest.raises(fs_lowrank.UserError, match="federate.mode = .distributed.: engine='federatedscope' honours it"):
+        check(quick("mode", {"federate.mode": "distributed"}))
+    with pytest.raises(fs_lowrank.UserError, match="quantization.nbits = 4: expected 8 or 16"):
+        check(quick("bits", {"quantization.method": "uniform", "quantization.nbits": 4}))
+    with pytest.raises(fs_lowrank.UserError, match="quantization.method = other: expected none or uniform"):
+        check(quick("other", {"quantization.method": "other"}))
+
+
+def test_keys_that_have_an_effect_here_and_not_on_the_embedded_engine(quick):
+    config = quick("some", {"quantization.method": "uniform", "lowrank.timeout": 5.0, "train.cohort": 4})
+    check(config)
+    assert codec_of(config).nbits == 8 and codec_of(quick("plain")).exact
+    idle = {name for name, _, _ in without_effect(config, "flower")}
+    assert "train.cohort" in idle and not idle & {"lowrank.timeout", "quantization.method"}
+    assert "lowrank.timeout" in {name for name, _, _ in without_effect(config, "local")}
