@@ -358,8 +358,7 @@ class Site:
         depth = self.prefix.depth if self.prefix else 0
         largest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
         size = min(cohort_size(self.model, largest, lengths, depth), config.sampled_per_round)
-        if not config.train.cohort:
-            size = evenly(size, config.sampled_per_round, places(self.model))
+        size = size if config.train.cohort else evenly(size, config.sampled_per_round, places(self.model))
         if size < 2:
             return 1
         if config.is_vision:
@@ -384,8 +383,7 @@ class Site:
         say_once(f"train.cohort: clients are trained one by one: {reason}", logging.WARNING if asked else logging.INFO)
 
     def cohorts(self, clients: Sequence[int], round: int) -> list[Sequence[int]]:
-        """``clients`` in groups that train together in ``round``: of one learning rate, in their order, ``cohort`` at
-        most, and of sizes that differ by one client at most."""
+        """``clients`` in even groups that train together in ``round``: of one learning rate, ``cohort`` at most."""
         groups: list[Sequence[int]] = []
         by_rate: dict[float, list[int]] = {}
         for client in clients:
