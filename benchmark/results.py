@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fs_lowrank import Gathering, create_method, list_methods
 from fs_lowrank.runs.summary import human_bytes, shown_name
+from fs_lowrank.settings.metrics import LANGUAGE
 from hpo.space import at_an_end
 
 from .intervals import Figure, difference, figure_of
@@ -73,7 +74,7 @@ class ExperimentResults:
     @property
     def language(self) -> bool:
         """Whether a language model is trained."""
-        return any(r.get("config", {}).get("model.task") == "CausalLM" for r in self.all_records[:1])
+        return any(r.get("config", {}).get("model.task") in LANGUAGE for r in self.all_records[:1])
 
     @property
     def cells(self) -> int:

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from .rounds.site import Site, device_of
 from .runs.folder import outdir_of
 from .runs.summary import human_bytes
 from .seeds import derive
+from .settings import Settings
 from .training import train_client
 from .training.cohort import bytes_a_token
 from .training.evaluate import batch_scores
@@ -143,8 +144,8 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
     site = Site(config)
     method, model = site.method, site.model
     sizes = np.array([len(examples) for examples in site.data.clients[:1000]])
-    longest = max(range(len(sizes)), key=lambda i: int(site.data.clients[i].lengths.max()))
-    examples = largest_batch(site.data.clients[longest], config)
+    widest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
+    examples = largest_batch(site.data.train, widest)
     together = site.cohort
     kept, seconds = step(site, examples)
     trained = set_trainable(model, method.phases(1, 1)[0].train)
@@ -175,8 +176,8 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
     _add_time(found, site, sizes, seconds, copies)
 
 
-def largest_batch(examples: Any, config: Config) -> Any:
-    """The longest of a client's samples, as many as a batch has."""
+def largest_batch(examples: Any, config: Settings) -> Any:
+    """The longest of ``examples``, as many as a batch has: no client's batch is larger."""
     loads, lengths = config.dataloader, np.sort(examples.lengths)[::-1]
     count = loads.batch_size
     if loads.batch_tokens:
@@ -189,7 +190,8 @@ def step(site: Site, examples: Any) -> tuple[float, float]:
     config = site.config.replace(
         {"train.local_update_steps": 1, "train.batch_or_epoch": "batch", "grad.grad_accum_count": 1}
     )
-    phases, seed = site.method.phases(1, 1)[:1], derive(config.seed, "probe")
+    phases = [replace(phase, steps=None) for phase in site.method.phases(1, 1)[:1]]
+    seed = derive(config.seed, "probe")
     before: State = {n: t.clone() for n, t in site.method.view(site.initial_state).items()}
     taken, kept = [], 0.0
     for _ in range(2):  # the first also prepares what later steps find
@@ -250,12 +252,11 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray, seconds: float, co
     batch = loads.batch_size
     if loads.batch_tokens:
         batch = max(1, int(loads.batch_tokens / float(site.data.train.lengths.mean())))
-    each = float(train.local_update_steps * config.grad.grad_accum_count)
-    if train.batch_or_epoch == "epoch":
-        each = train.local_update_steps * float(np.ceil(sizes / batch).mean())
+    each = float(np.ceil(sizes / batch).mean()) if train.batch_or_epoch == "epoch" else config.grad.grad_accum_count
     rounds = range(1, config.federate.total_round_num + 1)
-    phases = sum(len(site.method.phases(t, 1)) for t in rounds)
-    found.steps = each * phases * config.sampled_per_round
+    phases = [phase for t in rounds for phase in site.method.phases(t, 1)]
+    steps = sum(train.local_update_steps if phase.steps is None else phase.steps for phase in phases)
+    found.steps = float(each * steps * config.sampled_per_round)
     evaluated, often = 0.0, sum(evaluation_due(config, t) for t in rounds)
     size = config.eval.batch_size or loads.batch_size
     for split, examples in site.held_out().items():

@@ -85,7 +85,7 @@ def check_config(config: Config, objectives: Sequence[str] = ()) -> None:
     """Refuse a config that cannot be searched by validation, or does not measure ``objectives``.
 
     Raises:
-        UserError: the config has no validation data, or does not evaluate them.
+        UserError: the config has no validation data, or does not evaluate them; or its steps are not known.
     """
     metrics = measured(config.model.task, config.eval.metrics)
     for name in objectives:
@@ -98,6 +98,11 @@ def check_config(config: Config, objectives: Sequence[str] = ()) -> None:
         raise UserError(
             f"eval.split = {list(config.eval.split)}: a search goes by validation data, never "
             "by the test data; add val, such as: eval.split '[val, test]'"
+        )
+    if config.dataloader.batch_tokens and config.train.batch_or_epoch == "epoch":
+        raise UserError(
+            f"dataloader.batch_tokens = {config.dataloader.batch_tokens}: a search counts the steps of clients, which "
+            "are not known for epochs of such batches; set train.batch_or_epoch batch"
         )
     if not config.data.splits[1] and not any("validation" in a for a in config.data.args if isinstance(a, dict)):
         raise UserError(

@@ -172,6 +172,7 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
     if raw.images is None:
         for own_len, clients in _own_lengths(cfg).items():
             train_examples = _cut_otherwise(train_examples, train, parts, own_len, clients, encode, skipped, folder)
+        truncated["train"] = train_examples.truncated
 
     digest = hashlib.sha256()
     for part in (train_examples, validation_examples, test_examples):

@@ -104,9 +104,16 @@ def _tables(held: Any, where: str) -> Iterator[Any]:
         )
     elif isinstance(held, torch.utils.data.Dataset) and hasattr(held, "__len__"):
         items: Any = held
-        schema = None
+        schema, names = None, list[str]()
         for start in range(0, len(items), CHUNK):
             rows = [_row(items[i], f"{where}, item {i}") for i in range(start, min(start + CHUNK, len(items)))]
+            names = names or sorted(rows[0])
+            for i, row in enumerate(rows, start):
+                if sorted(row) != names:
+                    raise UserError(
+                        f"{where}, item {i}: it has the columns {', '.join(sorted(row))}, and the first item has "
+                        f"{', '.join(names)}; give every item the same, with None where there is nothing"
+                    )
             table = pa.Table.from_pylist(rows, schema)
             schema = schema or table.schema
             yield table

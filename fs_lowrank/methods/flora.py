@@ -46,6 +46,8 @@ class FLoRA(RankedMethod):
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
+        #: whether all that was merged is kept
+        self.exact = True
         if not params.merge:
             check_kept(setting, self.name)
 
@@ -72,7 +74,8 @@ class FLoRA(RankedMethod):
             for b, a in pairs(stacks):
                 if self.params.merge:
                     merge_pair(model, a, stacks[b], stacks[a])
-                elif accumulate_pair(model, a, stacks[b], stacks[a], self.params.max_kept_rank):
+                elif accumulate_pair(model, a, stacks[b], stacks[a], self.params.max_kept_rank) and self.exact:
+                    self.exact = False
                     say_once(
                         f"lowrank.max_kept_rank = {self.params.max_kept_rank} is reached in round {merged_in}: from "
                         f"now on {self.name} is not exact, and the best approximation of that rank is kept"

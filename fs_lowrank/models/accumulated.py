@@ -24,13 +24,13 @@ def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor, 
         most: the largest rank of the adapter, whose best approximation of that rank is kept if it is exceeded; None:
             any rank.
     Returns:
-        whether an approximation was kept for the first time in this layer.
+        whether an approximation was kept: the pairs have a larger rank together.
     """
     down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
     up_all = down_all.replace(".lora_A.", ".lora_B.")
     parameters = dict(model.named_parameters())
     # Its initial pair has B = 0 and is replaced.
-    kept, before = bool(parameters[up_all].any()), parameters[up_all].shape[1]
+    kept = bool(parameters[up_all].any())
     with torch.no_grad():
         ups = torch.cat([parameters[up_all], up], 1) if kept else up
         downs = torch.cat([parameters[down_all], down]) if kept else down
@@ -41,7 +41,7 @@ def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor, 
             u, s, vh = low_rank_sum_svd([ups], [downs], [1.0], limit)
             ups, downs = u * s, vh
     load_tensors(model, {up_all: ups, down_all: downs})
-    return cut and before < limit < widest
+    return cut and limit < widest
 
 
 def one_adapter(model: peft.PeftModel) -> tuple[peft.LoraConfig, dict[str, Tensor]]:

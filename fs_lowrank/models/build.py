@@ -181,6 +181,7 @@ def build_model(
         known = {
             "place": [place, state := _state(place)],
             "dtype": [config.dtype, config.quantised, config.lowrank.double_quant],
+            "quantised": config.quantised and [config.torch_device, config.adapter.extra.get("modules_to_save")],
             "seed": config.seed,
             "model": [config.model.type, config.model.task, config.model.use_bias],
             "attention": config.model.attn_implementation,

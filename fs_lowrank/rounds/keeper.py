@@ -193,7 +193,7 @@ class RecordKeeper:
             self.outdir / "environment.json", self.site.new_weights, checkpoint.round if checkpoint else None
         )
         write_split(self.outdir, self.site.data)
-        if self.config.eval.generate.freq and self.config.is_language:
+        if self.config.eval.generate.freq and self.config.model.task == "CausalLM":
             self._answers = Answers(self.site, self.outdir, checkpoint.round if checkpoint else 0)
         if self._tracked:
             self._trackers = Trackers(self.config, self._tracked, self.outdir)

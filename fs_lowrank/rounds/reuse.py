@@ -23,6 +23,7 @@ from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
 from ..jobs.files import disk_error, replacing
 from ..methods import Phase
+from ..models.given import is_given
 from ..models.machine import machine
 from ..models.names import all_tensors, is_statistic, select
 from ..models.quantised import beside
@@ -63,14 +64,15 @@ class Reuse:
         lr: float,
         seed: int,
     ) -> str | None:
-        """The key of a training that is about to start; None for one with a penalty, which cannot be hashed.
+        """The key of a training that is about to start; None for one with a penalty or a module of
+        the user's, whose code cannot be hashed.
 
         Args:
             model: with the tensors that training starts from.
             examples, phases, lr, seed: as for ``train_client``.
         """
         phases = list(phases)
-        if any(phase.penalty is not None for phase in phases):
+        if any(phase.penalty is not None for phase in phases) or is_given(config):
             return None
         settings = {
             k: v

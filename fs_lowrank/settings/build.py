@@ -172,6 +172,8 @@ def check_together(config: Settings, origin: Origin) -> None:
         and config.device < -1
     ):
         origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
+    if config.dataloader.batch_tokens and config.is_vision:
+        origin.fail("dataloader.batch_tokens", "counts the tokens of texts, and images have none; leave it out")
     if config.dataloader.batch_tokens and config.dataloader.drop_last:
         origin.fail(
             "dataloader.drop_last",

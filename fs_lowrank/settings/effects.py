@@ -43,7 +43,6 @@ def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tupl
             "train.blocks",
             "train.checkpointing",
             "train.cohort",
-            "dataloader.batch_tokens",
             "model.attn_implementation",
             *cache,
         ),
@@ -54,7 +53,8 @@ def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tupl
         f"federate.method = {config.federate.method} trains all weights without an adapter",
         ("llm.adapter.args",),
     )
-    yield config.is_language, f"it is for language models, and {model}", ("eval.generate",)
+    answers = config.model.task == "CausalLM"
+    yield answers, f"it is for causal language models, and {model}, for {config.model.task}", ("eval.generate",)
     further = ("split", "prompts", "max_tokens", "temperature", "score")
     yield config.eval.generate.freq > 0, "eval.generate.freq is 0", tuple(f"eval.generate.{name}" for name in further)
     spread = ("model.max_memory", "model.offload_folder")

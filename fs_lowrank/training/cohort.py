@@ -258,6 +258,8 @@ def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: 
         return 1
     if device.type == "cpu":
         cost = overhead(model)
+        if cost == math.inf:  # of an encoder with a decoder: no batch is taken apart, and none put together
+            return 1
         return max(1, min(_MOST, int(_TOGETHER * cost / tokens))) if tokens <= _FEW * cost else 1
     if device.type != "cuda":
         return 1
@@ -270,7 +272,7 @@ def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: 
 
 def places(model: nn.Module) -> int:
     """How many processes could train at a time on this machine: one for each GPU or core."""
-    device = next(model.parameters()).device
+    device = input_device(model)
     return max(1, torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..models.machine import input_device
+
 #: tokens that a stop word may spread over
 _NEWEST = 16
 
@@ -44,7 +46,7 @@ def continue_prompts(
             return torch.tensor([any(s in text for s in stop) for text in newest], device=input_ids.device)
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter's layers are in it
-    device = next(inner.parameters()).device
+    device = input_device(model)
     own = inner.generation_config
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

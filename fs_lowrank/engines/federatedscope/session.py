@@ -67,11 +67,6 @@ class Session:
                     "eval.before = True: in mode distributed with federate.make_global_eval False the clients "
                     "evaluate, and do so only after a round; leave it out"
                 )
-            if role == "client" and index < 1 and any("tok_len" in own for own in config.own_settings.values()):
-                raise UserError(
-                    "lowrank.clients gives clients a tok_len: a client with data of its own (distribute.data_idx -1) "
-                    "learns its number after it has read them; leave tok_len out"
-                )
         self.shares_model = role == "standalone" and config.federate.share_local_model
         self.has_own_data = role == "client" and index < 1
         self.site = Site(config, serves=role != "client", undivided=self.has_own_data)
