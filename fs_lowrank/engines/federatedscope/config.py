@@ -32,6 +32,7 @@ from ...settings import (
     unknown_key,
 )
 from ...settings.clients import read_clients
+from ...settings.metrics import METRICS
 from ...settings.parameters import general_keys, params_defaults, params_fields
 
 #: the prefix of a method of ours where the framework has a method of the same name
@@ -334,6 +335,11 @@ def _excluded(cfg, method: str, sums: bool) -> list[str]:
             "client_test_" in best,
             f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics under test_",
         ),
+        (
+            not federate.make_global_eval and best.rpartition("_")[2] in METRICS.keys() - {"acc", "loss"},
+            f"eval.best_res_update_round_wise_key = {best!r} and federate.make_global_eval = False together: clients "
+            "report loss and accuracy",
+        ),
         (federate.save_freq == 0, "federate.save_freq = 0: rounds between saved models, or -1 for none"),
         (
             not trains,
@@ -385,6 +391,10 @@ def for_frameworks_workers(cfg):
     plain.train.is_enable_half = False  # the framework would convert the adapters as well
     plain.fedopt.use = False
     plain.quantization.method = "none"
-    plain.eval.metrics = [name for name in cfg.eval.metrics if name in ("acc", "loss")]  # ours measure the others
+    # Ours measure the other metrics, and choose by them.
+    plain.eval.metrics = [name for name in cfg.eval.metrics if name in ("acc", "loss")]
+    split, _, metric = cfg.eval.best_res_update_round_wise_key.rpartition("_")
+    if metric in METRICS.keys() - {"acc", "loss"}:
+        plain.eval.best_res_update_round_wise_key = f"{split}_loss"
     plain._immutable(True)
     return plain

@@ -248,3 +248,17 @@ def test_the_launchers_client_cfg(quick, settings, tmp_path):
         "error: " in done.stderr
         and "own.yaml, line 2: client_2.dataloader.drop_last cannot be set by client" in done.stderr
     )
+
+
+def test_numbers_to_predict(quick, assert_same, tmp_path):
+    from fs_lowrank.testing import small
+
+    frame = small.make_reviews(200)
+    frame.assign(label=frame["label"] + 0.5).to_csv(tmp_path / "scores.csv", index=False)
+    keys = {"data.type": str(tmp_path / "scores.csv"), "model.task": "SequenceRegression"}
+    keys |= {"federate.total_round_num": 2, "eval.best_res_update_round_wise_key": "val_pearson"}
+    ours = fs_lowrank.run(quick("ours", keys))
+    theirs = fs_lowrank.run(quick("theirs", keys), "federatedscope")
+    assert_same(ours, theirs)
+    assert theirs.final["test_pearson"] == pytest.approx(ours.final["test_pearson"], abs=1e-4)
+    assert theirs.best["by"] == "val_pearson"
