@@ -106,8 +106,8 @@ class Answers:
         return kept
 
     def due(self, round: int) -> bool:
-        """Whether the model answers after ``round``: every ``eval.generate.freq`` rounds, and after the last that is asked
-        for; a run that stops early has the answers until then."""
+        """Whether the model answers after ``round``: every ``eval.generate.freq`` rounds, and after the last one; a run
+        that stops early has the answers until then."""
         return round % self.asked.freq == 0 or round == self.site.config.federate.total_round_num
 
     def make(self, round: int) -> dict[str, float]:

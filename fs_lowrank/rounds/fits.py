@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..config import Config
 from ..data import CLASSIFICATION, FederatedData, RawData
 from ..data.own import LABELS
@@ -70,3 +72,20 @@ def check_splits(config: Config, data: FederatedData) -> None:
                 f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
                 f"for it (now {list(config.data.splits)}) or take it out of eval.split"
             )
+
+
+def of_one_client(config: Config) -> Config:
+    """``config`` for a process whose data are all one client's.
+
+    Raises:
+        UserError: clients have lengths of texts of their own; the process reads its data before it has a number.
+    """
+    if any("tok_len" in own for own in config.own_settings.values()):
+        raise UserError(
+            "lowrank.clients gives clients a tok_len: a client with data of its own learns its number after it has "
+            "read them; leave tok_len out"
+        )
+    keys = {"client_num": 1, "sample_client_num": -1, "sample_client_rate": -1.0}
+    # The settings of single clients are found by the number that the server gives this one.
+    own: dict[str, Any] = {"lowrank.min_clients": 1, "lowrank.clients": []}
+    return config.replace({**own, **{f"federate.{name}": value for name, value in keys.items()}})

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..algebra import digest
 from ..config import Config, load_config
-from ..settings import flatten
 from ..errors import UserError
 from ..methods import revisions
+from ..settings import flatten
 from .admission import Admission, is_whole
 from .site import Site
 
@@ -81,8 +81,8 @@ def _too_much(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         given, wanted = theirs.get(name), own.get(name)
         if given != wanted and not (name == "lowrank.clients" and isinstance(given, list)):
             return (
-                f"it was started with another configuration than the server; they differ in {name}: {repr(given)[:60]}, "
-                f"expected {repr(wanted)[:60]}"
+                f"it was started with another configuration than the server; they differ in {name}: "
+                f"{repr(given)[:60]}, expected {repr(wanted)[:60]}"
             )
     return ""
 

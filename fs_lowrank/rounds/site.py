@@ -44,7 +44,7 @@ from ..training.cohort import Member, apart, cohort_size, differs, elementwise, 
 from ..training.local import LocalResult, passes_of
 from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .copies import changed_base, copied
-from .fits import SPLITS, check_splits, check_task
+from .fits import SPLITS, check_splits, check_task, of_one_client
 from .personal import PersonalParts
 from .record import Spent
 from .reuse import Reuse
@@ -142,7 +142,7 @@ class Site:
         self.tokenizer = build_tokenizer(config)
         raw = load_raw(config.data, origin=config.source, task=config.model.task)
         check_task(config, raw)
-        self.data = build_data(_of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
+        self.data = build_data(of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
         check_splits(config, self.data)
         model = self.plain_model()
         self.base_fingerprint = fingerprint_of(model)
@@ -491,10 +491,3 @@ class Site:
         """Note the personal tensors of the model, which ``client`` has trained in ``round``."""
         if self.personal.untrained:
             self.personal.keep(client, round, copied(self.model, self.method.personal))
-
-
-def _of_one_client(config: Config) -> Config:
-    keys = {"client_num": 1, "sample_client_num": -1, "sample_client_rate": -1.0}
-    # The settings of single clients are found by the number that the server gives this one.
-    own: dict[str, Any] = {"lowrank.min_clients": 1, "lowrank.clients": []}
-    return config.replace({**own, **{f"federate.{name}": value for name, value in keys.items()}})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 import fs_lowrank
 from fs_lowrank import UserError
@@ -263,3 +263,12 @@ def test_the_scores_of_a_classifier_are_those_of_before(few):
     site = Site(few("run"))
     found = evaluate(site.model, site.data.test, 8)
     assert list(found) == ["loss", "acc"] and isinstance(found["acc"], float)
+
+
+def test_a_model_with_a_decoder_is_trained_alone_where_cohorts_are_automatic(tmp_path):
+    from fs_lowrank.training.cohort import cohort_size
+
+    config = fs_lowrank.load_config("examples/demo.yaml", {"train.cohort": "auto"})
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", num_layers=2))
+    assert cohort_size(model.to_empty(device="cpu"), config, np.full(10, 5), 0) == 1
