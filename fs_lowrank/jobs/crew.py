@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError
-from .nursery import AVAILABLE, LIBRARIES, Nursery
+from .nursery import AVAILABLE, LIBRARIES, Forked, Nursery
 from .process import Process
 from .shell import FAILED, INTERRUPTED, OK, WRONG_USE, message_of
 
@@ -163,7 +163,8 @@ class Crew:
                     ended |= code == INTERRUPTED
                     if code in (OK, WRONG_USE, INTERRUPTED) or stopping:
                         continue
-                    replaced += 1
+                    # A nursery that was killed cannot tell how its processes ended; the store knows what is left.
+                    replaced += not (isinstance(process.process, Forked) and process.process.end_is_unknown)
                     how = f"signal {-code}" if code < 0 else f"exit code {code}"
                     how += ": out of memory, perhaps" * (code == -signal.SIGKILL)
                     self.say(f"worker {index} died ({how}); another takes its place")
@@ -176,11 +177,13 @@ class Crew:
             if not stopped:
                 raise
         finally:
-            for process in self.processes.values():
-                process.kill()
-            if self._nursery:
-                self._nursery.end()
-                self._nursery = None
+            try:
+                for process in self.processes.values():
+                    process.kill()
+            finally:
+                if self._nursery:
+                    self._nursery.end()
+                    self._nursery = None
         if error and not stopped:
             raise error
         return ended or bool(stopped)

@@ -7,11 +7,11 @@ has no state of torch's, and no threads of it, that a fork could break.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import gc
 import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -20,10 +20,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from multiprocessing.connection import wait
 from typing import Any
 
+
+def _available() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # another system, an old kernel, or a sandbox that forbids it
+        return False
+    return True
+
+
 #: whether this system can do it
-AVAILABLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
+AVAILABLE = _available()
 #: what every process of a run imports, beside its own code
 LIBRARIES = ("peft", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 _LONGEST = 1 << 20
@@ -41,6 +51,8 @@ class Forked:
         self._nursery, self._pid = nursery, 0
         self.returncode: int | None = None
         self.handle: int | None = None
+        #: whether it has ended after the nursery had, so that its code is a guess
+        self.end_is_unknown = False
 
     def begun(self, pid: int) -> None:
         """It has the number ``pid``."""
@@ -138,7 +150,7 @@ class Nursery:
         if self._control.fileno() < 0:  # it was ended
             self._orphaned(seconds)
             return
-        if not select.select([self._control], [], [], seconds)[0]:
+        if not wait([self._control], seconds):
             return
         try:
             data = self._control.recv(_LONGEST)
@@ -161,8 +173,12 @@ class Nursery:
         while self._asked:
             self._asked.pop().over(-signal.SIGKILL)
         by_handle = {child.handle: pid for pid, child in self._children.items() if child.handle is not None}
-        for handle in select.select(list(by_handle), [], [], min(seconds or 0.0, 0.1))[0]:
-            self._children.pop(by_handle[handle]).over(-signal.SIGKILL)
+        wait(list(by_handle), min(seconds or 0.0, 0.1))
+        for handle, pid in by_handle.items():
+            if wait([handle], 0):
+                child = self._children.pop(pid)
+                child.end_is_unknown = True
+                child.over(-signal.SIGKILL)
 
     def end(self) -> None:
         """End the nursery's own process; those that were forked from it live on."""
@@ -188,7 +204,10 @@ def serve(handle: int, modules: Sequence[str]) -> None:
                 if found.fileobj is not control:
                     _report(control, selector, found)
                     continue
-                data, packed, _, _ = control.recvmsg(_LONGEST, socket.CMSG_SPACE(4 * 8))
+                try:
+                    data, packed, _, _ = control.recvmsg(_LONGEST, socket.CMSG_SPACE(4 * 8))
+                except ConnectionError:  # the other end was killed before it had read all
+                    return
                 if not data:
                     return
                 order = json.loads(data)
@@ -243,6 +262,8 @@ def _become(order: Mapping[str, Any], files: list[int]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()  # which `os._exit` leaves out; `sys.exit` would go on in the nursery's code
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()

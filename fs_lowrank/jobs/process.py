@@ -101,7 +101,10 @@ class Process:
     def kill(self) -> None:
         """Kill the process and the processes that it started, and close the connection."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # so young that it leads no group yet, and has started none
+                self.process.kill()
             self.process.wait()
         self.connection.close()
 

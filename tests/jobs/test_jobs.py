@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import atexit
 import json
 import logging
 import multiprocessing
@@ -69,6 +70,7 @@ def echo(connection):
         if item == b"leave":
             raise SystemExit(7)
         if item == b"fail":
+            atexit.register(print, "left in order", flush=True)
             raise ValueError("said")
         if item == b"who":
             known = [os.getppid(), os.getsid(0) == os.getpid(), os.environ.get("BORN"), os.environ.get("NAME")]
@@ -155,7 +157,7 @@ def test_what_is_forked_is_a_process_of_its_own(nursery_of_echo, tmp_path):
             member.end()
         ended[item] = member.process.wait(60)
     assert ended == {b"leave": 7, b"fail": 1, b"die": -9, b"who": ended[b"who"]}
-    assert "ValueError: said" in log.read_text()
+    assert "ValueError: said" in log.read_text() and "left in order" in log.read_text()
     with pytest.raises(subprocess.TimeoutExpired):
         thinks = Member("test_jobs:echo", 60.0, nursery=nursery)
         thinks.send(b"think")
@@ -165,6 +167,10 @@ def test_what_is_forked_is_a_process_of_its_own(nursery_of_echo, tmp_path):
     killed = Member("test_jobs:echo", 60.0, nursery=nursery)
     killed.process.kill()
     assert killed.process.wait(60) == -signal.SIGKILL
+    for _ in range(20):  # it may have no session of its own yet
+        young = Member("test_jobs:echo", 60.0, nursery=nursery)
+        young.kill()
+        assert young.process.returncode == -signal.SIGKILL
 
 
 @FORKS
