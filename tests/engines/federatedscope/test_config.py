@@ -176,7 +176,7 @@ def test_features_that_do_not_work_with_our_methods_are_refused(cfg, key, value,
     node[last] = value
     with pytest.raises(
         UserError,
-        match=f"federate.method = rolora on --engine federatedscope does not honour; remove:\n  {key} = .*{why}",
+        match=f"federate.method = rolora on engine='federatedscope' does not honour; remove:\n  {key} = .*{why}",
     ):
         from_framework(cfg)
 
