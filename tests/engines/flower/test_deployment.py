@@ -49,6 +49,8 @@ class Shell:
             start_new_session=True,
         )
         self.blocks = 0
+        # Nothing of it outlives a test that is itself killed: then its input ends, and with it the shell.
+        self.process.stdin.write(b"trap 'trap - TERM; kill 0' EXIT\n")
 
     def do(self, block, seconds=60.0):
         """Run a block; returns what was printed since it began."""
