@@ -130,7 +130,7 @@ def _facts(config: Config) -> tuple[int, bool, bool]:
     """Number of training rows, whether there is an official test set, and whether the task is language modelling."""
     from fs_lowrank.data import CAUSAL_LM, load_raw
 
-    raw = load_raw(config.data)
+    raw = load_raw(config.data, task=config.model.task)
     return len(raw.train), raw.test is not None, raw.task == CAUSAL_LM
 
 

@@ -159,16 +159,18 @@ def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict
             "federate.sample_client_num": -1,
             "federate.sample_client_rate": -1,
             "lowrank.min_clients": 1,
+            "lowrank.clients": [],
             "data.splitter": "iid",
             "data.splitter_args": [],
         }
     )
-    raw = load_raw(lone.data)
+    raw = load_raw(lone.data, task=config.model.task)
     data = build_data(lone, build_tokenizer(config), raw)
     if data.test is None:
         raise UserError(f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share")
     size = config.eval.batch_size or config.dataloader.batch_size
-    metrics = {f"test_{name}": value for name, value in evaluate(result.model, data.test, size).items()}
+    found = evaluate(result.model, data.test, size, metrics=config.metrics)
+    metrics = {f"test_{name}": value for name, value in found.items()}
     rows = repeated(raw, data)
     return metrics, {} if rows is None else {"test_rows_in_training": [len(rows), len(data.test)]}
 

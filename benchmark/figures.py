@@ -34,7 +34,7 @@ def draw_all(results: ExperimentResults, folder: Path) -> dict[str, Path]:
         if figure is not None:
             path = folder / f"{stem}-{name}.png"
             figure.savefig(path, dpi=110)
-            drawn[title or title_of(results.experiment.metrics[0])] = path
+            drawn[title or title_of(results.experiment.metrics[0], results.language)] = path
     return drawn
 
 
@@ -75,7 +75,7 @@ def _along_axis(results: ExperimentResults):
             capsize=3,
             **_style(results, method),
         )
-    axes.set(xlabel=plain(name), ylabel=title_of(metric), title=plain(results.experiment.title))
+    axes.set(xlabel=plain(name), ylabel=title_of(metric, results.language), title=plain(results.experiment.title))
     axes.set_xticks(at, [plain(column) for column in columns])
     majority = _majority(results)
     if majority and scale == 100:
@@ -155,7 +155,7 @@ def _lines(results: ExperimentResults, title: str, x_label: str, x_of, log: bool
         else:
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         if index % _COLUMNS == 0:
-            axes.set_ylabel(title_of(metric))
+            axes.set_ylabel(title_of(metric, results.language))
         axes.grid(alpha=0.3)
     _common_legend(figure, panels)
     return figure

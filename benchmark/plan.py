@@ -231,9 +231,10 @@ def _config(
     changes: dict[str, Any] = {"lowrank.keep_checkpoints": 1}
     rounds = config.federate.total_round_num
     if samples:
-        if config.train.batch_or_epoch != "batch":
+        if config.train.batch_or_epoch != "batch" or config.lowrank.clients:
             raise UserError(
-                "samples: a budget of samples needs train.batch_or_epoch batch; give federate.total_round_num instead"
+                "samples: a budget of samples needs train.batch_or_epoch batch, and no lowrank.clients; give "
+                "federate.total_round_num instead"
             )
         batches = config.sampled_per_round * config.train.local_update_steps * config.grad.grad_accum_count
         if batches > samples:

@@ -309,9 +309,9 @@ def _tables(results: ExperimentResults) -> list[str]:
     blocks: list[str] = []
     plain = [m for m in results.experiment.metrics if m.count(":") < 2 or m.startswith(("bytes_to", "rounds_to"))]
     for index, metric in enumerate(plain):
-        columns = [(c or title_of(metric), metric, c) for c in results.columns]
+        columns = [(c or title_of(metric, results.language), metric, c) for c in results.columns]
         paper = index == 0 and not _scorer_of_reference(results)
-        blocks += _table(results, title_of(metric), columns, results.columns, paper)
+        blocks += _table(results, title_of(metric, results.language), columns, results.columns, paper)
     by_scorer: dict[str, list[str]] = {}
     for metric in results.experiment.metrics:
         if metric not in plain:

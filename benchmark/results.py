@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fs_lowrank import Gathering, create_method, list_methods
-from fs_lowrank.runs.summary import human_bytes
+from fs_lowrank.runs.summary import human_bytes, shown_name
+from fs_lowrank.settings.metrics import LANGUAGE
 from hpo.space import at_an_end
 
 from .intervals import Figure, difference, figure_of
@@ -69,6 +70,11 @@ class ExperimentResults:
     @property
     def all_records(self) -> list[dict]:
         return [record for records in self.records.values() for record in records]
+
+    @property
+    def language(self) -> bool:
+        """Whether a language model is trained."""
+        return any(r.get("config", {}).get("model.task") in LANGUAGE for r in self.all_records[:1])
 
     @property
     def cells(self) -> int:
@@ -278,8 +284,8 @@ def scale_of(metric: str) -> tuple[float, int]:
     return (100, 2) if accuracy else (1, 3)
 
 
-def title_of(metric: str) -> str:
-    """A description of the metric, with its unit."""
+def title_of(metric: str, language: bool = False) -> str:
+    """A description of the metric, with its unit; accuracy is that of the next token for a language model."""
     kind, _, rest = metric.partition(":")
     words = {
         "test_acc": "test accuracy, %",
@@ -300,8 +306,9 @@ def title_of(metric: str) -> str:
     if kind in ("bytes_to", "rounds_to"):
         name, _, target = rest.partition(":")
         what = "all bytes, both directions" if kind == "bytes_to" else "rounds"
-        return f"{what}, until {name} is {target}"
-    return words.get(metric, metric.replace("_", " "))
+        return f"{what}, until {shown_name(name, language)} is {target}"
+    title = words.get(metric, metric.replace("_", " "))
+    return title.replace("accuracy", "next-token accuracy") if language else title
 
 
 def best_of(row: Mapping[str, Figure | None], metric: str) -> str | None:

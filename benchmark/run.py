@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from fs_lowrank.jobs.crew import Crew, stop_signals
+from fs_lowrank.runs.summary import for_people
 
 from .job import Job, Options
 from .plan import plan
@@ -118,18 +119,18 @@ class Board:
                 self.said.add(said)
                 news.append(f"data    {now.where}  {said}")
             news.append(
-                f"done    {now.where}  {now.label}  {_headline(record)}  {record['seconds_in_all']:.0f} s  "
+                f"done    {now.where}  {now.label}  {_headline(record, now)}  {record['seconds_in_all']:.0f} s  "
                 f"({len(self.open)} left)"
             )
         return news
 
-    def running(self) -> list[dict]:
-        """The progress of each job that runs now."""
+    def running(self) -> list[tuple[dict, Job]]:
+        """The progress of each job that runs now, and the job."""
         found = []
         for job in self.open.values():
             marker = self.store.marked((now := job.rated(self.store) or job).key)
             if marker and marker["since"] == now.options.since:
-                found.append(marker)
+                found.append((marker, now))
         return found
 
     def table(self) -> Table:
@@ -140,13 +141,13 @@ class Board:
         )
         for column in ("experiment", "cell", "at", "so far", "min"):
             table.add_column(column, overflow="fold")
-        for marker in self.running():
+        for marker, now in self.running():
             at = marker.get("doing") or (f"{marker['round']}/{marker['rounds']}" if "round" in marker else "starting")
             table.add_row(
                 f"{marker['suite']}/{marker['experiment']}",
                 marker["label"],
                 at,
-                _headline(marker),
+                _headline(marker, now),
                 f"{(time.time() - marker['began']) / 60:.1f}",
             )
         return table
@@ -161,14 +162,16 @@ def _rows(record: dict) -> str:
     return ", ".join(parts)
 
 
-def _headline(record: dict) -> str:
-    """A few figures of a result, or of the progress of a job."""
+def _headline(record: dict, job: Job) -> str:
+    """A few figures of a result, or of the progress of ``job``."""
+    config = getattr(job, "config", None)  # a script has none
+    language = config is not None and config.is_language
     if "winner" in record:
         return (
             ", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in record["winner"]["point"].items())
             + " "
-            + ", ".join(f"{k} {v:.3f}" for k, v in record["winner"]["values"].items())
+            + ", ".join(f"{k} {v:.3f}" for k, v in for_people(record["winner"]["values"], language).items())
         )
     found = {**record, **record.get("metrics", {})}
-    shown = [f"{k} {found[k]:.3f}" for k in ("loss", "val_acc", "val_loss", "test_acc", "test_loss") if k in found]
-    return " ".join(shown[-2:])
+    shown = {k: found[k] for k in ("loss", "val_acc", "val_loss", "test_acc", "test_loss") if k in found}
+    return " ".join(f"{k} {v:.3f}" for k, v in for_people(dict(list(shown.items())[-2:]), language).items())

@@ -29,6 +29,11 @@ def within_budget(job: Cell | Search) -> Config:
     budget = job.spec.get("samples", experiment.samples) if isinstance(job, Search) else experiment.samples
     if not budget:
         return config
+    if config.dataloader.batch_tokens and config.train.batch_or_epoch == "batch":
+        raise UserError(
+            f"samples = {budget}: steps of dataloader.batch_tokens have no number of samples that is known before the "
+            "run; give the number of rounds, or take dataloader.batch_size"
+        )
     sizes = _sizes(_Data(config))
     rounds, used = 0, 0
     for of_a_round in _by_round(config, sizes):
@@ -53,7 +58,7 @@ def _by_round(config: Config, sizes: Sequence[int]) -> Iterator[int]:
     method = method_of(config)
     for round in itertools.count(1):
         clients = clients_of_round(round, len(sizes), config.sampled_per_round, config.seed)
-        yield sum(samples_trained(sizes[k - 1], method.phases(round, k), config) for k in clients)
+        yield sum(samples_trained(sizes[k - 1], method.phases(round, k), config.of_client(k)) or 0 for k in clients)
 
 
 class _Data:
@@ -74,7 +79,8 @@ class _Data:
 @lru_cache(maxsize=64)
 def _sizes(data: _Data) -> list[int]:
     config = data.config
-    return build_data(config, build_tokenizer(config), load_raw(config.data)).partition.sizes().tolist()
+    raw = load_raw(config.data, task=config.model.task)
+    return build_data(config, build_tokenizer(config), raw).partition.sizes().tolist()
 
 
 def counted(record: Mapping[str, Any], config: Config) -> dict[str, Any]:

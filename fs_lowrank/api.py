@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,9 @@ from .jobs.files import replacing, to_json
 from .jobs.kept import keeping
 from .jobs.shell import names
 from .jobs.tables import write_tables
-from .runs.folder import holds_run, outdir_of, remove_run
+from .models.given import holding
+from .runs.folder import check_outdir, holds_run, outdir_of, remove_run
+from .runs.given import with_data, with_model
 from .runs.plots import plot_curves, setting_of
 from .runs.progress import shown
 from .runs.result import RunResult
@@ -31,6 +34,9 @@ def run(
     config: Config | str | Path,
     engine: str = "local",
     *,
+    data: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
     resume: Resume = False,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -42,6 +48,14 @@ def run(
     Args:
         config: from ``load_config``, or the path of a YAML file.
         engine: ``local`` runs all clients in this process; ``list_engines`` names the others.
+        data: takes the place of ``data.type``: a ``datasets.Dataset``, a DataFrame or a torch dataset to divide among
+            the clients; a list with one for each client; or a ``DatasetDict`` or mapping with ``train`` and perhaps
+            ``validation`` and ``test``. They are written to ``given_data`` in ``config.outdir``, from which the run
+            can be resumed without them; given again, they have to be the same.
+        model: takes the place of ``model.type``: a loaded model of transformers, with its ``tokenizer``, which is
+            written to ``given_model`` in ``config.outdir``; or a module of your own for labelled text, which takes
+            ``input_ids`` and ``attention_mask`` and gives logits, and has to be given again to resume the run.
+            ``model.task`` says what it is for, where its class does not. The model itself is not changed.
         resume: True: continue the run in ``config.outdir`` from its last checkpoint; ``"auto"``: the same, and start
             one if there is none; ``"overwrite"``: remove the run that is there, and start anew; False: start, and
             refuse a folder that holds a run.
@@ -60,8 +74,14 @@ def run(
         raise UserError(f"{folder} holds no run to continue; resume='auto' starts one where there is none")
     if overwrite:
         remove_run(folder)
+    if data is not None:
+        config = with_data(config, data, bool(resume))
+    held = False
+    if model is not None:
+        config, held = with_model(config, model, tokenizer, bool(resume))
     try:
         with (
+            holding(model, tokenizer) if held else nullcontext(),
             generators_kept(),
             start_method_kept(),
             shown(config, config.federate.method, progress, on_round, on_client) as (told, heard),
@@ -95,6 +115,7 @@ def compare(
     engine: str = "local",
     *,
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
+    data: Any = None,
     resume: Resume = False,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -114,6 +135,7 @@ def compare(
             (``baselines``), in the embedded engine.
         overrides: values that take precedence, as for ``load_config``. A key in ``lowrank``, such as
             ``lowrank.ranks``, may belong to any of the methods, and applies to those that have it.
+        data: as for ``run``; written once, for all methods.
         resume, overwrite, progress: as for ``run``, for the run of every method; a method that has no run yet starts.
 
     Raises:
@@ -130,6 +152,10 @@ def compare(
     methods, rows = split_names(names(methods) if isinstance(methods, str) else methods)
     config, keys_of = load_for(config, methods, overrides)
     outdir = outdir_of(config)
+    if data is not None:
+        for name in () if resume or overwrite else (*keys_of, *rows):
+            check_outdir(config.replace({"outdir": str(outdir / name), "expname": ""}), False)
+        config = with_data(config, data, bool(resume))
     configs = {
         name: config.replace({**keys, "federate.method": name, "outdir": str(outdir / name), "expname": ""})
         for name, keys in keys_of.items()

@@ -40,6 +40,7 @@ from .runs.records import Records, read_records
 from .runs.result import RunResult
 from .runs.split import write_split
 from .seeds import derive
+from .settings import grouped
 from .training import train_client
 from .training.schedule import lr_at
 from .versions import SCHEMA
@@ -79,8 +80,12 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     keys |= {"lowrank.max_update_norm": 0.0, "lowrank.max_update_norm_factor": 0.0, "lowrank.reuse_clients": ""}
     keys |= {"lowrank.robust": "none", "lowrank.robust_malicious": 1, "lowrank.robust_norm": 0.0}
     keys["federate.process_num"] = 1
+    # A row's method has one rank for all.
+    own = {client: {k: v for k, v in of.items() if k != "rank"} for client, of in config.own_settings.items()}
+    keys["lowrank.clients"] = grouped({client: of for client, of in own.items() if of})
     if name == "pooled":
         keys |= {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
+        keys["lowrank.clients"] = []
         keys |= {"data.splitter": "iid", "data.splitter_args": [], "federate.make_global_eval": True}
         if config.train.batch_or_epoch == "batch":
             keys["train.local_update_steps"] = config.train.local_update_steps * config.sampled_per_round
@@ -174,13 +179,14 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
         if on_client:
             on_client(rounds, done, count)
         load_tensors(site.model, start)
+        settings = config.of_client(client.id)
         for round in range(1, rounds + 1):
             trained = train_client(
                 site.model,
                 site.data.clients[client.id - 1],
                 site.method.phases(round, client.id),
-                config,
-                lr=lr_at(round, rounds, config.train.optimizer.lr, site.schedule),
+                settings,
+                lr=lr_at(round, rounds, settings.train.optimizer.lr, site.schedule),
                 seed=derive(config.seed, "train", round, client.id),
                 owner=f"client {client.id}",
                 prefix=site.prefix,
@@ -195,7 +201,9 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
             continue
         losses.append(trained.loss)
         score: dict[str, Any] = {"client": client.id, "samples": client.num_samples}
-        score |= {split: evaluator.score(examples, split) for split, examples in site.held_out().items()}
+        score |= {
+            split: evaluator.score(examples, split, config.metrics) for split, examples in site.held_out().items()
+        }
         own = site.data.client_tests[client.id - 1]
         if own is not None:
             score[CLIENTS] = {**evaluator.score(own, f"client {client.id} test"), "samples": len(own)}
@@ -204,7 +212,7 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
         raise RunFailed(f"local: {failed[0]['reason']}, of client 1 and all others; lower train.optimizer.lr")
     metrics: dict[str, dict[str, Any]] = {}
     for split in site.held_out():
-        metrics[split] = {m: float(np.mean([s[split][m] for s in scores])) for m in ("acc", "loss")}
+        metrics[split] = {m: float(np.mean([s[split][m] for s in scores])) for m in scores[0][split]}
     shares = {s["client"]: s[CLIENTS] for s in scores if CLIENTS in s}
     of_clients: dict[int, dict[str, float]] = {}
     if shares:

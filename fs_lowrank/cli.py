@@ -46,6 +46,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
             metavar="P",
             help="processes that train the clients of a round: a number, or auto (federate.process_num)",
         )
+        command.add_argument(
+            "--client_cfg",
+            metavar="FILE",
+            help="settings of single clients, as FederatedScope's option, or a table (lowrank.clients)",
+        )
         existing = command.add_mutually_exclusive_group()
         existing.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
         existing.add_argument("--overwrite", action="store_true", help="remove the run that outdir holds, start anew")
@@ -65,6 +70,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     run_options(run)
     run.add_argument(
         "--data", metavar="FILE", type=Path, help="in place of --cfg: write a configuration for FILE, run it"
+    )
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="do not run: estimate memory, disk and time; exit code 1: it will not fit",
     )
     init.options(run)
     run.set_defaults(cfg=None)
@@ -127,6 +137,7 @@ class _Live:
             f"{split} " + " ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in sorted(m.items()))
             for split, m in shown.items()
         )
+        held_out += "".join(f"  answers {n.replace('_', ' ')} {v:.3f}" for n, v in record.get("answers", {}).items())
         clients = max(len(record["clients"]), 1)
         failed = f"  [yellow]{len(record['failed'])} failed[/]" if record["failed"] else ""
         left_out = "  [yellow]left out[/]" if record.get("skipped") else ""
@@ -145,7 +156,8 @@ class _Live:
 
 def _overrides(args: argparse.Namespace) -> list[str]:
     """The overrides of the command line, with those that have an option of their own."""
-    return [*args.overrides, *(["federate.process_num", args.workers] if args.workers else [])]
+    options = {"federate.process_num": args.workers, "lowrank.clients": args.client_cfg}
+    return [*args.overrides, *(word for key, value in options.items() if value for word in (key, value))]
 
 
 def _announce(config, name: str) -> None:
@@ -246,7 +258,22 @@ def _print_saved(result) -> None:
     console.print(f"  records, configuration, checkpoints, pictures, tables: {result.outdir}", soft_wrap=True)
 
 
-def _run(args: argparse.Namespace) -> None:
+def _dry_run(config) -> int:
+    from .estimate import estimate
+
+    found = estimate(config)
+    tables.show(console, found.lines(), right=("size",))
+    if found.seconds is not None and found.steps is not None:
+        took = f"{found.seconds:.0f} s" if found.seconds < 600 else f"{found.seconds / 3600:.1f} h"
+        console.print(f"  about {took} for {found.steps:,.0f} steps of clients, and the evaluations", soft_wrap=True)
+    for place in found.lacking:
+        console.print(f"  [yellow]it will not fit: {place}[/]", soft_wrap=True)
+    for advice in found.advice:
+        console.print(f"  set {advice}", soft_wrap=True)
+    return 1 if found.lacking else 0
+
+
+def _run(args: argparse.Namespace) -> int | None:
     if (args.cfg is None) == (args.data is None):
         raise UserError("usage: run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
     if args.data is not None:
@@ -258,6 +285,8 @@ def _run(args: argparse.Namespace) -> None:
 
     config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
+    if args.dry_run:
+        return _dry_run(config)
     from .api import run  # takes seconds, and what is wrong in the file is said before
     from .runs.folder import outdir_of
 
@@ -278,10 +307,11 @@ def _run(args: argparse.Namespace) -> None:
         live.stop()
     if not result.history:  # a client process of a distributed run: the results are the server's
         console.print(f"done; this client's log: {result.outdir}", soft_wrap=True)
-        return
+        return None
     _print_results({result.facts["method"]: result})
     _print_notes({result.facts["method"]: result})
     _print_saved(result)
+    return None
 
 
 def _compare(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from .errors import UserError, say_once
 from .settings import (
+    OPTIMIZERS_8BIT,
     VISION_MODELS,
     AdapterSpec,
     Origin,
@@ -41,7 +42,8 @@ from .settings import (
     read_yaml,
     show,
 )
-from .settings.adapter import LOW_RANK_METHODS, adapter_args, resolved_name
+from .settings.adapter import TRAINED, adapter_args, resolved_name
+from .settings.clients import read_clients
 from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
 
@@ -176,6 +178,7 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
     needs = method.requires(method.Params(**params))
     use = _uses_adapter(config, method.name, needs.adapts(config.llm.adapter.use), origin)
     adapter = dataclasses.replace(config.llm.adapter, use=use, args=[adapter_args(config.llm.adapter.args, origin)])
+    clients = read_clients(config.lowrank.clients, config.federate.client_num, origin)
     config = dataclasses.replace(
         config,
         federate=federate,
@@ -183,9 +186,10 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
         source=origin,
         model=dataclasses.replace(config.model, task=task),
         llm=dataclasses.replace(config.llm, adapter=adapter),
-        lowrank=dataclasses.replace(config.lowrank, params=params),
+        lowrank=dataclasses.replace(config.lowrank, params=params, clients=clients),
     )
     check_together(config, origin)
+    _check_clients(config, origin)
     _check_optimizers(config, origin)
     if task and task not in needs.tasks:
         origin.fail(
@@ -193,7 +197,75 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
             f"= {method.name} is not for model.type = {config.model.type} ({task}); "
             f"it takes models of {', '.join(needs.tasks)}",
         )
+    for name, value in (("lowrank.dtype", config.quantised), ("model.device_map", config.model.device_map)):
+        if value:
+            _check_base(name, value, config, method, needs, origin)
+    _check_quantised(config, origin)
+    if config.model.device_map:
+        _check_alone(config, origin)
     return config
+
+
+def _check_base(name: str, value: str, config: Config, method: Any, needs: Any, origin: Origin) -> None:
+    """Refuse a key by which nobody can change the base, for image networks and for methods that change it."""
+    if config.is_vision:
+        origin.fail(name, f"= {value} is for models of transformers, not {config.model.type}")
+    if not config.llm.adapter.use or needs.changes_base and needs.adapter != "optional":
+        advice = (
+            "set lowrank.merge False, by which it keeps beside the base what it would merge"
+            if "merge" in params_fields(method)
+            else "take a method that leaves the base as it is, such as fedlora"
+            + (", or lowrank.dtype bfloat16" if name == "lowrank.dtype" else "")
+        )
+        origin.fail(
+            name,
+            f"= {value}: federate.method = {method.name} changes the weights of the base, which this does not allow; "
+            f"{advice}",
+        )
+
+
+def _check_quantised(config: Config, origin: Origin) -> None:
+    if config.quantised and config.adapter.method != "lora":
+        origin.fail(
+            "llm.adapter.args.0.adapter_method",
+            f"= {config.adapter.method}: on a quantised base (lowrank.dtype = {config.quantised}) PEFT computes LoRA's "
+            "pairs only; take lora, or lowrank.dtype bfloat16",
+        )
+
+
+def _check_alone(config: Config, origin: Origin) -> None:
+    """Refuse what cannot be together with ``model.device_map``."""
+    if config.federate.process_num != 1:
+        origin.fail(
+            "model.device_map",
+            f"= {config.model.device_map} spreads one model over all devices, and federate.process_num = "
+            f"{config.federate.process_num or 'auto'} puts one on each; leave one of the two out",
+        )
+    start = config.adapter.extra.get("init_lora_weights", True)
+    if start not in (True, False, "gaussian"):
+        origin.fail(
+            "llm.adapter.args.0.init_lora_weights",
+            f"= {start} computes with the weights of the base, which model.device_map keeps elsewhere; leave it out",
+        )
+    if config.lowrank.save_merged:
+        origin.fail(
+            "lowrank.save_merged",
+            "= True needs the whole model on one device; leave it out with model.device_map, and merge the adapter "
+            "that is saved where there is room",
+        )
+
+
+def _check_clients(config: Config, origin: Origin) -> None:
+    """Refuse settings of single clients that their method or model has no use for."""
+    given = {name for own in config.own_settings.values() for name in own}
+    if "rank" in given and "ranks" not in config.lowrank.params:
+        origin.fail(
+            "lowrank.clients",
+            f"gives clients a rank, and federate.method = {config.federate.method} has one for all; methods with "
+            "lowrank.ranks have one for each",
+        )
+    if "tok_len" in given and config.is_vision:
+        origin.fail("lowrank.clients", f"gives clients a tok_len, and model.type = {config.model.type} is for images")
 
 
 def _check_optimizers(config: Config, origin: Origin) -> None:
@@ -202,9 +274,14 @@ def _check_optimizers(config: Config, origin: Origin) -> None:
         from .methods.server_optimizer import ServerOptimizer
 
         ServerOptimizer.from_config({"type": server.type, "lr": server.lr, **server.extra}, origin)
-    if not config.train.optimizer.extra:
+    of_8_bits = config.train.optimizer.type in OPTIMIZERS_8BIT
+    if not config.train.optimizer.extra and not of_8_bits:
         return
+    from .models.quantised import has_bitsandbytes
     from .training.optimizer import check_optimizer  # imports torch, which reading a config's schema should not
+
+    if of_8_bits and not has_bitsandbytes():
+        return  # a run will say so; a file can be read without
 
     check_optimizer(config.train.optimizer, origin)
 
@@ -264,8 +341,8 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
     from .training.schedule import schedule_of  # imports torch, which reading a config's schema should not
 
     refused, method = not_honoured(config, engine), config.adapter.method
-    if config.llm.adapter.use and method not in LOW_RANK_METHODS:
-        expected = f"our methods train {', '.join(LOW_RANK_METHODS)}"
+    if config.llm.adapter.use and method not in TRAINED:
+        expected = f"our methods train {', '.join(TRAINED)}"
         refused.append(("llm.adapter.args.0.adapter_method", method, expected))
     schedule_of(config.train.scheduler, config.source)
     for name, value, reason in without_effect(config, engine):

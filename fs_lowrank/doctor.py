@@ -21,7 +21,7 @@ class Check:
 
 
 _CORE = ("torch", "transformers", "peft", "datasets", "safetensors", "rich", "matplotlib", "pyyaml")
-_EXTRAS = {"optuna": "hpo", "lm_eval": "eval"}
+_EXTRAS = {"optuna": "hpo", "lm_eval": "eval", "bitsandbytes": "quant"}
 
 
 def _package(name: str, remedy: str, required: bool = False) -> Check:

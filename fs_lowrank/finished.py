@@ -26,6 +26,8 @@ from .data.tokenize import tokenize_causal, tokenize_classification
 from .errors import UserError, nearest
 from .models.adapters import load_adapter
 from .models.build import build_model, build_tokenizer
+from .models.machine import input_device
+from .models.placing import at_home
 from .rounds.site import device_of
 from .runs.best import KINDS
 from .runs.records import read_records
@@ -60,7 +62,10 @@ class FinishedRun:
         classes = len(self.labels) or None
         model = build_model(self.config, classes, pad, label_names=self.labels, say_new=not adapted)
         if adapted:
-            model = load_adapter(model, self.saved)
+            with at_home(model):
+                model = load_adapter(model, self.saved)
+        if self.config.model.device_map:
+            return model.eval()
         return model.to(device_of(self.config)).eval()
 
     @property
@@ -113,6 +118,11 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
         raise UserError(
             f"{folder} is a run of {config.model.type}, an image network; this command is for models of text"
         )
+    if config.model.task not in ("SequenceClassification", "CausalLM"):
+        raise UserError(
+            f"{folder} is a run with model.task = {config.model.task}; this command is for SequenceClassification and "
+            f"CausalLM; {folder / 'adapter'} is for plain PEFT and transformers"
+        )
     kinds = [f"{kind}_best" if best else kind for kind in KINDS]
     saved = next((folder / kind for kind in kinds if (folder / kind).is_dir()), None)
     if saved is None:
@@ -122,7 +132,9 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
         why = "eval.save_best was off" if summary.get("best") else "it evaluated no validation data (eval.split)"
         raise UserError(f"{where}: {why}; without best=True, the last round's is taken")
     if saved.name.startswith("model"):
-        config = config.replace({"model.type": f"{saved}@{config.model.type.rpartition('@')[2]}"})
+        changed = {"model.type": f"{saved}@{config.model.type.rpartition('@')[2]}"}
+        # A base that was quantised was saved as it computed.
+        config = config.replace({**changed, "lowrank.dtype": config.dtype} if config.quantised else changed)
     labels = [str(name) for name in summary.get("labels") or []]
     return FinishedRun(folder, saved, config, summary, build_tokenizer(config), labels)
 
@@ -278,7 +290,7 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
 @torch.no_grad()
 def probabilities(run: FinishedRun, examples: Examples) -> np.ndarray:
     """Of each class, float64 ``(n, classes)``."""
-    device = next(run.model.parameters()).device
+    device = input_device(run.model)
     size = run.config.eval.batch_size or run.config.dataloader.batch_size
     parts = []
     for start in range(0, len(examples), size):
@@ -296,7 +308,7 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
     Raises:
         UserError: the end of a prompt is not known, or a prompt is empty.
     """
-    device, said = next(run.model.parameters()).device, []
+    device, said = input_device(run.model), []
     for ids, labels in zip(rows.examples.columns["input_ids"], rows.examples.columns["labels"], strict=True):
         first = int(np.argmax(labels != IGNORED_LABEL))
         if not first:

@@ -23,7 +23,7 @@ from .data.sources import DataArgs
 from .errors import UserError, nearest
 from .methods import get_method_class, list_methods
 from .methods.server_optimizer import ServerOptimizer
-from .settings import AdapterSpec, Key, Settings, framework, keys_of
+from .settings import AdapterSpec, Key, OfClient, Settings, framework, keys_of
 from .settings.check import expected, hints_of
 from .settings.effects import on_the_framework
 from .training.schedule import Schedule
@@ -65,6 +65,7 @@ def reference() -> list[Entry]:
     for name, step in STEPS.items():
         entries += _arguments("data.transform.N.1.", f"data.transform: {name}", step)
     entries += _arguments("llm.adapter.args.0.", "llm.adapter.args", AdapterSpec, leave_out=("method", "extra"))
+    entries += _arguments("lowrank.clients.N.", "lowrank.clients", OfClient)
     for name in list_methods():
         cls = get_method_class(name)
         if dataclasses.fields(cls.Params):
@@ -123,7 +124,8 @@ def markdown() -> str:
         "",
         "These keys are read, so that FederatedScope's files load. The table says what `--engine federatedscope` does",
         "with a value that is not the default, under our methods. The other engines refuse it, unless it has no effect",
-        "on a result; `--engine flower` honours `quantization`, too.",
+        "on a result; the embedded engine follows `wandb`, whose tracker `lowrank.trackers` has, too, and",
+        "`--engine flower` honours `quantization`.",
         "",
         "| key | default | with our methods |",
         "| --- | --- | --- |",

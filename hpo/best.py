@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial
 from fs_lowrank import Config, UserError, __version__
 from fs_lowrank.jobs.files import replacing
 from fs_lowrank.runs.chance import Chance
-from fs_lowrank.runs.summary import human_bytes
+from fs_lowrank.runs.summary import for_people, human_bytes, shown_name
 from fs_lowrank.versions import SCHEMA, check_schema
 
 from .search import budget, draw_of, front, kind
@@ -85,6 +85,7 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
     return {
         "study": name,
         "objectives": list(settings.objectives),
+        "language": settings.base.is_language,
         "sampler": settings.sampler,
         "pruner": settings.pruner,
         "rungs": list(settings.rungs),
@@ -217,7 +218,8 @@ def config_of(storage: BaseStorage, found: dict, winner: dict) -> Config:
 
 def header(found: dict, winner: dict) -> str:
     """The comment at the top of a winner's config file; its last line holds the same as JSON."""
-    shown = ", ".join(f"{n} {v:.6g}" for n, v in winner["values"].items())
+    language = found["language"]
+    shown = ", ".join(f"{n} {v:.6g}" for n, v in for_people(winner["values"], language).items())
     lines = [
         f"# Found by `fs-lowrank hpo tune` (fs-lowrank {__version__}): study {found['study']}, "
         f"trial {winner['trial']}, {shown}",
@@ -227,7 +229,7 @@ def header(found: dict, winner: dict) -> str:
     if check:
         lines.append(
             f"# on {len(check['seeds'])} fresh seeds ({check['seeds'][0]} to {check['seeds'][-1]}): "
-            + ", ".join(f"{n} {spread_text(v, 4)}" for n, v in check["metrics"].items())
+            + ", ".join(f"{shown_name(n, language)} {spread_text(v, 4)}" for n, v in check["metrics"].items())
             + (f"; {len(check['failed'])} more failed" if check["failed"] else "")
         )
         lines.append(f"# cost of the fresh seeds: {budget_text(check['budget'])}")

@@ -230,6 +230,8 @@ def _at(winner: dict) -> str:
 
 
 def _print_table(found: list[dict], file: Path | None) -> None:
+    from fs_lowrank.runs.summary import for_people, shown_name
+
     from .best import spread_text
 
     costs = ("rounds", "client-steps", "seconds")
@@ -241,7 +243,9 @@ def _print_table(found: list[dict], file: Path | None) -> None:
         if f["winners"]:
             winners = f["winners"]
             best = "\n".join(
-                "  ".join(f"{n} {v:.4g}" for n, v in w["values"].items()) + f" (#{w['trial']})" for w in winners
+                "  ".join(f"{n} {v:.4g}" for n, v in for_people(w["values"], f["language"]).items())
+                + f" (#{w['trial']})"
+                for w in winners
             )
             at = "\n".join(_at(w) for w in winners)
             checks = [w["confirmed"] for w in winners]
@@ -249,7 +253,7 @@ def _print_table(found: list[dict], file: Path | None) -> None:
                 "not yet"
                 if c is None
                 else "  ".join(
-                    f"{n} {spread_text(v)}"
+                    f"{shown_name(n, f['language'])} {spread_text(v)}"
                     for n, v in c["metrics"].items()
                     if n.endswith("acc") or len(c["metrics"]) < 3
                 )

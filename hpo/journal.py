@@ -38,7 +38,9 @@ class Journal(journal.BaseJournalBackend):
         self.path = path
         #: lines read, and the number of their bytes
         self.lines, self.offset = 0, 0
-        self._lock = journal.JournalFileSymlinkLock(str(path))
+        # With a relative path the link would lead nowhere, and Optuna would wait for ever for a process that was killed
+        # while it held the lock; as it is, it waits for half a minute.
+        self._lock = journal.JournalFileSymlinkLock(str(path.absolute()))
         if not path.exists():
             with self._writing():
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from fs_lowrank.jobs.files import write_text
 from fs_lowrank.jobs.tables import write_tables
 from fs_lowrank.page.look import document, plot, table
 from fs_lowrank.runs.plots import legend, plain, save, set_title, setting_of
+from fs_lowrank.runs.summary import shown_name
 
 from .best import points_of, summary
 from .settings import settings_of, space_of
@@ -66,7 +67,9 @@ def pictures(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> dict
     }
     if 1 < len(objectives) < 4:
         made["pareto"] = [
-            optuna.visualization.plot_pareto_front(study, target_names=list(objectives)).update_layout(title=name)
+            optuna.visualization.plot_pareto_front(
+                study, target_names=[_shown(o, study) for o in objectives]
+            ).update_layout(title=name)
             for name, study in studies.items()
         ]
     return {name: figures for name, figures in made.items() if figures}
@@ -95,9 +98,8 @@ def history_figure(studies: Mapping[str, optuna.Study], objective: str) -> go.Fi
         )
     _add_majority(figure, studies.values(), objective)
     steps = max(1, max(len(study.trials) for study in studies.values()) // 10)
-    return figure.update_layout(
-        title=f"{objective} by trial", xaxis_title="trial", yaxis_title=objective, xaxis_dtick=steps
-    )
+    shown = _shown(objective, next(iter(studies.values())))
+    return figure.update_layout(title=f"{shown} by trial", xaxis_title="trial", yaxis_title=shown, xaxis_dtick=steps)
 
 
 def _add_majority(figure: go.Figure, studies: Iterable[optuna.Study], objective: str) -> None:
@@ -129,7 +131,7 @@ def rounds_figure(study: optuna.Study, objective: str) -> go.Figure:
     _add_majority(figure, [study], objective)
     rounds = [x for line in lines for x in line.x]
     figure.update_layout(showlegend=True, xaxis_dtick=max(1, (max(rounds, default=1) - 1) // 10))
-    return figure.update_layout(title=study.study_name, xaxis_title="round", yaxis_title=objective)
+    return figure.update_layout(title=study.study_name, xaxis_title="round", yaxis_title=_shown(objective, study))
 
 
 def slice_figure(storage: optuna.storages.BaseStorage, names: Sequence[str], key: str) -> go.Figure:
@@ -170,9 +172,12 @@ def slice_figure(storage: optuna.storages.BaseStorage, names: Sequence[str], key
     _add_majority(figure, [load_study(storage, name) for name in names], objective)
     if len(values) <= 8 and all(isinstance(x, (int, float)) for x in values):  # what was tried, not ticks between
         figure.update_layout(xaxis_tickvals=sorted(values), xaxis_ticktext=[f"{x:g}" for x in sorted(values)])
-    return figure.update_layout(
-        title=f"{objective} against {axis}", xaxis_title=axis, yaxis_title=objective, xaxis_type=log
-    )
+    called = _shown(objective, load_study(storage, names[0]))
+    return figure.update_layout(title=f"{called} against {axis}", xaxis_title=axis, yaxis_title=called, xaxis_type=log)
+
+
+def _shown(objective: str, study: optuna.Study) -> str:
+    return shown_name(objective, settings_of(study).base.is_language)
 
 
 def _axis(value: Any) -> Any:

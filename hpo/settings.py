@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ import optuna
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.errors import nearest
 from fs_lowrank.rounds.site import method_of
+from fs_lowrank.settings.metrics import METRICS, measured
 from fs_lowrank.versions import check_schema
 
 from .space import Space, space_from
@@ -21,8 +22,7 @@ SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
 PRUNERS = ("none", "median", "halving", "hyperband")
 #: the objectives and their directions; none of them is of the test data
 OBJECTIVES: dict[str, Literal["minimize", "maximize"]] = {
-    "val_acc": "maximize",
-    "val_loss": "minimize",
+    **{f"val_{name}": "maximize" if metric.larger else "minimize" for name, metric in METRICS.items()},
     "uplink_bytes": "minimize",
     "downlink_bytes": "minimize",
     "client_steps": "minimize",
@@ -75,22 +75,34 @@ def parse_objectives(text: str) -> tuple[str, ...]:
             raise UserError(f"objective {name}{nearest(name, OBJECTIVES)}; there are: {', '.join(OBJECTIVES)}")
     if not names or len(set(names)) < len(names) or not any(n.startswith("val") for n in names):
         raise UserError(
-            f"objective {text!r}: expected val_acc or val_loss, and perhaps what it may cost, "
+            f"objective {text!r}: expected val_acc, val_loss or another such metric, and perhaps what it may cost, "
             "such as val_acc,uplink_bytes"
         )
     return names
 
 
-def check_config(config: Config) -> None:
-    """Refuse a config that cannot be searched by validation.
+def check_config(config: Config, objectives: Sequence[str] = ()) -> None:
+    """Refuse a config that cannot be searched by validation, or does not measure ``objectives``.
 
     Raises:
-        UserError: the config has no validation data, or does not evaluate them.
+        UserError: the config has no validation data, or does not evaluate them; or its steps are not known.
     """
+    metrics = measured(config.model.task, config.eval.metrics)
+    for name in objectives:
+        if name.startswith("val_") and name.removeprefix("val_") not in metrics:
+            raise UserError(
+                f"objective {name}: it is not measured with model.task = {config.model.task} and eval.metrics = "
+                f"{list(config.eval.metrics)}; measured are: {', '.join(f'val_{m}' for m in metrics)}"
+            )
     if "val" not in config.eval.split:
         raise UserError(
             f"eval.split = {list(config.eval.split)}: a search goes by validation data, never "
             "by the test data; add val, such as: eval.split '[val, test]'"
+        )
+    if config.dataloader.batch_tokens and config.train.batch_or_epoch == "epoch":
+        raise UserError(
+            f"dataloader.batch_tokens = {config.dataloader.batch_tokens}: a search counts the steps of clients, which "
+            "are not known for epochs of such batches; set train.batch_or_epoch batch"
         )
     if not config.data.splits[1] and not any("validation" in a for a in config.data.args if isinstance(a, dict)):
         raise UserError(

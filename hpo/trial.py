@@ -265,13 +265,16 @@ class _Steps:
         self.sizes: list[int] | None = None
 
     def __call__(self, record: dict) -> int:
-        train, clients = self.config.train, record["clients"]
-        if train.batch_or_epoch == "batch":
-            return len(clients) * train.local_update_steps
-        if self.sizes is None:
-            self.sizes = read_split(Path(self.config.outdir))["sizes"].tolist()
-        batch = self.config.dataloader.batch_size * self.config.grad.grad_accum_count
-        return sum(train.local_update_steps * -(-self.sizes[c - 1] // batch) for c in clients)
+        steps = 0
+        for client in record["clients"]:
+            config = self.config.of_client(client)
+            length = config.train.local_update_steps
+            if config.train.batch_or_epoch == "epoch":
+                if self.sizes is None:
+                    self.sizes = read_split(Path(self.config.outdir))["sizes"].tolist()
+                length *= -(-self.sizes[client - 1] // (config.dataloader.batch_size * config.grad.grad_accum_count))
+            steps += length
+        return steps
 
 
 class _Cost:

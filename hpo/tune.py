@@ -133,7 +133,7 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
             base = config.replace(changes) if changes else config
         except UserError as error:
             raise UserError(f"studies: {error}") from None
-        check_config(base)
+        check_config(base, options.objectives)
         mine = space.for_config(base)
         sampler = options.sampler or ("grid" if mine.all_grid else "tpe")
         if options.rungs and sampler == "grid":

@@ -572,8 +572,8 @@ def test_methods_that_take_an_adapter_or_all_weights(monkeypatch):
 def test_the_frameworks_other_keys(write, caplog):
     config = load_config(
         write(
-            FILE + "fedprox: {use: False, mu: 0.3}\nwandb: {use: True}\n"
-            "trainer: {type: llmtrainer}\ncriterion: {type: CrossEntropyLoss}\n"
+            FILE + "fedprox: {use: False, mu: 0.3}\n"
+            "trainer: {type: llmtrainer, disp_freq: 7}\ncriterion: {type: CrossEntropyLoss}\n"
             "federate.save_to: x.ckpt\n"
             "finetune: {optimizer: {momentum: 0.9}}\nasyn:\nhpo: {sha: {budgets: [1]}}\n"
         )
@@ -582,7 +582,7 @@ def test_the_frameworks_other_keys(write, caplog):
     say_once.cache_clear()
     check_local(config)
     assert "fedprox.mu = 0.3 has no effect: fedprox.use is False" in caplog.text
-    assert "wandb.use = True has no effect: only FederatedScope uses it" in caplog.text
+    assert "trainer.disp_freq = 7 has no effect: only FederatedScope uses it" in caplog.text
     assert "federate.save_to = 'x.ckpt' has no effect: a run leaves its adapter" in caplog.text
     assert config.fingerprint() == load_config(write(FILE)).fingerprint()
     assert config.get("fedprox.mu") == 0.3 and config.get("fedprox.use") is False
@@ -759,7 +759,7 @@ def test_default_config_is_a_schema():
         ("train.fp16", ""),
         ("model.name", ""),
         ("data.path", ""),
-        ("federate.clients", "'federate.client_num'"),
+        ("federate.clients", "'lowrank.clients'"),
         ("train.lr", "'train.optimizer.lr'"),
         ("train.batch_size", "'dataloader.batch_size' or 'eval.batch_size'"),
         ("eval.freqency", "'eval.freq'"),

@@ -105,7 +105,7 @@ def test_a_command_in_a_sentence(command):
 def test_options_in_sentences_and_tables(path):
     """Every option that a page names is one of a command here, or of another program."""
     words = [word for found in re.findall(r"`([^`\n]+)`", read(path)) for word in found.split()]
-    named = {option[0] for word in words if (option := re.match(r"--[a-z][a-z-]*", word))}
+    named = {option[0] for word in words if (option := re.match(r"--[a-z][a-z_-]*", word))}
     parsers = [p for module in (cli, *OWN.values()) for p in module._parser()[1]]
     known = {option for parser in parsers for option in parser._option_string_actions} | {"--debug", "--verbose"}
     assert named <= known | FOREIGN, named - known - FOREIGN

@@ -1,6 +1,8 @@
 """Every configuration file that is shipped loads, and the notebook has no outputs."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,11 @@ def test_the_notebook_is_committed_without_outputs():
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(code) > 10 and all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+
+
+def test_own_objects_run(tmp_path):
+    script = EXAMPLES[0].parent / "own_objects.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "test_matthews" in done.stdout
+    assert (tmp_path / "runs" / "own_objects" / "adapter" / "adapter_model.safetensors").is_file()

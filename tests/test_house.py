@@ -36,6 +36,7 @@ ROWS = (
     ("fs_lowrank.api",),
     ("fs_lowrank",),
     ("fs_lowrank.doctor",),
+    ("fs_lowrank.estimate",),
     ("fs_lowrank.finished", "fs_lowrank.keys", "fs_lowrank.page", "fs_lowrank.start", "fs_lowrank.testing"),
     ("fs_lowrank.commands",),
     ("fs_lowrank.cli",),

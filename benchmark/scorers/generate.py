@@ -19,8 +19,10 @@ import pandas as pd
 
 from fs_lowrank.data.tokenize import tokenize_causal
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.training.generate import continue_prompts
 
-from . import commonsense, decode
+from . import commonsense
+from .share import share
 
 #: lm-eval's names of the same tasks
 ALIASES = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge", "social_iqa": "social_i_qa"}
@@ -57,7 +59,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     result = {}
     for task in options.tasks:
         rows = commonsense.read(root, _folder(task), "test")[: options.limit]
-        replies = decode.continue_prompts(
+        replies = continue_prompts(
             model,
             tokenizer,
             prompts(rows, tokenizer, options.template),
@@ -68,8 +70,8 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
         answers = [parse(_folder(task), reply) for reply in replies]
         chat = options.template != "alpaca" and getattr(tokenizer, "chat_template", None)
         result[task] = {
-            **decode.share([answer == row["answer"] for answer, row in zip(answers, rows)], "acc"),
-            **decode.share([answer is None for answer in answers], "unparsed"),
+            **share([answer == row["answer"] for answer, row in zip(answers, rows)], "acc"),
+            **share([answer is None for answer in answers], "unparsed"),
             "n": len(rows),
             "version": "first answer word, 1",
             "decoding": f"{'greedy' if options.num_beams == 1 else f'{options.num_beams} beams'}, at most "

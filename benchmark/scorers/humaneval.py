@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fs_lowrank.errors import UserError
+from fs_lowrank.training.generate import continue_prompts
 
-from . import decode
 from .sandbox import PATH, sandbox
+from .share import share
 
 #: of lm-eval's task ``humaneval``; its own limit is 1,024 tokens
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
@@ -84,7 +85,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     rows = problems(root)[: options.limit]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     write = partial(
-        decode.continue_prompts,
+        continue_prompts,
         model,
         tokenizer,
         batch_size=options.batch_size,
@@ -93,7 +94,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     )
     verdicts = [run(row, text, options.timeout, options.memory_mb) for row, text in zip(rows, write(prompts))]
     result = {
-        **decode.share([verdict.solved for verdict in verdicts], "pass@1"),
+        **share([verdict.solved for verdict in verdicts], "pass@1"),
         "n": len(rows),
         "version": VERSION,
         "outcomes": dict(Counter(verdict.outcome for verdict in verdicts)),

@@ -1,7 +1,7 @@
 """python -m benchmark.speed [PART] [--out FOLDER]
 
-PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, overhead, vision, one_shot,
-startup, or all of them
+PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, memory, overhead, vision,
+one_shot, startup, whole, or all of them
 
     python -m benchmark.speed peers [options]: the whole job against other systems, alone and not in "all"
 
@@ -32,10 +32,12 @@ PARTS = (
     "frozen_cache",
     "only_read",
     "cohort",
+    "memory",
     "overhead",
     "vision",
     "one_shot",
     "startup",
+    "whole",
 )
 
 
@@ -45,8 +47,8 @@ def table(folder: Path) -> str:
         "# Speed",
         "",
         "Written by `python -m benchmark.speed`. Figures are medians of runs taken in turn on a shared machine: "
-        "compare within a line, not between lines. Seconds are the clock's in `server_step` and `overhead`, "
-        "the processor's in the others. Agreement "
+        "compare within a line, not between lines. Seconds are the clock's in `server_step`, `overhead` and "
+        "`whole`, the processor's in the others. Agreement "
         "is the relative difference between the results of the fast and the slow form.",
         "",
         "| case | figure | value | target | holds | times | agreement |",

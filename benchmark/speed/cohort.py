@@ -34,7 +34,9 @@ def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict:
     sets = {f"client {i}": data.select(np.resize(longest, clients * size)[i::clients]) for i in range(clients)}
     prefix = FrozenPrefix(model, {*method.shared}, limit=4e9, changing=method.changed_base(model))
     prefix.plan({name: (examples, float("inf")) for name, examples in sets.items()})
-    members = [Member(name, examples, method.phases(1, 1), i) for i, (name, examples) in enumerate(sets.items())]
+    members = [
+        Member(name, examples, method.phases(1, 1), i, config) for i, (name, examples) in enumerate(sets.items())
+    ]
     start, lr = method.view(engine.ledger.state), config.train.optimizer.lr
     trained: dict[str, list[dict]] = {}
 

@@ -37,8 +37,8 @@ PHRASES = 4096
 #: what counts as reading the data, by the module that calls it: the file, and its texts as tokens
 READING = (
     ("fs_lowrank.rounds.site", "load_raw"),
-    ("fs_lowrank.data", "check_vocabulary"),
-    ("fs_lowrank.data", "tokenize_classification"),
+    ("fs_lowrank.data.build", "check_vocabulary"),
+    ("fs_lowrank.data.build", "tokenize_classification"),
 )
 #: what trains clients, one by one and together
 TRAINING = (("fs_lowrank.rounds.site", "train_client"), ("fs_lowrank.rounds.site", "train_cohort"))

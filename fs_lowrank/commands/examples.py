@@ -1,4 +1,4 @@
-"""``fs-lowrank examples``: the configurations, and a notebook, that ship with the package."""
+"""``fs-lowrank examples``: the configurations, a notebook and a program that ship with the package."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import UserError, hint, nearest
 from ..jobs import shell, tables
 
+SUFFIXES = (".yaml", ".ipynb", ".py")
 console = shell.make_console(120)
 
 
@@ -27,7 +28,7 @@ def folder() -> Path:
 
 def add(commands) -> None:
     parser = commands.add_parser(
-        "examples", help="list the configurations and the notebook that ship, or copy some of them"
+        "examples", help="list the configurations, the notebook and the program that ship, or copy some of them"
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="those to copy; without any, list them")
     parser.add_argument("--to", default=".", metavar="FOLDER", type=Path, help="where to copy them (default: here)")
@@ -36,16 +37,16 @@ def add(commands) -> None:
 
 
 def _examples(args: argparse.Namespace) -> None:
-    there = {path.stem: path for path in sorted(folder().iterdir()) if path.suffix in (".yaml", ".ipynb")}
+    there = {path.stem: path for path in sorted(folder().iterdir()) if path.suffix in SUFFIXES}
     if not args.names:
-        lines = [(name, _first_line(path).removeprefix("#").strip()) for name, path in there.items()]
+        lines = [(name, _first_line(path).lstrip('#" ').strip()) for name, path in there.items()]
         tables.show(console, [("example", "what"), *lines], args.table)
         console.print(f"copy one with: {hint('examples', next(iter(there)))}")
         return
     tables.only_of_a_list(args)
     chosen = []
     for name in args.names:
-        stem = Path(name).name.removesuffix(".yaml").removesuffix(".ipynb")
+        stem = Path(name).stem if Path(name).suffix in SUFFIXES else Path(name).name
         if stem not in there:
             raise UserError(f"no example {name!r}{nearest(name, there)}; there are: {', '.join(there)}")
         path = there[stem]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from fs_lowrank.data.ragged import Ragged
+from fs_lowrank.data.labels import bits
+from fs_lowrank.data.ragged import Growing, Ragged
 
 __all__ = ["Examples", "IGNORED_LABEL"]
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 12
 
 IGNORED_LABEL = -100
 """The label of a token without loss: the ``ignore_index`` of PyTorch's cross entropy."""
@@ -26,7 +29,9 @@ class Examples:
     Attributes:
         columns: name to ``n`` integer arrays of shape ``(length_i,)``: ``input_ids``, perhaps ``token_type_ids``, and
             for a causal language model ``labels`` (``-100`` for tokens without loss). All rows lie in one array.
-        labels: int64 ``(n,)``, the classes; None for a causal language model.
+        labels: ``(n,)``: int64, the classes; float32, numbers to predict; None for a language model.
+        sets: the number of classes, where labels are sets of them as bits (``labels.sets``); else 0.
+        paired: ``labels`` among the columns is a text of its own, which a decoder writes, not that of ``input_ids``.
         pad_id: the padding token.
         pad_token_type_id: the same for ``token_type_ids``.
         truncated: how many texts were cut to the maximum length when these examples were made.
@@ -37,6 +42,8 @@ class Examples:
     pad_id: int = 0
     pad_token_type_id: int = 0
     truncated: int = 0
+    sets: int = 0
+    paired: bool = False
     _lengths: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -48,10 +55,11 @@ class Examples:
         }
         self._lengths = self.columns["input_ids"].lengths
         for name, rows in self.columns.items():
-            if not np.array_equal(rows.lengths, self._lengths):
+            if not np.array_equal(rows.lengths, self._lengths) and not (self.paired and name == "labels"):
                 raise ValueError(f"column {name!r} does not have the shape of 'input_ids'")
         if self.labels is not None:
-            self.labels = np.asarray(self.labels, dtype=np.int64)
+            self.labels = np.asarray(self.labels)
+            self.labels = self.labels.astype(np.float32 if self.labels.dtype.kind == "f" else np.int64)
             if self.labels.shape != self._lengths.shape:
                 raise ValueError(f"{len(self._lengths)} examples came with labels of shape {self.labels.shape}")
             if "labels" in self.columns:
@@ -78,7 +86,27 @@ class Examples:
             None if self.labels is None else self.labels[chosen],
             self.pad_id,
             self.pad_token_type_id,
+            sets=self.sets,
+            paired=self.paired,
         )
+
+    def replaced(self, rows: np.ndarray, others: Examples, folder: Path | None = None) -> Examples:
+        """A copy with ``others`` in the place of the examples at ``rows``; classes stay.
+
+        Args:
+            folder: as for ``Growing``.
+        """
+        order = np.arange(len(self))
+        order[rows] = len(self) + np.arange(len(rows))
+        columns = {}
+        for name in self.columns:
+            growing = Growing(folder)
+            for examples in (self, others):
+                for start in range(0, len(examples), _CHUNK):
+                    growing.append(examples.columns[name][start : start + _CHUNK])
+            columns[name] = growing.joined().select(order)
+        truncated = self.truncated + others.truncated
+        return dataclasses.replace(self, columns=columns, truncated=truncated)
 
     @classmethod
     def together(cls, parts: Iterable[tuple[Examples, np.ndarray]]) -> Examples:
@@ -90,15 +118,17 @@ class Examples:
             None if first.labels is None else np.concatenate([part.labels for part in chosen]),
             first.pad_id,
             first.pad_token_type_id,
+            sets=first.sets,
+            paired=first.paired,
         )
 
     def losses(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """How many losses each of the examples at ``indices`` has: one, or one for each labelled token but the first,
-        which nothing predicts."""
-        rows = self.columns.get("labels")
+        """How many losses each of the examples at ``indices`` has: one; or one for each labelled token but, where it is
+        a token of the input, the first, which nothing predicts."""
+        rows, first = self.columns.get("labels"), 0 if self.paired else 1
         if rows is None:
             return np.ones(len(indices), dtype=np.int64)
-        return np.array([int((rows[i][1:] != IGNORED_LABEL).sum()) for i in indices], dtype=np.int64)
+        return np.array([int((rows[i][first:] != IGNORED_LABEL).sum()) for i in indices], dtype=np.int64)
 
     def batch(
         self, indices: Sequence[int] | np.ndarray, augment: np.random.Generator | None = None
@@ -109,8 +139,8 @@ class Examples:
             augment: generator for the augmentation of images; not used for text.
         Returns:
             int64 tensors: ``input_ids``, ``attention_mask`` and, if the examples have it, ``token_type_ids``, each
-            ``(batch, longest)``; ``labels`` is ``(batch,)`` for classes and ``(batch, longest)`` for a causal
-            language model.
+            ``(batch, longest)``; ``labels`` is ``(batch,)`` for classes and numbers, float32 ``(batch, classes)`` for
+            sets of classes, and ``(batch, longest)`` for a language model.
         """
         chosen = np.asarray(indices, dtype=np.int64)
         if not chosen.size:
@@ -121,11 +151,15 @@ class Examples:
         fill = {"input_ids": self.pad_id, "labels": IGNORED_LABEL, "token_type_ids": self.pad_token_type_id}
         out = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
         for name, rows in self.columns.items():
-            padded = np.full(mask.shape, fill.get(name, 0), dtype=np.int64)
-            padded[mask] = rows.select(chosen).flat()
+            own = mask
+            if self.paired and name == "labels":
+                own = np.arange(max(rows.lengths[chosen].max(), 1))[None, :] < rows.lengths[chosen][:, None]
+            padded = np.full(own.shape, fill.get(name, 0), dtype=np.int64)
+            padded[own] = rows.select(chosen).flat()
             out[name] = torch.from_numpy(padded)
         if self.labels is not None:
-            out["labels"] = torch.from_numpy(self.labels[chosen])
+            labels = self.labels[chosen]
+            out["labels"] = torch.from_numpy(bits(labels, self.sets) if self.sets else labels)
         return out
 
     def fingerprint(self) -> str:
@@ -135,6 +169,11 @@ class Examples:
             digest.update(name.encode() + b"\0")
             for start in range(0, len(self), _CHUNK):
                 digest.update(self.columns[name][start : start + _CHUNK].flat().astype("<i8").tobytes())
-        if self.labels is not None:
-            digest.update(b"classes\0" + self.labels.astype("<i8").tobytes())
+        if self.paired:
+            digest.update(b"paired\0" + self.columns["labels"].lengths.astype("<i8").tobytes())
+        if self.labels is not None and self.labels.dtype.kind == "f":
+            digest.update(b"numbers\0" + self.labels.astype("<f4").tobytes())
+        elif self.labels is not None:
+            kind = f"sets of {self.sets}" if self.sets else "classes"
+            digest.update(kind.encode() + b"\0" + self.labels.astype("<i8").tobytes())
         return digest.hexdigest()

@@ -196,8 +196,8 @@ def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Ge
 
 def _kinds_of(parts: Partition, train: Rows, held: Rows) -> tuple[np.ndarray, np.ndarray]:
     """The classes, or the values of the column, that ``matching_shares`` goes by."""
-    field = parts.args.get("field")
     function = PARTITIONERS.get(parts.name)
+    field = "file" if function is by_file else parts.args.get("field")
     takes = inspect.signature(function).parameters if function else ()
     if field is None and "field" in takes and (function is by_field or train.labels is None):
         field = next(iter(train.fields)) if len(train.fields) == 1 else "category"
@@ -344,6 +344,20 @@ def by_field(
         sizes = _sizes(len(group), given[value], size_alpha, floor, rng)
         parts.append(Ragged(rng.permutation(group), sizes))
     return Ragged.join(parts)
+
+
+@register_partitioner("file")
+def by_file(rows: Rows, num_clients: int, rng: np.random.Generator) -> Ragged:
+    """Each client holds the rows of one file, of those that a pattern in ``data.type`` matches, in their order."""
+    if "file" not in rows.fields:
+        raise UserError("data.splitter = file: the data are one file; name several by a pattern, such as clients/*.csv")
+    files = len({str(name) for name in rows.fields["file"]})
+    if files != num_clients:
+        raise UserError(
+            f"data.splitter = file: {files} files have training rows, and there are {num_clients} clients; each client "
+            f"has one file, so set federate.client_num to {files}"
+        )
+    return Ragged.of(by_field(rows, num_clients, rng, "file"))
 
 
 @register_partitioner("quantity")

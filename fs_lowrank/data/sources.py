@@ -5,7 +5,8 @@
 - ``sentiment``, ``alpaca_demo``: downloaded by ``fs-lowrank fetch``;
 - ``NAME@glue``: GLUE's own TSV files under ``data.root``;
 - ``NAME@huggingface_datasets``: through the ``datasets`` library;
-- a ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, absolute or under ``data.root``; ``FILE@llm`` is a file of
+- a ``.csv``, ``.tsv``, ``.json``, ``.jsonl``, ``.parquet`` or ``.arrow`` file, or a folder of ``save_to_disk``,
+  absolute or under ``data.root``; or a pattern for several, such as ``clients/*.parquet``. ``FILE@llm`` is a file of
   instructions;
 - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``svhn``: images from their standard files
   (``data.image_files``); FederatedScope's ``CIFAR10@torchvision`` means the same;
@@ -16,9 +17,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,16 @@ import pandas as pd
 from fs_lowrank.data import framework_sets
 from fs_lowrank.data.fetch import resolve
 from fs_lowrank.data.fetch.hub import hub, silence
-from fs_lowrank.data.files import SUFFIXES, read_table, read_tsv
+from fs_lowrank.data.files import read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
+from fs_lowrank.data.labels import label_text
+from fs_lowrank.data.own import COMMON_ARGS, LABELS, LANGUAGE_ARGS, SUFFIXES, digests, is_files, read_own, under
+from fs_lowrank.data.stored import class_names
 from fs_lowrank.data.tables import (
     CAUSAL_LM,
     CLASSIFICATION,
     IMAGE_CLASSIFICATION,
+    REGRESSION,
     RawData,
     classified,
     count_skipped,
@@ -43,7 +47,7 @@ from fs_lowrank.data.tables import (
     several_classes,
     text_columns,
 )
-from fs_lowrank.data.template import check_template, is_own
+from fs_lowrank.data.template import check_template
 from fs_lowrank.data.tokenize import LOSSES
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin, check_keys, key, keys_of, one_mapping
@@ -79,8 +83,9 @@ class DataArgs:
     text: str = key("text", words=_COLUMN)
     #: column of the second sentence
     text_pair: str | None = key(None, words=_COLUMN)
-    #: column of the class
-    label: str = key("label", words=_COLUMN)
+    #: column of the class, of the number (`model.task: SequenceRegression`), or of a list of classes (`model.task:
+    #: MultiLabelClassification`), for which there may be a column of 0 and 1 for each class instead: `[insult, threat]`
+    label: str | list[str] = key("label", words=f"{_COLUMN}, or for sets of classes a list of columns of 0 and 1")
     #: column of the instruction; None: `instruction`. Conversations need none of these three: a column `messages`, a
     #: list of turns with `role` and `content`, of which the last is the assistant's, is read by its name
     instruction: str | None = key(None, words=_COLUMN)
@@ -104,11 +109,6 @@ class DataArgs:
     channels: int | None = key(None, choices=(1, 3))
 
 
-# Arguments of tokenization, for all data sets.
-COMMON_ARGS = ("max_len",)
-LANGUAGE_ARGS = (*COMMON_ARGS, "template", "loss_on")
-
-
 def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] | None = None) -> dict[str, Any]:
     """The checked mapping in ``data.args``; ``{}`` for an empty list.
 
@@ -129,13 +129,14 @@ def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] |
 Args = Callable[..., dict[str, Any]]
 
 
-def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | None = None) -> RawData:
+def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | None = None, task: str = "") -> RawData:
     """Load the data set ``data_cfg.type``.
 
     Args:
         data_cfg: has ``type``, ``root`` and ``args``.
         home: folder of fetched data; see ``fs_lowrank.data.fetch.home``.
         origin: origin of ``data_cfg``, for messages.
+        task: ``model.task``, which says whether labels are classes, numbers or sets of classes.
 
     Raises:
         UserError: unknown name, missing or malformed file, missing column or label, or a single class.
@@ -150,13 +151,13 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
     if provider == "glue":
         return _glue(stem.lower(), root, args)
     if provider == "huggingface_datasets":
-        return _hub(stem, args)
+        return _hub(stem, args, task)
     if provider == "llm":
         path, given, called = _language_file(stem, root), data_args(data_cfg, origin), stem.lower()
-        if path.suffix and path.name != framework_sets.FILES.get(called):  # the user's own file
-            return _own_file(path, given, args, language=True)
+        if is_files(path) and path.name != framework_sets.FILES.get(called):  # the user's own file
+            return read_own(path, given, args, True, task)
         read = partial(framework_sets.read_set, called)
-        return _own_file(path, framework_sets.with_columns(called, given), args, True, read)
+        return read_own(path, framework_sets.with_columns(called, given), args, True, task, read)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's names; the standard files are read.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
@@ -165,20 +166,20 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
             f"unknown provider {provider!r} in data.type {name!r}{nearest(provider, PROVIDERS)}; "
             f"there are: {', '.join(PROVIDERS)}"
         )
-    if stem.lower().endswith(SUFFIXES):
-        return _own_file(_under(root, stem), data_args(data_cfg, origin), args, language=None)
+    if stem not in FETCHED and is_files(under(root, stem)):
+        return read_own(under(root, stem), data_args(data_cfg, origin), args, None, task)
     if stem in FETCHED:
         return FETCHED[stem](args, home)
     if stem.lower() in IMAGE_SETS:
         args()
         return _images(read_image_set(stem.lower(), root, home))
-    if stem and _under(root, stem).is_dir():
-        return _images(read_folder(_under(root, stem), args(*FOLDER_ARGS), home))
+    if stem and under(root, stem).is_dir():
+        return _images(read_folder(under(root, stem), args(*FOLDER_ARGS), home))
     known = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
     raise UserError(
         f"unknown data.type {name!r}{nearest(name, known)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
         f"NAME@glue and NAME@huggingface_datasets ({', '.join(GLUE)}), a file ending with {', '.join(SUFFIXES)}, "
-        f"or a folder of class folders with images (there is none at {_under(root, stem)})"
+        f"a folder of save_to_disk, or one of class folders with images (there is none at {under(root, stem)})"
     )
 
 
@@ -188,7 +189,7 @@ PROVIDERS = ("glue", "huggingface_datasets", "llm")
 def _named(name: str, root: Path) -> tuple[str, str]:
     """Split ``data.type`` into name and provider (``""`` without one); the path of a file may also contain ``@``."""
     stem, _, provider = name.rpartition("@")
-    is_path = "/" in provider or provider.lower().endswith(SUFFIXES) or "@" in name and _under(root, name).exists()
+    is_path = "/" in provider or provider.lower().endswith(SUFFIXES) or "@" in name and under(root, name).exists()
     return (name, "") if is_path or "@" not in name else (stem, provider)
 
 
@@ -259,8 +260,8 @@ class Glue:
     folder: str
     text: str
     label: str
-    names: list[str]
     hub: list[str]
+    names: list[str] = field(default_factory=list)
     text_pair: str | None = None
     raw: list[str] | None = None
     dev: str = "dev.tsv"
@@ -268,13 +269,22 @@ class Glue:
     header: list[str] | None = None
     fields: Sequence[str] = ()
 
+    @property
+    def kind(self) -> str:
+        """Of a task without classes, a number is predicted."""
+        return CLASSIFICATION if self.names else REGRESSION
+
 
 GLUE = {name: Glue(**about) for name, about in read_packaged(__package__, "glue.yaml").items()}
 
 
+def _stsb(name: str) -> str:
+    """``stsb`` for all spellings of STS-B; empty for another name."""
+    return "stsb" if name.replace("-", "").replace("_", "") == "stsb" else ""
+
+
 def _glue_task(name: str) -> Glue:
-    if name.replace("-", "").replace("_", "") == "stsb":
-        raise UserError("STS-B is a regression task, and only classification is supported; choose another GLUE task")
+    name = _stsb(name) or name
     if name not in GLUE:
         raise UserError(f"unknown GLUE task {name!r}{nearest(name, GLUE)}; there are: {', '.join(GLUE)}")
     return GLUE[name]
@@ -292,6 +302,10 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
         path = root / task.folder / file
         table, short = read_tsv(path, task.header)
         require_columns(path, table, used)
+        if not labels:
+            count_skipped(skipped, "too few columns", short)
+            tables[role] = (str(path), table[used])
+            continue
         index = table[task.label].map({value: i for i, value in enumerate(labels)})
         unknown = table[task.label][index.isna()]
         # "-" marks pairs on which the annotators disagreed; GLUE leaves them out.
@@ -306,7 +320,7 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
         table = table[[*used, *(column for column in task.fields if column in table)]]
         tables[role] = (str(path), table.assign(**{task.label: index})[index.notna()])
     source = f"GLUE {task.folder}, official files; its {task.dev} is the test set, since GLUE's test labels are hidden"
-    raw = classified(tables, columns, source, task.names)
+    raw = classified(tables, columns, source, task.names or None, task.kind)
     raw.skipped.update(skipped)
     return raw
 
@@ -314,13 +328,13 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
 # Hugging Face hub
 
 
-def _hub(name: str, args: Args) -> RawData:
+def _hub(name: str, args: Args, task_of_model: str) -> RawData:
     plain = name.lower().removeprefix("glue/")
-    is_glue = plain in GLUE or plain.replace("-", "").replace("_", "") == "stsb"
-    if is_glue:
+    kind = LABELS.get(task_of_model, CLASSIFICATION)
+    if plain in GLUE or _stsb(plain):
         task = _glue_task(plain)
         args(*COMMON_ARGS)
-        splits = _load_dataset(name, "nyu-mll/glue", plain)
+        splits, kind = _load_dataset(name, "nyu-mll/glue", _stsb(plain) or plain), task.kind
         pair = task.hub[1] if len(task.hub) > 1 else None
         columns = {"text": task.hub[0], "text_pair": pair, "label": "label"}
         # The hub's test splits carry -1 for every label.
@@ -339,10 +353,10 @@ def _hub(name: str, args: Args) -> RawData:
         if split in splits:
             table = splits[split].to_pandas()
             require_columns(f"{name}, split {split}", table, [c for c in columns.values() if c])
-            if role == "train" or not (table[columns["label"]] == -1).all():
+            if role == "train" or not (table[str(columns["label"])].map(label_text) == "-1").all():
                 tables[role] = (f"{name}, split {split}", table)
-    names = getattr(splits["train"].features[columns["label"]], "names", None)
-    return classified(tables, columns, source, list(names) if names else None)
+    names = class_names(splits["train"].features[columns["label"]])
+    return classified(tables, columns, source, names, kind)
 
 
 def _load_dataset(name: str, path: str, config: str | None):
@@ -367,21 +381,15 @@ def _first_line(error: BaseException) -> str:
 # The user's files
 
 
-def _under(root: Path, name: str) -> Path:
-    path = Path(name).expanduser()
-    below = path if path.is_absolute() else root / path
-    return path if not below.exists() and path.is_file() else below  # a file relative to the working folder
-
-
 def _language_file(stem: str, root: Path) -> Path:
-    if stem.lower().endswith(SUFFIXES):
-        return _under(root, stem)
+    if is_files(under(root, stem)):
+        return under(root, stem)
     # FederatedScope's names, such as dolly-15k@llm: the file is expected where FederatedScope would download it.
     names = [f"{stem}.jsonl", f"{stem}.json"]
     if stem.lower() in framework_sets.FILES:
         names.append(framework_sets.FILES[stem.lower()])
     for name in names:
-        if (path := _under(root, name)).exists():
+        if (path := under(root, name)).exists():
             return path
     if stem.lower() == "code_search_net":
         return root / stem  # there are many files, in folders beside this path
@@ -396,55 +404,6 @@ def own_files(data_cfg: Any) -> dict[str, str]:
     """
     root = Path(str(data_cfg.root or "")).expanduser()
     stem, provider = _named(str(data_cfg.type or ""), root)
-    if provider not in ("llm", "") or not stem.lower().endswith(SUFFIXES):
+    if provider not in ("llm", "") or not is_files(under(root, stem)):
         return {}
-    paths = _roles(_under(root, stem), data_args(data_cfg))
-    return {role: hashlib.sha256(path.read_bytes()).hexdigest() for role, path in paths.items() if path.is_file()}
-
-
-def _roles(path: Path, args: Mapping[str, Any]) -> dict[str, Path]:
-    """The user's files by role: ``path`` for training, and those named in ``data.args``."""
-    held_out = {role: str(args[role]) for role in ("validation", "test") if args.get(role)}
-    return {"train": path, **{role: _under(path.parent, name) for role, name in held_out.items()}}
-
-
-OWN_ARGS = (*COMMON_ARGS, "text", "text_pair", "label", "quoting", "test", "validation")
-OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category", "quoting", "test", "validation")
-
-
-def _own_file(
-    path: Path,
-    args: Mapping[str, Any],
-    takes: Args,
-    language: bool | None,
-    read: Callable[..., pd.DataFrame] = read_table,
-) -> RawData:
-    quoting = args.get("quoting")
-    tables = {
-        role: (str(file), (read(file, quoting) if role == "train" else read_table(file, quoting, f"data.args: {role}")))
-        for role, file in _roles(path, args).items()
-    }
-    if language is None:
-        present = set(tables["train"][1])
-        asked = {"text", "label"} & set(args)
-        language = not asked and (
-            is_own(args.get("template", "auto"))
-            or "messages" in present
-            or {"instruction"} < present
-            and not {"text", "label"} <= present
-        )
-    if not language:
-        takes(*OWN_ARGS)
-        columns = text_columns(args, tables["train"][1])
-        return classified(tables, columns, f"the user's file {path.name}", None)
-    takes(*OWN_LANGUAGE_ARGS)
-    frames: dict[str, pd.DataFrame] = {}
-    fields: list[str] = []
-    skipped: dict[str, int] = {}
-    for role, (where, table) in tables.items():
-        frames[role], column_names, left_out = instructions(table, where, args)
-        fields = column_names if role == "train" else fields
-        for reason, count in left_out.items():
-            count_skipped(skipped, reason, count)
-    source = f"the user's file {path.name}"
-    return RawData.of(CAUSAL_LM, frames, [], fields, source, skipped)
+    return digests(under(root, stem), data_args(data_cfg))

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fs_lowrank.data.labels import kinds_of, label_text, numbers, sets
 from fs_lowrank.data.template import SYNONYMS, is_own, prompts
 from fs_lowrank.errors import UserError, nearest, say_once
 
 CLASSIFICATION = "classification"
+REGRESSION = "regression"
+MULTI_LABEL = "multi_label"
 CAUSAL_LM = "causal_lm"
 IMAGE_CLASSIFICATION = "image_classification"
 
@@ -27,13 +30,14 @@ class RawData:
     """A data set of text or images, before tokenization.
 
     Attributes:
-        task: ``"classification"``, ``"causal_lm"`` or ``"image_classification"``.
-        train, validation, test: for classification the columns ``text``, perhaps ``text_pair``, and ``label`` (int64,
-            an index into ``label_names``); for a causal language model ``instruction``, ``input``, ``output``, or
+        task: ``"classification"``, ``"regression"``, ``"multi_label"``, ``"causal_lm"`` or ``"image_classification"``.
+        train, validation, test: for labelled text the columns ``text``, perhaps ``text_pair``, and ``label`` (int64, an
+            index into ``label_names``; float64 for regression; for sets of classes their bits); for a causal language
+            model ``instruction``, ``input``, ``output``, or
             ``messages``; for images ``image`` (int64, a row of ``images``) and ``label``; and those in ``fields``.
             ``validation`` and ``test`` are None without an official split. The index of a frame is the row number in
             the original file or table, from 0; a header and empty lines are not counted.
-        label_names: empty for a causal language model.
+        label_names: empty for a causal language model; of a regression, the name of the label.
         fields: further columns that a partitioner may use, such as ``domain``.
         source: a description of where the data come from.
         skipped: number of rows left out, by reason.
@@ -75,8 +79,15 @@ def classified(
     columns: Mapping[str, str | None],
     source: str,
     names: list[str] | None,
+    task: str = CLASSIFICATION,
+    **more: Any,
 ) -> RawData:
-    """Classification data from tables with named columns. Classes are sorted unless ``names`` gives their order."""
+    """Labelled text from tables with named columns.
+
+    Args:
+        names: the classes in order; of a classification, whose labels are then their numbers. None: they are sorted.
+        task: ``CLASSIFICATION``, ``REGRESSION`` or ``MULTI_LABEL``. more: attributes of ``RawData``.
+    """
     skipped: dict[str, int] = {}
     frames: dict[str, pd.DataFrame] = {}
     used = [column for column in columns.values() if column]
@@ -100,15 +111,45 @@ def classified(
         frames[role] = drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frames[role]):
             raise UserError(f"{where}: every row has an empty text")
+    names = _coded(task, frames, tables, str(columns["label"]), names)
+    fixed = {"text", "text_pair", "label"}
+    # Which file a row is from divides training rows alone where held-out rows are in files of their own.
+    everywhere = {"file", *(c for c in frames["train"] if all(c in frame for frame in frames.values()))}
+    fields = [c for c in frames["train"] if c not in fixed and c in everywhere]
+    named = {role: column for role, column in columns.items() if column}
+    return RawData.of(task, frames, names, fields, source, skipped, columns=named, **more)
+
+
+def _coded(
+    task: str,
+    frames: dict[str, pd.DataFrame],
+    tables: Mapping[str, tuple[str, pd.DataFrame]],
+    column: str,
+    names: list[str] | None,
+) -> list[str]:
+    """Code the labels of ``frames``; the names of the classes, or of the label."""
     train_where = tables["train"][0]
+    if task == REGRESSION:
+        for role, frame in frames.items():
+            frames[role] = frame.assign(label=numbers(tables[role][0], column, frame["label"]))
+        return [column]
+    if task == MULTI_LABEL:
+        # A class is written by its name, or as a number, as ``datasets`` does.
+        index = (
+            None if names is None else {k: i for by in (map(str, range(len(names))), names) for i, k in enumerate(by)}
+        )
+        for role, frame in frames.items():  # training is the first
+            coded, index = sets(tables[role][0], column, frame["label"], index)
+            frames[role] = frame.assign(label=coded)
+        return names or list(index or ())
     if names is None:
-        _check_classes(train_where, str(columns["label"]), frames["train"]["label"])
-        kinds = _kinds(frames["train"]["label"])
+        _check_classes(train_where, column, frames["train"]["label"])
+        kinds = kinds_of(frames["train"]["label"])
         names = [str(kind) for kind in kinds]
         rows = len(frames["train"])
         if len(names) > 20 and 2 * len(names) > rows:
             raise UserError(
-                f"{train_where}: column {columns['label']!r} has {len(names)} different values in {rows} rows; "
+                f"{train_where}: column {column!r} has {len(names)} different values in {rows} rows; "
                 "expected classes; name the column of the labels by data.args [{label: COLUMN}]"
             )
         index = {str(kind): i for i, kind in enumerate(kinds)}
@@ -124,10 +165,7 @@ def classified(
             )
         frames[role] = frame.assign(label=label.astype(np.int64))
     several_classes(frames["train"]["label"], train_where)
-    fixed = {"text", "text_pair", "label"}
-    fields = [c for c in frames["train"] if c not in fixed and all(c in frame for frame in frames.values())]
-    named = {role: column for role, column in columns.items() if column}
-    return RawData.of(CLASSIFICATION, frames, names, fields, source, skipped, columns=named)
+    return names
 
 
 def with_fraction(labels: pd.Series) -> Any:
@@ -146,27 +184,12 @@ def _check_classes(where: str, column: str, labels: pd.Series) -> None:
     if fraction is not None:
         raise UserError(
             f"{where}: the labels in column {column!r} are numbers with fractions, such as {fraction}, which is a "
-            "regression; expected classes: write them as words, or name another column by data.args [{label: COLUMN}]"
+            "regression: set model.task SequenceRegression; or write classes as words, or name another column by "
+            "data.args [{label: COLUMN}]"
         )
     if any(isinstance(value, float) or re.fullmatch(r"-?\d+\.0+", str(value).strip()) for value in labels):
-        names = ", ".join(map(str, _kinds(labels)[:10]))
+        names = ", ".join(map(str, kinds_of(labels)[:10]))
         say_once(f"{where}: column {column!r} has floating-point numbers; each is taken as a class: {names}")
-
-
-def label_text(value: Any) -> str:
-    """A label as text. 1, "1", 1.0 and "1.0" are the same label, since pandas and JSON may convert them."""
-    if isinstance(value, (float, np.floating)) and float(value).is_integer():
-        value = int(value)
-    text = str(value).strip()
-    return text.split(".")[0] if re.fullmatch(r"-?[0-9]+\.0+", text) else text
-
-
-def _kinds(labels: pd.Series) -> list[Any]:
-    kinds = sorted({label_text(value) for value in labels})
-    try:
-        return sorted(kinds, key=int)
-    except ValueError:
-        return kinds
 
 
 def _is_field(column: pd.Series) -> bool:
@@ -174,9 +197,13 @@ def _is_field(column: pd.Series) -> bool:
 
 
 def instructions(
-    table: pd.DataFrame, where: str | Path, args: Mapping[str, Any]
+    table: pd.DataFrame, where: str | Path, args: Mapping[str, Any], whole: bool = True
 ) -> tuple[pd.DataFrame, list[str], dict[str, int]]:
-    """``(frame, fields, skipped)`` from instruction data, or from conversations in the column ``messages``."""
+    """``(frame, fields, skipped)`` from instruction data, or from conversations in the column ``messages``.
+
+    Args:
+        table: its index are the numbers of its rows. whole: it is not a part of a table, which may be empty.
+    """
     skipped: dict[str, int] = {}
     used: set[str | None]
     if is_own(args.get("template", "auto")):
@@ -185,8 +212,8 @@ def instructions(
         used = set(columns)
     elif "messages" in table and "instruction" not in args:
         frame = pd.DataFrame({"messages": table["messages"]})
-        for row, messages in enumerate(frame["messages"], start=1):
-            _conversation(f"{where}, row {row}", messages)
+        for row, messages in frame["messages"].items():
+            _conversation(f"{where}, row {row + 1}", messages)
         used = {"messages"}
     else:
         chosen = {}
@@ -198,11 +225,11 @@ def instructions(
             chosen[role] = column
         distinct(chosen)
         frame = pd.DataFrame(
-            {role: "" if name is None else table[name].map(_text) for role, name in chosen.items()}, index=table.index
+            {role: "" if name is None else table[name].map(as_text) for role, name in chosen.items()}, index=table.index
         )
         frame = drop_empty(frame, ("instruction", "output"), skipped)
         used = set(chosen.values())
-    if not len(frame):
+    if whole and not len(frame):
         raise UserError(f"{where}: every row has an empty instruction or answer")
     category = args.get("category")
     if category:
@@ -225,12 +252,13 @@ def _conversation(where: str, messages: Any) -> None:
         )
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A value of a table as text; empty for a missing one."""
     return "" if value is None or value != value else str(value)
 
 
-def text_columns(args: Mapping[str, Any], there: Iterable[Any]) -> dict[str, str | None]:
-    """The columns of classification data: those in ``data.args``, and of those that are ``there`` a ``text_pair``."""
+def text_columns(args: Mapping[str, Any], there: Iterable[Any]) -> dict[str, Any]:
+    """The columns of labelled text: those in ``data.args``, and of those that are ``there`` a ``text_pair``."""
     pair = args.get("text_pair") or ("text_pair" if "text_pair" in set(there) else None)
     return {"text": args.get("text", "text"), "text_pair": pair, "label": args.get("label", "label")}
 
@@ -241,7 +269,7 @@ def drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str,
     keep = np.ones(len(frame), dtype=bool)
     for column in columns:
         if column in frame:
-            frame[column] = pd.Series([_text(value) for value in frame[column]], index=frame.index, dtype=object)
+            frame[column] = pd.Series([as_text(value) for value in frame[column]], index=frame.index, dtype=object)
             keep &= np.array([bool(value.strip()) for value in frame[column]], dtype=bool)
     count_skipped(skipped, f"empty {' or '.join(c for c in columns if c in frame)}", int((~keep).sum()))
     return frame[keep]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
-from fs_lowrank.data.ragged import Ragged
+from fs_lowrank.data.ragged import Growing, Ragged
 from fs_lowrank.data.template import is_own
 from fs_lowrank.errors import UserError, say_once
 
-__all__ = ["ALPACA", "ALPACA_NO_INPUT", "check_vocabulary", "tokenize_causal", "tokenize_classification"]
+__all__ = [
+    "ALPACA",
+    "ALPACA_NO_INPUT",
+    "check_vocabulary",
+    "tokenize_causal",
+    "tokenize_classification",
+    "tokenize_pairs",
+]
 
 BATCH = 1000
 
@@ -73,12 +81,13 @@ def _texts(frame: pd.DataFrame) -> Iterator[str]:
             yield from frame[column]
 
 
-def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -> Examples:
+def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int, folder: Path | None = None) -> Examples:
     """Tokenize one or two sentences per row, truncated to ``max_len`` tokens; of a pair, the longer one first.
 
     Args:
-        frame: columns ``text``, perhaps ``text_pair``, and ``label``.
+        frame: columns ``text``, perhaps ``text_pair``, and ``label``; of it ``len``, ``in`` and ``iloc`` are used.
         max_len: in tokens, including special tokens; at most the tokenizer's ``model_max_length``.
+        folder: where the tokens are kept in files that are gone with the process; None: in memory.
 
     Raises:
         UserError: ``max_len`` leaves no room for text.
@@ -88,26 +97,34 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_len < special + 1 + pair:
         raise UserError(f"llm.tok_len {max_len} leaves no room for text beside {special} special tokens")
-    columns: dict[str, list[Ragged]] = {"input_ids": []}
+    columns = {"input_ids": Growing(folder)}
     truncated = 0
-    for rows in _slices(len(frame)):
-        texts = [frame["text"].iloc[rows].tolist()]
+    for rows in _slices(len(frame), folder):
+        part = frame.iloc[rows]
+        texts = [part["text"].tolist()]
         if pair:
-            texts.append(frame["text_pair"].iloc[rows].tolist())
+            texts.append(part["text_pair"].tolist())
         encoded = tokenizer(*texts, truncation=True, max_length=max_len, padding=False, return_attention_mask=False)
         for name in ("input_ids", "token_type_ids"):
             if name in encoded:
-                columns.setdefault(name, []).append(Ragged.of(encoded[name]).narrowed())
+                if name not in columns:
+                    columns[name] = Growing(folder)
+                columns[name].append(Ragged.of(encoded[name]).narrowed())
         full = [i for i, row in enumerate(encoded["input_ids"]) if len(row) == max_len]
         if full:
-            complete = tokenizer(*([part[i] for i in full] for part in texts), **_IDS_ALONE, verbose=False)
+            complete = tokenizer(*([each[i] for i in full] for each in texts), **_IDS_ALONE, verbose=False)
             truncated += sum(len(row) > max_len for row in complete["input_ids"])
-    types = getattr(tokenizer, "pad_token_type_id", 0) or 0
-    return Examples(_joined(columns), frame["label"].to_numpy(np.int64), _pad_id(tokenizer), types, truncated)
+    types, labels = getattr(tokenizer, "pad_token_type_id", 0) or 0, frame["label"].to_numpy()
+    return Examples(_joined(columns), labels, _pad_id(tokenizer), types, truncated)
 
 
 def tokenize_causal(
-    frame: pd.DataFrame, tokenizer: Any, max_len: int, template: str = "auto", loss_on: str = "answer"
+    frame: pd.DataFrame,
+    tokenizer: Any,
+    max_len: int,
+    template: str = "auto",
+    loss_on: str = "answer",
+    folder: Path | None = None,
 ) -> tuple[Examples, np.ndarray]:
     """Tokenize prompt, answer and end-of-sequence token of each row, truncated on the right to ``max_len`` tokens.
 
@@ -118,6 +135,7 @@ def tokenize_causal(
         template: ``chat`` for the tokenizer's chat template, ``alpaca``, or ``auto``: ``chat`` if it has one. With any
             other, ``instruction`` is the prompt as it stands (``data.template``).
         loss_on: ``answer`` (and its end-of-sequence token) or ``all`` tokens.
+        folder: as for ``tokenize_classification``.
 
     Returns:
         the examples, and a bool array over the rows of ``frame``: False for rows left out because the prompt alone
@@ -135,10 +153,10 @@ def tokenize_causal(
         raise UserError("conversations ('messages') need the tokenizer's chat template; use one that has it")
     start = [] if chat else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    columns: dict[str, list[Ragged]] = {"input_ids": [], "labels": []}
+    columns = {name: Growing(folder) for name in ("input_ids", "labels")}
     kept = np.zeros(len(frame), dtype=bool)
     truncated = 0
-    for rows in _slices(len(frame)):
+    for rows in _slices(len(frame), folder):
         part = frame.iloc[rows]
         if own:
             texts = list(zip(part["instruction"], part["output"], strict=True))
@@ -171,13 +189,70 @@ def tokenize_causal(
     return Examples(_joined(columns), None, _pad_id(tokenizer), truncated=truncated), kept
 
 
-def _joined(columns: dict[str, list[Ragged]]) -> dict[str, Ragged]:
-    return {name: Ragged.join(parts) for name, parts in columns.items()}
+def tokenize_pairs(
+    frame: pd.DataFrame,
+    tokenizer: Any,
+    max_len: int,
+    template: str = "auto",
+    loss_on: str = "answer",
+    folder: Path | None = None,
+) -> tuple[Examples, np.ndarray]:
+    """Tokenize the prompt and the answer of each row as two texts, for an encoder-decoder model.
+
+    Each ends with the end-of-sequence token and has at most ``max_len`` tokens; a prompt that is longer is cut.
+
+    Args:
+        frame, folder: as for ``tokenize_causal``.
+        template: ``auto``: the instruction, and its input on a line of its own; ``alpaca``, or a template of the
+            user's.
+        loss_on: ``answer``; the decoder writes nothing else.
+    Raises:
+        UserError: ``chat`` or conversations, ``loss_on: all``, or no room for a token.
+    """
+    if "messages" in frame or template == "chat":
+        raise UserError(
+            "conversations and chat templates are for decoders; an encoder-decoder model has data.args: template"
+        )
+    if loss_on != "answer":
+        raise UserError(
+            f"data.args: loss_on = {loss_on}: an encoder-decoder model writes the answer alone; leave it out"
+        )
+    max_len, own = _limit(tokenizer, max_len), is_own(template)
+    if max_len < 2:
+        raise UserError(f"llm.tok_len {max_len} leaves no room for text beside the end-of-sequence token")
+    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    columns = {name: Growing(folder) for name in ("input_ids", "labels")}
+    truncated = 0
+    for rows in _slices(len(frame), folder):
+        part = frame.iloc[rows]
+        if own:
+            texts = list(zip(part["instruction"], part["output"], strict=True))
+        else:
+            texts = list(_alpaca(part)) if template == "alpaca" else list(_plain(part))
+        cut = np.zeros(len(texts), dtype=bool)
+        for name, side in (("input_ids", 0), ("labels", 1)):
+            found = [ids[:-1] if end and ids[-1:] == end else ids for ids in _ids(tokenizer, [t[side] for t in texts])]
+            cut |= np.array([len(ids) + len(end) > max_len for ids in found])
+            columns[name].append(Ragged.of([ids[: max_len - len(end)] + end for ids in found]).narrowed())
+        truncated += int(cut.sum())
+    examples = Examples(_joined(columns), None, _pad_id(tokenizer), truncated=truncated, paired=True)
+    return examples, np.ones(len(frame), dtype=bool)
 
 
-def _slices(count: int) -> Iterator[slice]:
-    for start in range(0, count, BATCH):
-        yield slice(start, min(start + BATCH, count))
+def _plain(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    for instruction, given, output in zip(frame["instruction"], frame["input"], frame["output"], strict=True):
+        yield (f"{instruction}\n{given}" if given.strip() else instruction), output
+
+
+def _joined(columns: dict[str, Growing]) -> dict[str, Ragged]:
+    return {name: rows.joined() for name, rows in columns.items()}
+
+
+def _slices(count: int, folder: Path | None = None) -> Iterator[slice]:
+    """Rows that are tokenized at a time; fewer of texts that stay on disk, since they may be long."""
+    size = BATCH if folder is None else BATCH // 10
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def _limit(tokenizer: Any, max_len: Any) -> int:

@@ -27,6 +27,7 @@ from ..rounds.round import Round
 from ..rounds.site import Site
 from ..runs.folder import check_outdir, claim, outdir_of
 from ..runs.result import RunResult
+from ..runs.trackers import trackers_of
 from .workers import Workers, processes_of
 
 logger = logging.getLogger("fs_lowrank")
@@ -97,7 +98,9 @@ class LocalEngine:
             self.evaluator.check_watched()
             self.method, self.model = self.site.method, self.site.model
             self.ledger = Ledger.of(config, self.method, self.site.initial_state, self.site.clients)
-            self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config), lock=lock)
+            self.keeper = RecordKeeper(
+                self.site, self.evaluator, self.ledger, outdir_of(config), lock=lock, trackers=trackers_of(config)
+            )
         except BaseException:
             self.trains.end()
             if lock:

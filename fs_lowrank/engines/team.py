@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..config import Config
 from ..errors import RunFailed, UserError
+from ..jobs.nursery import AVAILABLE, LIBRARIES, Nursery
 from ..jobs.pool import Member, Pool
 from ..methods import State
 from ..rounds.parcel import Parcel
@@ -105,23 +106,31 @@ class Team(Pool):
 
     Args:
         count: how many.
-        start: starts process number ``rank``.
+        start: starts process number ``rank``, forked from a nursery where the system has them.
         settle: waits until a process can work, and brings it to where the run stands.
         alike: what one does, any other could do, so that the run can go on with fewer.
+        imports: the module that every process runs. environment: its variables in addition to those of this process.
 
     Attributes:
         jobs: that wait. doing: by the number of a process, the job that it does.
     """
 
     def __init__(
-        self, count: int, start: Callable[[int], Worker], settle: Callable[[Worker], object], alike: bool = False
+        self,
+        count: int,
+        start: Callable[[int, Nursery | None], Worker],
+        settle: Callable[[Worker], object],
+        alike: bool = False,
+        imports: str = __name__,
+        environment: Mapping[str, str] | None = None,
     ):
         super().__init__()
+        self.nursery = Nursery((imports, *LIBRARIES), environment or {}) if AVAILABLE else None
         self.count, self.start, self.settle, self.alike = count, start, settle, alike
         self.jobs: list[Job] = []
         self.doing: dict[int, Job] = {}
         for rank in range(count):
-            self.members.append(start(rank))
+            self.members.append(start(rank, self.nursery))
 
     def step(
         self, seconds: float, begins: Callable[[Job], object] = lambda job: None
@@ -168,7 +177,7 @@ class Team(Pool):
             job.home += not job.only_there
             self.jobs.insert(0, job)
         dead.end()
-        code = dead.process.returncode
+        code = dead.process.wait()
         how = dead.ended or (f"signal {-code}" if code < 0 else f"exit code {code}")
         logger.warning("%s ended while it did %s (%s); another takes its place", dead, job.name, how)
         self.jobs = [j for j in self.jobs if not (j.stands and j.home == dead.rank)]
@@ -187,7 +196,7 @@ class Team(Pool):
         place, why = self.members.index(dead), ""
         for _ in range(2):
             try:
-                self.members[place] = self.start(dead.rank)
+                self.members[place] = self.start(dead.rank, self.nursery)
                 self.settle(self.members[place])
                 return
             except (OSError, RuntimeError, UserError) as error:
@@ -198,6 +207,12 @@ class Team(Pool):
             left = "" if self.members else ", and none is left"
             raise RunFailed(f"{what}, no other could take its place ({why}){left}")
         logger.warning("%s cannot be replaced (%s); the run goes on with fewer: %d", dead, why, len(self.members))
+
+    def end(self) -> None:
+        """End every process, whatever it does."""
+        super().end()
+        if self.nursery:
+            self.nursery.end()
 
 
 def stands(site: Site, state: State) -> Parcel:

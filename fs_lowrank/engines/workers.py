@@ -25,6 +25,7 @@ from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed
 from ..jobs.crew import INSIDE
+from ..jobs.nursery import Nursery
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.frozen import COMPUTED_TOGETHER
@@ -68,9 +69,10 @@ class Worker(team.Worker):
         rank: from 0.
         config: of the run.
         threads: that it computes with.
+        nursery: that it is forked from.
     """
 
-    def __init__(self, rank: int, config: Config, threads: int):
+    def __init__(self, rank: int, config: Config, threads: int, nursery: Nursery | None = None):
         folder = outdir_of(config)
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(
@@ -79,6 +81,7 @@ class Worker(team.Worker):
             config.lowrank.timeout,
             environment={"OMP_NUM_THREADS": str(threads)},
             log=folder / f"process_{rank + 1}.log",
+            nursery=nursery,
         )
 
 
@@ -97,10 +100,11 @@ class Workers:
         torch.set_num_threads(self.threads)
         self.site: Site
         self._state: Callable[[], State]
-        self.team = Team(count, self._start, self._stand, alike=True)
+        threads = {"OMP_NUM_THREADS": str(self.threads)}
+        self.team = Team(count, self._start, self._stand, alike=True, imports=__name__, environment=threads)
 
-    def _start(self, rank: int) -> Worker:
-        member = Worker(rank, self.config, self.threads)
+    def _start(self, rank: int, nursery: Nursery | None) -> Worker:
+        member = Worker(rank, self.config, self.threads, nursery)
         member.send(Parcel({}, config=self.config.to_dict(), rank=rank, threads=self.threads))
         return member
 
@@ -191,9 +195,10 @@ class Workers:
         for key, answer in zip(of, self._do(jobs)):
             if isinstance(answer, str):
                 raise RunFailed(f"the evaluation of {key[0]} failed: {answer}")
-            scores[key] += [(loss, correct, count) for loss, correct, count in answer.facts["scores"]]
+            scores[key] += [tuple(score) for score in answer.facts["scores"]]
         metrics: dict[str, dict[str, Any]]
-        metrics = {split: mean_scores(scores[split, 0]) for split in held_out if (split, 0) in scores}
+        extras = self.config.metrics
+        metrics = {split: mean_scores(scores[split, 0], extras) for split in held_out if (split, 0) in scores}
         clients = {client: each for (split, client), each in scores.items() if split == CLIENTS}
         if clients:
             metrics[CLIENTS] = evaluator.combined({c: mean_scores(each) for c, each in clients.items()}, sizes)
@@ -313,7 +318,10 @@ class _Clients:
         assert examples is not None
         if not len(examples):
             return Parcel({}, kind="scored", scores=[])
-        scores = batch_scores(site.model, examples, size, owner=owner, prefix=site.prefix, reads=site.reads)
+        outputs = bool(config.metrics) and "clients" not in facts
+        scores = batch_scores(
+            site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads
+        )
         return Parcel({}, kind="scored", scores=scores)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError
+from .nursery import AVAILABLE, LIBRARIES, Nursery
 from .process import Process
 from .shell import FAILED, INTERRUPTED, OK, WRONG_USE, message_of
 
@@ -100,23 +101,25 @@ class Crew:
         self.target, self.options, self.workers, self.gpus = target, dict(options), workers, tuple(gpus)
         self.logs, self.patience, self.say = logs, patience, say
         self.processes: dict[int, Process] = {}
+        self._nursery: Nursery | None = None
 
     def _start(self, index: int) -> None:
-        environment = {INSIDE: "1"}
-        if "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(self._threads())
-        options = self.options
+        environment, options = self._environment(), self.options
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[index % len(self.gpus)]
             options = {**options, "overrides": {**options.get("overrides", {}), "use_gpu": True, "device": 0}}
         order = {"target": self.target, "options": options, "logs": str(self.logs or "")}
         log = self.logs / f"worker_{index}.log" if self.logs else None
-        process = self.processes[index] = Process(f"{__name__}:serve", environment=environment, log=log)
+        process = self.processes[index] = Process(
+            f"{__name__}:serve", environment=environment, log=log, nursery=self._nursery
+        )
         with suppress(OSError):  # it died at once; ``run`` sees its exit code
             process.connection.send_bytes(json.dumps(order).encode())
 
-    def _threads(self) -> int:
-        return max(1, (os.cpu_count() or 1) // self.workers)
+    def _environment(self) -> dict[str, str]:
+        """The variables of every worker, in addition to those of this process."""
+        threads = max(1, (os.cpu_count() or 1) // self.workers)
+        return {INSIDE: "1", **({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)})}
 
     def run(
         self,
@@ -135,6 +138,8 @@ class Crew:
         """
         stopping, ended, replaced, error = 0.0, False, 0, None
         try:
+            if AVAILABLE and self.workers > 1:
+                self._nursery = Nursery((self.target.partition(":")[0], *LIBRARIES), self._environment())
             for index in range(self.workers):
                 self._start(index)
             while self.processes:
@@ -173,6 +178,9 @@ class Crew:
         finally:
             for process in self.processes.values():
                 process.kill()
+            if self._nursery:
+                self._nursery.end()
+                self._nursery = None
         if error and not stopped:
             raise error
         return ended or bool(stopped)

@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
+
+from .nursery import Forked, Nursery
 
 #: seconds that a process whose parent has ended may take to end after SIGTERM
 GRACE = 60.0
@@ -34,6 +37,7 @@ class Process:
         beat: seconds after which the process sends an empty message while it works; 0: never.
         environment: variables in addition to those of this process.
         log: a file to which its output is appended.
+        nursery: it is forked from this process's nursery, if that lives.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Process:
         beat: float = 0.0,
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
+        nursery: Nursery | None = None,
     ):
         self.connection, theirs = multiprocessing.Pipe()
         if timeout:
@@ -51,10 +56,15 @@ class Process:
             with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
                 for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                     pipe.setsockopt(socket.SOL_SOCKET, option, bound)
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        self.process: subprocess.Popen[bytes] | Forked
         with theirs, log.open("a") if log else contextlib.nullcontext() as output:
+            if nursery is not None:
+                with contextlib.suppress(OSError):  # it has ended
+                    self.process = self._forked(nursery, theirs, output, (target, beat), environment or {})
+                    return
+            path = os.pathsep.join(p or os.getcwd() for p in sys.path)
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve({target!r}, {theirs.fileno()}, {beat})"],
+                [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()}, {target!r}, {beat})"],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -62,6 +72,23 @@ class Process:
                 env={**os.environ, **(environment or {}), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 start_new_session=True,
             )
+
+    def _forked(
+        self,
+        nursery: Nursery,
+        theirs: Connection,
+        output: IO[str] | None,
+        arguments: tuple[str, float],
+        environment: Mapping[str, str],
+    ) -> Forked:
+        read, write = os.pipe()
+        self._lifeline = os.fdopen(write, "wb")  # closed with this object, as the pipe of ``Popen`` is
+        printed = {"1": output.fileno(), "2": output.fileno()} if output else {}
+        try:
+            handles = {"connection": theirs.fileno(), "0": read, **printed}
+            return nursery.fork(f"{__name__}:serve", arguments, handles, environment)
+        finally:
+            os.close(read)
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for the process, ``seconds`` at most; returns whether it has ended."""
@@ -121,7 +148,7 @@ class Beating:
             self._connection.send_bytes(data)
 
 
-def serve(target: str, handle: int, beat: float = 0.0) -> None:
+def serve(handle: int, target: str, beat: float = 0.0) -> None:
     """Run in the process: call ``target`` with the connection whose file descriptor is ``handle``."""
     lifeline = os.dup(0)  # no process that this one starts inherits it
     with open(os.devnull) as nothing:

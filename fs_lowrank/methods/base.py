@@ -43,7 +43,8 @@ from ..errors import UserError
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
-from ..settings import AdapterSpec
+from ..settings import ADDED, AdapterSpec
+from ..settings.metrics import TASKS
 from .robust import RobustMean
 from .wrapper import Value, Wrapper
 
@@ -56,26 +57,31 @@ class Requires:
     """What a method needs around it, given its hyperparameters.
 
     Attributes:
-        adapter: which tensors are shared. ``any``: an adapter of any kind; ``lora``: one with the halves A and B;
-            ``none``: all weights; ``optional``: an adapter if ``llm.adapter.use`` is True, otherwise all weights.
+        adapter: which tensors are shared. ``any``: an adapter that is added to a weight; ``every``: also one that is
+            not; ``lora``: one with the halves A and B alone; ``none``: all weights; ``optional``: as ``any`` if
+            ``llm.adapter.use`` is True, otherwise all weights.
         tasks: the values of ``model.task`` that the method supports.
         sums: the server needs only the weighted sum of what clients send; secret sharing is then possible.
         validation: the server's step needs ``Method.workbench``.
         rounds: what happens in a round depends on the number of rounds of the run.
+        changes_base: the method trains weights of the base, replaces them or merges into them, so that they cannot be
+            quantised (``lowrank.dtype``). By default that of a method with ``base`` in ``shared`` or ``personal``, and
+            of one that overrides ``changed_base``.
         alone: a client needs the model to itself while it trains, because the method computes with the model's own
             tensors then, by hooks for example. ``train.cohort`` trains the clients of other methods together.
     """
 
-    adapter: Literal["none", "any", "lora", "optional"] = "any"
-    tasks: tuple[str, ...] = ("SequenceClassification", "CausalLM", "ImageClassification")
+    adapter: Literal["none", "any", "every", "lora", "optional"] = "any"
+    tasks: tuple[str, ...] = TASKS
     sums: bool = False
     validation: bool = False
     rounds: bool = False
+    changes_base: bool = False
     alone: bool = False
 
     def adapts(self, use: bool | None) -> bool:
         """Whether the shared tensors are an adapter if ``llm.adapter.use`` is ``use``."""
-        return self.adapter in ("any", "lora") or self.adapter == "optional" and bool(use)
+        return self.adapter in ("any", "every", "lora") or self.adapter == "optional" and bool(use)
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,11 @@ class Setting:
     with_adapter: bool = False
     only_sums: bool = False
     local_steps: int = 1
+    own_steps: Mapping[int, int] = field(default_factory=dict)
+
+    def steps(self, client: int | None) -> int:
+        """``train.local_update_steps`` of ``client``."""
+        return self.local_steps if client is None else self.own_steps.get(client, self.local_steps)
 
 
 @dataclass(frozen=True)
@@ -184,7 +195,10 @@ class Method(ABC):
     @classmethod
     def requires(cls, params: Any) -> Requires:
         """What the method needs with the hyperparameters ``params``."""
-        return Requires(adapter="any" if "adapter" in cls.shared else "none")
+        return Requires(
+            adapter="any" if "adapter" in cls.shared else "none",
+            changes_base="base" in (*cls.shared, *cls.personal) or cls.changed_base is not Method.changed_base,
+        )
 
     @classmethod
     def revision_of(cls, params: Any) -> int:
@@ -214,10 +228,18 @@ class Method(ABC):
         given = [(f.name, getattr(self.params, f.name), f.default) for f in dataclasses.fields(self.params)]
         changed = ", ".join(f"lowrank.{name} = {value}" for name, value, default in given if value != default)
         method = f"{self.name} with {changed}" if changed else self.name
-        if self.needs.adapter == "lora" and self.setting.adapter.method != "lora":
+        adapter = self.setting.adapter
+        if self.needs.adapter == "lora" and adapter.method != "lora":
             raise UserError(
-                f"llm.adapter.args: adapter_method = {self.setting.adapter.method} has no halves A and B, which "
+                f"llm.adapter.args: adapter_method = {adapter.method} has no halves A and B, which "
                 f"{self.name} works on; choose lora, or a method that averages adapters of any kind"
+            )
+        if self.needs.adapter in ("any", "lora", "optional") and not adapter.is_added:
+            asked = "use_dora = True" if adapter.method == "lora" else f"adapter_method = {adapter.method}"
+            raise UserError(
+                f"llm.adapter.args: {asked}: it does not add to a weight, as {self.name} takes it to do; choose "
+                f"{' or '.join(ADDED)} without use_dora, or federate.method = fedlora, which averages adapters of "
+                "every kind"
             )
         if self.needs.rounds and self.setting.rounds is None:
             raise UserError(f"{method} needs the number of rounds: pass rounds=…")

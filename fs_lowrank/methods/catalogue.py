@@ -87,6 +87,7 @@ def create_method(
     with_adapter: bool = False,
     only_sums: bool = False,
     local_steps: int = 1,
+    own_steps: Mapping[int, int] | None = None,
     server_optimizer: Mapping[str, object] | None = None,
     robust: RobustMean | None = None,
     **params: object,
@@ -102,6 +103,7 @@ def create_method(
         with_adapter: for methods that take either, the adapter rather than all weights.
         only_sums: the server will see no more than the weighted sum of what clients send.
         local_steps: ``train.local_update_steps``, for methods that compute with the length of a phase.
+        own_steps: the same of the clients that have their own.
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
         robust: a mean that a few malicious clients cannot move far; None is the weighted mean.
         params: the method's hyperparameters.
@@ -110,9 +112,8 @@ def create_method(
             run does not have, or a server optimizer or a robust mean on a method whose server step is not a mean.
     """
     cls = get_method_class(name)
-    setting = Setting(
-        adapter or AdapterSpec(), rounds, seed, uniform, from_scratch, with_adapter, only_sums, local_steps
-    )
+    steps = local_steps, dict(own_steps or {})
+    setting = Setting(adapter or AdapterSpec(), rounds, seed, uniform, from_scratch, with_adapter, only_sums, *steps)
     method = cls(cls.Params(**check_method_params(cls, params)), setting)
     refuse_former(cls.name, vars(method))
     if server_optimizer is not None:

@@ -7,6 +7,8 @@ Zhang et al., "Towards Building the FederatedGPT: Federated Instruction Tuning",
 Inexact: ``mean(B) · mean(A)`` is not ``mean(B · A)``.
 """
 
+from dataclasses import replace
+
 from .base import Averaging
 from .registry import register_method
 
@@ -15,3 +17,7 @@ from .registry import register_method
 class FedLoRA(Averaging):
     source = "Zhang et al., ICASSP 2024 (FedIT)"
     sends = "A and B"
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), adapter="every")

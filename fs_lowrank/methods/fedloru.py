@@ -14,17 +14,17 @@ values, so the function jumps by one ``s B A``: the papers' momentum effect, and
 them are saved as one LoRA adapter whose rank is the sum of theirs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from ..models.adapters import ACCUMULATED, accumulate_pair, add_beside, base_weight_name, load_tensors, merge_adapter
+from ..models.accumulated import accumulate_pair
+from ..models.adapters import ACCUMULATED, add_beside, base_weight_name, load_tensors, merge_adapter
 from ..models.names import named_tensors, pairs, select, zero_at_start
 from ..settings import key
 from .base import Averaging, split_merges
-from .ranks import check_one_rank
+from .ranks import check_kept
 from .registry import register_method
 
 
@@ -42,18 +42,14 @@ class FedLoRU(Averaging):
 
     params: Params
 
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), changes_base=params.merge)
+
     def __init__(self, params, setting):
         super().__init__(params, setting)
-        if params.merge:
-            return
-        if setting.from_scratch or self.adapter.method != "lora":
-            reason = (
-                "this model is trained from scratch"
-                if setting.from_scratch
-                else f"llm.adapter.args asks for {self.adapter.method}, whose products do not add up to one adapter"
-            )
-            raise UserError(f"lowrank.merge = False keeps LoRA pairs beside a pre-trained base; {reason}")
-        check_one_rank(self.adapter, f"lowrank.merge = False of {self.name}")
+        if not params.merge:
+            check_kept(setting, self.name)
 
     def adapt(self, model):
         model = super().adapt(model)

@@ -7,16 +7,24 @@ NeurIPS 2024.
     W ← W + B A, then a new A is drawn and B = 0
 
 Exact for any ranks and any subset of the clients, but the downlink grows with ``Σ r_k``.
+
+``merge: false`` leaves the base as it is and keeps the products beside it, which are saved with the pair as one LoRA
+adapter. Its rank grows by ``Σ r_k`` a round up to ``max_kept_rank``, beyond which the best approximation is kept.
 """
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from ..algebra import stack_pairs
-from ..models.adapters import base_weight_name, load_tensors, merge_pair
+from ..errors import say_once
+from ..models.accumulated import accumulate_pair
+from ..models.adapters import ACCUMULATED, add_beside, base_weight_name, load_tensors, merge_pair
 from ..models.names import named_tensors, pairs
+from ..settings import key
 from .base import Tensors, split_merges
-from .ranks import RankedMethod
+from .ranks import RankedMethod, RankedParams, check_kept
 from .registry import register_method
 
 
@@ -24,6 +32,28 @@ from .registry import register_method
 class FLoRA(RankedMethod):
     source = "Wang et al., NeurIPS 2024"
     sends = "A and B, at the client's rank; receives those of all clients"
+
+    @dataclass(frozen=True)
+    class Params(RankedParams):
+        merge: bool = key(True, help="False: keep the products beside the base, and save them as one adapter")
+        max_kept_rank: int = key(512, min=1, help="with merge False, the largest rank of what is kept of a layer")
+
+    params: Params
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), changes_base=params.merge)
+
+    def __init__(self, params, setting):
+        super().__init__(params, setting)
+        #: whether all that was merged is kept
+        self.exact = True
+        if not params.merge:
+            check_kept(setting, self.name)
+
+    def adapt(self, model):
+        model = super().adapt(model)
+        return model if self.params.merge else add_beside(model, ACCUMULATED, self.setting.seed, r=1, dropout=0.0)
 
     def aggregate(self, updates, state, round):
         message = self.mean_of(updates, self.averaged)
@@ -40,9 +70,16 @@ class FLoRA(RankedMethod):
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
         merges, rest = split_merges(message)
-        for stacks in merges.values():
+        for merged_in, stacks in merges.items():
             for b, a in pairs(stacks):
-                merge_pair(model, a, stacks[b], stacks[a])
+                if self.params.merge:
+                    merge_pair(model, a, stacks[b], stacks[a])
+                elif accumulate_pair(model, a, stacks[b], stacks[a], self.params.max_kept_rank) and self.exact:
+                    self.exact = False
+                    say_once(
+                        f"lowrank.max_kept_rank = {self.params.max_kept_rank} is reached in round {merged_in}: from "
+                        f"now on {self.name} is not exact, and the best approximation of that rank is kept"
+                    )
         load_tensors(model, rest)
         own = named_tensors(model, ("adapter",))
         with torch.no_grad():
@@ -52,4 +89,6 @@ class FLoRA(RankedMethod):
                 own[b].zero_()
 
     def changed_base(self, model: nn.Module) -> list[str]:
+        if not self.params.merge:
+            return list(named_tensors(model, (ACCUMULATED,)))
         return [base_weight_name(a) for _, a in pairs(named_tensors(model, ("adapter",)))]

@@ -8,7 +8,7 @@ from typing import TypeVar
 from ..errors import UserError
 from ..models.layers import Layer, adapted_layers
 from ..settings import AdapterSpec, key
-from .base import Gathering, Requires, Tensors
+from .base import Gathering, Requires, Setting, Tensors
 
 T = TypeVar("T")
 
@@ -37,6 +37,22 @@ def check_one_rank(adapter: AdapterSpec, method: str) -> None:
             f"llm.adapter.args: {odd[0]}: {method} needs one alpha for all layers, ranks that differ by "
             "client only, and pairs without a bias; remove it, or choose another method"
         )
+
+
+def check_kept(setting: Setting, method: str) -> None:
+    """For methods that keep what they merge beside the base (``lowrank.merge = False``).
+
+    Raises:
+        UserError: the model is trained from scratch, or the adapter's products do not add up to one LoRA adapter.
+    """
+    if setting.from_scratch or setting.adapter.method != "lora":
+        reason = (
+            "this model is trained from scratch"
+            if setting.from_scratch
+            else f"llm.adapter.args asks for {setting.adapter.method}, whose products do not add up to one adapter"
+        )
+        raise UserError(f"lowrank.merge = False keeps LoRA pairs beside a pre-trained base; {reason}")
+    check_one_rank(setting.adapter, f"lowrank.merge = False of {method}")
 
 
 class RankedMethod(Gathering):

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,13 +29,25 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 #: by ``adapter_method`` of ``llm.adapter.args``
-_CLASSES = {"lora": "LoraConfig", "loha": "LoHaConfig", "lokr": "LoKrConfig"}
+_CLASSES = {
+    "lora": "LoraConfig",
+    "loha": "LoHaConfig",
+    "lokr": "LoKrConfig",
+    "vera": "VeraConfig",
+    "oft": "OFTConfig",
+    "ia3": "IA3Config",
+}
 
 
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """The name of the longest ``ModuleList`` and the list itself, which holds the transformer blocks; None without."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=lambda item: len(item[1]), default=None)
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether ``model`` reads a text with one stack of layers and writes another with a second, as T5 does."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
@@ -51,7 +63,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
     from .convolution import compose
 
-    config = _config(model, spec)
+    config = _config(model, spec, seed)
     torch.manual_seed(derive(seed, "adapter"))
     with _without_deprecation(), _complaints():
         wrapped = get_peft_model(model, config)
@@ -60,11 +72,12 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
     if strange:
         raise UserError(
-            f"llm.adapter.args: it would train {strange[0]}, which is neither a half of an adapter nor a "
-            "head, so no method would train or send it; without use_dora, bias, trainable_token_indices "
+            f"llm.adapter.args: it would train {strange[0]}, which is neither a tensor of an adapter nor a "
+            "head, so no method would train or send it; without bias, trainable_token_indices "
             "and adapters on embeddings there is no such tensor"
         )
     for name, module in wrapped.named_modules():
+        _check_blocks(name, module, config)
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
             # For convolutions the longer side is the limit: the papers use rank 128 on layers of 64 channels.
@@ -77,12 +90,28 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     return wrapped
 
 
+def _check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None:
+    """Refuse a number of OFT's blocks, or a size of them, that PEFT would take another for."""
+    blocks = getattr(module, "r", {}).get("default") if hasattr(module, "oft_R") else None
+    if blocks is None:
+        return
+    asked, width = cast("peft.OFTConfig", config), cast("Any", module).in_features
+    if asked.r and blocks != asked.r or asked.oft_block_size and blocks * asked.oft_block_size != width:
+        what = f"r = {asked.r}" if asked.r else f"oft_block_size = {asked.oft_block_size}"
+        raise UserError(f"llm.adapter.args: {what} does not divide the width of {name}, {width}; choose one that does")
+
+
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """``model`` with the adapter that a run saved in ``folder``."""
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
     with _without_deprecation():
-        return PeftModel.from_pretrained(model, str(folder))
+        if not hasattr(model, "hf_device_map"):
+            return PeftModel.from_pretrained(model, str(folder))
+        # PEFT would spread such a model anew, and lose where its weights are kept.
+        wrapped = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
+        set_peft_model_state_dict(wrapped, load_peft_weights(str(folder), device="cpu"))
+        return wrapped
 
 
 @contextlib.contextmanager
@@ -131,7 +160,7 @@ def _freeze_inside(wrapped: peft.PeftModel, spec: AdapterSpec) -> None:
         module.requires_grad_(False)
 
 
-def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
+def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConfig:
     """PEFT's config for ``spec``. Dropout of LoHa and LoKr is ``rank_dropout``, on rows of the update."""
     if spec.method not in _CLASSES:
         raise UserError(
@@ -142,14 +171,10 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
     task = (
         {"task_type": "SEQ_CLS"}
         if is_sequence_classifier
-        else ({"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {})
+        else ({"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") and not is_encoder_decoder(model) else {})
     )
-    if spec.method == "lora":
-        strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": spec.lora_dropout, "use_rslora": spec.use_rslora}
-    elif spec.use_rslora:
+    if spec.use_rslora and spec.method != "lora":
         raise UserError(f"llm.adapter.args: use_rslora is LoRA's; {spec.method} scales by alpha / r")
-    else:
-        strength = {"alpha": spec.lora_alpha, "rank_dropout": spec.lora_dropout}
     import peft
 
     config_class = getattr(peft, _CLASSES[spec.method])
@@ -169,10 +194,41 @@ def _config(model: nn.Module, spec: AdapterSpec) -> peft.PeftConfig:
         is_regex = isinstance(value, (str, Mapping))
         for part in [value] if isinstance(value, str) else value:
             _check_named(model, part, f"{name}: ", is_regex)
+    if layers is not None and "layers_to_transform" not in keys:
+        targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
+    chosen = {} if layers is None else {"layers_to_transform": layers}
     with _complaints():
-        return config_class(
-            r=spec.r, **strength, target_modules=targets, layers_to_transform=layers, **task, **spec.extra
-        )
+        return config_class(**_sizes(spec, seed), target_modules=targets, **chosen, **task, **spec.extra)
+
+
+def _sizes(spec: AdapterSpec, seed: int) -> dict[str, Any]:
+    """Rank, strength and dropout in the words of PEFT's class."""
+    dropout = spec.lora_dropout
+    match spec.method:
+        case "lora":
+            strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": dropout, "use_rslora": spec.use_rslora}
+            return {"r": spec.r, **strength}
+        case "vera":  # the two frozen matrices that all layers share follow from a seed of their own
+            own = {} if "projection_prng_key" in spec.extra else {"projection_prng_key": derive(seed, "vera") % 2**31}
+            return {"r": spec.r, "vera_dropout": dropout, **own}
+        case "oft":
+            blocks = spec.extra.get("oft_block_size")
+            return {
+                "r": 0 if blocks else spec.r,
+                "module_dropout": dropout,
+                **({} if blocks else {"oft_block_size": 0}),
+            }
+        case "ia3":
+            return {}
+    return {"r": spec.r, "alpha": spec.lora_alpha, "rank_dropout": dropout}
+
+
+def _in_layers(model: nn.Module, names: Sequence[str], layers: Sequence[int]) -> list[str]:
+    """The full names of the modules that end in one of ``names`` and are in one of ``layers``."""
+    stack = layer_stack(model)
+    assert stack is not None
+    inside = tuple(f"{stack[0]}.{layer}." for layer in layers)
+    return [n for n, _ in model.named_modules() if n.startswith(inside) and n.endswith(tuple(f".{t}" for t in names))]
 
 
 @contextlib.contextmanager
@@ -323,16 +379,20 @@ def _module_of(name: str) -> str:
 ACCUMULATED = "accumulated"
 
 
-def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = None) -> peft.PeftModel:
+def add_beside(
+    model: peft.PeftModel, name: str, seed: int, *, r: int | None = None, dropout: float | None = None
+) -> peft.PeftModel:
     """Add a second adapter ``name`` on the layers of the shared one; both are active afterwards.
 
     Args:
-        r: its rank; None: the rank of the shared adapter.
+        r: its rank; None: the rank of the shared adapter. dropout: of its input; None: as of the shared one.
     """
     config = copy.deepcopy(model.peft_config["default"])
     config.modules_to_save = None
     if r is not None:
         config.r = r
+    if dropout is not None:
+        config.lora_dropout = dropout
     torch.manual_seed(derive(seed, "adapter", name))
     tuner = model.base_model
     tuner.peft_config[name] = config
@@ -413,54 +473,6 @@ def merge_adapter(model: nn.Module, names: Iterable[str]) -> None:
         with torch.no_grad():
             weight = layer.get_base_layer().weight
             weight.add_(layer.get_delta_weight("default").to(weight.dtype))
-
-
-def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> None:
-    """Append a pair to the adapter ``ACCUMULATED`` of the layer with ``lora_A`` ``down_name``; the base is unchanged.
-
-    Args:
-        up: as for ``merge_pair``.
-        down: as for ``merge_pair``.
-    """
-    down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
-    up_all = down_all.replace(".lora_A.", ".lora_B.")
-    parameters = dict(model.named_parameters())
-    # Its initial pair has B = 0 and is replaced.
-    kept = bool(parameters[up_all].any())
-    load_tensors(
-        model,
-        {
-            up_all: torch.cat([parameters[up_all], up], 1) if kept else up,
-            down_all: torch.cat([parameters[down_all], down]) if kept else down,
-        },
-    )
-
-
-def one_adapter(model: peft.PeftModel) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
-    """The adapter ``ACCUMULATED`` and the shared one as a single LoRA adapter, with PEFT's names.
-
-    Returns:
-        Its config, with the sum of both ranks of each layer and scale 1, and its tensors with those of the head.
-    """
-    from peft import get_peft_model_state_dict
-
-    tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name="default").items() if ".lora_" not in n}
-    ranks: dict[str, int] = {}
-    for name, layer in model.named_modules():
-        if ACCUMULATED not in getattr(layer, "lora_A", {}):
-            continue
-        parts = [a for a in (ACCUMULATED, "default") if bool(layer.lora_B[a].weight.any())] or ["default"]
-        tensors[f"{name}.lora_A.weight"] = torch.cat([layer.lora_A[a].weight for a in parts]).detach()
-        tensors[f"{name}.lora_B.weight"] = torch.cat(
-            [layer.lora_B[a].weight * layer.scaling[a] for a in parts], 1
-        ).detach()
-        ranks[name.removeprefix("base_model.model.")] = tensors[f"{name}.lora_A.weight"].shape[0]
-    config = copy.deepcopy(model.peft_config["default"])
-    rank = max(ranks.values())
-    config.r, config.lora_alpha, config.use_rslora = rank, rank, False
-    config.rank_pattern = {name: r for name, r in ranks.items() if r != rank}
-    config.alpha_pattern = dict(config.rank_pattern)
-    return config, tensors
 
 
 def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[str, Tensor]) -> Path:

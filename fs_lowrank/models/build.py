@@ -18,12 +18,23 @@ from ..errors import UserError, nearest
 from ..jobs.kept import kept
 from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
+from .given import copy_of_held, held, is_given
 from .loaded import check_loaded, transformers_silent
+from .placing import placing
+from .quantised import loading, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .vision import VisionModel
+
+
+#: the tasks of models with labels, and what transformers calls them
+PROBLEMS = {
+    "SequenceClassification": "single_label_classification",
+    "SequenceRegression": "regression",
+    "MultiLabelClassification": "multi_label_classification",
+}
 
 
 def locate(name: str) -> str:
@@ -92,11 +103,16 @@ def build_tokenizer(config: Settings):
     _check_type(config)
     if config.is_vision:
         return None
+    if is_given(config):
+        return held(config)[1]
     from transformers import AutoTokenizer
 
     place = locate(model_name(config.model.type))
     skeleton: Any = build_skeleton(config)
     length, room = data_args(config.data).get("max_len") or config.llm.tok_len, positions(skeleton)
+    own = max((of.get("tok_len", 0) for of in config.own_settings.values()), default=0)
+    if room is not None and own > room:
+        raise UserError(f"lowrank.clients: tok_len = {own}: the model at {place!r} has {room} positions; give less")
     if room is not None and isinstance(length, int) and length > room:
         raise UserError(
             f"llm.tok_len = {length}: the model at {place!r} has {room} positions; set llm.tok_len (or max_len in "
@@ -157,18 +173,22 @@ def build_model(
         UserError: the model cannot be found or loaded; its checkpoint lacks weights or has other shapes.
     """
     _check_type(config)
+    if is_given(config):
+        return copy_of_held(config, num_labels)
     place = config.lowrank.weights if config.is_vision else locate(model_name(config.model.type))
 
     def decides() -> dict[str, Any] | None:
         known = {
             "place": [place, state := _state(place)],
-            "dtype": config.dtype,
+            "dtype": [config.dtype, config.quantised, config.lowrank.double_quant],
+            "quantised": config.quantised and [config.torch_device, config.adapter.extra.get("modules_to_save")],
             "seed": config.seed,
             "model": [config.model.type, config.model.task, config.model.use_bias],
+            "attention": config.model.attn_implementation,
             "vision": [config.lowrank.width, config.lowrank.norm, image_shape],
             "data": [num_labels, pad_token_id, list(label_names)],
         }
-        return None if state is None else known
+        return None if state is None or config.model.device_map else known
 
     def make() -> tuple[nn.Module, torch.Tensor]:
         built = _built(config, place, num_labels, pad_token_id, image_shape, label_names, say_new)
@@ -197,7 +217,8 @@ def _copy(model: nn.Module) -> nn.Module:
         start = (tensor.data_ptr() - buffer.data_ptr()) % 64
         return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    contiguous = [p for p in model.parameters() if p.is_contiguous() and p.numel()]
+    # Quantised weights have a copy of their own.
+    contiguous = [p for p in model.parameters() if type(p) is nn.Parameter and p.is_contiguous() and p.numel()]
     return copy.deepcopy(model, {id(p): nn.Parameter(like(p.detach()), p.requires_grad) for p in contiguous})
 
 
@@ -225,25 +246,29 @@ def _built(
     if config.is_vision:
         assert num_labels is not None and image_shape is not None
         return _build_vision(config, num_labels, image_shape)
-    import transformers
-
     if (Path(place) / "adapter_config.json").is_file():
         raise UserError(
             f"model.type: {place!r} holds an adapter in PEFT's format; expected a whole model, as a run saves it with "
             "lowrank.save_merged True"
         )
-    classifies = config.model.task == "SequenceClassification"
+    classifies = config.model.task in PROBLEMS
     # check_loaded refuses shapes that differ, with a better message.
     options = {"dtype": getattr(torch, config.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    loader = _loader(config)
     if classifies:
-        loader = transformers.AutoModelForSequenceClassification
-        options.update(num_labels=num_labels, problem_type="single_label_classification")
-    else:
-        loader = transformers.AutoModelForCausalLM
+        options.update(num_labels=num_labels, problem_type=PROBLEMS[config.model.task])
+    if attention := config.model.attn_implementation:
+        check_attention(attention)
+        options["attn_implementation"] = attention
+    if config.quantised or config.model.device_map:
+        skeleton = build_skeleton(config)
+        options |= loading(config, skeleton)
+        options |= placing(config, skeleton) if config.model.device_map else {}
     torch.manual_seed(derive(config.seed, "model"))
     # check_loaded reports what matters of the loader's messages.
     with transformers_silent(), _complaints("weights", place):
         model, report = loader.from_pretrained(place, **options)
+    settle(model, config, place)
     vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None, say_new)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
@@ -251,6 +276,38 @@ def _built(
         model.config.id2label = dict(enumerate(label_names))
         model.config.label2id = {name: i for i, name in enumerate(label_names)}
     return model.eval()
+
+
+def check_attention(name: str) -> None:
+    """Raise ``UserError`` if this machine lacks what ``model.attn_implementation = name`` needs."""
+    from transformers.utils import is_flash_attn_2_available
+
+    if name == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError(
+            f"model.attn_implementation = {name} needs a GPU of NVIDIA's and the package flash-attn; take sdpa, or "
+            "leave the key out"
+        )
+
+
+def _loader(config: Settings) -> Any:
+    """The class of transformers that loads models for ``model.task``."""
+    import transformers
+
+    if config.model.task == "Seq2SeqLM":
+        return transformers.AutoModelForSeq2SeqLM
+    labelled = config.model.task in PROBLEMS
+    return transformers.AutoModelForSequenceClassification if labelled else transformers.AutoModelForCausalLM
+
+
+def loads(config: Settings, model: PreTrainedModel) -> bool:
+    """Whether transformers loads the class of ``model``, or one with its base, from a folder for ``model.task``."""
+    try:
+        with torch.device("meta"):
+            skeleton = _loader(config).from_config(copy.deepcopy(model.config))
+    except (ValueError, KeyError):  # no class for such a configuration
+        return False
+    base = type(skeleton.base_model) if config.model.task in PROBLEMS else None
+    return type(model) in (type(skeleton), base)
 
 
 def build_skeleton(config: Settings) -> nn.Module:
@@ -262,16 +319,16 @@ def build_skeleton(config: Settings) -> nn.Module:
         UserError: the model's configuration cannot be found or loaded.
     """
     _check_type(config)
+    if is_given(config):
+        return copy_of_held(config).to("meta")
     with torch.device("meta"):
         if config.is_vision:
             return _vision_net(config, 10, (3, 32, 32))
         import transformers
 
-        classifies = config.model.task == "SequenceClassification"
-        loader = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModelForCausalLM
         place = locate(model_name(config.model.type))
         with _complaints("configuration", place):
-            return loader.from_config(transformers.AutoConfig.from_pretrained(place))
+            return _loader(config).from_config(transformers.AutoConfig.from_pretrained(place))
 
 
 def _vision_net(config: Settings, num_classes: int, image_shape: tuple[int, int, int]) -> VisionModel:

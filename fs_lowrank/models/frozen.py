@@ -35,8 +35,9 @@ from ..algebra import digest
 from ..errors import RunFailed, UserError
 from ..jobs.files import disk_error
 from .adapters import layer_stack
-from .machine import machine
+from .machine import input_device, machine, rounding
 from .names import tags
+from .quantised import beside, own_tensors
 from .reads import Attending, Enough, giving, instead, outermost
 from .states import SharedStates
 
@@ -116,6 +117,7 @@ class FrozenPrefix:
         self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
         #: owner -> whether its states are cached; a client that is not in it has none
         self.budget: dict[str, bool] = {}
+        self.planned = 0.0  # bytes of all that is cached
 
     def __bool__(self) -> bool:
         return self.depth > 0
@@ -171,9 +173,10 @@ class FrozenPrefix:
                 type(inner).__name__,
                 wrong,
             )
-            self.budget = dict.fromkeys(owners, False)
+            self.budget, remaining = dict.fromkeys(owners, False), self.limit
         elif kept and self.folder:
             _make(self.folder)
+        self.planned = self.limit - remaining
 
     def states(self, owner: str, examples, indices: np.ndarray) -> contextlib.AbstractContextManager[None]:
         """A context in which the forward pass of the batch ``indices`` uses the cached states of ``owner``."""
@@ -198,7 +201,7 @@ class FrozenPrefix:
                 self.kept[owner] = self._compute(owner, examples)
             buffer, starts = self.kept[owner]
             rows += [buffer[starts[i] : starts[i + 1]] for i in indices]
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         with self._bypass([piece.to(device) for piece in self._padded(rows)]):
             yield
 
@@ -243,7 +246,7 @@ class FrozenPrefix:
 
         None on a GPU, which computes them faster than it receives them.
         """
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         changing, first = self.changing, self.first
         if changing is None or first is None or device.type != "cpu":
             return {}
@@ -316,11 +319,11 @@ class FrozenPrefix:
         lengths = examples.lengths
         _, first = np.unique(lengths, return_index=True)
         chosen = np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:_TRIED]
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         batch = {k: v.to(device) for k, v in examples.batch(chosen).items() if k != "labels"}
         modes = {m: m.training for m in self.model.modules()}
         # Rounding errors grow from layer to layer.
-        allowed = max(1e-4, 8 * torch.finfo(self.dtype).eps)
+        allowed = max(1e-4, 8 * rounding(self.model))
         try:
             rows = [self._hidden(examples, np.array([i]))[0] for i in chosen]
             for row, i in zip(rows, chosen):
@@ -384,7 +387,7 @@ class FrozenPrefix:
                 inputs[0] = torch.cat([states, *(outputs[name].detach() for name in self.parts)], -1)
             raise Enough
 
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         batch = {k: v.to(device) for k, v in examples.batch(indices).items() if k != "labels"}
         training = {m: m.training for m in self.model.modules()}
         self.model.eval()
@@ -430,8 +433,7 @@ class FrozenPrefix:
             tensors = {
                 f"{i} {name}": tensor
                 for i, module in enumerate(self.below)
-                for part in (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-                for name, tensor in part
+                for name, tensor in own_tensors(module).items()
             }
             if self.parts:
                 tensors |= {
@@ -439,6 +441,7 @@ class FrozenPrefix:
                     for name, tensor in self.model.named_parameters()
                     if name.startswith(self.place) and "base" in tags(name) and name not in (self.changing or ())
                 }
+                tensors |= {n: t for n, t in beside(self.model).items() if n.startswith(self.place)}
             inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()
             config = {k: v for k, v in inner.config.to_dict().items() if k != "_name_or_path"}
             self._below = {

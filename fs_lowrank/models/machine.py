@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import UserError
+from .quantised import version_of
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """The device that a model's inputs go to; of a model on several (``model.device_map``) the first."""
+    device = next(model.parameters()).device
+    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    if device.type != "meta" or not hasattr(inner, "hf_device_map"):
+        return device
+    placed = [place for place in inner.hf_device_map.values() if place not in ("cpu", "disk")]
+    return torch.device(placed[0] if placed else "cpu")
+
+
+def autocast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let ``model`` compute in ``dtype`` what torch's autocast allows; its weights stay as they are."""
+    device, opened = input_device(model).type, contextlib.ExitStack()
+    model.register_forward_pre_hook(lambda *_: opened.enter_context(torch.autocast(device, dtype=dtype)) and None)
+    model.register_forward_hook(lambda *_: opened.close(), always_call=True)
+    vars(model)["autocast"] = dtype
+
+
+def rounding(model: nn.Module) -> float:
+    """The relative rounding error of what ``model`` computes (``eps`` of the dtype)."""
+    weights = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return torch.finfo(vars(model).get("autocast", weights)).eps
+
+
+def check_half(device: torch.device, key: str) -> None:
+    """Raise ``UserError`` if ``device`` cannot compute in bfloat16, which the configuration's ``key`` asks for."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(
+            f"{key}: {torch.cuda.get_device_name(device)} does not compute in bfloat16; take float32, or another GPU"
+        )
+
 
 def machine(model: nn.Module) -> dict[str, Any]:
     """Of this machine, of torch's settings and of the code of attention; for keys of what machines may share."""
-    device = next(model.parameters()).device
+    device = input_device(model)
     inner: Any = getattr(model, "get_base_model", lambda: model)()
     return {
         # not in the configuration's dictionary
@@ -20,4 +56,6 @@ def machine(model: nn.Module) -> dict[str, Any]:
         "instructions": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "products": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),
+        **({"autocast": str(vars(model)["autocast"])} if "autocast" in vars(model) else {}),
+        **({"bitsandbytes": quantised} if (quantised := version_of(model)) else {}),
     }

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..errors import say_once
 from .adapters import layer_stack
+from .machine import input_device, rounding
 from .masks import Masks, comparable, draw, draws
 
 #: of a batch's positions so many may be read at most; with more, two passes save nothing
@@ -187,7 +188,7 @@ class OnlyRead:
         """
         ids, labels = batch["input_ids"], batch.get("labels")
         read = torch.zeros_like(ids, dtype=torch.bool)
-        if labels is not None and labels.ndim == 2:
+        if labels is not None and labels.ndim == 2 and not labels.is_floating_point():
             read[:, :-1] = labels[:, 1:] != _IGNORED
             return read
         last = torch.zeros_like(ids[:, 0])
@@ -206,7 +207,7 @@ class OnlyRead:
         if read is None or not 0 < int(read.sum(1).max()) <= _MOST * read.shape[1]:
             yield
             return
-        with self._narrowed(Positions.of(read, next(self.model.parameters()).device)):
+        with self._narrowed(Positions.of(read, input_device(self.model))):
             yield
 
     @contextlib.contextmanager
@@ -270,7 +271,7 @@ class OnlyRead:
         lengths = examples.lengths
         _, first = np.unique(lengths, return_index=True)
         chosen = np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:_TRIED]
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         modes = {m: m.training for m in self.model.modules()}
         batches = [examples.batch(rows) for rows in (chosen, chosen[-1:])]
         try:
@@ -313,7 +314,7 @@ class OnlyRead:
                 ours = self._results(inputs, read)
             # Rounding errors of a layer; of gradients all together, because some of them are zero but for rounding.
             for what, a, b in zip(("outputs", "gradients of the input", "gradients", "random numbers"), plain, ours):
-                allowed = max(1e-4, 8 * torch.finfo(next(self.model.parameters()).dtype).eps)
+                allowed = max(1e-4, 8 * rounding(self.model))
                 difference, scale = float((a - b).abs().max()), float(a.abs().max())
                 if not difference <= allowed * scale:  # NaN too
                     return f"{what} up to {scale:.2g} differ by {difference:.2g}"
@@ -331,7 +332,7 @@ class OnlyRead:
             return (entered[0],), given
 
         hook = self.layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         try:
             with torch.enable_grad(), comparable(device):
                 logits = self.model(**inputs).logits

@@ -246,7 +246,8 @@ def _accuracies(run: Shown) -> dict[str, dict[str, float]]:
         "the global model": run.summary.get("on_test", {}).get("clients", {}),
         "own models": next((r["client_scores"] for r in reversed(run.history) if "client_scores" in r), {}),
     }
-    return {whose: {c: score["acc"] for c, score in scores.items()} for whose, scores in found.items() if scores}
+    scored = {whose: {c: s["acc"] for c, s in scores.items() if "acc" in s} for whose, scores in found.items()}
+    return {whose: scores for whose, scores in scored.items() if scores}
 
 
 def _scores(runs: Sequence[Shown]) -> list[str]:

@@ -37,7 +37,7 @@ class Shown:
     @property
     def language(self) -> bool:
         """Whether the model is one of language."""
-        return self.config.model.task == "CausalLM"
+        return self.config.is_language
 
     @property
     def ended(self) -> bool:

@@ -13,6 +13,7 @@ from ..algebra import FlatTensors
 from ..errors import UserError
 from ..methods import Method, Update
 from ..models.adapters import load_tensors
+from ..models.machine import input_device
 from ..models.names import named_tensors
 from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, saved_rounds
 from .codec import Codec
@@ -100,7 +101,7 @@ class OwnCopy(SharedCopy):
         facts = parcel.facts
         load_tensors(self.model, self.shared)
         stands = facts["stands"]
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         tensors: Mapping[str, Tensor] = {n: t.to(device) for n, t in parcel.tensors.items()}
         if facts.get("whole"):
             load_tensors(self.model, tensors)
@@ -144,7 +145,7 @@ class OwnCopy(SharedCopy):
         """
         # Later saves get higher numbers than all folders that exist, even if those cannot be read.
         self._saved = max(saved_rounds(folder), default=0)
-        saved = _saved(folder, self.client, self.identity, next(self.model.parameters()).device)
+        saved = _saved(folder, self.client, self.identity, input_device(self.model))
         if saved is None:
             return False
         meta, parts = saved.meta, saved.parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..config import Config
 from ..data import Examples, ImageExamples
 from ..errors import UserError, nearest
 from ..methods import State
+from ..settings.metrics import chief, larger_is_better, measured, of_name
 from ..training import evaluate, predictions
 from ..training.schedule import evaluation_due
 from .site import Site
@@ -71,16 +72,20 @@ class Evaluator:
     def held_out(self) -> dict[str, dict[str, float]]:
         """Metrics of the global model by split; none where ``federate.make_global_eval`` is False."""
         return {
-            split: self.score(examples, split)
+            split: self.score(examples, split, self.config.metrics)
             for split, examples in self.site.held_out().items()
             if split in self.splits()
         }
 
-    def score(self, examples: Examples | ImageExamples, owner: str) -> dict[str, float]:
-        """Metrics of the model as it is, on ``examples``; ``owner`` is their name in the cache of frozen layers."""
+    def score(self, examples: Examples | ImageExamples, owner: str, metrics: Sequence[str] = ()) -> dict[str, float]:
+        """Loss, accuracy and ``metrics`` of the model as it is.
+
+        Args:
+            owner: name of ``examples`` in the cache of frozen layers.
+        """
         size = self.config.eval.batch_size or self.config.dataloader.batch_size
         site = self.site
-        return evaluate(site.model, examples, size, owner=owner, prefix=site.prefix, reads=site.reads)
+        return evaluate(site.model, examples, size, metrics=metrics, owner=owner, prefix=site.prefix, reads=site.reads)
 
     def on_test(self) -> dict[str, Any]:
         """What a classifier, as it is, predicts for the test set.
@@ -119,16 +124,18 @@ class Evaluator:
 
         Returns:
             ``acc`` and ``loss`` over all samples; over the clients ``acc_mean``, ``acc_std`` and
-            ``acc_worst_decile``, the mean of the lowest tenth (one client at least); and ``clients``, the metrics and
-            ``samples`` of each, which a record has apart (``Round.record``).
+            ``acc_worst_decile``, the mean of the worst tenth (one client at least), of a regression those of the loss;
+            and ``clients``, the metrics and ``samples`` of each, which a record has apart (``Round.record``).
         """
-        accuracies = np.sort([s["acc"] for s in scores.values()])
+        main = chief(next(iter(scores.values())))
+        values = np.sort([s[main] for s in scores.values()])
+        worst = values if larger_is_better(main) else values[::-1]
         return {
             "clients": {client: {**scores[client], "samples": sizes[client]} for client in sorted(scores)},
-            **{m: average(scores, sizes, m) for m in ("acc", "loss")},
-            "acc_mean": float(accuracies.mean()),
-            "acc_std": float(accuracies.std()),
-            "acc_worst_decile": float(accuracies[: max(len(accuracies) // 10, 1)].mean()),
+            **{m: average(scores, sizes, m) for m in ("acc", "loss") if m in next(iter(scores.values()))},
+            f"{main}_mean": float(values.mean()),
+            f"{main}_std": float(values.std()),
+            f"{main}_worst_decile": float(worst[: max(len(worst) // 10, 1)].mean()),
         }
 
     def key_value(self, record: Mapping[str, Any]) -> float | None:
@@ -140,7 +147,7 @@ class Evaluator:
         value: float | None = record["metrics"].get(split, {}).get(metric)
         if value is None or not math.isfinite(value):
             return None
-        return value if metric == "loss" else -value
+        return -value if larger_is_better(metric) else value
 
     def best(self, history: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The record of the best round by validation data (``best_by``), the first of equals.
@@ -152,13 +159,13 @@ class Evaluator:
         for record in history:
             value = record["metrics"].get("val", {}).get(metric, math.nan)
             if math.isfinite(value):
-                found.append((value if metric == "loss" else -value, record))
+                found.append((-value if larger_is_better(metric) else value, record))
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
     @property
     def best_by(self) -> str:
-        """``val_acc`` if ``eval.best_res_update_round_wise_key`` is an accuracy, else ``val_loss``."""
-        return "val_acc" if watched(self.config)[1].startswith("acc") else "val_loss"
+        """The metric of ``eval.best_res_update_round_wise_key`` on validation data: ``val_acc`` for ``test_acc``."""
+        return f"val_{of_name(watched(self.config)[1])}"
 
     def check_best(self, clients_evaluate: bool = False) -> None:
         """Raise ``UserError`` if ``eval.save_best`` is True and no validation data are evaluated.
@@ -197,7 +204,10 @@ class Evaluator:
         """Raise ``UserError`` if the metric in ``eval.best_res_update_round_wise_key`` is not measured."""
         key, (split, metric) = "eval.best_res_update_round_wise_key", watched(self.config)
         value, patience = self.config.get(key), self.config.early_stop.patience
-        known = ("loss", "acc", *(("acc_mean", "acc_std", "acc_worst_decile") if split == CLIENTS else ()))
+        known = measured(self.config.model.task, self.config.eval.metrics)
+        if split == CLIENTS:
+            known = [m for m in known if m in ("loss", "acc")]
+            known += [f"{known[-1]}_{of}" for of in ("mean", "std", "worst_decile")]
         if metric not in known:
             raise UserError(
                 f"{key} = {value!r}: no metric {metric!r} is measured"

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..config import Config
-from ..data import FederatedData, RawData
+from ..data import CLASSIFICATION, FederatedData, RawData
+from ..data.own import LABELS
 from ..errors import UserError
 from ..settings import Eval
+from ..settings.metrics import LANGUAGE
 
 #: name in ``eval.split`` -> attribute of the data
 SPLITS = {"test": "test", "val": "validation"}
+#: of labelled text, what is predicted, and the ``model.task`` for it
+_TASKS = {
+    "classification": ("classes", "SequenceClassification"),
+    "regression": ("numbers", "SequenceRegression"),
+    "multi_label": ("sets of classes", "MultiLabelClassification"),
+}
 
 
 def check_task(config: Config, raw: RawData) -> None:
@@ -19,8 +29,13 @@ def check_task(config: Config, raw: RawData) -> None:
             f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}"
         )
     model, data = config.model, config.data.type
-    labelled = model.task == "SequenceClassification"
-    if raw.images is None and (raw.task == "classification") != labelled:
+    labelled = model.task not in LANGUAGE
+    if raw.images is None and labelled and raw.task in _TASKS and raw.task != LABELS.get(model.task, CLASSIFICATION):
+        raise UserError(
+            f"data.type = {data} has {_TASKS[raw.task][0]} to predict, and model.task is {model.task}; set model.task "
+            f"{_TASKS[raw.task][1]}"
+        )
+    if raw.images is None and (raw.task in _TASKS) != labelled:
         raise UserError(
             f"model.type = {model.type} is "
             + (
@@ -57,3 +72,20 @@ def check_splits(config: Config, data: FederatedData) -> None:
                 f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
                 f"for it (now {list(config.data.splits)}) or take it out of eval.split"
             )
+
+
+def of_one_client(config: Config) -> Config:
+    """``config`` for a process whose data are all one client's.
+
+    Raises:
+        UserError: clients have lengths of texts of their own; the process reads its data before it has a number.
+    """
+    if any("tok_len" in own for own in config.own_settings.values()):
+        raise UserError(
+            "lowrank.clients gives clients a tok_len: a client with data of its own learns its number after it has "
+            "read them; leave tok_len out"
+        )
+    keys = {"client_num": 1, "sample_client_num": -1, "sample_client_rate": -1.0}
+    # The settings of single clients are found by the number that the server gives this one.
+    own: dict[str, Any] = {"lowrank.min_clients": 1, "lowrank.clients": []}
+    return config.replace({**own, **{f"federate.{name}": value for name, value in keys.items()}})

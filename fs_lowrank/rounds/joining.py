@@ -9,6 +9,7 @@ from ..algebra import digest
 from ..config import Config, load_config
 from ..errors import UserError
 from ..methods import revisions
+from ..settings import flatten
 from .admission import Admission, is_whole
 from .site import Site
 
@@ -50,6 +51,8 @@ def objection(
         own_data: its data are its own, so its data keys may differ.
     """
     try:
+        if reason := _too_much(flatten(theirs), flatten(config.to_dict())):
+            return reason
         keys = differing(load_config(theirs), config, own_data)
     except UserError as error:
         return f"its configuration is wrong: {error}"
@@ -69,6 +72,18 @@ def objection(
             + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
             + "; the same seed, model files and versions of torch, transformers and peft give the same"
         )
+    return ""
+
+
+def _too_much(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Why a stranger's configuration is not even read: it would take memory without bound, or name a file here."""
+    for name in ("federate.client_num", "lowrank.clients"):
+        given, wanted = theirs.get(name), own.get(name)
+        if given != wanted and not (name == "lowrank.clients" and isinstance(given, list)):
+            return (
+                f"it was started with another configuration than the server; they differ in {name}: "
+                f"{repr(given)[:60]}, expected {repr(wanted)[:60]}"
+            )
     return ""
 
 

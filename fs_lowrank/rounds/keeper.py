@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,9 @@ from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
 from ..runs.split import read_split, write_split
 from ..runs.tables import client_lines, result_lines
+from ..runs.trackers import Trackers, check_trackers
 from ..versions import SCHEMA
+from .answers import Answers
 from .evaluator import CLIENTS, Evaluator, average
 from .intake import TooFewClients
 from .ledger import Ledger
@@ -54,6 +57,7 @@ class RecordKeeper:
         config_name: name of the file in it for the resolved configuration.
         clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data, too.
         lock: of the folder, if it is locked already; ``release`` releases it.
+        trackers: that are told the records; None: those of ``lowrank.trackers``.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class RecordKeeper:
         config_name: str = "config.yaml",
         clients_evaluate: bool = False,
         lock: FileLock | None = None,
+        trackers: Sequence[str] | None = None,
     ):
         self.site, self.evaluator, self.ledger = site, evaluator, ledger
         self.config, self.method = site.config, site.method
@@ -74,6 +79,10 @@ class RecordKeeper:
         self.before: dict[str, float] = {}
         self._lock = lock
         self._records: Records | None = None
+        self._answers: Answers | None = None
+        self._trackers: Trackers | None = None
+        self._tracked = self.config.lowrank.trackers if trackers is None else trackers
+        check_trackers(self._tracked)
         #: the last record with scores of clients, and all of them
         self._scored: tuple[dict[str, Any], dict[str, Any]] | None = None
 
@@ -89,7 +98,15 @@ class RecordKeeper:
         scores, last = record.get("client_scores"), record["round"] == self.config.federate.total_round_num
         if scores and not last and not self.evaluator.stalled([*self.history, record]):
             record = {**record, "client_scores": extremes(scores)}
+        if self._answers and self._answers.due(record["round"]):
+            started = time.perf_counter()
+            self.site.load_global(self.ledger.state)  # the model may hold the tensors of a client that was evaluated
+            record = {**record, "answers": self._answers.make(record["round"])}
+            taken = record["seconds"]["evaluation"] + time.perf_counter() - started
+            record["seconds"] = {**record["seconds"], "evaluation": taken}
         self._records.add(record)
+        if self._trackers:
+            self._trackers.log(record)
         if scores:
             self._scored = self.history[-1], {str(client): of for client, of in scores.items()}
         if self.config.eval.save_best and self._best() is self.history[-1]:
@@ -134,7 +151,10 @@ class RecordKeeper:
         return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {kept}")
 
     def release(self) -> None:
-        """Unlock the folder; nothing happens if it is not locked."""
+        """Close the trackers and unlock the folder; nothing happens if it is not locked."""
+        if self._trackers:
+            self._trackers.finish()
+            self._trackers = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -173,6 +193,10 @@ class RecordKeeper:
             self.outdir / "environment.json", self.site.new_weights, checkpoint.round if checkpoint else None
         )
         write_split(self.outdir, self.site.data)
+        if self.config.eval.generate.freq and self.config.model.task == "CausalLM":
+            self._answers = Answers(self.site, self.outdir, checkpoint.round if checkpoint else 0)
+        if self._tracked:
+            self._trackers = Trackers(self.config, self._tracked, self.outdir)
         if self.config.eval.before:
             self._evaluate_before(checkpoint)
         return checkpoint
@@ -208,7 +232,8 @@ class RecordKeeper:
         if {str(client) for client, _ in self.site.tested()} - record["client_scores"].keys():
             return {}
         sizes = {c: of["samples"] for c, of in scores.items()}
-        return {f"unseen_test_{m}": average(scores, sizes, m) for m in ("acc", "loss")}
+        measured = next(iter(scores.values()))
+        return {f"unseen_test_{m}": average(scores, sizes, m) for m in ("acc", "loss") if m in measured}
 
     def checkpoint_due(self, round: int) -> bool:
         """Whether ``lowrank.checkpoint_freq`` asks for a checkpoint after ``round``."""
@@ -379,7 +404,7 @@ class RecordKeeper:
             self._scored[0]["client_scores"] = self._scored[1]
         history, result = self.history, self._result()
         pictures = self.config.lowrank.pictures
-        named = bool(self.site.data.label_names) and any("test" in r["metrics"] for r in history)
+        named = self.site.data.task.endswith("classification") and any("test" in r["metrics"] for r in history)
         on_test = self.evaluator.on_test() if named and pictures else {}
         result.facts["formula_bytes"] = self._formula_bytes()
         if any(CLIENTS in r["metrics"] for r in history):

@@ -146,7 +146,12 @@ class Ledger:
         if self.config is None:
             return None
         method, config = self.method, self.config
-        return sum(samples_trained(size, method.phases(round, client), config) for client, size in sizes.items())
+        each = [
+            samples_trained(size, method.phases(round, client), config.of_client(client))
+            for client, size in sizes.items()
+        ]
+        known = [number for number in each if number is not None]
+        return sum(known) if len(known) == len(each) else None
 
     # -- who has what ------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models.names import tags
+from ..settings.metrics import chief
 from .admission import change_norm
 
 #: with more clients, only the records of the last round have the scores of all; others of so many at either end
@@ -27,10 +28,11 @@ class Failure(TypedDict):
 
 
 def extremes(scores: Mapping[int, Mapping[str, float]]) -> dict[int, Mapping[str, float]]:
-    """The scores of all clients; of more than ``MANY``, those of the ``EXTREME`` worst and best by accuracy."""
+    """The scores of all clients; of more than ``MANY``, those of the ``EXTREME`` at either end by accuracy, or loss."""
     if len(scores) <= MANY:
         return dict(scores)
-    ranked = sorted(scores, key=lambda client: (scores[client]["acc"], client))
+    main = chief(next(iter(scores.values())))
+    ranked = sorted(scores, key=lambda client: (scores[client][main], client))
     return {client: scores[client] for client in sorted({*ranked[:EXTREME], *ranked[-EXTREME:]})}
 
 

@@ -23,8 +23,10 @@ from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
 from ..jobs.files import disk_error, replacing
 from ..methods import Phase
+from ..models.given import is_given
 from ..models.machine import machine
 from ..models.names import all_tensors, is_statistic, select
+from ..models.quantised import beside
 from ..runs.environment import versions
 from ..settings import Settings
 
@@ -32,7 +34,7 @@ logger = logging.getLogger("fs_lowrank")
 
 #: sections of the configuration that the training loop reads; the learning rate of the round is hashed separately
 _SECTIONS = ("train.", "dataloader.", "grad.", "model.", "llm.", "data.transform")
-_KEYS = ("seed", "lowrank.dtype", "lowrank.norm", "lowrank.width")
+_KEYS = tuple(["seed", *(f"lowrank.{name}" for name in ("dtype", "compute_dtype", "double_quant", "norm", "width"))])
 #: of ``train``, what changes rounding only
 _ROUNDING = ("blocks", "only_read", "cache_frozen", "cache_frozen_bytes")
 
@@ -62,14 +64,15 @@ class Reuse:
         lr: float,
         seed: int,
     ) -> str | None:
-        """The key of a training that is about to start; None for one with a penalty, which cannot be hashed.
+        """The key of a training that is about to start; None for one with a penalty or a module of
+        the user's, whose code cannot be hashed.
 
         Args:
             model: with the tensors that training starts from.
             examples, phases, lr, seed: as for ``train_client``.
         """
         phases = list(phases)
-        if any(phase.penalty is not None for phase in phases):
+        if any(phase.penalty is not None for phase in phases) or is_given(config):
             return None
         settings = {
             k: v
@@ -82,7 +85,7 @@ class Reuse:
             "lr": lr,
             "seed": seed,
             "data": examples.fingerprint(),
-            "start": digest(all_tensors(model)),
+            "start": digest({**all_tensors(model), **beside(model)}),
             "machine": machine(model),
             "versions": versions(),
             "adapter": config.adapter.to_args() if config.llm.adapter.use else None,

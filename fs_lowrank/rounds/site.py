@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,19 +26,25 @@ from ..errors import UserError, say_once
 from ..methods import Client, Method, RobustMean, State, Update, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
+from ..models.checkpointing import recompute
 from ..models.frozen import FrozenPrefix, Owners
+from ..models.given import is_given
+from ..models.machine import autocast, check_half, input_device
 from ..models.names import is_statistic, tags
+from ..models.placing import at_home
+from ..models.quantised import count, require_bitsandbytes
 from ..models.reads import OnlyRead
 from ..models.slots import Apart
 from ..models.states import SharedStates, shared_folder
 from ..runs.environment import fingerprint_of
 from ..seeds import derive
+from ..settings import OPTIMIZERS_8BIT
 from ..training import train_client
-from ..training.cohort import Member, apart, cohort_size, differs, elementwise, train_cohort
-from ..training.local import LocalResult
+from ..training.cohort import Member, apart, cohort_size, differs, elementwise, evenly, parts_of, places, train_cohort
+from ..training.local import LocalResult, passes_of
 from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .copies import changed_base, copied
-from .fits import SPLITS, check_splits, check_task
+from .fits import SPLITS, check_splits, check_task, of_one_client
 from .personal import PersonalParts
 from .record import Spent
 from .reuse import Reuse
@@ -74,6 +81,11 @@ def method_of(config: Config) -> Method:
         with_adapter=bool(config.llm.adapter.use),
         only_sums=config.federate.use_ss or config.federate.online_aggr,
         local_steps=config.train.local_update_steps,
+        own_steps={
+            client: own["local_update_steps"]
+            for client, own in config.own_settings.items()
+            if "local_update_steps" in own
+        },
         robust=RobustMean.of(config.lowrank),
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,
@@ -117,19 +129,26 @@ class Site:
 
     def __init__(self, config: Config, *, serves: bool = True, undivided: bool = False):
         self.config = config
+        if config.quantised:
+            require_bitsandbytes(f"lowrank.dtype = {config.quantised}")
+        if (optimizer := config.train.optimizer.type) in OPTIMIZERS_8BIT:
+            require_bitsandbytes(f"train.optimizer.type = {optimizer}")
         self.schedule = schedule_of(config.train.scheduler, config.source)
         self.device = device_of(config)
+        for name, asked in (("train.autocast", config.train.autocast), ("lowrank.dtype", config.dtype)):
+            if asked == "bfloat16":
+                check_half(self.device, f"{name} = {asked}")
         self.method = method_of(config)
         self.tokenizer = build_tokenizer(config)
-        raw = load_raw(config.data, origin=config.source)
+        raw = load_raw(config.data, origin=config.source, task=config.model.task)
         check_task(config, raw)
-        self.data = build_data(_of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
+        self.data = build_data(of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
         check_splits(config, self.data)
         model = self.plain_model()
         self.base_fingerprint = fingerprint_of(model)
         # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])
-        total = sum(p.numel() for p in model.parameters())
+        total = count(model)
         self.model = self.adapted(model)
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.clients = Lazy(len(self.data.clients), self._client)
@@ -140,9 +159,14 @@ class Site:
         self.parameters = {"total": total, "trainable": max(map(self._trained_by, self.kinds()))}
         self.prefix = self.frozen_prefix(self.model)
         self.reads = None
-        if config.train.only_read == "auto" and not config.is_vision:
+        if config.train.only_read == "auto" and not config.is_vision and not self._unknown:
             self.reads = OnlyRead(self.model)
             self.reads.check(max(self.data.clients[:20], key=lambda examples: len(np.unique(examples.lengths[:100]))))
+
+    @property
+    def _unknown(self) -> bool:
+        """Whether the model is not one stack of layers that a text goes through once, so that shortcuts are known."""
+        return self.config.model.task == "Seq2SeqLM" or is_given(self.config)
 
     def plain_model(self) -> nn.Module:
         """The model before the method puts anything on it; the same at every call."""
@@ -151,10 +175,20 @@ class Site:
 
     def adapted(self, model: nn.Module) -> nn.Module:
         """``model`` with the method's parts on it, on the run's device."""
-        model = self.method.adapt(model)
-        if self.config.lowrank.base_init == "zero":
-            start_at_zero(model, self.config.seed)
-        return model.to(self.device)
+        with at_home(model):
+            model = self.method.adapt(model)
+        config = self.config
+        if config.lowrank.base_init == "zero":
+            start_at_zero(model, config.seed)
+        if config.model.device_map:
+            self.device = input_device(model)
+        else:
+            model = model.to(self.device)
+        if config.train.autocast != "off":
+            autocast(model, getattr(torch, config.train.autocast))
+        if config.train.checkpointing and not config.is_vision:
+            recompute(model)
+        return model
 
     def _client(self, index: int) -> Client:
         size = int(self.data.partition.sizes()[index])
@@ -218,7 +252,7 @@ class Site:
             share: fraction of ``train.cache_frozen_bytes``, for several models that share it.
         """
         train = self.config.train
-        if train.frozen_dropout:
+        if train.frozen_dropout or self._unknown:
             return None
         prefix = FrozenPrefix(
             model,
@@ -241,12 +275,14 @@ class Site:
 
     def _owners(self, clients: range) -> Owners:
         """The training data of ``clients``, and how often each is expected to go through its own in the run."""
-        config, train, indices = self.config, self.config.train, self.data.partition.indices
+        config, indices = self.config, self.data.partition.indices
         share = config.federate.total_round_num * config.sampled_per_round / config.federate.client_num
         rows = indices[clients.start - 1 : clients.stop - 1]
-        steps = train.local_update_steps * share
-        samples = config.dataloader.batch_size * config.grad.grad_accum_count
-        passes = np.full(len(rows), float(steps)) if train.batch_or_epoch == "epoch" else steps * samples / rows.lengths
+        length = 1.0 if config.is_vision else float(self.data.train.lengths.mean())
+        passes = passes_of(config, rows.lengths, length) * share
+        for client in filter(clients.__contains__, config.own_settings):
+            i = client - clients.start
+            passes[i] = passes_of(config.of_client(client), rows.lengths[i : i + 1], length)[0] * share
         return Owners(
             Lazy(len(rows), lambda i: f"client {clients[i]}"),
             rows.sums(self.data.train.lengths),
@@ -272,8 +308,9 @@ class Site:
         prefix: FrozenPrefix | None,
     ) -> tuple[Update, LocalResult]:
         """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors, not copies."""
-        config, member = self.config, self._member(client, examples, round)
-        started, lr, reuse = time.perf_counter(), self._rate(round), self.reuse
+        member = self._member(client, examples, round)
+        config, lr = member.config, self._rate(round, client.id)
+        started, reuse = time.perf_counter(), self.reuse
         key = reuse.key(config, model, examples, member.phases, lr=lr, seed=member.seed) if reuse else None
         trained = _kept(reuse.find(key)) if reuse and key else None
         if trained is None:
@@ -293,10 +330,10 @@ class Site:
 
     def _member(self, client: Client, examples: Examples | ImageExamples, round: int) -> Member:
         phases, seed = self.method.phases(round, client.id), derive(self.config.seed, "train", round, client.id)
-        return Member(f"client {client.id}", examples, phases, seed)
+        return Member(f"client {client.id}", examples, phases, seed, self.config.of_client(client.id))
 
-    def _rate(self, round: int) -> float:
-        config = self.config
+    def _rate(self, round: int, client: int) -> float:
+        config = self.config.of_client(client)
         return lr_at(round, config.federate.total_round_num, config.train.optimizer.lr, self.schedule)
 
     def _answer(self, client: Client, round: int, model: nn.Module, trained: _Trained) -> Update:
@@ -319,7 +356,9 @@ class Site:
         config, data = self.config, self.data.clients
         lengths = np.ones(1) if config.is_vision else np.concatenate([e.lengths for e in data[:1000]])
         depth = self.prefix.depth if self.prefix else 0
-        size = min(cohort_size(self.model, config, lengths, depth), config.sampled_per_round)
+        largest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
+        size = min(cohort_size(self.model, largest, lengths, depth), config.sampled_per_round)
+        size = size if config.train.cohort else evenly(size, config.sampled_per_round, places(self.model))
         if size < 2:
             return 1
         if config.is_vision:
@@ -344,10 +383,12 @@ class Site:
         say_once(f"train.cohort: clients are trained one by one: {reason}", logging.WARNING if asked else logging.INFO)
 
     def cohorts(self, clients: Sequence[int], round: int) -> list[Sequence[int]]:
-        """``clients`` in groups that train together in ``round``: as many in their order as ``cohort`` says."""
+        """``clients`` in even groups that train together in ``round``: of one learning rate, ``cohort`` at most."""
         groups: list[Sequence[int]] = []
-        for first in range(0, len(clients), self.cohort):
-            group = clients[first : first + self.cohort]
+        by_rate: dict[float, list[int]] = {}
+        for client in clients:
+            by_rate.setdefault(self._rate(round, client) if self.cohort > 1 else 0.0, []).append(client)
+        for group in (group for of in by_rate.values() for group in parts_of(of, math.ceil(len(of) / self.cohort))):
             if len(group) > 1 and (
                 reason := apart(self.model, self.config, [self.method.phases(round, client) for client in group])
             ):
@@ -388,14 +429,16 @@ class Site:
 
     def _fit_together(self, clients: Sequence[int], round: int, load: Callable[[int], object]) -> dict[int, _Trained]:
         """What one pass for all ``clients`` gives; nothing if they have to be trained one by one."""
-        config, reuse, lr, started = self.config, self.reuse, self._rate(round), time.perf_counter()
+        config, reuse, lr, started = self.config, self.reuse, self._rate(round, clients[0]), time.perf_counter()
         members = [self._member(self.clients[c - 1], self.data.clients[c - 1], round) for c in clients]
         keys: list[str | None] = [None] * len(clients)
         try:
             if reuse:
                 for i, (client, member) in enumerate(zip(clients, members)):
                     load(client)
-                    keys[i] = reuse.key(config, self.model, member.examples, member.phases, lr=lr, seed=member.seed)
+                    keys[i] = reuse.key(
+                        member.config, self.model, member.examples, member.phases, lr=lr, seed=member.seed
+                    )
                 keys = reuse.keys_together(keys)
                 kept = [_kept(reuse.find(key)) if key else None for key in keys]
                 if all(kept):
@@ -448,8 +491,3 @@ class Site:
         """Note the personal tensors of the model, which ``client`` has trained in ``round``."""
         if self.personal.untrained:
             self.personal.keep(client, round, copied(self.model, self.method.personal))
-
-
-def _of_one_client(config: Config) -> Config:
-    keys = {"client_num": 1, "sample_client_num": -1, "sample_client_rate": -1.0}
-    return config.replace({"lowrank.min_clients": 1, **{f"federate.{name}": value for name, value in keys.items()}})

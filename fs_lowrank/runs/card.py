@@ -12,8 +12,8 @@ from ..settings import Settings
 from ..versions import __version__
 from .summary import for_people
 
-_PIPELINES = {"SequenceClassification": "text-classification", "CausalLM": "text-generation"}
-_LOADERS = {"SequenceClassification": "AutoModelForSequenceClassification", "CausalLM": "AutoModelForCausalLM"}
+_PIPELINES = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation"}
+_LOADERS = {"CausalLM": "AutoModelForCausalLM", "Seq2SeqLM": "AutoModelForSeq2SeqLM"}
 
 
 def model_card(
@@ -30,7 +30,7 @@ def model_card(
     base = config.model.type.rpartition("@")[0] or config.model.type
     header: dict[str, Any] = {"library_name": "peft" if what == "adapter" else "transformers"}
     if not config.is_vision:
-        header |= {"base_model": base, "pipeline_tag": _PIPELINES.get(config.model.task, "")}
+        header |= {"base_model": base, "pipeline_tag": _PIPELINES.get(config.model.task, "text-classification")}
     header["tags"] = ["federated-learning", "fs-lowrank", facts["method"], *(["lora"] if what == "adapter" else [])]
     sizes, labels = sorted(facts["clients"]), facts.get("labels") or []
     rows = [
@@ -45,7 +45,7 @@ def model_card(
         ("written by", f"fs-lowrank {__version__}"),
     ]
     rows.append(("round", f"{round}, " + (f"the best by {best}" if best else "the last")))
-    shown = for_people(figures, config.model.task == "CausalLM")
+    shown = for_people(figures, config.is_language)
     measured = [(name, f"{value:.4g}") for name, value in sorted(shown.items())]
     if facts.get("majority") is not None:
         measured.append(("majority class of the test set", f"{facts['majority']:.4g}"))
@@ -82,16 +82,17 @@ def model_card(
 
 
 def _params(config: Settings) -> str:
-    given = ", ".join(f"{name} = {value}" for name, value in config.method_params.items())
+    given = ", ".join(f"{name} = {value}" for name, value in config.lowrank.params.items())
     return f" ({given})" if given else ""
 
 
 def _training(config: Settings) -> str:
     train = config.train
     unit = "steps" if train.batch_or_epoch == "batch" else "epochs"
-    return (
-        f"{train.local_update_steps} {unit} of {config.dataloader.batch_size} samples a round, "
-        f"{train.optimizer.type} at {train.optimizer.lr:g}"
+    loads = config.dataloader
+    batch = f"{loads.batch_tokens} tokens" if loads.batch_tokens else f"{loads.batch_size} samples"
+    return f"{train.local_update_steps} {unit} of {batch} a round, {train.optimizer.type} at {train.optimizer.lr:g}" + (
+        f"; {len(config.own_settings)} clients by settings of their own" if config.own_settings else ""
     )
 
 
@@ -111,7 +112,7 @@ def _use(config: Settings, base: str, labels: list[str], what: str, folder: str)
             "",
             f'model = PeftModel.from_pretrained(load_vision("{folder}/base"), "{folder}")',
         ]
-    loader = _LOADERS[config.model.task]
+    loader = _LOADERS.get(config.model.task, "AutoModelForSequenceClassification")
     if what == "model":
         return [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("{folder}")']
     if labels:

@@ -18,6 +18,7 @@ from torch import nn
 from ..algebra import digest
 from ..jobs.files import to_json, write_text
 from ..jobs.kept import kept
+from ..models.quantised import beside
 from ..versions import SCHEMA, __version__
 
 logger = logging.getLogger("fs_lowrank")
@@ -46,8 +47,8 @@ def environment() -> dict[str, Any]:
 def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int | None) -> None:
     """Write ``environment.json``; a resumed run adds its environment under ``resumed`` to that of the start.
 
-    If versions, the number of threads or the GPU differ from those before, a warning says that results may differ in
-    their last digits.
+    If versions, the number of cores or threads, or the GPU differ from those before, a warning says that results may
+    differ in their last digits.
 
     Args:
         path: the file.
@@ -79,7 +80,7 @@ def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs in two environments and affects results, in words."""
     pairs = [(name, before["versions"].get(name), now["versions"][name]) for name in now["versions"]]
-    pairs += [(name, before[name], now[name]) for name in ("threads", "gpu")]
+    pairs += [(name, before[name], now[name]) for name in ("cpus", "threads", "gpu")]
     return [f"{name} {then} → {here}" for name, then, here in pairs if then != here]
 
 
@@ -89,5 +90,5 @@ def fingerprint_of(plain: nn.Module) -> str:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A hash over names, shapes, dtypes and values of all parameters, 12 hexadecimal digits."""
-    return digest(dict(model.named_parameters()))[:12]
+    """A hash over names, shapes, dtypes and values of all parameters, and scales of quantised ones, 12 digits."""
+    return digest({**dict(model.named_parameters()), **beside(model)})[:12]

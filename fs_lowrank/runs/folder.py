@@ -18,7 +18,7 @@ CONTENTS = (
     *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf")),
     *(f"{name}.{kind}" for name in ("summary", "client_scores") for kind in ("csv", "tex")),
     *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
-    *("local.json", "flower"),
+    *("local.json", "given_data", "given_model", "flower", "answers.jsonl", "tensorboard"),
     *("exp_print.log", "eval_results.log", "system_metrics.log"),  # of FederatedScope
 )
 #: of further processes

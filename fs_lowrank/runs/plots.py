@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..jobs.files import cannot_write, replacing
+from ..settings.metrics import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,6 +130,8 @@ def curves(
     there = sorted({m for r in records for m in r["metrics"].get(split, {})})
     accuracy = next((m for m in there if m in ("acc", "token_acc")), "acc")
     first, second = (accuracy, "loss") if majority is not None else ("loss", accuracy)
+    # A metric that was asked for takes the place of the second.
+    second = next((m for m in there if m in METRICS and m not in ("acc", "loss")), second)
     words = {"loss": "loss", accuracy: "accuracy" if majority is not None else "next-token accuracy"}
     size = (sizes or {}).get(split, 0) if majority is not None else 0
     held_out = [(first, x) for x in _PLACES] + [(second, "round")]
@@ -140,7 +143,7 @@ def curves(
             _line(axes, found, i, size if metric == accuracy else 0, named=label, handles=named)
         if metric == accuracy and majority is not None and axes.lines:
             named["majority class"] = axes.axhline(majority, color="grey", linestyle=":", label="majority class")
-        _finish(axes, _PLACES[x][0], f"{split} {words[metric]}", x == "round")
+        _finish(axes, _PLACES[x][0], f"{split} {words.get(metric, metric)}", x == "round")
         _calm(axes, max(0.1, 8 * math.sqrt(0.25 / size) if size else 0) if metric == accuracy else 0)
     for i, (label, runs) in enumerate(histories.items()):
         _line(panels[4], [_points(h, "round", "loss") for h in runs], i, named=label, handles=named)

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..settings import Settings
+from ..settings.metrics import chief
 from .summary import for_people
 
 OnRound = Callable[[dict[str, Any]], object]
@@ -36,7 +37,7 @@ def shown(
     if not (watched() if show is None else show):
         yield on_round, on_client
         return
-    rounds, language = config.federate.total_round_num, config.model.task == "CausalLM"
+    rounds, language = config.federate.total_round_num, config.is_language
     with tqdm(total=rounds, desc=name, unit="round", dynamic_ncols=True) as bar:
         said = ""
 
@@ -56,5 +57,6 @@ def shown(
 
 def _figures(metrics: Mapping[str, Mapping[str, float]], language: bool) -> str:
     split = "test" if "test" in metrics else next(iter(metrics), "")
-    shown = for_people({"acc": metrics[split]["acc"]}, language) if split else {}
+    main = chief(metrics[split]) if split else ""
+    shown = for_people({main: metrics[split][main]}, language) if split else {}
     return " ".join(f"{split} {name.replace('_', ' ')} {value:.3f}" for name, value in shown.items())

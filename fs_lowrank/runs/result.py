@@ -5,23 +5,29 @@ from __future__ import annotations
 import copy
 import html
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import save_model
 from torch import nn
 
 from ..errors import UserError
-from ..models.adapters import ACCUMULATED, one_adapter, save_adapter
+from ..models.accumulated import one_adapter
+from ..models.adapters import ACCUMULATED, save_adapter
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
+from ..models.quantised import dequantised, layers
 from .plots import curves
 from .summary import for_people
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
+
+logger = logging.getLogger("fs_lowrank")
 
 
 @dataclass(repr=False)
@@ -191,12 +197,23 @@ class RunResult:
     def save_model(self, folder: str | Path) -> Path:
         """Save the model with any adapter merged into it, for transformers.
 
-        Image networks are loaded with ``fs_lowrank.models.vision.load_vision``.
+        Quantised matrices are saved in the dtype in which they compute. Image networks are loaded with
+        ``fs_lowrank.models.vision.load_vision``. Of a module of the user's that is not of transformers,
+        ``model.safetensors`` has the tensors.
         """
-        model: Any = copy.deepcopy(self.model)
+        model: Any
+        if layers(self.model):
+            logger.warning("%s: the quantised base is saved without quantisation, as it computes", folder)
+            model = dequantised(self.model)
+        else:
+            model = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()
         model = plain(model)
+        if not hasattr(model, "save_pretrained"):  # a module of the user's
+            Path(folder).mkdir(exist_ok=True)
+            save_model(model, str(Path(folder) / "model.safetensors"))
+            return Path(folder)
         with transformers_silent():
             model.save_pretrained(str(folder))
         return Path(folder)

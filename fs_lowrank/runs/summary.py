@@ -43,6 +43,11 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
+def shown_name(metric: str, language: bool) -> str:
+    """``val_acc`` as people are shown it: of a language model it is the accuracy of the next token."""
+    return re.sub(r"(?<![a-z])acc(?![a-z])", "token_acc", metric) if language else metric
+
+
 def for_people(metrics: Mapping[str, float], language: bool) -> dict[str, float]:
     """Metrics by the names that people are shown.
 
@@ -56,7 +61,7 @@ def for_people(metrics: Mapping[str, float], language: bool) -> dict[str, float]
         return dict(metrics)
     named = {}
     for name, value in metrics.items():
-        named[re.sub(r"(?<![a-z])acc(?![a-z])", "token_acc", name)] = value
+        named[shown_name(name, language)] = value
         if name.endswith("loss"):
             named[name.removesuffix("loss") + "perplexity"] = perplexity(value)
     return named

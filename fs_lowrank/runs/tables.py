@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..settings.metrics import chief, larger_is_better
 from .result import RunResult
 from .summary import for_people, human_bytes, per_client_and_round, seconds
 
@@ -33,17 +34,20 @@ def client_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
     """A line for each run: the scores on the clients' shares of the test set; empty if there are none."""
     metrics = [n for n in _metrics(results) if n.startswith("client_test_")]
     head = ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in metrics)]
-    head += ["worst client\nand its acc", "best client\nand its acc"]
+    main = "acc" if any("acc" in name for name in metrics) else "loss"
+    head += [f"worst client\nand its {main}", f"best client\nand its {main}"]
     lines = [[name, *_values(_final(result), metrics), *_ends(result)] for name, result in results.items()]
     return [head, *lines] if metrics else []
 
 
 def _ends(result: RunResult) -> tuple[str, str]:
-    """The clients of the lowest and of the highest accuracy, each with it."""
-    scores = {client: of["acc"] for client, of in result.client_scores.items()}
-    if not scores:
+    """The worst and the best client by accuracy, or loss, each with it."""
+    if not result.client_scores:
         return "-", "-"
-    worst, best = min(scores, key=scores.__getitem__), max(scores, key=scores.__getitem__)
+    main = chief(next(iter(result.client_scores.values())))
+    scores = {client: of[main] for client, of in result.client_scores.items()}
+    ends = min(scores, key=scores.__getitem__), max(scores, key=scores.__getitem__)
+    worst, best = ends if larger_is_better(main) else ends[::-1]
     return f"{worst}: {scores[worst]:.3f}", f"{best}: {scores[best]:.3f}"
 
 

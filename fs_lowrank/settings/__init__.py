@@ -5,25 +5,39 @@ engines, and does not import torch.
 """
 
 from . import framework
-from .adapter import ALL_LINEAR, AdapterSpec
+from .adapter import ADDED, ALL_LINEAR, AdapterSpec
 from .build import check_together, read_section, unknown_key
 from .check import Key, check_keys, check_value, key, keys_of, one_mapping
+from .clients import OfClient, grouped
 from .origin import Origin, show
 from .parameters import check_method_params
 from .reading import as_overrides, parse_overrides, read_yaml, yaml_beside
 from .schema import Settings, flat_keys, infer_task, known_keys
-from .sections import OPTIMIZERS, VISION_MODELS, Eval, Lowrank, Optimizer, Scheduler, robust_needs, server_lr
+from .sections import (
+    OPTIMIZERS,
+    OPTIMIZERS_8BIT,
+    VISION_MODELS,
+    Eval,
+    Lowrank,
+    Optimizer,
+    Scheduler,
+    robust_needs,
+    server_lr,
+)
 from .tree import assign, flatten, lookup, merge
 
 __all__ = [
+    "ADDED",
     "ALL_LINEAR",
     "OPTIMIZERS",
+    "OPTIMIZERS_8BIT",
     "VISION_MODELS",
     "AdapterSpec",
     "Eval",
     "Key",
     "Lowrank",
     "Optimizer",
+    "OfClient",
     "Origin",
     "Scheduler",
     "Settings",
@@ -36,6 +50,7 @@ __all__ = [
     "flat_keys",
     "flatten",
     "framework",
+    "grouped",
     "infer_task",
     "key",
     "keys_of",

@@ -26,11 +26,21 @@ _PEFT_KEYS = """
     exclude_modules fan_in_fan_out init_lora_weights init_weights layer_replication layers_pattern loftq_config
     lora_bias megatron_config megatron_core module_dropout modules_to_save rank_dropout rank_dropout_scale
     rank_pattern runtime_config target_parameters trainable_token_indices use_dora use_effective_conv2d use_qalora
+    block_share coft d_initial eps feedforward_modules init_ia3_weights num_cayley_neumann_terms oft_block_size
+    projection_prng_key save_projection use_cayley_neumann
 """.split()
 #: ``target_modules`` for every linear module but the head's
 ALL_LINEAR = ("all-linear",)
-LOW_RANK_METHODS = ("lora", "lokr", "loha")
-_ADAPTER_METHODS = (*LOW_RANK_METHODS, "prefix", "prompt", "p-tuning")
+#: adapters that are added to a weight
+ADDED = ("lora", "lokr", "loha")
+#: the adapters that our methods train -> what they have of ``r``, ``lora_alpha`` and ``lora_dropout``
+TRAINED = {
+    **dict.fromkeys(ADDED, ("r", "lora_alpha", "lora_dropout")),
+    "vera": ("r", "lora_dropout"),
+    "oft": ("r", "lora_dropout"),
+    "ia3": (),
+}
+_ADAPTER_METHODS = (*TRAINED, "prefix", "prompt", "p-tuning")
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,10 @@ class AdapterSpec:
         r: the rank.
         lora_alpha: the pair counts `alpha / r` times.
         use_rslora: the pair counts `alpha / √r` times instead.
-        method: ``lora``, ``lokr``, ``loha`` (the framework also has ``prefix``, ``prompt``, ``p-tuning``).
-        lora_dropout: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``.
+        method: ``lora``, ``lokr``, ``loha``, ``vera``, ``oft``, ``ia3`` (the framework also has ``prefix``, ``prompt``,
+            ``p-tuning``).
+        lora_dropout: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``, for ``oft``
+            its ``module_dropout``.
         target_modules: names of modules, ``all-linear``, or None for PEFT's choice.
         layers: indices from 0, or None for all.
         extra: further arguments of PEFT's config, unchanged.
@@ -57,6 +69,11 @@ class AdapterSpec:
     use_rslora: bool = False
     extra: dict = field(default_factory=dict)
 
+    @property
+    def is_added(self) -> bool:
+        """Whether the layer's weight is the base's plus what the adapter holds."""
+        return self.method in ADDED and not self.extra.get("use_dora")
+
     def scale(self, rank: int | None = None) -> float:
         """The factor on ``B A`` for ``rank`` (default: ``r``): ``alpha / r``, with rsLoRA ``alpha / √r``."""
         rank = self.r if rank is None else rank
@@ -65,10 +82,11 @@ class AdapterSpec:
     def to_args(self) -> dict[str, Any]:
         """The mapping for ``llm.adapter.args``, in PEFT's names."""
         args: dict[str, Any] = {"adapter_package": "peft", "adapter_method": self.method}
-        if self.method in LOW_RANK_METHODS:
-            args.update(
-                r=self.r, lora_alpha=self.lora_alpha, lora_dropout=self.lora_dropout, use_rslora=self.use_rslora
-            )
+        if self.method in TRAINED:
+            own = ("r", "lora_alpha", "lora_dropout")
+            args |= {name: getattr(self, name) for name in own if name in TRAINED[self.method]}
+            if self.method in ADDED:
+                args["use_rslora"] = self.use_rslora
             if self.target_modules is not None:
                 args["target_modules"] = (
                     ALL_LINEAR[0] if self.target_modules == ALL_LINEAR else list(self.target_modules)
@@ -100,8 +118,11 @@ class AdapterSpec:
 
         take("adapter_package", "peft", str, choices=("peft",))
         method = take("adapter_method", "lora", str, choices=_ADAPTER_METHODS, fold=True)
-        if method not in LOW_RANK_METHODS:
+        if method not in TRAINED:
             return cls(method=method, extra=named)
+        other = [name for name in ("r", "lora_alpha", "lora_dropout") if name in named and name not in TRAINED[method]]
+        if other:
+            origin.fail(at + spelled[other[0]], f"is no argument of adapter_method {method}; leave it out")
         for name in ("target_modules", "layers_to_transform"):
             if name in named and isinstance(named[name], (str, int)) and not isinstance(named[name], bool):
                 named[name] = [named[name]]

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from ..errors import UserError
 from . import framework
 from .check import check_value, hints_of, misspelt
+from .metrics import METRICS
 from .origin import Origin
 from .schema import Settings, known_keys
 from .sections import ROBUST, VISION_MODELS, robust_needs
@@ -171,8 +172,20 @@ def check_together(config: Settings, origin: Origin) -> None:
         and config.device < -1
     ):
         origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
+    if config.dataloader.batch_tokens and config.is_vision:
+        origin.fail("dataloader.batch_tokens", "counts the tokens of texts, and images have none; leave it out")
+    if config.dataloader.batch_tokens and config.dataloader.drop_last:
+        origin.fail(
+            "dataloader.drop_last",
+            "= True leaves out a batch with fewer samples than the others, and with dataloader.batch_tokens batches "
+            "differ in that; leave one of the two out",
+        )
     if ".." in PurePath(config.expname).parts or PurePath(config.expname).is_absolute():
         origin.wrong("expname", config.expname, "a folder below outdir")
+    for i, metric in enumerate(config.eval.metrics):
+        if metric not in ("acc", "loss") and config.model.task and config.model.task not in METRICS[metric].tasks:
+            tasks = " and ".join(METRICS[metric].tasks)
+            origin.fail(f"eval.metrics.{i}", f"= {metric}: it is for {tasks}; model.task is {config.model.task}")
     best = config.eval.best_res_update_round_wise_key
     if not re.fullmatch(r"(\w+\.)?(train|val|test|client_test)_\w+", best):
         origin.wrong("eval.best_res_update_round_wise_key", best, "SPLIT_METRIC, such as val_loss or test_acc")

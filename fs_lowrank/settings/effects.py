@@ -41,7 +41,9 @@ def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tupl
             "train.frozen_dropout",
             "train.only_read",
             "train.blocks",
+            "train.checkpointing",
             "train.cohort",
+            "model.attn_implementation",
             *cache,
         ),
     )
@@ -51,6 +53,15 @@ def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tupl
         f"federate.method = {config.federate.method} trains all weights without an adapter",
         ("llm.adapter.args",),
     )
+    answers = config.model.task == "CausalLM"
+    yield answers, f"it is for causal language models, and {model}, for {config.model.task}", ("eval.generate",)
+    further = ("split", "prompts", "max_tokens", "temperature", "score")
+    yield config.eval.generate.freq > 0, "eval.generate.freq is 0", tuple(f"eval.generate.{name}" for name in further)
+    spread = ("model.max_memory", "model.offload_folder")
+    yield bool(config.model.device_map), "model.device_map is empty", spread
+    dtype = f"lowrank.dtype is {config.lowrank.dtype}"
+    yield bool(config.quantised), dtype, ("lowrank.compute_dtype",)
+    yield config.quantised == "nf4", dtype, ("lowrank.double_quant",)
     yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
 
 
@@ -99,7 +110,9 @@ def _idle(name: str, given: Mapping[str, Any], engine: str) -> str:
     if switch:
         return f"{switch} is {framework.DEFAULTS[switch]!r}"
     if engine != "federatedscope":
-        return "only FederatedScope uses it" if framework.within(name, framework.HARMLESS) else ""
+        harmless = framework.within(name, framework.HARMLESS)
+        followed = engine == "local" and name in framework.FOLLOWED
+        return "only FederatedScope uses it" if harmless and not followed else ""
     return _idle_by(name, framework.IDLE)
 
 

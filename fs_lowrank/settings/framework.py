@@ -19,6 +19,8 @@ DEFAULTS = flatten(_TABLES["defaults"])
 OPEN: list[str] = _TABLES["open"]
 #: keys and sections that do not affect the result of a run in one process
 HARMLESS: list[str] = _TABLES["harmless"]
+#: of them, those that the local engine follows
+FOLLOWED: list[str] = _TABLES["followed"]
 #: values that describe what the local engine does anyway
 SAME_AS_OURS: dict[str, list[object]] = _TABLES["same_as_ours"]
 #: section -> the key that turns it on; other sections have the key ``use``

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import yaml
@@ -17,10 +18,13 @@ from ..errors import UserError, nearest
 from . import framework
 from .adapter import AdapterSpec
 from .check import key
+from .clients import by_client
+from .metrics import LANGUAGE, extras
 from .origin import Origin
 from .reading import Dumper
 from .sections import (
     LLM,
+    QUANTISED,
     VISION_MODELS,
     Data,
     Dataloader,
@@ -77,7 +81,51 @@ class Settings:
     @property
     def method_params(self) -> dict[str, Any]:
         """All hyperparameters of the method: ``create_method(config.federate.method, **config.method_params)``."""
-        return copy.deepcopy(self.lowrank.params)
+        params = copy.deepcopy(self.lowrank.params)
+        if own := {client: of["rank"] for client, of in self.own_settings.items() if "rank" in of}:
+            ranks = params["ranks"] or (self.adapter.r,)
+            clients = range(1, self.federate.client_num + 1)
+            params["ranks"] = tuple(own.get(client, ranks[(client - 1) % len(ranks)]) for client in clients)
+        return params
+
+    @cached_property
+    def own_settings(self) -> dict[int, dict[str, Any]]:
+        """What ``lowrank.clients`` says of each client that it names."""
+        return by_client(self.lowrank.clients) if isinstance(self.lowrank.clients, list) else {}
+
+    def of_client(self, client: int) -> Settings:
+        """The settings by which ``client`` trains."""
+        return self._of_clients.get(client, self)
+
+    def variants(self) -> list[Settings]:
+        """All different settings by which clients train, these first."""
+        return [self, *{id(own): own for own in self._of_clients.values()}.values()]
+
+    @cached_property
+    def _of_clients(self) -> dict[int, Settings]:
+        """The settings of the clients that train by others than these; one object for all clients that share them."""
+        made: dict[int, Settings] = {}
+        for own in self.own_settings.values():
+            if id(own) not in made:
+                made[id(own)] = self._with(own)
+        return {client: made[id(own)] for client, own in self.own_settings.items()}
+
+    def _with(self, own: Mapping[str, Any]) -> Settings:
+        train, optimizer = self.train, self.train.optimizer
+        lr = own.get("lr", optimizer.lr * own.get("lr_factor", 1.0))
+        return dataclasses.replace(
+            self,
+            dataloader=dataclasses.replace(
+                self.dataloader, batch_size=own.get("batch_size", self.dataloader.batch_size)
+            ),
+            llm=dataclasses.replace(self.llm, tok_len=own.get("tok_len", self.llm.tok_len)),
+            train=dataclasses.replace(
+                train,
+                local_update_steps=own.get("local_update_steps", train.local_update_steps),
+                batch_or_epoch=own.get("batch_or_epoch", train.batch_or_epoch),
+                optimizer=dataclasses.replace(optimizer, lr=lr),
+            ),
+        )
 
     @property
     def is_vision(self) -> bool:
@@ -87,7 +135,12 @@ class Settings:
     @property
     def is_language(self) -> bool:
         """Whether it is a language model, whose accuracy is that of the next token."""
-        return self.model.task == "CausalLM"
+        return self.model.task in LANGUAGE
+
+    @property
+    def metrics(self) -> list[str]:
+        """What is measured beside loss and accuracy."""
+        return extras(self.model.task, self.eval.metrics)
 
     @property
     def from_scratch(self) -> bool:
@@ -105,8 +158,17 @@ class Settings:
 
     @property
     def dtype(self) -> str:
-        """``float32`` or ``bfloat16``. Half precision is bfloat16: in float16, AdamW's eps vanishes and gives NaN."""
-        return "bfloat16" if self.train.is_enable_half else self.lowrank.dtype
+        """``float32`` or ``bfloat16``, of what is computed and of all weights that are not quantised.
+
+        Half precision is bfloat16: in float16, AdamW's eps vanishes and gives NaN.
+        """
+        asked = self.lowrank.compute_dtype if self.quantised else self.lowrank.dtype
+        return "bfloat16" if self.train.is_enable_half else asked
+
+    @property
+    def quantised(self) -> str:
+        """``int8`` or ``nf4``; empty if no weights are quantised."""
+        return self.lowrank.dtype if self.lowrank.dtype in QUANTISED else ""
 
     @property
     def torch_device(self) -> str:

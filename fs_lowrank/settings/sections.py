@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .check import key
+from .metrics import METRICS, TASKS
 
 #: our image networks, by ``model.type`` (``models.vision``)
 VISION_MODELS = ("lenet", "fedma_cnn", "resnet10", "resnet18")
+#: values of ``lowrank.dtype`` for quantised weights (``models.quantised``)
+QUANTISED = ("int8", "nf4")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Data:
     #: a list of one mapping with what the data set needs, such as the names of columns (`data.args.0.…`)
     args: list = key([])
     #: how the training rows are divided among the clients: `iid`, `dirichlet` (`lda`), `mixture`, `shards`, `field`
-    #: (`meta`) or `quantity`. FederatedScope's default is empty: data that are already split into clients
+    #: (`meta`), `file` or `quantity`. FederatedScope's default is empty: data that are already split into clients
     splitter: str = key("iid")
     #: a list of one mapping with the arguments of the splitter (`data.splitter_args.0.…`)
     splitter_args: list = key([])
@@ -86,6 +89,9 @@ class Data:
 class Dataloader:
     #: samples of a client in one step
     batch_size: int = key(64, min=1)
+    #: ours: the most tokens of a client in one step, padding included, in place of ``batch_size``; a sample with more
+    #: is alone. 0: ``batch_size`` samples
+    batch_tokens: int = key(0, min=0)
     #: draw a client's samples in random order
     shuffle: bool = key(True)
     #: processes that load data
@@ -98,10 +104,23 @@ class Dataloader:
 class Model:
     #: ``NAME_OR_PATH@huggingface_llm``, ``NAME_OR_PATH@transformers``, or the name of one of our image networks
     type: str = key("")
-    #: inferred from the suffix of ``type`` if empty; ``node``, FederatedScope's default, counts as empty
-    task: str = key("", choices=("", "CausalLM", "SequenceClassification", "ImageClassification"), also={"node": ""})
+    #: inferred from the suffix of ``type`` if empty (``node``, FederatedScope's default, counts as empty);
+    #: ``SequenceRegression``, ``MultiLabelClassification`` and ``Seq2SeqLM`` (T5) have to be said
+    task: str = key("", choices=("", *TASKS), also={"node": ""})
     #: for our image networks
     use_bias: bool = key(True)
+    #: ours, on the embedded engine: spread the base over several GPUs, memory and disk, by accelerate; empty: one
+    #: device
+    device_map: str = key("", choices=("", "auto", "balanced", "balanced_low_0", "sequential"), result=False)
+    #: ours: with ``device_map``, the most of each device, `DEVICE=SIZE` such as `0=20GiB` and `cpu=60GiB`
+    max_memory: list[str] = key([], result=False)
+    #: ours: with ``device_map``, the folder for weights that lie on the disk and are not in the checkpoint as they
+    #: are; empty: a temporary one
+    offload_folder: str = key("", result=False)
+    #: ours: the code of attention in models of transformers; empty: theirs
+    attn_implementation: str = key(
+        "", choices=("", "eager", "sdpa", "flash_attention_2", "flex_attention"), result=False
+    )
 
 
 @dataclass(frozen=True)
@@ -155,10 +174,15 @@ OPTIMIZERS = (
 )
 
 
+#: of bitsandbytes, whose state has 8 bits for each number of a tensor with 4096 or more
+OPTIMIZERS_8BIT = ("Adam8bit", "AdamW8bit", "Lion8bit", "PagedAdam8bit", "PagedAdamW8bit", "PagedLion8bit", "SGD8bit")
+
+
 @dataclass(frozen=True)
 class Optimizer:
-    #: the client optimizer, a class of `torch.optim`; its further arguments stand beside this key
-    type: str = key("SGD", choices=OPTIMIZERS, fold=True)
+    #: the client optimizer, a class of `torch.optim`, or one of bitsandbytes with a state of 8 bits; its further
+    #: arguments stand beside this key
+    type: str = key("SGD", choices=(*OPTIMIZERS, *OPTIMIZERS_8BIT), fold=True)
     #: learning rate of the clients
     lr: float = key(0.1, above=0.0)
     #: further arguments: ``momentum``, ``weight_decay``, ``betas``, …
@@ -203,6 +227,11 @@ class Train:
     cohort: int = key(
         0, min=0, also={"auto": 0, "off": 1, False: 1, True: 0}, words="off, a whole number or auto", result=False
     )
+    #: ours: compute a layer's activations again in the backward pass instead of keeping them, which takes a third more
+    #: time; results are the same
+    checkpointing: bool = key(False, result=False)
+    #: ours: compute in bfloat16 what allows it; weights, adapters and optimizers keep their dtype
+    autocast: str = key("off", choices=("off", "bfloat16"), also={False: "off", True: "bfloat16"})
     #: dropout in the layers of the cache; False allows caching
     frozen_dropout: bool = key(False)
 
@@ -226,17 +255,36 @@ class EarlyStop:
 
 
 @dataclass(frozen=True)
+class Generate:
+    #: ours: rounds between answers of the global model to held-out prompts, which ``answers.jsonl`` has; 0: none
+    freq: int = key(0, min=0, result=False)
+    #: whose prompts
+    split: str = key("test", choices=("test", "val"), result=False)
+    #: number of prompts
+    prompts: int = key(8, min=1, result=False)
+    #: tokens of an answer, at most
+    max_tokens: int = key(64, min=1, result=False)
+    #: 0: the most likely token; above 0: sampled
+    temperature: float = key(0.0, min=0.0, result=False)
+    #: how an answer is scored against that of the data: exact_match (but for case and blanks), rouge_l, or a function
+    #: of (answer, reference) as ``MODULE:FUNCTION``
+    score: str = key("exact_match", result=False)
+
+
+@dataclass(frozen=True)
 class Eval:
     #: rounds between evaluations; 0 or -1: after the last round only
     freq: int = key(1, min=-1)
-    #: FederatedScope's default is an empty list
-    metrics: list[str] = key(["acc"], items=("acc", "loss"))
+    #: further metrics: ``f1`` (of two classes that of the second, else the mean over the classes) and ``matthews``.
+    #: Loss and accuracy are always measured; of a regression the loss, ``pearson`` and ``spearman``. FederatedScope's
+    #: default is an empty list
+    metrics: list[str] = key(["acc"], items=tuple(METRICS))
     #: what is evaluated; a split without data is left out
     split: list[str] = key(["test", "val"], items=("train", "val", "test"))
     #: the metric that selects the best round, ``SPLIT_METRIC``
     best_res_update_round_wise_key: str = key("val_loss")
     #: ours: also save what was trained as it was after the best round, by validation data; ``auto``: if the run
-    #: evaluates any. The metric is that of ``best_res_update_round_wise_key``, loss or accuracy
+    #: evaluates any. The metric is that of ``best_res_update_round_wise_key``
     save_best: bool | Literal["auto"] = key("auto", words="True, False or auto", result=False)
     #: ours: also evaluate the model that each client has on its share of the test set, as ``client_test``; at the end,
     #: the score on clients that never took part. It is always done where clients have models of their own, and with
@@ -246,6 +294,7 @@ class Eval:
     before: bool = key(False, result=False)
     #: ours; 0: as ``dataloader.batch_size``
     batch_size: int = key(0, min=0)
+    generate: Generate = field(default_factory=Generate)
     #: FederatedScope's forms of a result; ours are fixed
     report: list[str] = key(
         ["weighted_avg", "avg", "fairness", "raw"], result=False, idle="the same metrics are recorded in every run"
@@ -285,6 +334,10 @@ class FedOpt:
 ROBUST = ("none", "median", "trimmed_mean", "norm_bound", "krum", "multi_krum")
 
 
+#: those that accelerate knows
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+
+
 def robust_needs(rule: str, malicious: int) -> int:
     """The number of updates that ``lowrank.robust = rule`` needs to withstand ``malicious`` clients.
 
@@ -318,8 +371,14 @@ class Lowrank:
     #: seconds that a process waits for another in distributed runs; with ``federate.process_num``, for a sign of life;
     #: on Flower, for the next answer of any node
     timeout: float = key(600.0, above=0.0, result=False)
-    #: dtype of the frozen weights and of the computation; methods decide the dtype of trained tensors
-    dtype: str = key("float32", choices=("float32", "bfloat16"))
+    #: dtype of the frozen weights and of the computation, or `int8` or `nf4`: matrices quantised to 8 or 4 bits by
+    #: bitsandbytes, which takes models of transformers and methods that leave the base as it is. Methods decide the
+    #: dtype of trained tensors
+    dtype: str = key("float32", choices=("float32", "bfloat16", *QUANTISED))
+    #: dtype of the computation with quantised matrices, and of the weights that are not quantised
+    compute_dtype: str = key("float32", choices=("float32", "bfloat16"))
+    #: quantise the scales of `nf4`, too, which saves 0.4 bits for each weight
+    double_quant: bool = key(False)
     #: normalisation of a ResNet; ``static`` is batch norm that uses the statistics of the batch in evaluation too
     norm: str = key("batch", choices=("batch", "static", "group", "none"))
     #: factor on the hidden widths of an image network
@@ -341,9 +400,15 @@ class Lowrank:
     save_merged: bool = key(False, result=False)
     #: draw the pictures of a run, for which a classifier is evaluated once more on the test data at its end
     pictures: bool = key(True, result=False)
+    #: trackers that are told the records of the run while it runs: accelerate's names; each has to be installed
+    trackers: list[str] = key([], items=TRACKERS, result=False)
     #: rounds between checkpoints; 0: none
     checkpoint_freq: int = key(1, min=0, result=False)
     #: number of checkpoints that are kept
     keep_checkpoints: int = key(2, min=1, result=False)
+    #: settings of some clients for themselves: a list such as ``[{clients: 3, batch_size: 4}, {clients: [5, "7-9"],
+    #: lr_factor: 0.5}]``; or a file: a table (``.csv``, ``.tsv``) with a column ``client`` and a row for each client,
+    #: or what FederatedScope's ``--client_cfg`` takes (``.yaml``)
+    clients: list[dict] | str = key([], words="a list of mappings, or the name of a file")
     #: all hyperparameters of the method
     params: dict = key({}, open=True)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import say_once
-from ..models.adapters import layer_stack
+from ..models.adapters import is_encoder_decoder, layer_stack
+from ..models.checkpointing import recomputes
+from ..models.machine import input_device, rounding
 from ..models.masks import Masks, comparable, draw, draws
 
 #: by device: what a further block costs in each layer, in multiplications (calls) and in tokens (small matrices).
@@ -31,10 +33,14 @@ _USABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def overhead(model: nn.Module) -> float:
     """What ``train.blocks: auto`` takes a further block to cost, in tokens."""
     stack = layer_stack(model)
-    if stack is None or getattr(getattr(model, "config", None), "output_router_logits", False):
+    if (
+        stack is None
+        or is_encoder_decoder(model)
+        or getattr(getattr(model, "config", None), "output_router_logits", False)
+    ):
         return float("inf")  # the routers' loss of a batch is not the sum over its blocks
     weights = sum(p.numel() for p in stack[1][-1].parameters())
-    device = next(model.parameters()).device.type
+    device = input_device(model).type
     work, tokens = _OVERHEAD.get(device, _OVERHEAD["cuda"])
     return tokens + work / max(weights, 1)
 
@@ -78,8 +84,8 @@ class Blocks:
 
     def __init__(self, model: nn.Module, number: int):
         self.model, self.number, self.overhead, self.drops = model, number, overhead(model), draws(model)
-        #: no batch is divided
-        self.whole = number == 1 or self.overhead == float("inf")
+        #: no batch is divided; what is computed again would draw again
+        self.whole = number == 1 or self.overhead == float("inf") or self.drops and recomputes(model)
 
     def parts(self, examples, indices: np.ndarray) -> list[np.ndarray]:
         """The positions of each block in the batch ``indices``."""
@@ -123,7 +129,7 @@ class Blocks:
     @torch.no_grad()
     def _differs(self, examples, indices: np.ndarray) -> str:
         """How results of ``indices``, which are sorted by length, differ as two blocks; ``""`` if they are equal."""
-        device, lengths = next(self.model.parameters()).device, examples.lengths[indices]
+        device, lengths = input_device(self.model), examples.lengths[indices]
         parts = divide(lengths, 0.0, 2)[::-1]  # the shorter ones first
 
         def results(parts: list[np.ndarray], masks: list[Callable[[], Masks] | None]) -> tuple[Tensor, Tensor]:
@@ -140,7 +146,7 @@ class Blocks:
         ours, again = results(parts, self._masks(lengths, parts))
         if number != again:
             return "its blocks draw other random numbers"
-        allowed = max(1e-4, 8 * torch.finfo(next(self.model.parameters()).dtype).eps)
+        allowed = max(1e-4, 8 * rounding(self.model))
         difference, scale = float((whole - ours).abs().max()), float(whole.abs().max())
         return "" if difference <= allowed * scale else f"logits up to {scale:.2g} differ by {difference:.2g}"
 

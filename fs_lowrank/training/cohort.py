@@ -6,6 +6,8 @@ results are those of ``train_client`` but for rounding. On a GPU dropout draws o
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,15 +19,17 @@ from torch import Tensor, nn
 
 from ..data import Examples
 from ..methods import Phase
-from ..models.adapters import layer_stack, load_tensors, lora_scales
+from ..models.adapters import is_encoder_decoder, layer_stack, load_tensors, lora_scales
+from ..models.checkpointing import recomputes
 from ..models.frozen import FrozenPrefix
+from ..models.machine import input_device, rounding
 from ..models.names import all_tensors, select, tags
 from ..models.reads import OnlyRead
 from ..models.slots import Apart, Slots, check_modules
 from ..seeds import derive
-from ..settings import Optimizer, Settings
+from ..settings import OPTIMIZERS_8BIT, Optimizer, Settings
 from .blocks import Blocks, drawn_by_each, masks_of, overhead
-from .local import LocalResult, batches_of, label_logits, loss_of, set_trainable, shortcuts, to_device
+from .local import LocalResult, batches_of, label_logits, loss_of, losses_of, set_trainable, shortcuts, to_device
 from .optimizer import make_optimizer
 
 if TYPE_CHECKING:
@@ -52,6 +56,7 @@ class Member:
     examples: Any
     phases: Sequence[Phase]
     seed: int
+    config: Settings
 
 
 def train_cohort(
@@ -127,13 +132,15 @@ class _Training:
     ):
         self.model, self.members, self.slots, self.config = model, members, slots, config
         self.prefix, self.reads = prefix, reads
-        self.device = next(model.parameters()).device
+        self.device = input_device(model)
         self.blocks = Blocks(model, config.train.blocks)
         #: for dropout, which on a GPU is drawn for all at once
         self.draws: list[torch.Generator] = []
         if self.blocks.drops and self.device.type == "cpu":
             seeds = [derive(member.seed, "dropout") for member in members]
             self.draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+            if recomputes(model):
+                raise Apart("train.checkpointing computes layers again, and each client draws its dropout once")
         self.orders = [np.random.default_rng(member.seed) for member in members]
         self.losses = torch.zeros(len(members), device=self.device)
         self.steps, self.samples = [0] * len(members), [0] * len(members)
@@ -143,7 +150,7 @@ class _Training:
         kind, slots = self.config.train.optimizer, self.slots
         parameters = slots.trainable(phase.train)
         optimizer = make_optimizer(parameters, kind.type, lr, kind.extra)
-        coming = [batches_of(phase, len(m.examples), self.config, order) for m, order in zip(self.members, self.orders)]
+        coming = [batches_of(phase, m.examples, m.config, order) for m, order in zip(self.members, self.orders)]
         ahead = [next(batches, None) for batches in coming]
         ended: dict[int, dict[str, Tensor]] = {}
         pending = 0
@@ -185,12 +192,13 @@ class _Training:
             masks = masks_of(together.lengths, part, drawn, drawing)() if drawing else nullcontext()
             with shortcuts(self.prefix, self.reads, rows, batch), self.slots.rows(counts.tolist(), self.device), masks:
                 logits, labels = label_logits(self.model, to_device(batch, self.device))
-            each = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
-            each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
+                each = losses_of(logits, labels)
+                each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
+                # Within the contexts, as it may compute layers again.
+                (each.sum() / self.config.grad.grad_accum_count).backward()
             of_slots = np.bincount(slot[part], losses[part], len(self.members)).astype(np.int64)
             # A check of the lengths would wait for the GPU.
             self.losses += torch.segment_reduce(each.detach(), "sum", lengths=self._on_device(of_slots), unsafe=True)
-            (each.sum() / self.config.grad.grad_accum_count).backward()
         for i, size in zip(batches, sizes):
             self.steps[i] += 1
             self.samples[i] += size
@@ -215,6 +223,8 @@ def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
 
 def apart(model: nn.Module, config: Settings, phases: Sequence[Sequence[Phase]]) -> str:
     """Why clients with these ``phases`` cannot train together; empty if they can, as far as can be told from these."""
+    if is_encoder_decoder(model):
+        return "an encoder-decoder model has two stacks of layers"
     if any(phase.penalty is not None for each in phases for phase in each):
         return "a penalty is added to a client's loss"
     plans = {tuple((tuple(sorted(phase.train)), phase.steps) for phase in each) for each in phases}
@@ -239,22 +249,46 @@ def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: 
     Args:
         lengths: of the clients' samples, in tokens. depth: the number of layers whose states are kept.
     """
-    device = next(model.parameters()).device
+    device = input_device(model)
     if config.train.cohort:
         return config.train.cohort
-    tokens, stack = config.dataloader.batch_size * float(lengths.mean()), layer_stack(model)
+    loads, stack = config.dataloader, layer_stack(model)
+    tokens = loads.batch_tokens or loads.batch_size * float(lengths.mean())
     if stack is None:
         return 1
     if device.type == "cpu":
         cost = overhead(model)
+        if cost == math.inf:  # of an encoder with a decoder: no batch is taken apart, and none put together
+            return 1
         return max(1, min(_MOST, int(_TOGETHER * cost / tokens))) if tokens <= _FEW * cost else 1
     if device.type != "cuda":
         return 1
     total = torch.cuda.get_device_properties(device).total_memory
     held = sum(p.numel() * p.element_size() for p in model.parameters())
-    longest = config.dataloader.batch_size * int(lengths.max())
+    longest = loads.batch_tokens or loads.batch_size * int(lengths.max())
     room = (_SHARE * total - held) / bytes_a_token(model, len(stack[1]) - depth, int(lengths.max()))
     return max(1, int(min(room, _FULL) / longest))
+
+
+def places(model: nn.Module) -> int:
+    """How many processes could train at a time on this machine: one for each GPU or core."""
+    device = input_device(model)
+    return max(1, torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1)
+
+
+def evenly(size: int, clients: int, places: int) -> int:
+    """The size of cohorts of at most ``size`` of ``clients``, such that each of ``places`` has equally many cohorts.
+
+    It is the same with any ``federate.process_num``, on which results must not depend.
+    """
+    each = math.ceil(clients / (places * size))
+    return math.ceil(clients / (places * each))
+
+
+def parts_of(clients: Sequence[int], number: int) -> list[Sequence[int]]:
+    """``clients`` in so many groups, in their order, of sizes that differ by one at most."""
+    ends = [math.ceil(len(clients) * part / number) for part in range(number + 1)]
+    return [clients[first:last] for first, last in zip(ends, ends[1:])]
 
 
 def bytes_a_token(model: nn.Module, layers: int, longest: int) -> float:
@@ -270,6 +304,8 @@ def bytes_a_token(model: nn.Module, layers: int, longest: int) -> float:
 
 def elementwise(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` steps each number alone, such that stacked tensors are stepped as each of them is."""
+    if optimizer.type in OPTIMIZERS_8BIT:
+        return False  # the numbers of a block share a scale
     draw = torch.Generator().manual_seed(0)
     start, first, second = torch.randn(3, 2, 4, 5, generator=draw)
     extra = {key: value for key, value in optimizer.extra.items() if key not in ("capturable", "fused")}
@@ -307,15 +343,13 @@ def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
     each = [{n: own[n] + 0.02 * torch.randn(own[n].shape, generator=draw).to(own[n]) for n in names} for _ in batches]
     modes = {m: m.training for m in model.modules()}
     asked = {p: p.requires_grad for p in model.parameters()}
-    device = next(model.parameters()).device
+    device = input_device(model)
     model.eval()
     try:
         plain = [
             _gradients(model, tensors, to_device(examples.batch(rows), device)) for tensors, rows in zip(each, batches)
         ]
-        return _compared(
-            plain, _gradients_together(model, each, held, examples, batches), next(model.parameters()).dtype
-        )
+        return _compared(plain, _gradients_together(model, each, held, examples, batches), rounding(model))
     except Apart as error:
         return str(error)
     except Exception as error:  # a model's code may raise any error for inputs that it does not expect
@@ -349,19 +383,19 @@ def _gradients_together(
     model.requires_grad_(False)
     slots = Slots(model, each, [lora_scales(model)] * len(each), held)
     slots.trainable(held)
-    device = next(model.parameters()).device
+    device = input_device(model)
     batch = to_device(examples.batch(np.concatenate(batches)), device)
     with slots.installed(), slots.rows([len(rows) for rows in batches], device), torch.enable_grad():
         logits, labels = label_logits(model, batch)
-    losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    losses = losses_of(logits, labels)
     means = [part.mean() for part in losses.split([int(examples.losses(rows).sum()) for rows in batches])]
     stacked = torch.autograd.grad(torch.stack(means).sum(), [slots.stacked[n] for n in each[0]], allow_unused=True)
     return [(mean, [None if g is None else g[i] for g in stacked]) for i, mean in enumerate(means)]
 
 
-def _compared(plain: Sequence[Gradients], ours: Sequence[Gradients], dtype: torch.dtype) -> str:
-    """What differs beyond rounding between losses and gradients."""
-    allowed = max(1e-4, 8 * torch.finfo(dtype).eps)
+def _compared(plain: Sequence[Gradients], ours: Sequence[Gradients], eps: float) -> str:
+    """What differs beyond rounding, whose relative error is ``eps``, between losses and gradients."""
+    allowed = max(1e-4, 8 * eps)
     for (loss, gradients), (our_loss, our_gradients) in zip(plain, ours):
         flat = [
             torch.cat([g.detach().flatten().float() for g in each if g is not None] or [loss.new_zeros(1).float()])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,11 +11,14 @@ from torch import nn
 
 from ..data.examples import IGNORED_LABEL
 from ..models.frozen import FrozenPrefix
+from ..models.machine import input_device
 from ..models.reads import OnlyRead
-from .local import label_logits, shortcuts, to_device
+from .local import label_logits, losses_of, shortcuts, to_device
+from .metrics import measure
 
-#: sum of the losses, correct predictions, and number of predictions of one batch
-BatchScore = tuple[float, int, int]
+#: sum of the losses of one batch, correct predictions (None where there are no classes), number of predictions; and,
+#: if metrics ask for them, the predictions and the labels as lists
+BatchScore = tuple[Any, ...]
 
 
 def evaluate(
@@ -22,27 +26,36 @@ def evaluate(
     examples,
     batch_size: int,
     *,
+    metrics: Sequence[str] = (),
     owner: str = "",
     prefix: FrozenPrefix | None = None,
     reads: OnlyRead | None = None,
 ) -> dict[str, float]:
-    """Mean loss and accuracy over ``examples``.
+    """Mean loss and accuracy over ``examples``, and ``metrics`` of all of them.
 
     Samples are sorted by length to reduce padding, which changes the result only by rounding.
 
     Returns:
-        ``loss`` and ``acc``. For a classifier both are per sample; for a causal LM per predicted token
-        (positions with label -100 are ignored).
+        ``loss`` and ``acc``, and ``metrics``. For a classifier they are per sample; for a language model per predicted
+        token (positions with label -100 are ignored). ``loss`` of a regression is the mean squared error, and there is
+        no ``acc``; of sets of classes it is the mean cross-entropy of a class, and ``acc`` that of whole sets.
     """
-    return mean_scores(batch_scores(model, examples, batch_size, owner=owner, prefix=prefix, reads=reads))
+    asked = bool(metrics)
+    scores = batch_scores(model, examples, batch_size, outputs=asked, owner=owner, prefix=prefix, reads=reads)
+    return mean_scores(scores, metrics)
 
 
-def mean_scores(scores: Iterable[BatchScore]) -> dict[str, float]:
-    """``loss`` and ``acc`` over all batches, added in the order given."""
-    loss, correct, count = 0.0, 0, 0
-    for batch_loss, batch_correct, batch_count in scores:
-        loss, correct, count = loss + batch_loss, correct + batch_correct, count + batch_count
-    return {"loss": loss / count, "acc": correct / count}
+def mean_scores(scores: Iterable[BatchScore], metrics: Sequence[str] = ()) -> dict[str, float]:
+    """``loss`` and ``acc`` over all batches, added in the order given, and ``metrics`` of their outputs."""
+    loss, correct, count, accurate = 0.0, 0, 0, True
+    outputs: tuple[list[Any], list[Any]] = [], []
+    for batch_loss, batch_correct, batch_count, *lists in scores:
+        loss, correct, count = loss + batch_loss, correct + (batch_correct or 0), count + batch_count
+        accurate &= batch_correct is not None
+        for whole, part in zip(outputs, lists):
+            whole += part
+    more = measure(metrics, *map(np.asarray, outputs)) if metrics else {}
+    return {"loss": loss / count, **({"acc": correct / count} if accurate else {}), **more}
 
 
 def batch_scores(
@@ -50,15 +63,25 @@ def batch_scores(
     examples,
     batch_size: int,
     *,
+    outputs: bool = False,
     owner: str = "",
     prefix: FrozenPrefix | None = None,
     reads: OnlyRead | None = None,
 ) -> list[BatchScore]:
-    """The scores of each batch of ``batch_size``, the longest samples first."""
-    scores = []
+    """The scores of each batch of ``batch_size``, the longest samples first; with predictions and labels if asked."""
+    scores: list[BatchScore] = []
     for logits, labels in _outputs(model, examples, batch_size, owner, prefix, reads):
-        loss = float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
-        scores.append((loss, int((logits.argmax(-1) == labels).sum()), len(labels)))
+        correct: int | None
+        if not labels.is_floating_point():
+            loss, predicted = float(nn.functional.cross_entropy(logits, labels, reduction="sum")), logits.argmax(-1)
+            correct = int((predicted == labels).sum())
+        else:
+            sets = labels.ndim == 2
+            loss = float(losses_of(logits, labels).sum())
+            predicted = (logits > 0).long() if sets else logits.squeeze(-1)
+            correct = int((predicted == labels).all(-1).sum()) if sets else None
+        lists = [predicted.tolist(), labels.tolist()] if outputs else []
+        scores.append((loss, correct, len(labels), *lists))
     return scores
 
 
@@ -85,12 +108,15 @@ def _outputs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits in float32 and labels of what counts in each batch, the longest samples first."""
     model.eval()
-    device = next(model.parameters()).device
+    device = input_device(model)
     order = np.argsort(-examples.lengths, kind="stable")
     for start in range(0, len(order), batch_size):
         indices = order[start : start + batch_size]
         batch = examples.batch(indices)
         with shortcuts(prefix, reads, [(owner, examples, indices)], batch):
             logits, labels = label_logits(model, to_device(batch, device))
+        if labels.is_floating_point():
+            yield logits.float(), labels
+            continue
         kept = labels != IGNORED_LABEL
         yield logits[kept].float(), labels[kept]

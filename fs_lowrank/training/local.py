@@ -14,7 +14,9 @@ from torch import nn
 
 from ..data.examples import IGNORED_LABEL
 from ..methods import Phase
+from ..models.adapters import is_encoder_decoder
 from ..models.frozen import FrozenPrefix
+from ..models.machine import input_device
 from ..models.names import tags
 from ..models.reads import OnlyRead
 from ..seeds import derive
@@ -36,24 +38,56 @@ class LocalResult:
 
 
 def batch_indices(
-    size: int, batch_size: int, generator: np.random.Generator, shuffle: bool = True, drop_last: bool = False
+    size: int,
+    batch_size: int,
+    generator: np.random.Generator,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    lengths: np.ndarray | None = None,
+    tokens: int = 0,
 ) -> Iterator[np.ndarray]:
-    """One epoch of index batches. A client with fewer samples than a batch always gives one short batch."""
+    """One epoch of index batches. A client with fewer samples than a batch always gives one short batch.
+
+    Args:
+        lengths: of the samples in tokens. tokens: that a batch may have, with padding, instead of ``batch_size``
+            samples; 0: any.
+    """
     order = generator.permutation(size) if shuffle else np.arange(size)
+    if tokens and lengths is not None:
+        yield from np.split(order, _ends(lengths[order], tokens))
+        return
     for start in range(0, size, batch_size):
         batch = order[start : start + batch_size]
         if not (drop_last and start > 0 and len(batch) < batch_size):
             yield batch
 
 
-def batches_of(phase: Phase, size: int, config: Settings, generator: np.random.Generator) -> Iterator[np.ndarray]:
+def _ends(lengths: np.ndarray, most: int) -> list[int]:
+    """Where batches of consecutive samples end but the last, each of at most ``most`` tokens with padding, or alone."""
+    ends, start, longest = [], 0, 0
+    for i, length in enumerate(lengths.tolist()):
+        longest = max(longest, length)
+        if i > start and (i + 1 - start) * longest > most:
+            ends.append(i)
+            start, longest = i, length
+    return ends
+
+
+def batches_of(phase: Phase, examples: Any, config: Settings, generator: np.random.Generator) -> Iterator[np.ndarray]:
     """Index batches of a phase: its ``steps`` epochs, or ``steps`` optimizer steps over repeated epochs."""
+    loads = config.dataloader
     steps = config.train.local_update_steps if phase.steps is None else phase.steps
     limit = None if config.train.batch_or_epoch == "epoch" else steps * config.grad.grad_accum_count
     epoch, given = 0, 0
     while (epoch < steps) if limit is None else (given < limit):
         for batch in batch_indices(
-            size, config.dataloader.batch_size, generator, config.dataloader.shuffle, config.dataloader.drop_last
+            len(examples),
+            loads.batch_size,
+            generator,
+            loads.shuffle,
+            loads.drop_last,
+            examples.lengths if loads.batch_tokens else None,
+            loads.batch_tokens,
         ):
             yield batch
             given += 1
@@ -62,11 +96,14 @@ def batches_of(phase: Phase, size: int, config: Settings, generator: np.random.G
         epoch += 1
 
 
-def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int:
+def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int | None:
     """The number of samples, with repetitions, that ``train_client`` trains a client with ``size`` samples on.
 
     The last batch of an epoch is smaller than the others, and so is every batch of a client with less than a batch.
+    None if the number depends on the order that is drawn: steps of ``dataloader.batch_tokens``.
     """
+    if config.dataloader.batch_tokens and config.train.batch_or_epoch == "batch":
+        return None
     batch = config.dataloader.batch_size
     whole, rest = divmod(size, batch)
     if config.dataloader.drop_last and whole:
@@ -82,9 +119,25 @@ def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int
     return total
 
 
+def passes_of(config: Settings, sizes: np.ndarray, length: float) -> np.ndarray:
+    """How often clients with so many samples, of a mean ``length`` in tokens, go through them in a round."""
+    train, loads = config.train, config.dataloader
+    batch = loads.batch_tokens / length if loads.batch_tokens else loads.batch_size
+    steps, samples = float(train.local_update_steps), batch * config.grad.grad_accum_count
+    return np.full(len(sizes), steps) if train.batch_or_epoch == "epoch" else steps * samples / sizes
+
+
+def of_tokens(labels: torch.Tensor) -> bool:
+    """Whether labels are of tokens, ``(batch, length)``.
+
+    Others are classes or numbers, or sets of classes: floating-point zeros and ones, ``(batch, classes)``.
+    """
+    return labels.ndim == 2 and not labels.is_floating_point()
+
+
 def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """``batch`` on ``device``, but for the labels of tokens: which have one is found out without waiting for a GPU."""
-    on_host = {"labels"} if batch["labels"].ndim == 2 else set()
+    on_host = {"labels"} if of_tokens(batch["labels"]) else set()
     return {k: v if k in on_host else v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
@@ -114,21 +167,47 @@ def label_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torc
     The head of a causal LM is wide, so it is applied only to these positions.
     """
     inputs = {k: v for k, v in batch.items() if k != "labels"}
-    if batch["labels"].ndim == 1:
+    if not of_tokens(batch["labels"]):
         return model(**inputs).logits, batch["labels"]
+    if is_encoder_decoder(model):
+        return _decoded(model, inputs, batch["labels"])
     following = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL).flatten()
     rows = (following != IGNORED_LABEL).nonzero().squeeze(1)
     labels, rows = (t.to(batch["input_ids"].device, non_blocking=True) for t in (following[rows], rows))
     head: nn.Module = cast("PreTrainedModel", model).get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1).index_select(0, rows),))
+    hook = head.register_forward_pre_hook(
+        lambda _, args: (args[0].flatten(0, 1).index_select(0, rows.to(args[0].device)),)
+    )
     try:
         return model(**inputs, use_cache=False).logits, labels  # keys and values serve only to generate text
     finally:
         hook.remove()
 
 
+def _decoded(
+    model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of an encoder-decoder model for the tokens that have a label, and the labels."""
+    labels = labels.to(inputs["input_ids"].device, non_blocking=True)
+    shifted = cast("PreTrainedModel", model).prepare_decoder_input_ids_from_labels(labels=labels)
+    logits = model(**inputs, decoder_input_ids=shifted, use_cache=False).logits
+    kept = labels != IGNORED_LABEL
+    return logits[kept], labels[kept]
+
+
+def losses_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of each label: squared error of numbers, cross-entropy of classes, its mean over those of a set."""
+    if not labels.is_floating_point():
+        return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    if labels.ndim == 1:
+        return (logits.float().squeeze(-1) - labels) ** 2
+    return nn.functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").mean(-1)
+
+
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean loss of the model on a batch."""
+    if batch["labels"].is_floating_point():
+        return losses_of(*label_logits(model, batch)).mean()
     if batch["labels"].ndim == 1:
         return model(**batch).loss
     if getattr(model.config, "output_router_logits", False):  # a mixture of experts adds its own loss
@@ -180,7 +259,7 @@ def train_client(
         prefix: cache of the hidden states below the first trainable layer (``models.frozen``).
         reads: computes the last layer for the positions that are read only (``models.reads``).
     """
-    device = next(model.parameters()).device
+    device = input_device(model)
     order, augment = np.random.default_rng(seed), np.random.default_rng(derive(seed, "augment"))
     torch.manual_seed(derive(seed, "dropout"))
     model.train()
@@ -192,17 +271,18 @@ def train_client(
         parameters = set_trainable(model, phase.train)
         optimizer = make_optimizer(parameters, settings.type, lr, settings.extra)
         batches_per_step, pending = config.grad.grad_accum_count, 0
-        for indices in batches_of(phase, len(examples), config, order):
+        for indices in batches_of(phase, examples, config, order):
             penalty = phase.penalty
             for part, share, masks in blocks.of(examples, indices):
                 batch = examples.batch(part, augment)
                 with shortcuts(prefix, reads, [(owner, examples, part)], batch), masks() if masks else nullcontext():
                     loss = loss_of(model, to_device(batch, device))
-                loss = share * loss if share != 1 else loss
-                total += loss.detach()
-                if penalty is not None:
-                    loss, penalty = loss + penalty(model), None
-                (loss / batches_per_step if batches_per_step > 1 else loss).backward()
+                    loss = share * loss if share != 1 else loss
+                    total += loss.detach()
+                    if penalty is not None:
+                        loss, penalty = loss + penalty(model), None
+                    # Within the contexts, as it may compute layers again.
+                    (loss / batches_per_step if batches_per_step > 1 else loss).backward()
             pending, steps, samples = pending + 1, steps + 1, samples + len(indices)
             if pending == batches_per_step:
                 _step(optimizer, parameters, config)

@@ -1,20 +1,22 @@
-"""The optimizer of a client: created by its name in ``torch.optim``, and tested before a run."""
+"""The optimizer of a client: created by its name in ``torch.optim`` or bitsandbytes, and tested before a run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import UserError, nearest
-from ..settings import Optimizer, Origin, check_keys, keys_of
+from ..models.quantised import require_bitsandbytes
+from ..settings import OPTIMIZERS_8BIT, Optimizer, Origin, check_keys, keys_of
 
 
 def make_optimizer(
     parameters: list[nn.Parameter], kind: str, lr: float, extra: dict, origin: Origin | None = None
 ) -> torch.optim.Optimizer:
-    """Create the optimizer ``torch.optim.<kind>``.
+    """Create the optimizer ``torch.optim.<kind>``, or ``bitsandbytes.optim.<kind>`` with a state of 8 bits.
 
     Raises:
         UserError: an unknown optimizer or argument (the message suggests the nearest), or a value that it refuses.
@@ -24,14 +26,21 @@ def make_optimizer(
         for n, c in vars(torch.optim).items()
         if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
     }
-    origin = origin or Origin()
-    if str(kind).lower() not in known:
+    origin, name = origin or Origin(), str(kind).lower()
+    if kind in OPTIMIZERS_8BIT:
+        require_bitsandbytes(f"train.optimizer.type = {kind}")
+        import bitsandbytes
+
+        known[name] = getattr(bitsandbytes.optim, kind)
+    if name not in known:
         raise UserError(f"train.optimizer.type = {kind!r}: torch.optim has none{nearest(kind, known)}")
-    optimizer = known[str(kind).lower()]
-    extra = check_keys(extra, keys_of(optimizer.__init__, 2), origin, "train.optimizer")
+    optimizer = known[name]
+    keys = keys_of(optimizer.__init__, 2)
+    keys = {**keys, "lr": replace(keys["lr"], required=False)}  # some of bitsandbytes have no default, and it is given
+    extra = check_keys(extra, keys, origin, "train.optimizer")
     try:
         return optimizer(parameters, lr=lr, **extra)
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, NotImplementedError) as error:
         raise UserError(
             f"{origin.where('train.optimizer')}train.optimizer: {kind} does not take {extra}: {error}"
         ) from error

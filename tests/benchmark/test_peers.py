@@ -48,6 +48,18 @@ def test_peers_are_given_the_batches_that_we_train(job):
         assert torch.equal(theirs["labels"].view_as(ours["labels"]), ours["labels"])
 
 
+def test_peers_can_train_on_what_they_are_given(job):
+    read = Job.read(job)
+    batch = read.collate(read.samples()[0][:BATCH])
+    assert {name: tensor.dtype for name, tensor in batch.items() if name != "attention_mask"} == {
+        "input_ids": torch.int64,
+        "labels": torch.int64,
+    }
+    loss = read.peft_model()(**batch).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
 def test_peers_start_from_our_tensors(job):
     read = Job.read(job)
     engine = LocalEngine(load_config(json.loads((job / "ours.json").read_text()), outdir=str(job / "again")))
@@ -130,6 +142,15 @@ def test_the_faster_setting_of_a_peer_counts_and_a_missed_goal_is_bold():
     assert "| pfl | one process | 2.5 (1.60×) |" in text
     assert "- pfl: pfl 0.6.0." in text
     assert "2.0,1.6,1.0" in case.as_csv(found)
+
+
+def test_all_settings_of_a_peer_run_once_and_the_faster_one_again():
+    ours, peer = environment.OURS, environment.PEERS[1]
+    runs = {(peer.name, v.name): [{"rounds_per_second": speed}] for v, speed in zip(peer.variants, (0.2, 0.5))}
+    assert case._variants(peer, {}) == peer.variants and case._variants(ours, runs) == ours.variants
+    assert case._variants(peer, runs) == [peer.variants[1]]
+    runs[peer.name, peer.variants[1].name] = [{"status": "exit code 1: no memory"}]
+    assert case._variants(peer, runs) == [peer.variants[0]]
 
 
 def test_other_work_has_no_ratio_and_a_failed_run_says_why():

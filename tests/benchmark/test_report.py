@@ -7,6 +7,7 @@ from PIL import Image
 
 from benchmark.page import page
 from benchmark.report import heading, image, table
+from benchmark.results import title_of
 
 
 class Text(HTMLParser):
@@ -77,3 +78,10 @@ def test_verdicts_are_coloured_and_claims_are_links(verdict):
     assert len(set(ids)) == len(ids) and set(links) <= set(ids)
     assert links[:3] == ["the-papers-claims", "suite", "an-experiment"] and len(set(links[3:])) == 2
     assert text.count("<h1>") == 1
+
+
+def test_accuracy_is_that_of_the_next_token_for_a_language_model():
+    assert title_of("val_acc") == "validation accuracy, %"
+    assert title_of("val_acc", True) == "validation next-token accuracy, %"
+    assert title_of("rounds_to:val_acc:0.5", True) == "rounds, until val_token_acc is 0.5"
+    assert title_of("test_loss", True) == title_of("test_loss")

@@ -13,10 +13,11 @@ import torch
 
 import fs_lowrank
 from benchmark import scorers
-from benchmark.scorers import commonsense, decode, generate, lm_eval_tasks, local_data
+from benchmark.scorers import commonsense, generate, lm_eval_tasks, local_data
 from fs_lowrank import cli
 from fs_lowrank.errors import UserError
 from fs_lowrank.finished import load_run
+from fs_lowrank.training.generate import continue_prompts
 
 #: a folder with real data, laid out as docs/evaluation.md says
 REAL = Path(os.environ.get("FS_LOWRANK_EVAL_DATA", "no such folder"))
@@ -367,12 +368,12 @@ def test_greedy_replies_do_not_depend_on_the_batch(tiny):
         expected.append(ids)
     model.get_base_model().generation_config.repetition_penalty = 5.0  # of its own settings, which are not used
     for size in (1, 2, 4):
-        got = decode.continue_prompts(model, tokenizer, prompts, batch_size=size, max_new_tokens=6)
+        got = continue_prompts(model, tokenizer, prompts, batch_size=size, max_new_tokens=6)
         assert got == [tokenizer.decode(e[len(p) :], skip_special_tokens=True) for e, p in zip(expected, prompts)]
     assert model.get_base_model().generation_config.repetition_penalty == 5.0
     model.get_base_model().generation_config.repetition_penalty = 1.0
-    word = decode.continue_prompts(model, tokenizer, prompts[:1], batch_size=1, max_new_tokens=6)[0].split()[1]
-    stopped = decode.continue_prompts(model, tokenizer, prompts[:1], batch_size=1, max_new_tokens=6, stop=[word])[0]
+    word = continue_prompts(model, tokenizer, prompts[:1], batch_size=1, max_new_tokens=6)[0].split()[1]
+    stopped = continue_prompts(model, tokenizer, prompts[:1], batch_size=1, max_new_tokens=6, stop=[word])[0]
     assert word not in stopped
 
 

@@ -4,10 +4,26 @@ import json
 
 import pytest
 import torch
+import yaml
 
+import benchmark.cli
+import hpo.cli
 from benchmark.speed import __main__ as runner
-from benchmark.speed import clients, cohort, frozen_cache, only_read, overhead, race, server_step, vision
+from benchmark.speed import (
+    clients,
+    cohort,
+    frozen_cache,
+    memory,
+    only_read,
+    overhead,
+    race,
+    server_step,
+    vision,
+    whole,
+)
 from fs_lowrank import UserError, load_config
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.models.adapters import layer_stack
 
 #: layers that are not square, and an odd number of modules
 TOY = dict(clients=6, modules=3, d_out=40, d_in=24, rank=2, repeats=1)
@@ -57,6 +73,15 @@ def test_a_cohort_trains_as_its_clients_alone(settings):
     assert found["clients"] == 3 and found["difference"] < 1e-5
 
 
+def test_memory_of_a_base_and_of_a_step(tmp_path):
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    settings = memory.prepare(tmp_path, shape, 40)
+    keys = ({}, {"train.checkpointing": True}, {"lowrank.dtype": "bfloat16"})
+    plain, again, half = (memory.measure({**settings, **more}) for more in keys)
+    assert again["kept_bytes"] < 0.7 * plain["kept_bytes"] and again["base_bytes"] == plain["base_bytes"]
+    assert half["base_bytes"] == plain["base_bytes"] / 2
+
+
 def test_overhead_adds_up_and_removes_its_timers(settings):
     backward = torch.Tensor.backward
     found = overhead.measure(load_config(settings), rounds=2, profile=True)
@@ -85,6 +110,30 @@ def test_both_forms_of_convolutions_take_the_same_steps():
     found = vision.steps(VisionOptions("resnet10", 3, (1, 8, 8), width=1 / 16), kinds, size=4, repeats=2)
     assert found["seconds"].keys() == {"full", *(f"{k} 2 {form}" for k, _ in kinds for form in ("ours", "peft"))}
     assert all(apart < 1e-4 for apart in found["apart"].values())
+
+
+def test_matrix_products_are_counted_as_by_hand(settings):
+    """Of a BERT with layers of width h, f between: 2 (4 h² + 2 h f) a token, 4 h a pair of tokens, twice backward."""
+    model = LocalEngine(load_config(settings, federate__method="ffa_lora")).model.to("meta").train()
+    config, layers, n = model.config, layer_stack(model)[1], 7
+    h, f = config.hidden_size, config.intermediate_size
+    layer = n * 2 * (4 * h * h + 2 * h * f) + 4 * h * n * n
+    first, last = whole.products(model, [], n), whole.products(model, layers[:1], n)
+    assert first[1] == 0 and last[1] == pytest.approx(layer, rel=0.2) and last[1] >= layer
+    assert len(layers) == 3 and sum(last) == first[0], "layers 1 and 2 are adapted: to the inputs of layer 1 and back"
+    assert 4.5 * layer < first[0] < 5.2 * layer
+    double = whole.products(model, layers[:1], 2 * n)[1]
+    assert double - 2 * last[1] == 4 * h * 2 * n * n, "what grows with the square is attention"
+
+
+def test_commands_of_whole_jobs_are_understood(tmp_path):
+    for kind, cli in (("search", hpo.cli), ("suite", benchmark.cli)):
+        _, *given = whole.command(kind, whole.PLAIN, tmp_path)
+        assert cli._parser()[0].parse_args(given).workers == 2
+    suite = yaml.safe_load((tmp_path / "suite.yaml").read_text())
+    assert len(suite["methods"]) * len(suite["seeds"]) == 12 and len(whole.RATES) == 16
+    for settings in whole.SETTINGS.values():
+        load_config(whole.DEMO, settings)
 
 
 def test_the_table_has_a_line_for_each_figure(tmp_path):

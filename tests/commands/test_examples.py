@@ -22,6 +22,8 @@ def test_an_example_is_copied_and_loads(tmp_path, capsys):
     assert (tmp_path / "new" / "demo.yaml").read_bytes() == (folder() / "demo.yaml").read_bytes()
     assert cli.main(["examples", "first_hour", "--to", str(tmp_path / "new")]) == 0
     assert (tmp_path / "new" / "first_hour.ipynb").exists()
+    assert cli.main(["examples", "own_objects.py", "--to", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "own_objects.py").exists()
 
 
 @pytest.mark.parametrize("command", ["methods", "doctor", "fetch", "examples", "keys", "benchmark list"])

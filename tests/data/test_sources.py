@@ -88,9 +88,21 @@ def test_short_rows_are_counted(tmp_path):
     assert load("qqp@glue", tmp_path).skipped == {"too few columns": 2}
 
 
-def test_glue_errors(tmp_path):
-    with pytest.raises(UserError, match="STS-B is a regression"):
+def test_a_number_is_predicted_for_stsb(tmp_path):
+    header = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+    start = "0\tmain\tMSR\t2012\t1\tnone\tnone\t"
+    for file in ("train.tsv", "dev.tsv"):
+        write(tmp_path / "STS-B" / file, f"{header}{start}a plane\ta jet\t4.250\n{start}a\tb\t0.000\n{start}short\n")
+    raw = load("sts-b@glue", tmp_path)
+    assert raw.task == "regression" and raw.label_names == ["score"] and raw.num_labels == 1
+    assert raw.test["label"].tolist() == [4.25, 0.0] and raw.skipped == {"too few columns": 2}
+    assert raw.train["text_pair"].tolist() == ["a jet", "b"]
+    write(tmp_path / "STS-B" / "dev.tsv", f"{header}{start}a plane\ta jet\tmany\n")
+    with pytest.raises(UserError, match="dev.tsv, row 1: label 'many' in column 'score': expected a number"):
         load("stsb@glue", tmp_path)
+
+
+def test_glue_errors(tmp_path):
     with pytest.raises(UserError, match="unknown GLUE task 'sst3'; did you mean 'sst2'"):
         load("sst3@glue", tmp_path)
     with pytest.raises(UserError, match="train.tsv.*check data.root"):
@@ -294,7 +306,8 @@ def test_args_must_be_one_mapping(tmp_path, args):
     "args, message",
     [
         ({"text": None}, "data.args.0.text = None: expected the name of a column"),
-        ({"label": ["a", "b"]}, "data.args.0.label = .'a', 'b'.: expected the name of a column"),
+        ({"label": {"a": 1}}, "data.args.0.label = {'a': 1}: expected the name of a column, or for sets"),
+        ({"label": ["a", "b"]}, "several columns are sets of classes; set model.task MultiLabelClassification"),
         ({"instruction": 3}, "instruction = 3: expected the name of a column"),
         ({"test": ["a.csv"]}, "test = .'a.csv'.: expected the name of a file"),
         ({"quoting": "maybe"}, "quoting = 'maybe': expected True or False or nothing"),
@@ -501,5 +514,5 @@ def test_hub_out_of_reach(monkeypatch):
     hub(monkeypatch, ConnectionError("Couldn't reach 'nyu-mll/glue' on the Hub\nmore"))
     with pytest.raises(UserError, match="cannot load data set 'sst2': the hub is switched off .*HF_HOME"):
         load("sst2@huggingface_datasets")
-    with pytest.raises(UserError, match="regression"):
-        load("stsb@huggingface_datasets")
+    with pytest.raises(UserError, match="cannot load data set 'STS-B': the hub is switched off"):
+        load("STS-B@huggingface_datasets")

@@ -1,6 +1,8 @@
 """``train.cohort``: clients that train in one pass end where they end one by one, and who cannot is trained alone."""
 
 import dataclasses
+import itertools
+import math
 import re
 
 import numpy as np
@@ -125,7 +127,7 @@ def test_states_that_are_kept_of_some_only(both, trained):
     """Those of clients whose samples are not seen often enough are computed in each step."""
     prefix = both("encoder", {}, 4).site.prefix
     assert [prefix.budget.get(f"client {i}", False) for i in range(1, 5)] == [True, True, True, False] and prefix.parts
-    assert trained == [4, 4] and "client 1" in prefix.kept and "client 4" not in prefix.kept
+    assert trained == [3, 2, 3, 2] and "client 1" in prefix.kept and "client 4" not in prefix.kept
 
 
 def test_one_step_of_adam(both, trained):
@@ -407,3 +409,17 @@ def test_auto_decides_by_the_sizes(settings, tmp_path):
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=2))
     assert cohort.bytes_a_token(causal, 0, 100) == 4 * 3 * 50257
+
+
+def test_auto_gives_every_core_as_many_cohorts():
+    assert [cohort.evenly(8, n, 2) for n in (1, 2, 7, 10, 50, 200)] == [1, 1, 4, 5, 7, 8]
+    assert [cohort.evenly(8, n, 1) for n in (7, 10, 200)] == [7, 5, 8] and cohort.evenly(8, 16, 64) == 1
+    for size, n, cores in itertools.product((2, 7, 16), (3, 10, 50), (1, 2, 8)):
+        number = math.ceil(n / cohort.evenly(size, n, cores))
+        assert cohort.evenly(size, n, cores) <= size and (number >= min(cores, n) or cores > n / 2)
+
+
+def test_cohorts_are_of_equal_sizes(make_engine):
+    site = make_engine("text", {**SGD, "federate.client_num": 6, "train.cohort": 4}).site
+    assert site.cohorts([5, 1, 4, 2, 3, 6], 1) == [[5, 1, 4], [2, 3, 6]] and site.cohorts([5, 1], 1) == [[5, 1]]
+    assert site.cohorts([5, 1, 4, 2, 3], 1) == [[5, 1, 4], [2, 3]]

@@ -161,7 +161,7 @@ def test_a_server_that_is_killed(quick, monkeypatch, at):
         patch.setattr(files_engine, "start", killed)
         with pytest.raises(fs_lowrank.RunFailed, match="exit code -9; run again with resume=True"):
             fs_lowrank.run(config, "files", on_round=on_round)
-    same(local, fs_lowrank.run(config, "files", resume=True, on_round=on_round))
+    same(local, fs_lowrank.run(config, "files", resume="auto", on_round=on_round))  # it may have written nothing
     assert seen == [1, 2]
 
 

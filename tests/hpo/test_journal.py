@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+from pathlib import Path
 
 import optuna
 import pytest
@@ -13,6 +14,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from fs_lowrank import RunFailed, UserError
 from hpo import cli
+from hpo.journal import Journal
 from hpo.storage import open_storage
 
 
@@ -140,3 +142,15 @@ def test_a_study_that_was_cut_off_while_it_was_made_is_made_whole(search):
     path.write_bytes(b"".join(lines[:first]))  # the study without its settings, as a full disk leaves it
     _, again, _ = search(trials=1, sampler="random")
     assert ended.how == again.how == "done" and open_storage(str(path)).get_all_studies()
+
+
+@pytest.mark.timeout(60)
+def test_the_lock_of_a_process_that_was_killed_is_broken(tmp_path, monkeypatch):
+    """Also in a folder that is named from the current one, as by default."""
+    monkeypatch.chdir(tmp_path)
+    plain = optuna.storages.journal.JournalFileSymlinkLock
+    monkeypatch.setattr(optuna.storages.journal, "JournalFileSymlinkLock", lambda path: plain(path, grace_period=3))
+    held = Journal(Path("runs/journal.log"))
+    held._lock.acquire()  # and its process is killed
+    Journal(Path("runs/journal.log")).append_logs([{"op_code": 0, "worker_id": "one"}])
+    assert len(list(Journal(Path("runs/journal.log")).read_logs(0))) == 1

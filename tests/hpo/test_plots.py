@@ -6,7 +6,9 @@ pytest.importorskip("plotly")
 
 from plotly import graph_objects as go
 
-from hpo import plots
+from fs_lowrank import load_config
+from hpo import cli, plots
+from hpo.storage import load_study, open_storage
 
 
 def test_names_are_shown_as_they_are_written(tmp_path, monkeypatch):
@@ -19,3 +21,17 @@ def test_names_are_shown_as_they_are_written(tmp_path, monkeypatch):
     texts = [axes.title, axes.xaxis.label, *axes.get_legend().get_texts(), *axes.get_xticklabels()]
     read = [text._preprocess_math(text.get_text()) for text in texts]
     assert read == [(text, False) for text in ("$a_$", "key $a_$", "_study of $a_$", "$a_$", "b")]
+
+
+def test_accuracy_is_that_of_the_next_token_for_a_language_model(search, causal_settings, tmp_path, capsys):
+    base = load_config(causal_settings, {"federate.total_round_num": 1})
+    search({"train.optimizer.lr": {"grid": [1e-2]}}, base, confirm=1)
+    where = ["--dir", str(tmp_path / "hpo")]
+    assert cli.main(["status", *where, "--table", str(tmp_path / "status.csv")]) == 0
+    assert "token_acc" in (table := (tmp_path / "status.csv").read_text()) and "val_acc" not in table
+    cli.main(["best", *where, "--study", "s", "--out", str(tmp_path / "best.yaml"), "--unlearned"])
+    first = (tmp_path / "best.yaml").read_text().splitlines()[0]
+    assert "val_token_acc" in first and "val_acc" not in first
+    study = load_study(open_storage(str(tmp_path / "hpo" / "journal.log")), "s")
+    figure = plots.history_figure({"s": study}, "val_acc")
+    assert figure.layout.title.text == "val_token_acc by trial" == f"{figure.layout.yaxis.title.text} by trial"

@@ -23,7 +23,7 @@ from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from hpo import best, cli, plots, read_header
 from hpo import search as core
 from hpo.search import kind
-from hpo.settings import Settings, make_pruner, make_sampler, parse_objectives
+from hpo.settings import OBJECTIVES, Settings, make_pruner, make_sampler, parse_objectives
 from hpo.storage import CONFIRM, load_study, open_storage
 from hpo.trial import one_test_set
 from hpo.worker import FRESH
@@ -485,6 +485,7 @@ def test_options_that_do_not_fit(search, config):
 
 def test_objectives():
     assert parse_objectives("val_acc, uplink_bytes") == ("val_acc", "uplink_bytes")
+    assert parse_objectives("val_f1") == ("val_f1",) and OBJECTIVES["val_pearson"] == "maximize"
     for text, message in (
         ("test_acc", "search by val_acc"),
         ("val_ac", "did you mean 'val_acc'"),

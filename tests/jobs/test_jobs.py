@@ -21,8 +21,10 @@ from fs_lowrank import RunFailed, UserError
 from fs_lowrank.jobs import crew, shell
 from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.jobs.locks import claimed, exclusive
+from fs_lowrank.jobs.nursery import AVAILABLE, Nursery
 from fs_lowrank.jobs.pool import Member, Pool
 
+FORKS = pytest.mark.skipif(not AVAILABLE, reason="no nursery on this system")
 ROOT = Path(__file__).parents[2]
 
 
@@ -64,20 +66,38 @@ def echo(connection):
             time.sleep(60)
         if item == b"dream":
             time.sleep(2.5)
+        if item == b"leave":
+            raise SystemExit(7)
+        if item == b"fail":
+            raise ValueError("said")
+        if item == b"who":
+            known = [os.getppid(), os.getsid(0) == os.getpid(), os.environ.get("BORN"), os.environ.get("NAME")]
+            item = json.dumps([*known, sys.stdin.read()]).encode()
         connection.send_bytes(item.upper())
 
 
-@pytest.fixture
-def pool(monkeypatch):
+@pytest.fixture(params=["started", pytest.param("forked", marks=FORKS)])
+def pool(request, monkeypatch):
+    """A pool; ``pool.join(timeout)`` adds a member that runs ``echo``, started by itself or forked from a nursery."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     pool = Pool()
+    pool.nursery = Nursery(["test_jobs"], {"BORN": "here"}) if request.param == "forked" else None
+
+    def join(timeout):
+        pool.members.append(Member("test_jobs:echo", timeout, nursery=pool.nursery))
+        return pool.members[-1]
+
+    pool.join = join
     yield pool
     pool.end()
     assert all(member.process.poll() is not None for member in pool.members)
+    if pool.nursery:
+        pool.nursery.end()
 
 
 def test_members_that_answer_die_or_hang(pool):
-    pool.members += [Member("test_jobs:echo", 1.0) for _ in range(3)]
+    for _ in range(3):
+        pool.join(1.0)
     for member, item in zip(pool.members, (b"word", b"die", b"stop")):
         member.waiting.append(item)
         assert member.next() == item and not member.idle and member.next() is None
@@ -96,8 +116,7 @@ def test_members_that_answer_die_or_hang(pool):
 @pytest.mark.parametrize("by_pool", [True, False])
 def test_a_member_that_works_for_longer_than_its_timeout_is_heard_of(pool, by_pool):
     """The limit is on its silence: it answers after two and a half times as long."""
-    pool.members.append(Member("test_jobs:echo", 1.0))
-    (member,) = pool.members
+    member = pool.join(1.0)
     member.send(b"word")
     assert member.receive() == b"WORD"
     member.send(b"dream")
@@ -110,8 +129,7 @@ def test_a_member_that_works_for_longer_than_its_timeout_is_heard_of(pool, by_po
 @pytest.mark.parametrize("item", [b"dream", b"word"])
 def test_what_a_member_has_sent_while_nobody_listened_counts(pool, item):
     """Signs of life while it works, and its answer; whoever listens was busy for longer than its limit."""
-    pool.members.append(Member("test_jobs:echo", 1.0))
-    (member,) = pool.members
+    member = pool.join(1.0)
     member.send(b"word")
     assert member.receive() == b"WORD"
     member.send(item)
@@ -123,10 +141,75 @@ def test_what_a_member_has_sent_while_nobody_listened_counts(pool, item):
     assert heard == [member] and member.receive() == item.upper() and not member.news
 
 
-def test_a_process_ends_with_the_one_that_started_it(tmp_path):
+@FORKS
+def test_what_is_forked_is_a_process_of_its_own(nursery_of_echo, tmp_path):
+    """It has a session, variables and a log of its own, and its end is known: a code, an error, a signal."""
+    nursery, log, ended = nursery_of_echo, tmp_path / "log.txt", {}
+    for item, environment in ((b"leave", {}), (b"fail", {}), (b"die", {}), (b"who", {"NAME": "one"})):
+        member = Member("test_jobs:echo", 60.0, nursery=nursery, environment=environment, log=log)
+        member.send(item)
+        answer = member.receive()
+        if item == b"who":
+            parent, leads, born, name, read = json.loads(answer.lower())
+            assert (parent, leads, born, name, read) == (nursery.process.pid, True, "here", "one", "")
+            member.end()
+        ended[item] = member.process.wait(60)
+    assert ended == {b"leave": 7, b"fail": 1, b"die": -9, b"who": ended[b"who"]}
+    assert "ValueError: said" in log.read_text()
+    with pytest.raises(subprocess.TimeoutExpired):
+        thinks = Member("test_jobs:echo", 60.0, nursery=nursery)
+        thinks.send(b"think")
+        thinks.process.wait(0.2)
+    thinks.process.terminate()
+    assert thinks.process.wait(60) == -signal.SIGTERM
+    killed = Member("test_jobs:echo", 60.0, nursery=nursery)
+    killed.process.kill()
+    assert killed.process.wait(60) == -signal.SIGKILL
+
+
+@FORKS
+def test_members_outlive_the_nursery_and_others_are_started_without_it(nursery_of_echo):
+    nursery = nursery_of_echo
+    before = [Member("test_jobs:echo", 60.0, nursery=nursery) for _ in range(2)]
+    for member in before:
+        member.send(b"word")
+        assert member.receive() == b"WORD"
+    nursery.process.kill()
+    nursery.process.wait()
+    for member, item in zip(before, (b"word", b"die")):
+        member.send(item)
+        assert member.receive() == (b"WORD" if item == b"word" else None)
+    assert before[1].process.wait(60) == -9 and before[0].process.poll() is None
+    after = Member("test_jobs:echo", 60.0, nursery=nursery)
+    after.send(b"word")
+    assert after.receive() == b"WORD" and isinstance(after.process, subprocess.Popen)
+    for member in (before[0], after):
+        member.end()
+        assert member.process.poll() is not None
+
+
+@FORKS
+def test_a_nursery_that_cannot_import_ends_what_was_asked_of_it(monkeypatch):
+    nursery = Nursery(["no_such_module"], {})
+    member = Member("test_jobs:echo", 60.0, nursery=nursery)
+    assert member.process.wait(60) == -9 and member.receive() is None
+    nursery.end()
+
+
+@pytest.fixture
+def nursery_of_echo(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    nursery = Nursery(["test_jobs"], {"BORN": "here"})
+    yield nursery
+    nursery.end()
+
+
+@pytest.mark.parametrize("nursery", ["None", pytest.param("Nursery(['test_jobs'], {})", marks=FORKS)])
+def test_a_process_ends_with_the_one_that_started_it(tmp_path, nursery):
     code = (
-        "import time; from fs_lowrank.jobs.pool import Member\n"
-        "member = Member('test_jobs:echo', 60.0); member.send(b'word'); member.receive(); member.send(b'think')\n"
+        "import time; from fs_lowrank.jobs.pool import Member; from fs_lowrank.jobs.nursery import Nursery\n"
+        f"member = Member('test_jobs:echo', 60.0, nursery={nursery}); member.send(b'word'); member.receive()\n"
+        "member.send(b'think')\n"
         "print(member.process.pid, flush=True); time.sleep(60)\n"
     )
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])

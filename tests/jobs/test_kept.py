@@ -82,7 +82,7 @@ def loaded(monkeypatch):
         return counted
 
     monkeypatch.setattr(build, "_built", counting("model", build._built))
-    monkeypatch.setattr(data, "_built", counting("data", data._built))
+    monkeypatch.setattr(data.build, "_built", counting("data", data.build._built))
     return counts
 
 

@@ -9,16 +9,15 @@ from transformers.pytorch_utils import Conv1D
 
 from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
+from fs_lowrank.models.accumulated import accumulate_pair, one_adapter
 from fs_lowrank.models.adapters import (
     ACCUMULATED,
-    accumulate_pair,
     add_adapter,
     add_beside,
     base_weight_name,
     layer_stack,
     load_tensors,
     merge_pair,
-    one_adapter,
     save_adapter,
     target_modules,
 )
@@ -297,7 +296,6 @@ def test_selecting_does_not_depend_on_order():
 @pytest.mark.parametrize(
     "extra, modules, named",
     [
-        ({"use_dora": True}, ("query",), "lora_magnitude_vector"),
         ({"bias": "all"}, ("query",), "bias"),
         ({}, ("word_embeddings",), "lora_embedding_A"),
     ],

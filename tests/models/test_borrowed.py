@@ -85,6 +85,13 @@ def test_a_layer_hands_keys_and_values_to_the_cache_that_it_is_given(kind):
         pytest.fail(f"{place}; a {type(layer).__name__} does not call its update now")
 
 
+@pytest.mark.parametrize("kind, layer", [("bert", "BertLayer"), ("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block")])
+def test_a_model_names_the_layers_that_stay_on_one_device(kind, layer):
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(kind, num_hidden_layers=1))
+    assert layer in model._no_split_modules, "fs_lowrank/models/placing.py asks by this name"
+
+
 #: names with an underscore that are documented: ``os._exit`` and a method of named tuples
 DOCUMENTED = {"_exit", "_replace"}
 #: private names of other libraries that are used, by file; the reason is given there or here
@@ -97,6 +104,8 @@ BORROWED = {
     "fs_lowrank/engines/federatedscope/parallel.py": {"_immutable", "_monitor"},
     # the type that argparse's add_subparsers returns has no public name; it is used as a type hint only
     "fs_lowrank/commands/__init__.py": {"_SubParsersAction"},
+    # what accelerate must not divide, as transformers' own from_pretrained(device_map=…) asks its models
+    "fs_lowrank/models/placing.py": {"_no_split_modules"},
     # torch has no public way to ask whether a module has hooks; if it has, PEFT's own forward runs
     "fs_lowrank/models/convolution.py": {"_forward_hooks"},
 }

@@ -9,6 +9,7 @@ import fs_lowrank
 from fs_lowrank.config import check_local, known_keys, load_config
 from fs_lowrank.errors import UserError, say_once
 from fs_lowrank.models.vision import VISION_MODELS  # noqa: F401  (imports torch before the tests)
+from fs_lowrank.runs.trackers import trackers_of
 from fs_lowrank.settings import Settings, flat_keys, framework
 
 BASE = {"federate.client_num": 4, "federate.method": "fedlora", "model.type": "x@transformers", "data.type": "x.csv"}
@@ -85,6 +86,9 @@ def test_a_key_of_the_framework_is_refused_or_reported(name, caplog, other):
     value = other(framework.DEFAULTS[name])
     config = load_config({**BASE, name: value})
     say_once.cache_clear()
+    if name in framework.FOLLOWED and framework.off_switch(name, {}) is None:
+        assert name == "wandb.use" and trackers_of(config) == ["wandb"]
+        return
     try:
         check_local(config)
     except UserError as error:
@@ -130,7 +134,12 @@ def test_every_key_of_ours_is_used_or_declared_idle():
         ({"fedopt.optimizer.tau": 0.3}, "fedopt.optimizer.tau = 0.3 has no effect: fedopt.use is False"),
         ({"early_stop.delta": 0.3}, "early_stop.delta = 0.3 has no effect: early_stop.patience is 0"),
         ({"model.use_bias": False}, "model.use_bias = False has no effect: it is for images"),
-        ({"wandb.use": True}, "wandb.use = True has no effect: only FederatedScope uses it"),
+        ({"trainer.disp_freq": 7}, "trainer.disp_freq = 7 has no effect: only FederatedScope uses it"),
+        ({"wandb.name_user": "me"}, "wandb.name_user = 'me' has no effect: wandb.use is False"),
+        (
+            {"wandb.use": True, "wandb.client_train_info": True},
+            "wandb.client_train_info = True has no effect: only FederatedScope uses it",
+        ),
         ({"fedprox.mu": 0.3}, "fedprox.mu = 0.3 has no effect: fedprox.use is False"),
         ({"train.cache_frozen": "off", "train.cache_frozen_dir": "x"}, "cache_frozen_dir = 'x' has no effect"),
         ({"lowrank.checkpoint_freq": 0, "lowrank.keep_checkpoints": 3}, "keep_checkpoints = 3 has no effect"),

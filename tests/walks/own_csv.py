@@ -36,8 +36,8 @@ does(f"fs-lowrank run --cfg reviews.yaml {few} outdir runs/again", "round 1/6", 
 same("runs/reviews/adapter/adapter_model.safetensors", "runs/again/adapter/adapter_model.safetensors")
 exists("runs/reviews/adapter/README.md", "runs/reviews/summary.json", "runs/reviews/data.json")
 does(
-    "fs-lowrank run --cfg reviews.yaml federate.total_round_num 1 train.optimizer.lr 1e-9 wandb.use True outdir low",
-    "wandb.use = True has no effect",
+    "fs-lowrank run --cfg reviews.yaml federate.total_round_num 1 train.optimizer.lr 1e-9 hpo.metric x outdir low",
+    "hpo.metric = 'x' has no effect",
     "nothing was learned",
 )
 

@@ -165,8 +165,9 @@ def _cell(
 
 def _variants(peer: Peer, runs: dict[tuple[str, str], list[dict[str, Any]]]) -> Sequence[Variant]:
     """The variants to run: all of ours, and all in the first turn; then the peer's faster one."""
-    first = {v: runs[peer.name, v.name][0].get("rounds_per_second", 0.0) for v in peer.variants} if runs else {}
-    return peer.variants if peer is OURS or not first else [max(first, key=lambda v: first[v])]
+    if peer is OURS or not runs:
+        return peer.variants
+    return [max(peer.variants, key=lambda v: runs[peer.name, v.name][0].get("rounds_per_second", 0.0))]
 
 
 def _one(peer: Peer, variant: Variant, job: Path, out: Path, python: str, more: str) -> dict[str, Any]:

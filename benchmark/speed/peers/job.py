@@ -144,5 +144,6 @@ def _save_tokens(path: Path, clients: list[Examples]) -> None:
         raise RuntimeError(f"clients have {sorted({len(e) for e in clients})} samples, not {STEPS * BATCH}")
     arrays: dict[str, Any] = {"owners": np.repeat(np.arange(len(clients)), [len(e) for e in clients])}
     for name, rows in {"input_ids": inputs, "labels": labels}.items():
-        arrays[name], arrays[f"{name}_lengths"] = np.concatenate(rows), np.array([len(row) for row in rows])
+        arrays[name] = np.concatenate(rows).astype(np.int64)  # as a tokenizer's, and as PyTorch's losses ask for
+        arrays[f"{name}_lengths"] = np.array([len(row) for row in rows])
     np.savez(path, **arrays)

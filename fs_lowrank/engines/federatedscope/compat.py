@@ -103,6 +103,13 @@ def _choose_runner(folder: Path) -> None:
     vars(builder)["StandaloneMultiGPURunner"] = choose_runner(builder.StandaloneMultiGPURunner)
 
 
+def _keep_client_cfgs(folder: Path) -> None:
+    from .parallel import without_client_cfgs
+
+    builder = importlib.import_module("federatedscope.core.auxiliaries.runner_builder")
+    vars(builder)["StandaloneRunner"] = without_client_cfgs(builder.StandaloneRunner)
+
+
 def _merge_new_keys(folder: Path) -> None:
     from .config import merge_new_keys
 
@@ -158,6 +165,14 @@ LATE = (
         "runners can be registered",
         lambda: True,
         _choose_runner,
+    ),
+    Mend(
+        "--client_cfg",
+        "core/fed_runner.py fails on a client that the file does not name, and merges the others' keys into "
+        "configurations that our workers do not train by; our configuration has them as lowrank.clients",
+        "a client may be left out of the file",
+        lambda: True,
+        _keep_client_cfgs,
     ),
     Mend(
         "messages between processes",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,8 +28,11 @@ from ...settings import (
     framework,
     infer_task,
     known_keys,
+    read_yaml,
     unknown_key,
 )
+from ...settings.clients import read_clients
+from ...settings.metrics import METRICS
 from ...settings.parameters import general_keys, params_defaults, params_fields
 
 #: the prefix of a method of ours where the framework has a method of the same name
@@ -264,6 +268,17 @@ def from_framework(cfg) -> Config:
     return config
 
 
+def use_client_cfgs(cfg, client_cfgs: Mapping[str, Any]) -> None:
+    """Set ``lowrank.clients`` in ``cfg`` to what the framework has read from its ``--client_cfg``.
+
+    Raises:
+        UserError: see ``settings.clients``; the lines are those of the file on this process's command line.
+    """
+    file = next((value for option, value in zip(sys.argv, sys.argv[1:]) if option == "--client_cfg"), None)
+    origin = Origin() if file is None else read_yaml(file)[0]
+    cfg.lowrank.clients = read_clients(client_cfgs, cfg.federate.client_num, origin)
+
+
 def _extra(name: str) -> bool:
     """Whether ``name`` is in a section that takes any key."""
     return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer."))
@@ -320,6 +335,11 @@ def _excluded(cfg, method: str, sums: bool) -> list[str]:
             "client_test_" in best,
             f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics under test_",
         ),
+        (
+            not federate.make_global_eval and best.rpartition("_")[2] in METRICS.keys() - {"acc", "loss"},
+            f"eval.best_res_update_round_wise_key = {best!r} and federate.make_global_eval = False together: clients "
+            "report loss and accuracy",
+        ),
         (federate.save_freq == 0, "federate.save_freq = 0: rounds between saved models, or -1 for none"),
         (
             not trains,
@@ -371,5 +391,10 @@ def for_frameworks_workers(cfg):
     plain.train.is_enable_half = False  # the framework would convert the adapters as well
     plain.fedopt.use = False
     plain.quantization.method = "none"
+    # Ours measure the other metrics, and choose by them.
+    plain.eval.metrics = [name for name in cfg.eval.metrics if name in ("acc", "loss")]
+    split, _, metric = cfg.eval.best_res_update_round_wise_key.rpartition("_")
+    if metric in METRICS.keys() - {"acc", "loss"}:
+        plain.eval.best_res_update_round_wise_key = f"{split}_loss"
     plain._immutable(True)
     return plain

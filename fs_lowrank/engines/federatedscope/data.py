@@ -7,7 +7,7 @@ from federatedscope.core.data import ClientData
 from federatedscope.core.splitters import BaseSplitter
 
 from ...data import PARTITIONERS, Rows, partition
-from .config import check_method_name, our_method
+from .config import check_method_name, our_method, use_client_cfgs
 from .session import Session, open_session
 
 
@@ -38,6 +38,8 @@ def load(config, client_cfgs=None):
     check_method_name(config.federate.method)
     if our_method(config.federate.method) is None:
         return None
+    if client_cfgs:
+        use_client_cfgs(config, client_cfgs)
     return worker_data(open_session(config), config), config
 
 

@@ -23,7 +23,8 @@ from federatedscope.core.fed_runner import StandaloneRunner
 from federatedscope.core.message import Message
 
 from ...config import load_config
-from ...errors import RunFailed, UserError
+from ...errors import RunFailed
+from ...jobs.nursery import Nursery
 from ...models.adapters import load_tensors
 from ...rounds.copies import apology, copied
 from ...rounds.parcel import Parcel
@@ -48,10 +49,6 @@ class ParallelRunner(StandaloneRunner):
     """
 
     def __init__(self, *args, config, processes: int = 0, **kwargs):
-        if kwargs.get("client_configs"):
-            raise UserError(
-                "federate.process_num above 1 takes no configuration for single clients; leave --client_cfg out"
-            )
         self.processes = processes or config.federate.process_num
         config = config.clone()
         config.defrost()
@@ -80,7 +77,7 @@ class ParallelRunner(StandaloneRunner):
         count = min(self.processes - 1, len(numbers))
         self.parts = [numbers[i::count] for i in range(count)]
         self.home_of = {number: rank for rank, part in enumerate(self.parts) for number in part}
-        self.team = Team(count, self._start, self._settle)
+        self.team = Team(count, self._start, self._settle, imports=__name__)
         try:
             for process in self.team.members:
                 self._take(process.hear())
@@ -105,9 +102,9 @@ class ParallelRunner(StandaloneRunner):
     def _nothing_left(self) -> bool:
         return not (self.shared_comm_queue or self.team.jobs or self.team.doing)
 
-    def _start(self, rank: int) -> _ClientProcess:
+    def _start(self, rank: int, nursery: Nursery | None) -> _ClientProcess:
         numbers, session = self.parts[rank], self.session
-        process = _ClientProcess(rank, numbers, session.config.lowrank.timeout)
+        process = _ClientProcess(rank, numbers, session.config.lowrank.timeout, nursery)
         process.send(
             Parcel(
                 {},
@@ -206,12 +203,12 @@ class _ClientProcess(Worker):
     """The server's end of a process that runs some of the clients.
 
     Args:
-        numbers: of the clients. rank, timeout: as for ``Worker``.
+        numbers: of the clients. rank, timeout, nursery: as for ``Worker``.
     """
 
-    def __init__(self, rank: int, numbers: list[int], timeout: float):
+    def __init__(self, rank: int, numbers: list[int], timeout: float, nursery: Nursery | None = None):
         self.numbers = numbers
-        super().__init__(f"{__name__}:serve", rank, timeout)
+        super().__init__(f"{__name__}:serve", rank, timeout, nursery=nursery)
 
     def __str__(self) -> str:
         clients = ", ".join(map(str, self.numbers[:3])) + (", …" if len(self.numbers) > 3 else "")
@@ -340,7 +337,19 @@ def choose_runner(frameworks):
     """A function that makes a ``ParallelRunner`` for our methods, and a runner of class ``frameworks`` for others."""
 
     def make(*args, config, **kwargs):
-        runner = frameworks if our_method(config.federate.method) is None else ParallelRunner
-        return runner(*args, config=config, **kwargs)
+        if our_method(config.federate.method) is None:
+            return frameworks(*args, config=config, **kwargs)
+        return without_client_cfgs(ParallelRunner)(*args, config=config, **kwargs)
+
+    return make
+
+
+def without_client_cfgs(frameworks):
+    """A function that makes a runner; that of our methods, whose configuration has the settings of single clients
+    already, is not given those of ``--client_cfg``."""
+
+    def make(*args, config, client_configs=None, **kwargs):
+        others = our_method(config.federate.method) is None
+        return frameworks(*args, config=config, client_configs=client_configs if others else None, **kwargs)
 
     return make

@@ -66,12 +66,14 @@ class LowRank:
             self.session.site.prefix if self.number == 0 else None,
             self.session.site.reads_of(self.ctx.model),
         )
-        result = evaluate(self.ctx.model, examples, size, owner=split, prefix=prefix, reads=reads)
+        metrics = config.metrics if self.number == 0 else ()
+        result = evaluate(self.ctx.model, examples, size, metrics=metrics, owner=split, prefix=prefix, reads=reads)
         self.results[split] = result
         loss, total = result["loss"], len(examples)
-        metrics = {f"{split}_loss": loss * total, f"{split}_avg_loss": loss, f"{split}_total": total}
+        named = {f"{split}_loss": loss * total, f"{split}_avg_loss": loss, f"{split}_total": total}
         # The framework accepts no metric that is not in eval.metrics.
-        return {**metrics, f"{split}_acc": result["acc"]} if "acc" in self.cfg.eval.metrics else metrics
+        accurate = "acc" in self.cfg.eval.metrics and "acc" in result
+        return {**named, f"{split}_acc": result["acc"]} if accurate else named
 
     def update(self, model_parameters, strict=False):
         load_tensors(self.ctx.model, model_parameters)

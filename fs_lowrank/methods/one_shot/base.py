@@ -47,7 +47,7 @@ class OneShot(Gathering):
 
     @classmethod
     def requires(cls, params):
-        return replace(super().requires(params), adapter="optional")
+        return replace(super().requires(params), adapter="optional", tasks=(*CLASSIFIERS, "CausalLM"))
 
     def __init__(self, params, setting):
         if self.requires(params).adapter == "optional" and setting.with_adapter:

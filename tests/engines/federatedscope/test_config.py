@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 import fs_lowrank
 from fs_lowrank.errors import UserError
@@ -205,3 +206,59 @@ def test_our_partitioners_for_the_frameworks_data():
     parts = splitter("quantity", 4)([(i, i % 2) for i in range(40)])
     assert sorted(x for part in parts for x, _ in part) == list(range(40))
     assert splitter("iid", 4) is None and splitter("lda", 4) is None and splitter("nonsense", 4) is None
+
+
+OWN = [{"clients": 2, "batch_size": 3, "lr_factor": 0.25}, {"clients": [4, 5], "local_update_steps": 4, "tok_len": 6}]
+
+
+def test_settings_of_single_clients(quick, assert_same):
+    """In one process and in several, with the result of the embedded engine."""
+    keys = {"lowrank.clients": OWN, "federate.total_round_num": 2}
+    config = quick("run", keys)
+    assert there_and_back(config).decisive() == config.decisive()
+    ours = fs_lowrank.run(config)
+    theirs = fs_lowrank.run(quick("framework", {**keys, "federate.share_local_model": True}), "federatedscope")
+    apart = fs_lowrank.run(quick("apart", {**keys, "federate.process_num": 3}), "federatedscope")
+    assert_same(ours, theirs)
+    assert_same(ours, apart)
+    assert [r["samples"] for r in ours.history] == [r["samples"] for r in theirs.history]
+
+
+def test_the_launchers_client_cfg(quick, settings, tmp_path):
+    """The framework's launcher with a file that names two of five clients; and with one that is wrong."""
+    import json
+
+    config, own = tmp_path / "run.yaml", tmp_path / "own.yaml"
+    keys = {"federate.total_round_num": 1, "train.cache_frozen": "off"}
+    config.write_text(yaml.safe_dump({**settings, "outdir": str(tmp_path / "run")}))
+    own.write_text("client_2:\n  dataloader: {batch_size: 3}\nclient_5:\n  train: {local_update_steps: 1}\n")
+    command = [sys.executable, "-m", "fs_lowrank.engines.federatedscope", "--cfg", config, "--client_cfg", own]
+    command += [str(part) for pair in {**keys, "train.local_update_steps": 2}.items() for part in pair]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = tmp_path.glob("run/**/rounds.jsonl")
+    same = [{"clients": 2, "batch_size": 3}, {"clients": 5, "local_update_steps": 1}]
+    ours = fs_lowrank.run(quick("ours", {**keys, "lowrank.clients": same})).history[0]
+    theirs = json.loads(file.read_text().splitlines()[0])
+    assert (theirs["samples"], theirs["clients"]) == (ours["samples"], [1, 2, 3, 4, 5])
+    own.write_text("client_2:\n  dataloader: {drop_last: True}\n")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1
+    assert (
+        "error: " in done.stderr
+        and "own.yaml, line 2: client_2.dataloader.drop_last cannot be set by client" in done.stderr
+    )
+
+
+def test_numbers_to_predict(quick, assert_same, tmp_path):
+    from fs_lowrank.testing import small
+
+    frame = small.make_reviews(200)
+    frame.assign(label=frame["label"] + 0.5).to_csv(tmp_path / "scores.csv", index=False)
+    keys = {"data.type": str(tmp_path / "scores.csv"), "model.task": "SequenceRegression"}
+    keys |= {"federate.total_round_num": 2, "eval.best_res_update_round_wise_key": "val_pearson"}
+    ours = fs_lowrank.run(quick("ours", keys))
+    theirs = fs_lowrank.run(quick("theirs", keys), "federatedscope")
+    assert_same(ours, theirs)
+    assert theirs.final["test_pearson"] == pytest.approx(ours.final["test_pearson"], abs=1e-4)
+    assert theirs.best["by"] == "val_pearson"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..models.machine import input_device
+
 #: tokens that a stop word may spread over
 _NEWEST = 16
 
@@ -44,7 +46,7 @@ def continue_prompts(
             return torch.tensor([any(s in text for s in stop) for text in newest], device=input_ids.device)
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter's layers are in it
-    device = next(inner.parameters()).device
+    device = input_device(model)
     own = inner.generation_config
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -85,9 +87,3 @@ def continue_prompts(
 
 def _cut(text: str, stop: Sequence[str]) -> str:
     return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
-
-
-def share(hits: Sequence[bool], metric: str) -> dict[str, float]:
-    """The fraction of True and its standard error (of the mean of n samples, with n - 1)."""
-    n, p = len(hits), sum(hits) / len(hits)
-    return {metric: p, f"{metric}_stderr": (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else 0.0}

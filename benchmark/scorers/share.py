@@ -1,0 +1,11 @@
+"""The share of hits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def share(hits: Sequence[bool], metric: str) -> dict[str, float]:
+    """The fraction of True and its standard error (of the mean of n samples, with n - 1)."""
+    n, p = len(hits), sum(hits) / len(hits)
+    return {metric: p, f"{metric}_stderr": (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else 0.0}

@@ -1,0 +1,154 @@
+"""The data of a federated run, encoded and partitioned: what ``build_data`` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fs_lowrank.data.examples import Examples
+from fs_lowrank.data.images import ImageExamples
+from fs_lowrank.data.partition import Partition
+from fs_lowrank.data.ragged import Lazy, Ragged
+from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION
+
+
+@dataclass
+class FederatedData:
+    """The data that a run trains and evaluates on.
+
+    Attributes:
+        train: the training examples of all clients, which ``partition`` divides.
+        validation, test: None if the split is empty.
+        task: that of ``RawData``.
+        num_labels: 0 for a causal language model.
+        source: a description of where the data come from.
+        fingerprint: SHA-256 in hex over all tokens or images, labels and the partition.
+        partition: indices into the training rows that were kept, in the order of the source.
+        majority: fraction of the most frequent class in ``test``, the accuracy of a constant prediction; None without
+            classes.
+        skipped: number of rows left out, by reason.
+        read: number of rows of the source, with those left out.
+        truncated: number of texts cut to ``tok_len`` tokens, by split.
+        tok_len: the maximum number of tokens; None for images.
+        image_shape: ``(channels, height, width)`` of the model's input; None for text.
+        test_shares: the rows of ``test`` of each client, for ``client_tests``.
+        rows: row numbers of ``train`` (which ``partition`` divides), ``validation`` and ``test`` in the loaded data:
+            int64, from 0, as in ``RawData``.
+        columns: the columns of the source, as in ``RawData``.
+        cut: which of ``validation`` and ``test`` were split off the training rows; the others have their own source.
+    """
+
+    train: Examples | ImageExamples
+    validation: Examples | ImageExamples | None
+    test: Examples | ImageExamples | None
+    task: str
+    label_names: list[str]
+    num_labels: int
+    source: str
+    fingerprint: str
+    partition: Partition
+    majority: float | None
+    skipped: dict[str, int] = field(default_factory=dict)
+    read: int = 0
+    truncated: dict[str, int] = field(default_factory=dict)
+    tok_len: int | None = None
+    image_shape: tuple[int, int, int] | None = None
+    test_shares: Ragged = field(default_factory=lambda: Ragged.of([]), repr=False)
+    rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    cut: tuple[str, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """The split as plain data for ``data.json``, without what there is of every row or client (``arrays``).
+
+        Of ``validation`` and ``test``, ``from`` names the source that their rows are numbered in, and ``labels`` are
+        the counts of their classes by name.
+        """
+        classes = self.label_names and self.task not in (REGRESSION, MULTI_LABEL)
+        held_out: dict[str, Any] = {
+            split: {
+                "from": "train" if split in self.cut else split,
+                "size": len(self.rows[split]),
+                **({"labels": self._counts(part)} if classes and part is not None else {}),
+            }
+            for split, part in (("validation", self.validation), ("test", self.test))
+            if split in self.rows
+        }
+        return {
+            "source": self.source,
+            "fingerprint": self.fingerprint,
+            **self.counts(),
+            "partition": {"name": self.partition.name, "args": self.partition.args},
+            "classes": self.partition.classes(),
+            "clients": len(self.partition),
+            **held_out,
+        }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What belongs to ``record`` of every row and client, int64: the arrays of ``rows.npz`` (``runs.split``).
+
+        In contrast to these rows, the indices of ``partition`` count only the training rows that were kept.
+        """
+        order = self.partition.indices.flat()
+        labels = {} if self.partition.labels is None else {"labels": self.partition.labels[order]}
+        held_out = {split: rows for split, rows in self.rows.items() if split != "train"}
+        return {"clients": self.rows["train"][order], "sizes": self.partition.sizes(), **labels, **held_out}
+
+    def _counts(self, part: Examples | ImageExamples) -> dict[str, int]:
+        counts = np.bincount(np.asarray(part.labels), minlength=len(self.label_names))
+        return {name: int(count) for name, count in zip(self.label_names, counts, strict=True)}
+
+    def counts(self) -> dict[str, Any]:
+        """Rows read, left out and cut, and the maximum length, as plain data for ``data.json`` and ``summary.json``."""
+        return {"read": self.read, "skipped": self.skipped, "truncated": self.truncated, "tok_len": self.tok_len}
+
+    def describe(self) -> str:
+        """One line for the screen: rows read, left out and cut, sizes of the splits and clients, classes."""
+        sizes = self.partition.sizes()
+        parts = rows_said(self.counts())
+        parts.append(f"{sizes.sum()} for training by {len(sizes)} clients ({sizes.min()} to {sizes.max()} each)")
+        held_out = {"validation": self.validation, "test": self.test}
+        parts += [f"{len(examples)} for {split}" for split, examples in held_out.items() if examples is not None]
+        if self.task == REGRESSION:
+            parts.append("a number to predict")
+        elif self.num_labels:
+            parts.append(f"{'sets of ' * (self.task == MULTI_LABEL)}{self.num_labels} classes")
+        return f"data: {', '.join(parts)}"
+
+    def splits(self) -> list[Examples | ImageExamples]:
+        """The training, validation and test examples that there are."""
+        return [part for part in (self.train, self.validation, self.test) if part is not None]
+
+    @cached_property
+    def clients(self) -> Sequence[Examples | ImageExamples]:
+        """The training examples of each client, selected when they are asked for."""
+        train, indices = self.train, self.partition.indices
+        return Lazy(len(indices), lambda i: train.select(indices[i]))
+
+    @cached_property
+    def client_tests(self) -> Sequence[Examples | ImageExamples | None]:
+        """Each client's part of the test set, distributed as its training data; None for an empty part.
+
+        Every row of the test set goes to one client, in proportion to the clients' training rows of the same class,
+        or of the same value of the column by which the training data were partitioned.
+        """
+        test, shares = self.test, self.test_shares
+        if test is None:
+            return Lazy(len(self.clients), lambda i: None)
+        return Lazy(len(shares), lambda i: test.select(shares[i]) if len(shares[i]) else None)
+
+    def tested(self) -> list[int]:
+        """The positions in ``client_tests`` of the clients that have such a part."""
+        return [] if self.test is None else np.flatnonzero(self.test_shares.lengths).tolist()
+
+
+def rows_said(counts: Mapping[str, Any]) -> list[str]:
+    """What ``FederatedData.counts`` says in words: rows read, left out by reason, and cut by split."""
+    said = [f"{counts['read']} rows read"]
+    said += [f"{count} left out ({reason})" for reason, count in counts["skipped"].items() if count]
+    cut = {split: count for split, count in counts["truncated"].items() if count}
+    return said + [f"{count} of {split} cut to {counts['tok_len']} tokens" for split, count in cut.items()]

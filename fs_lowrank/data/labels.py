@@ -1,0 +1,122 @@
+"""Labels as numbers: values to predict, and sets of classes, whose classes are the bits of a whole number."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fs_lowrank.errors import UserError, nearest
+
+#: bits of a set that a whole number of 64 bits has room for
+MOST_IN_SETS = 62
+_FLAGS = {"0": False, "1": True, "False": False, "True": True, "false": False, "true": True}
+#: numbers are divided into so many parts of equal size where classes would be
+PARTS = 10
+
+
+def label_text(value: Any) -> str:
+    """A label as text. 1, "1", 1.0 and "1.0" are the same label, since pandas and JSON may convert them."""
+    if isinstance(value, (float, np.floating)) and float(value).is_integer():
+        value = int(value)
+    text = str(value).strip()
+    return text.split(".")[0] if re.fullmatch(r"-?[0-9]+\.0+", text) else text
+
+
+def kinds_of(labels: Any) -> list[Any]:
+    """The different labels in order: by number, if all are whole numbers."""
+    kinds = sorted({label_text(value) for value in labels})
+    try:
+        return sorted(kinds, key=int)
+    except ValueError:
+        return kinds
+
+
+def numbers(where: str, column: str, labels: pd.Series) -> pd.Series:
+    """Labels as float64.
+
+    Raises:
+        UserError: one is not a finite number.
+    """
+    values = []
+    for row, value in labels.items():
+        try:
+            values.append(float(value))
+        except (TypeError, ValueError):
+            values.append(math.nan)
+        if not math.isfinite(values[-1]):
+            raise UserError(f"{where}, row {row + 1}: label {value!r} in column {column!r}: expected a number")
+    return pd.Series(values, index=labels.index, dtype=np.float64)
+
+
+def sets(
+    where: str, column: str, labels: pd.Series, index: Mapping[str, int] | None
+) -> tuple[pd.Series, dict[str, int]]:
+    """Sets of classes as whole numbers, and the class of each bit.
+
+    Args:
+        labels: lists of classes. index: class → its bit; None: all that there are, in order.
+    Raises:
+        UserError: a label is no list, a class is not in ``index``, or there are more than ``MOST_IN_SETS``.
+    """
+    for row, value in labels.items():
+        if isinstance(value, (str, Mapping)) or not hasattr(value, "__iter__"):
+            raise UserError(
+                f"{where}, row {row + 1}: label {value!r} in column {column!r}: expected a list of classes; columns of "
+                "0 and 1 are named by data.args [{label: [COLUMN, …]}]"
+            )
+    if index is None:
+        index = {str(kind): i for i, kind in enumerate(kinds_of(kind for value in labels for kind in value))}
+    if not 1 < (count := len(set(index.values()))) <= MOST_IN_SETS:
+        raise UserError(f"{where}: column {column!r} has {count} classes in all; expected 2 to {MOST_IN_SETS}")
+    coded = []
+    for row, value in labels.items():
+        for kind in value:
+            if label_text(kind) not in index:
+                known = ", ".join(list(index)[:10])
+                raise UserError(
+                    f"{where}, row {row + 1}: class {kind!r} does not occur in training"
+                    f"{nearest(str(kind), index)}; its classes are {known}"
+                )
+        coded.append(sum(1 << bit for bit in {index[label_text(kind)] for kind in value}))
+    return pd.Series(coded, index=labels.index, dtype=np.int64), dict(index)
+
+
+def from_flags(where: str, table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """``table`` with a column ``label`` of lists, from a column of 0 and 1 for each class.
+
+    Raises:
+        UserError: another value.
+    """
+    flags = {}
+    for name in columns:
+        texts = table[name].map(label_text)
+        if len(wrong := texts[~texts.isin(_FLAGS)]):
+            raise UserError(
+                f"{where}, row {wrong.index[0] + 1}: {wrong.iloc[0]!r} in column {name!r} of data.args: label: "
+                "expected 0 or 1"
+            )
+        flags[name] = texts.map(_FLAGS).to_numpy(bool)
+    lists = [[name for name in columns if flags[name][i]] for i in range(len(table))]
+    return table.drop(columns=list(columns)).assign(label=pd.Series(lists, index=table.index, dtype=object))
+
+
+def bits(coded: np.ndarray, classes: int) -> np.ndarray:
+    """Sets as zeros and ones, float32 ``(n, classes)``."""
+    return (np.asarray(coded)[:, None] >> np.arange(classes) & 1).astype(np.float32)
+
+
+def edges(labels: np.ndarray) -> np.ndarray:
+    """What divides numbers into ``PARTS`` of equal size."""
+    return np.unique(np.quantile(labels, np.linspace(0, 1, PARTS + 1)[1:-1])) if len(labels) else np.empty(0)
+
+
+def as_classes(labels: np.ndarray, between: np.ndarray | None = None) -> np.ndarray:
+    """Labels as whole numbers, by which rows are divided alike: numbers by the part of ``between`` they are in."""
+    if labels.dtype.kind != "f":
+        return labels
+    return np.digitize(labels, edges(labels) if between is None else between).astype(np.int64)

@@ -1,0 +1,140 @@
+"""Data that a program holds as objects, written as arrow files, from which every process of a run reads them.
+
+An object is a ``datasets.Dataset``, a pandas ``DataFrame``, or a PyTorch dataset with a length whose items are mappings
+of columns, or tuples ``(text, label)`` or ``(text, text_pair, label)``. Data are one object, which is divided among the
+clients; a list of objects, one for each client; or a ``DatasetDict`` or mapping with ``train`` (one object, or such a
+list) and perhaps ``validation`` and ``test``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fs_lowrank.data.stored import CHUNK
+from fs_lowrank.errors import UserError
+
+_SPLITS = ("train", "validation", "test")
+_EXPECTED = "a datasets.Dataset, a DataFrame or a torch Dataset with a length"
+#: columns of tuples, by their length
+_TUPLES = {2: ("text", "label"), 3: ("text", "text_pair", "label")}
+
+
+def store(data: Any, folder: Path) -> dict[str, Any]:
+    """Write ``data`` into ``folder``, split by split and client by client.
+
+    Returns:
+        ``train``: the name of the file, or a pattern of several; perhaps ``validation`` and ``test``; ``clients``: the
+        number of data sets of a list, else 0; ``digest``: SHA-256 over names and rows.
+    Raises:
+        UserError: an object of another kind, without rows, or with values that arrow cannot hold.
+    """
+    splits = dict(data) if isinstance(data, Mapping) else {"train": data}
+    if "train" not in splits or splits.keys() - set(_SPLITS):
+        named = ", ".join(map(repr, splits)) or "none"
+        raise UserError(f"data = a mapping with {named}: expected train, and perhaps validation and test")
+    about: dict[str, Any] = {"clients": 0}
+    digest = hashlib.sha256()
+    for split, held in splits.items():
+        parts = {f"{split}.arrow": (f"data[{split!r}]" if len(splits) > 1 else "data", held)}
+        about[split] = f"{split}.arrow"
+        if isinstance(held, (list, tuple)):
+            if split != "train" or not held:
+                raise UserError(
+                    f"data[{split!r}] = a list of {len(held)}: only train is a list, with one for each client"
+                )
+            about |= {"train": "client_*.arrow", "clients": len(held)}
+            width = len(str(len(held)))
+            parts = {f"client_{i:0{width}}.arrow": (f"data[{i - 1}]", own) for i, own in enumerate(held, start=1)}
+        for name, (where, own) in parts.items():
+            digest.update(json.dumps([name, _write(own, folder / name, where)]).encode())
+    return {**about, "digest": digest.hexdigest()}
+
+
+def _write(held: Any, path: Path, where: str) -> str:
+    """Write one object; the SHA-256 of its rows."""
+    import pyarrow as pa
+
+    digest, schema, writer = hashlib.sha256(), None, None
+    try:
+        for table in _tables(held, where):
+            if writer is None or schema is None:
+                schema = table.schema
+                digest.update(json.dumps(schema.names).encode())
+                writer = pa.ipc.new_stream(str(path), schema)
+            table = table.cast(schema)
+            digest.update(json.dumps([table[name].to_pylist() for name in schema.names], default=str).encode())
+            writer.write_table(table)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise UserError(f"{where}: its values cannot be written as arrow data: {str(error).splitlines()[0]}") from error
+    finally:
+        if writer is not None:
+            writer.close()
+    if writer is None:
+        raise UserError(f"{where}: it has no rows")
+    return digest.hexdigest()
+
+
+def _tables(held: Any, where: str) -> Iterator[Any]:
+    """The rows of an object as arrow tables."""
+    import datasets
+    import pyarrow as pa
+    import torch
+
+    if isinstance(held, datasets.Dataset):
+        schema = held.features.arrow_schema  # with the names of classes
+        arrow = held.with_format("arrow")
+        for start in range(0, len(held), CHUNK):
+            yield pa.Table.from_batches(arrow[start : start + CHUNK].to_batches()).cast(schema)
+    elif isinstance(held, pd.DataFrame):
+        plain = held.set_axis([str(name) for name in held], axis=1)
+        for name in plain.select_dtypes("category"):
+            plain = plain.assign(**{name: plain[name].astype(object)})
+        whole = pa.Table.from_pandas(plain, preserve_index=False).replace_schema_metadata(None)
+        for start in range(0, len(held), CHUNK):
+            yield whole.slice(start, CHUNK)
+    elif isinstance(held, (datasets.IterableDataset, torch.utils.data.IterableDataset)):
+        raise UserError(
+            f"{where}: {type(held).__name__} has no length, and clients draw from all of their rows; {_EXPECTED}"
+        )
+    elif isinstance(held, torch.utils.data.Dataset) and hasattr(held, "__len__"):
+        items: Any = held
+        schema, names = None, list[str]()
+        for start in range(0, len(items), CHUNK):
+            rows = [_row(items[i], f"{where}, item {i}") for i in range(start, min(start + CHUNK, len(items)))]
+            names = names or sorted(rows[0])
+            for i, row in enumerate(rows, start):
+                if sorted(row) != names:
+                    raise UserError(
+                        f"{where}, item {i}: it has the columns {', '.join(sorted(row))}, and the first item has "
+                        f"{', '.join(names)}; give every item the same, with None where there is nothing"
+                    )
+            table = pa.Table.from_pylist(rows, schema)
+            schema = schema or table.schema
+            yield table
+    else:
+        hint = ""
+        if isinstance(held, Mapping) or where.startswith("data["):
+            hint = "; rows go into datasets.Dataset.from_list, or a DataFrame"
+        raise UserError(f"{where} = {type(held).__name__}: expected {_EXPECTED}{hint}")
+
+
+def _row(item: Any, where: str) -> dict[str, Any]:
+    """An item of a torch dataset as a row."""
+    if isinstance(item, (tuple, list)) and len(item) in _TUPLES:
+        item = dict(zip(_TUPLES[len(item)], item))
+    if not isinstance(item, Mapping):
+        raise UserError(
+            f"{where} = {type(item).__name__}: expected a mapping of columns, (text, label) or (text, text_pair, label)"
+        )
+    row = {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in item.items()}
+    for name, value in row.items():
+        if not isinstance(value, (str, int, float, bool, list, dict, type(None))):
+            kind = type(value).__name__
+            raise UserError(f"{where}: column {name!r} is of the class {kind}; expected text, numbers or lists of them")
+    return row

@@ -1,0 +1,307 @@
+"""What a run will take, before it starts: memory, disk and time, by arithmetic and a probed step (``run --dry-run``).
+
+The base is computed from the model's configuration, without its weights. If there is room for it, data and model are
+loaded, and one step of a client is taken with the largest batch that there can be; otherwise all is arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from .algebra import nbytes
+from .config import Config
+from .engines.workers import processes_of
+from .methods import State
+from .models.adapters import layer_stack
+from .models.build import build_skeleton
+from .models.quantised import beside, to_quantise
+from .rounds.site import Site, device_of
+from .runs.folder import outdir_of
+from .runs.summary import human_bytes
+from .seeds import derive
+from .settings import Settings
+from .training import train_client
+from .training.cohort import bytes_a_token
+from .training.evaluate import batch_scores
+from .training.local import set_trainable
+from .training.optimizer import make_optimizer
+from .training.schedule import evaluation_due
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one thing takes: ``what`` it is, its bytes, ``where`` (device, memory, disk), and how that is known."""
+
+    what: str
+    size: float
+    where: str
+    how: str
+
+
+@dataclass
+class Estimate:
+    """What a run takes.
+
+    Attributes:
+        needs: of memory and disk. room: by place, the bytes that are free.
+        seconds: of the run; None if no step was probed.
+        steps: of all clients in all rounds; None if they are not known.
+        advice: keys to change where something does not fit.
+    """
+
+    needs: list[Need]
+    room: dict[str, float]
+    seconds: float | None = None
+    steps: float | None = None
+    advice: list[str] = field(default_factory=list)
+
+    def total(self, where: str) -> float:
+        return sum(need.size for need in self.needs if need.where == where)
+
+    @property
+    def lacking(self) -> list[str]:
+        """The places that have less room than the run needs."""
+        return [where for where, free in self.room.items() if self.total(where) > free]
+
+    def lines(self) -> list[Sequence[str]]:
+        """The table, with the totals and what is free."""
+        rows: list[Sequence[str]] = [("what", "where", "size", "how it is known")]
+        for where, free in self.room.items():
+            rows += [(n.what, where, human_bytes(n.size), n.how) for n in self.needs if n.where == where and n.size]
+            rows += [("in all", where, human_bytes(self.total(where)), f"free: {human_bytes(free)}"), ()]
+        return rows
+
+
+def estimate(config: Config) -> Estimate:
+    """What ``config`` takes on this machine.
+
+    Raises:
+        UserError: as when the run starts.
+    """
+    device, skeleton = device_of(config), build_skeleton(config)
+    found = Estimate([], _room(config, device))
+    on = "device" if device.type == "cuda" else "memory"
+    copies = 1 if device.type == "cuda" else processes_of(config)
+    base = _base(skeleton, config)
+    # Processes map the weights of a checkpoint, which are then in memory once.
+    shared = copies == 1 or not config.quantised and config.dtype == "float32"
+    found.needs.append(Need("base", base * (1 if shared else copies), on, "arithmetic, from the model's configuration"))
+    if base > found.room[on] and not config.model.device_map:
+        tokens = config.dataloader.batch_tokens or config.dataloader.batch_size * _length(config)
+        layers = layer_stack(skeleton)
+        kept = 0.0 if config.is_vision or layers is None else bytes_a_token(skeleton, len(layers[1]), _length(config))
+        found.needs.append(Need("activations", copies * kept * tokens, on, "arithmetic, for a full batch"))
+    else:
+        _probed(config, found, on, copies)
+    found.advice = _advice(config, found, on)
+    return found
+
+
+def _room(config: Config, device: torch.device) -> dict[str, float]:
+    """By place, how many bytes are free."""
+    room: dict[str, float] = {"memory": float(psutil.virtual_memory().available)}
+    if device.type == "cuda":
+        places = range(torch.cuda.device_count()) if config.model.device_map else [device]
+        room = {"device": float(sum(torch.cuda.mem_get_info(place)[0] for place in places)), **room}
+    folder = outdir_of(config).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return {**room, "disk": float(shutil.disk_usage(folder).free)}
+
+
+def _length(config: Config) -> int:
+    return config.llm.tok_len if isinstance(config.llm.tok_len, int) else 512
+
+
+def _base(skeleton: nn.Module, config: Config) -> float:
+    """Bytes of the weights as they are loaded."""
+    chosen = to_quantise(skeleton, config) if config.quantised else set()
+    plain, total = getattr(torch, config.dtype).itemsize, 0.0
+    for name, parameter in skeleton.named_parameters():
+        path, _, part = name.rpartition(".")
+        if path not in chosen or part != "weight":
+            total += parameter.numel() * plain
+        elif config.quantised == "int8":
+            total += parameter.numel() + 4 * parameter.shape[0]
+        else:  # a scale for 64 numbers, of four bytes, or of one and a share of another
+            total += parameter.numel() * (0.5 + (0.0159 if config.lowrank.double_quant else 0.0625))
+    return total
+
+
+def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
+    """Load data and model, take a step, and add what that shows."""
+    site = Site(config)
+    method, model = site.method, site.model
+    sizes = np.array([len(examples) for examples in site.data.clients[:1000]])
+    widest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
+    examples = largest_batch(site.data.train, widest)
+    together = site.cohort
+    kept, seconds = step(site, examples)
+    trained = set_trainable(model, method.phases(1, 1)[0].train)
+    numbers = sum(p.numel() for p in trained)
+    state = _optimizer_state(trained, config)
+    needs = found.needs
+    needs[0] = Need("base", needs[0].size, on, needs[0].how + ", loaded")
+    needs.append(Need("adapters and gradients", copies * together * 8 * numbers, on, "arithmetic"))
+    needs.append(Need("optimizer", copies * together * state, on, f"a step of {config.train.optimizer.type}"))
+    how = f"a step of {len(examples)} samples of up to {int(examples.lengths.max())} tokens"
+    if together > 1:
+        how += f", for {together} clients at once"
+    needs.append(Need("activations", copies * together * kept, on, how))
+    if site.prefix is not None:
+        where = "disk" if config.train.cache_frozen_dir else "memory"
+        needs.append(Need("states of frozen layers", site.prefix.planned, where, "arithmetic, for what is kept"))
+        if not config.train.cache_frozen_dir:
+            most = min(site.prefix.planned, config.train.cache_frozen_shared)
+            needs.append(Need("states for other runs", most, "disk", "the same, up to train.cache_frozen_shared"))
+    shared, sent = nbytes(method.view(site.initial_state)), nbytes(method.expected(site.initial_state, 1, 1))
+    needs.append(Need("updates of a round", config.sampled_per_round * sent, "memory", "arithmetic"))
+    personal = len(site.clients) * nbytes(site.personal.untrained)
+    needs.append(Need("clients' own tensors", personal, "memory", "arithmetic"))
+    if config.lowrank.checkpoint_freq:
+        one = shared + personal + nbytes(site.changed_base())
+        often = config.lowrank.keep_checkpoints + 1
+        needs.append(Need("checkpoints", often * one, "disk", f"arithmetic, {often} while one is written"))
+    _add_time(found, site, sizes, seconds, copies)
+
+
+def largest_batch(examples: Any, config: Settings) -> Any:
+    """The longest of ``examples``, as many as a batch has: no client's batch is larger."""
+    loads, lengths = config.dataloader, np.sort(examples.lengths)[::-1]
+    count = loads.batch_size
+    if loads.batch_tokens:
+        count = max(1, loads.batch_tokens // int(lengths[0]))
+    return examples.select(np.argsort(-examples.lengths, kind="stable")[: min(count, len(examples))])
+
+
+def step(site: Site, examples: Any) -> tuple[float, float]:
+    """Bytes that a training step keeps for its backward pass, and its seconds."""
+    config = site.config.replace(
+        {"train.local_update_steps": 1, "train.batch_or_epoch": "batch", "grad.grad_accum_count": 1}
+    )
+    phases = [replace(phase, steps=None) for phase in site.method.phases(1, 1)[:1]]
+    seed = derive(config.seed, "probe")
+    before: State = {n: t.clone() for n, t in site.method.view(site.initial_state).items()}
+    taken, kept = [], 0.0
+    for _ in range(2):  # the first also prepares what later steps find
+        started = time.perf_counter()
+        with kept_for_backward(site) as found:
+            options: dict[str, Any] = {"lr": config.train.optimizer.lr, "seed": seed, "reads": site.reads}
+            train_client(site.model, examples, phases, config, **options)
+        taken.append(time.perf_counter() - started)
+        kept = max(kept, found[0])
+    site.load_global(before)
+    return kept, taken[-1]
+
+
+@contextmanager
+def kept_for_backward(site: Site) -> Iterator[list[float]]:
+    """Notes how many bytes are kept at most for a backward pass within the block; weights do not count."""
+    found = [0.0]
+    if site.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(site.device)
+        held = torch.cuda.memory_allocated(site.device)
+        yield found
+        found[0] = float(torch.cuda.max_memory_allocated(site.device) - held)
+        return
+    weights = {t.untyped_storage().data_ptr() for t in [*site.model.parameters(), *site.model.buffers()]}
+    weights |= {t.untyped_storage().data_ptr() for t in beside(site.model).values()}
+    now: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> tuple[Tensor, dict[int, int]]:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            now[storage.data_ptr()] = storage.nbytes()
+            found[0] = max(found[0], float(sum(now.values())))
+        return tensor, now
+
+    def unpack(packed: tuple[Tensor, dict[int, int]]) -> Tensor:
+        now.clear()  # the backward pass has begun, and the next forward pass keeps its own
+        return packed[0]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield found
+
+
+def _optimizer_state(parameters: list[nn.Parameter], config: Config) -> float:
+    """Bytes that the client's optimizer keeps beside ``parameters``."""
+    copied = [nn.Parameter(torch.zeros_like(p)) for p in parameters]
+    for parameter in copied:
+        parameter.grad = torch.ones_like(parameter)
+    kind = config.train.optimizer
+    optimizer = make_optimizer(copied, kind.type, kind.lr, kind.extra)
+    optimizer.step()
+    held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    return float(sum(t.nbytes for t in held))
+
+
+def _add_time(found: Estimate, site: Site, sizes: np.ndarray, seconds: float, copies: int) -> None:
+    """Steps of the whole run, and its seconds with its evaluations."""
+    config, train, loads = site.config, site.config.train, site.config.dataloader
+    batch = loads.batch_size
+    if loads.batch_tokens:
+        batch = max(1, int(loads.batch_tokens / float(site.data.train.lengths.mean())))
+    each = float(np.ceil(sizes / batch).mean()) if train.batch_or_epoch == "epoch" else config.grad.grad_accum_count
+    rounds = range(1, config.federate.total_round_num + 1)
+    phases = [phase for t in rounds for phase in site.method.phases(t, 1)]
+    steps = sum(train.local_update_steps if phase.steps is None else phase.steps for phase in phases)
+    found.steps = float(each * steps * config.sampled_per_round)
+    evaluated, often = 0.0, sum(evaluation_due(config, t) for t in rounds)
+    size = config.eval.batch_size or loads.batch_size
+    for split, examples in site.held_out().items():
+        few = examples.select(np.arange(min(size, len(examples))))
+        started = time.perf_counter()
+        batch_scores(site.model, few, size, owner=f"{split} probed", reads=site.reads)
+        evaluated += (time.perf_counter() - started) * math.ceil(len(examples) / size)
+    found.seconds = (found.steps * seconds + often * evaluated) / copies
+
+
+def _advice(config: Config, found: Estimate, on: str) -> list[str]:
+    """Keys to change, for what is largest first."""
+    said: list[str] = []
+    for where in found.lacking:
+        largest = max((n for n in found.needs if n.where == where), key=lambda n: n.size).what
+        if where == "disk":
+            said.append("lowrank.keep_checkpoints 1, or train.cache_frozen_shared 0; or another outdir")
+        elif largest == "base":
+            said += _smaller_base(config)
+        elif largest in ("activations", "adapters and gradients", "optimizer"):
+            said += _smaller_step(config)
+        else:
+            said.append("train.cache_frozen_dir FOLDER on a disk, or a smaller train.cache_frozen_bytes")
+        if where == on and config.federate.process_num != 1:
+            said.append("federate.process_num 1: every process has a model of its own")
+    return list(dict.fromkeys(said))
+
+
+def _smaller_base(config: Config) -> list[str]:
+    if config.is_vision:
+        return ["a smaller lowrank.width"]
+    smaller = {"float32": "nf4, or bfloat16", "bfloat16": "nf4", "int8": "nf4"}.get(config.lowrank.dtype)
+    said = [f"lowrank.dtype {smaller}"] if smaller else ["lowrank.compute_dtype bfloat16, lowrank.double_quant True"]
+    return [*said, *([] if config.model.device_map else ["model.device_map auto: more GPUs, or memory and disk"])]
+
+
+def _smaller_step(config: Config) -> list[str]:
+    said = [] if config.train.checkpointing or config.is_vision else ["train.checkpointing True"]
+    loads, accum = config.dataloader, config.grad.grad_accum_count
+    if loads.batch_tokens:
+        said.append(f"dataloader.batch_tokens {loads.batch_tokens // 2} grad.grad_accum_count {2 * accum}")
+    elif loads.batch_size > 1:
+        said.append(f"dataloader.batch_size {loads.batch_size // 2} grad.grad_accum_count {2 * accum}")
+    if not config.is_vision:
+        said.append("a smaller llm.tok_len")
+    if config.train.cohort != 1:
+        said.append("train.cohort off")
+    return said

@@ -1,0 +1,71 @@
+"""Products that a method keeps beside the base instead of merging them: an adapter that grows from round to round."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..algebra import low_rank_sum_svd
+from .adapters import ACCUMULATED, load_tensors
+
+if TYPE_CHECKING:
+    import peft
+
+
+def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor, most: int | None = None) -> bool:
+    """Append a pair to the adapter ``ACCUMULATED`` of the layer with ``lora_A`` ``down_name``; the base is unchanged.
+
+    Args:
+        up: as for ``merge_pair``.
+        down: as for ``merge_pair``.
+        most: the largest rank of the adapter, whose best approximation of that rank is kept if it is exceeded; None:
+            any rank.
+    Returns:
+        whether an approximation was kept: the pairs have a larger rank together.
+    """
+    down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
+    up_all = down_all.replace(".lora_A.", ".lora_B.")
+    parameters = dict(model.named_parameters())
+    # Its initial pair has B = 0 and is replaced.
+    kept = bool(parameters[up_all].any())
+    with torch.no_grad():
+        ups = torch.cat([parameters[up_all], up], 1) if kept else up
+        downs = torch.cat([parameters[down_all], down]) if kept else down
+        widest = min(ups.shape[0], downs.shape[1])  # no product has a larger rank
+        limit = ups.shape[1] if most is None else min(most, widest)
+        cut = ups.shape[1] > limit
+        if cut:
+            u, s, vh = low_rank_sum_svd([ups], [downs], [1.0], limit)
+            ups, downs = u * s, vh
+    load_tensors(model, {up_all: ups, down_all: downs})
+    return cut and limit < widest
+
+
+def one_adapter(model: peft.PeftModel) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
+    """The adapter ``ACCUMULATED`` and the shared one as a single LoRA adapter, with PEFT's names.
+
+    Returns:
+        Its config, with the sum of both ranks of each layer and scale 1, and its tensors with those of the head.
+    """
+    from peft import get_peft_model_state_dict
+
+    tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name="default").items() if ".lora_" not in n}
+    ranks: dict[str, int] = {}
+    for name, layer in model.named_modules():
+        if ACCUMULATED not in getattr(layer, "lora_A", {}):
+            continue
+        parts = [a for a in (ACCUMULATED, "default") if bool(layer.lora_B[a].weight.any())] or ["default"]
+        tensors[f"{name}.lora_A.weight"] = torch.cat([layer.lora_A[a].weight for a in parts]).detach()
+        tensors[f"{name}.lora_B.weight"] = torch.cat(
+            [layer.lora_B[a].weight * layer.scaling[a] for a in parts], 1
+        ).detach()
+        ranks[name.removeprefix("base_model.model.")] = tensors[f"{name}.lora_A.weight"].shape[0]
+    config = copy.deepcopy(model.peft_config["default"])
+    rank = max(ranks.values())
+    config.r, config.lora_alpha, config.use_rslora = rank, rank, False
+    config.rank_pattern = {name: r for name, r in ranks.items() if r != rank}
+    config.alpha_pattern = dict(config.rank_pattern)
+    return config, tensors

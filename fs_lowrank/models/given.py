@@ -1,0 +1,103 @@
+"""Modules of a program's that no name or folder stands for: they are held while a run goes on.
+
+``model.type: NAME@object`` is the module that is held. It takes ``input_ids`` and ``attention_mask`` (or fewer) and
+gives logits, or something with ``logits``; a last layer that is called ``classifier``, ``score`` or ``fc`` is a head.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+from ..settings import Settings
+
+SUFFIX = "@object"
+_held: list[tuple[nn.Module, Any]] = []
+
+
+def is_given(config: Settings) -> bool:
+    """Whether the model of ``config`` is a module that is held."""
+    return config.model.type.endswith(SUFFIX)
+
+
+@contextmanager
+def holding(module: nn.Module, tokenizer: Any) -> Iterator[None]:
+    """In the block, ``model.type: NAME@object`` is ``module``, of which runs take copies."""
+    _held.append((module, tokenizer))
+    try:
+        yield
+    finally:
+        _held.pop()
+
+
+def held(config: Settings) -> tuple[nn.Module, Any]:
+    """The module and its tokenizer.
+
+    Raises:
+        UserError: none is held.
+    """
+    if not _held:
+        raise UserError(
+            f"model.type = {config.model.type}: a module that a program gave; give it again, with run(config, model=…, "
+            "tokenizer=…)"
+        )
+    return _held[-1]
+
+
+def copy_of_held(config: Settings, num_labels: int | None = None) -> nn.Module:
+    """A copy of the module that is held, whose output has ``loss`` and ``logits``, in the run's dtype.
+
+    Args:
+        num_labels: of the data, which the last dimension of the logits has to be; None: not known.
+    Raises:
+        UserError: it has other outputs.
+    """
+    from transformers import PreTrainedConfig
+
+    module = copy.deepcopy(held(config)[0]).to(getattr(torch, config.dtype))
+    own = type(module)
+    takes = inspect.signature(own.forward).parameters
+    everything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+
+    def forward(self: nn.Module, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
+        given = inputs if everything else {name: value for name, value in inputs.items() if name in takes}
+        output = own.forward(self, **given)
+        logits = output if isinstance(output, torch.Tensor) else output.logits
+        plain = labels is not None and labels.ndim == 1 and not labels.is_floating_point()
+        loss = nn.functional.cross_entropy(logits.float(), labels) if plain and labels is not None else None
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    module.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
+    if not hasattr(module, "config"):
+        vars(module)["config"] = PreTrainedConfig()
+    if num_labels is not None:
+        _check(module, num_labels)
+    vars(module)["new_weights"] = []
+    return module.eval()
+
+
+@torch.no_grad()
+def _check(module: nn.Module, num_labels: int) -> None:
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(module.parameters()).device)
+    try:
+        shape = tuple(module(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.shape)
+    except Exception as error:  # of the user's code
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"model: {type(module).__name__} fails on input_ids and attention_mask of one text "
+            f"({type(error).__name__}: {first}); expected logits, or something with logits"
+        ) from error
+    if shape != (1, num_labels):
+        raise UserError(
+            f"model: {type(module).__name__} gives logits of the shape {shape} for one text, and the data has "
+            f"{num_labels} labels; expected {(1, num_labels)}"
+        )

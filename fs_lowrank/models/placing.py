@@ -1,0 +1,95 @@
+"""A base spread over several GPUs, this machine's memory and its disk, by accelerate (``model.device_map``).
+
+Weights that do not lie where they compute are brought there for each pass. What is trained lies where it computes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..settings import Settings
+from .names import tags
+
+_SIZE = re.compile(r"(\d+|cpu)=(\d+(?:\.\d+)?\s*(?:[KMG]i?B))", re.IGNORECASE)
+
+
+def placing(config: Settings, skeleton: Any) -> dict[str, Any]:
+    """What transformers' ``from_pretrained`` takes, so that the base is spread as ``config.model`` says.
+
+    Args:
+        skeleton: the model without weights.
+    Raises:
+        UserError: a size that cannot be read.
+    """
+    import psutil
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    wanted, most = config.model.device_map, _sizes(config)
+    if config.torch_device == "cpu":
+        most = {"cpu": most.get("cpu", psutil.virtual_memory().available)}
+    folder = config.model.offload_folder
+    if not folder:
+        folder = tempfile.mkdtemp(prefix="fs_lowrank_")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    options = {"max_memory": most or None, "offload_folder": folder}
+    if config.quantised:  # transformers knows the sizes of what it quantises
+        return {**options, "device_map": wanted}
+    about: Any = {"dtype": getattr(torch, config.dtype), "no_split_module_classes": skeleton._no_split_modules}
+    if wanted != "sequential":
+        most = get_balanced_memory(skeleton, most or None, low_zero=wanted == "balanced_low_0", **about)
+    places = infer_auto_device_map(skeleton, most or None, **about)
+    first = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
+    # A head that is trained stays where it computes.
+    return {**options, "device_map": {n: first if "head" in tags(f"{n}.weight") else p for n, p in places.items()}}
+
+
+def _sizes(config: Settings) -> dict[int | str, int | str]:
+    found: dict[int | str, int | str] = {}
+    for text in config.model.max_memory:
+        match = _SIZE.fullmatch(text.strip())
+        if match is None:
+            raise UserError(
+                f"model.max_memory: {text!r}; expected DEVICE=SIZE, such as 0=20GiB for the first GPU or cpu=60GiB"
+            )
+        found[int(match[1]) if match[1].isdigit() else "cpu"] = match[2]
+    return found
+
+
+@contextlib.contextmanager
+def at_home(model: nn.Module) -> Iterator[None]:
+    """A context in which weights that are kept elsewhere look as if they lay where they compute.
+
+    They have no values then. PEFT puts an adapter where the weight of its layer lies.
+    """
+    away: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        for name, parameter in list(module.named_parameters(recurse=False)) if device is not None else ():
+            if parameter.device.type == "meta":
+                away.append((module, name, parameter))
+                value = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+    try:
+        yield
+    finally:
+        for module, name, parameter in away:
+            setattr(module, name, parameter)
+
+
+def kept_elsewhere(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of ``module`` alone that lie on the disk or in memory until it computes, with their names."""
+    weights: Any = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.device.type == "meta" and weights is not None:
+            yield name, weights[name]

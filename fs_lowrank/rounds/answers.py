@@ -1,0 +1,147 @@
+"""What the global model answers to held-out prompts while it trains (``eval.generate``), in ``answers.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data.examples import IGNORED_LABEL, Examples
+from ..errors import UserError
+from ..jobs.files import cannot_write, sync, to_json, write_text
+from ..seeds import derive
+from ..settings import Settings
+from ..training.generate import continue_prompts
+from .site import Site
+
+logger = logging.getLogger("fs_lowrank")
+
+#: a score of an answer against the answer of the data, between 0 and 1 where larger is better
+Score = Callable[[str, str], float]
+FILE = "answers.jsonl"
+
+
+def exact_match(answer: str, reference: str) -> float:
+    """1 if both are equal but for case and blanks, else 0."""
+    return float(answer.split() == reference.split() or answer.casefold().split() == reference.casefold().split())
+
+
+def score_of(config: Settings) -> tuple[str, Score]:
+    """Name and function of ``eval.generate.score``.
+
+    Raises:
+        UserError: there is no such function, or ROUGE's package is not installed.
+    """
+    asked = config.eval.generate.score
+    said = f"eval.generate.score = {asked!r}: "
+    if asked == "exact_match":
+        return asked, exact_match
+    if asked == "rouge_l":
+        try:
+            from rouge_score.rouge_scorer import RougeScorer
+        except ImportError:
+            raise UserError(f"{said}rouge_score is not installed; install it with: pip install rouge-score") from None
+        scorer = RougeScorer(["rougeL"])
+        return asked, lambda answer, reference: float(scorer.score(reference, answer)["rougeL"].fmeasure)
+    module, _, name = asked.partition(":")
+    if not (module and name):
+        raise UserError(f"{said}expected exact_match, rouge_l, or a function of (answer, reference) as MODULE:FUNCTION")
+    try:
+        function = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{said}{error}; the module must be on the path, as with PYTHONPATH=.") from None
+    return name, function
+
+
+class Answers:
+    """The answers of one run.
+
+    Args:
+        site: of the process that has the global model.
+        folder: of the run.
+        keep: answers up to this round are kept, those of later ones removed: the run goes on from there.
+    Raises:
+        UserError: the data have no such split, its rows have no prompts, or there is no such score.
+    """
+
+    def __init__(self, site: Site, folder: Path, keep: int):
+        self.site, self.asked, self.path = site, site.config.eval.generate, folder / FILE
+        self.name, self.score = score_of(site.config)
+        self.prompts, self.references = self._questions()
+        write_text(self.path, "".join(line + "\n" for line in self._kept(keep)))
+
+    def _questions(self) -> tuple[list[np.ndarray], list[str]]:
+        """Token ids of some prompts, spread over the split, and the answers of the data."""
+        split = self.asked.split
+        held = {"test": self.site.data.test, "val": self.site.data.validation}[split]
+        said = f"eval.generate.freq = {self.asked.freq}: "
+        if not isinstance(held, Examples) or not len(held):
+            raise UserError(f"{said}the run has no {split} data (eval.generate.split, data.splits)")
+        rows = np.unique(np.linspace(0, len(held) - 1, min(self.asked.prompts, len(held))).astype(int))
+        prompts, references = [], []
+        for row in rows:
+            ids, labels = (np.asarray(held.columns[name][row]) for name in ("input_ids", "labels"))
+            first = int(np.argmax(labels != IGNORED_LABEL))
+            if not first:
+                raise UserError(f"{said}the rows have no prompts of their own, as with loss_on: all")
+            prompts.append(ids[:first])
+            references.append(self.site.tokenizer.decode(ids[first:], skip_special_tokens=True).strip())
+        return prompts, references
+
+    def _kept(self, keep: int) -> list[str]:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if keep and self.path.exists() else []
+        kept = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                if json.loads(line)["round"] <= keep:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                logger.warning("%s: line %d is not the answers of a round; it is left out", self.path, number)
+        return kept
+
+    def due(self, round: int) -> bool:
+        """Whether the model answers after ``round``: every ``eval.generate.freq`` rounds, and after the last one; a run
+        that stops early has the answers until then."""
+        return round % self.asked.freq == 0 or round == self.site.config.federate.total_round_num
+
+    def make(self, round: int) -> dict[str, float]:
+        """Let the model, as it is, answer; returns the mean score by its name.
+
+        Raises:
+            UserError: the score of an answer is not a finite number. RunFailed: the answers cannot be written.
+        """
+        self.site.model.eval()
+        answers = continue_prompts(
+            self.site.model,
+            self.site.tokenizer,
+            [prompt.tolist() for prompt in self.prompts],
+            batch_size=self.site.config.eval.batch_size or self.site.config.dataloader.batch_size,
+            max_new_tokens=self.asked.max_tokens,
+            temperature=self.asked.temperature,
+            seed=derive(self.site.config.seed, "answers", round),
+        )
+        found: list[dict[str, Any]] = []
+        for prompt, reference, answer in zip(self.prompts, self.references, answers):
+            text = self.site.tokenizer.decode(prompt, skip_special_tokens=True)
+            value = self._scored(answer.strip(), reference)
+            found.append({"prompt": text, "reference": reference, "answer": answer.strip(), self.name: value})
+        mean = {self.name: float(np.mean([each[self.name] for each in found]))}
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(to_json({"round": round, **mean, "answers": found}) + "\n")
+            sync(self.path)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        return mean
+
+    def _scored(self, answer: str, reference: str) -> float:
+        value = self.score(answer, reference)
+        if isinstance(value, (bool, int, float)) and math.isfinite(value):
+            return float(value)
+        raise UserError(f"eval.generate.score = {self.asked.score!r} gave {value!r}: expected a finite number")

@@ -1,0 +1,163 @@
+"""What ``run`` was given as objects, in the folder of the run, where every process of it and a resumed run read it."""
+
+from __future__ import annotations
+
+import glob
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..algebra import digest
+from ..config import Config
+from ..data.objects import store
+from ..errors import UserError
+from ..jobs.files import cannot_write, replacing, to_json
+from ..models.adapters import is_encoder_decoder
+from ..models.build import loads
+from ..models.given import SUFFIX
+from ..models.loaded import transformers_silent
+from ..settings import one_mapping
+from ..settings.metrics import LANGUAGE, TASKS
+from ..versions import SCHEMA
+from .folder import check_outdir, claim, outdir_of
+
+#: the folders of the data and of the model, and in each the file that says what it is
+DATA, MODEL, ABOUT = "given_data", "given_model", "about.json"
+
+
+def with_data(config: Config, data: Any, resume: bool) -> Config:
+    """``config`` with ``data`` (see ``data.objects``), which are written to the folder of the run.
+
+    Args:
+        resume: a run is continued; if its folder has data, these have to be the same.
+    Raises:
+        UserError: data of another kind; not those that the run began with; or a list of another length than
+            ``federate.client_num``.
+    """
+    if config.federate.mode != "standalone":
+        raise UserError("data=… is for runs in one place; with federate.mode distributed each process names its files")
+    folder = outdir_of(config) / DATA
+    lock = claim(folder.parent)
+    try:
+        check_outdir(config, resume)
+        if resume and folder.exists():
+            about = _same(folder, data)
+        else:
+            with replacing(folder) as aside:
+                aside.mkdir()
+                about = {"schema": SCHEMA, **store(data, aside)}
+                (aside / ABOUT).write_text(to_json(about, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    finally:
+        lock.release()
+    clients, place = about["clients"], folder.resolve()
+    train = str(place / about["train"]) if not clients else f"{glob.escape(str(place))}/{about['train']}"
+    if clients and clients != config.federate.client_num:
+        raise UserError(
+            f"data = a list of {clients}, one for each client, and federate.client_num is {config.federate.client_num}"
+        )
+    args = one_mapping("data.args", config.data.args, config.source)
+    args |= {split: str(place / about[split]) for split in ("validation", "test") if split in about}
+    keys: dict[str, Any] = {"data.type": train, "data.args": [args] if args else []}
+    if clients:
+        keys |= {"data.splitter": "file" if clients > 1 else "iid", "data.splitter_args": []}
+    return config.replace(keys)
+
+
+def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tuple[Config, bool]:
+    """``config`` with a model of the program's.
+
+    A model that transformers can load from a folder is written to that of the run, for further processes and resumed
+    runs; any other is held by this process.
+
+    Returns:
+        The configuration, and whether the model has to be held (``models.given.holding``).
+    Raises:
+        UserError: no model, no tokenizer, an adapted model, an unknown task, or processes that cannot have the model.
+    """
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, nn.Module) or isinstance(model, PeftModel):
+        what = "an adapted model: expected the one without the adapter, such as from merge_and_unload()"
+        raise UserError(
+            f"model = {type(model).__name__}: {what if isinstance(model, nn.Module) else 'expected an nn.Module'}"
+        )
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(f"tokenizer = {type(tokenizer).__name__}: model=… needs its tokenizer, one of transformers")
+    task = config.model.task or _task_of(model)
+    if not task or task == "ImageClassification":
+        raise UserError(
+            f"model = {type(model).__name__}: for which task? set model.task to one of "
+            f"{', '.join(t for t in TASKS if t != 'ImageClassification')}"
+        )
+    suffix = "huggingface_llm" if task in LANGUAGE else "transformers"
+    config = config.replace({"model.type": f"{type(model).__name__}@{suffix}", "model.task": task})
+    if not (isinstance(model, PreTrainedModel) and loads(config, model)):
+        if task in LANGUAGE:
+            raise UserError(
+                f"model = {type(model).__name__}: transformers cannot load it from a folder for {task}; modules of "
+                "your own are for SequenceClassification, SequenceRegression and MultiLabelClassification"
+            )
+        if config.federate.process_num != 1:
+            raise UserError(
+                f"model = {type(model).__name__}: other processes cannot have a module that transformers cannot load "
+                "from a folder; set federate.process_num 1"
+            )
+        return config.replace({"model.type": f"{type(model).__name__}{SUFFIX}", "model.task": task}), True
+    folder = outdir_of(config) / MODEL
+    about = {"schema": SCHEMA, "digest": digest(model.state_dict())}
+    lock = claim(folder.parent)
+    try:
+        check_outdir(config, resume)
+        if resume and folder.exists():
+            if json.loads((folder / ABOUT).read_text(encoding="utf-8"))["digest"] != about["digest"]:
+                raise UserError(
+                    f"model: not the one that the run in {folder.parent} began with; continue it with the same, "
+                    "without model=…, or choose another outdir"
+                )
+        else:
+            with replacing(folder) as aside, transformers_silent():
+                model.save_pretrained(str(aside))
+                tokenizer.save_pretrained(str(aside))
+                (aside / ABOUT).write_text(to_json(about, indent=1), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise cannot_write(folder, error) from error
+    finally:
+        lock.release()
+    return config.replace({"model.type": f"{folder.resolve()}@{suffix}", "model.task": task}), False
+
+
+def _task_of(model: Any) -> str:
+    """The task of a class of transformers by its name; empty if that does not say it."""
+    name = type(model).__name__
+    ends = {"ForCausalLM": "CausalLM", "LMHeadModel": "CausalLM", "ForSequenceClassification": "SequenceClassification"}
+    if name.endswith("ForConditionalGeneration") and is_encoder_decoder(model):
+        return "Seq2SeqLM"
+    return next((task for end, task in ends.items() if name.endswith(end)), "")
+
+
+def _same(folder: Path, data: Any) -> dict[str, Any]:
+    """What ``folder`` says of its data, if they are ``data``."""
+    try:
+        about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / ABOUT} cannot be read: {error}; start again with overwrite=True") from error
+    aside = folder.with_name(f".{DATA}.compared")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        now = store(data, aside)["digest"]
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if now != about["digest"]:
+        raise UserError(
+            f"data: not those that the run in {folder.parent} began with (SHA-256 {now[:12]}, then "
+            f"{about['digest'][:12]}); continue it with the same, without data=…, or choose another outdir"
+        )
+    return about

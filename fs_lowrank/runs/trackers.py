@@ -1,0 +1,136 @@
+"""Trackers: TensorBoard, Weights & Biases, MLflow and others, which show a run's records while it runs
+(``lowrank.trackers``). accelerate has a class for each of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..config import Config
+from ..errors import UserError
+
+logger = logging.getLogger("fs_lowrank")
+
+#: what has a number for each client, which a page of curves does not show
+_BY_CLIENT = ("selected", "clients", "failed", "robust", "reused")
+
+
+def trackers_of(config: Config) -> list[str]:
+    """The trackers that a configuration asks for; ``wandb.use`` is FederatedScope's key for one of them."""
+    more = ["wandb"] if config.get("wandb.use") else []
+    return list(dict.fromkeys([*config.lowrank.trackers, *more]))
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ``UserError`` if one of these trackers is not installed."""
+    from accelerate.tracking import get_available_trackers
+
+    there = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()} if names else set()
+    for name in names:
+        if name not in there:
+            raise UserError(f"lowrank.trackers: {name} is not installed; install it with: pip install {name}")
+
+
+class Trackers:
+    """The trackers of one run. One that fails is reported, told nothing more, and never ends the run.
+
+    Args:
+        config: of the run.
+        names: of the trackers.
+        outdir: the run's folder; those that keep files write them below it.
+    """
+
+    def __init__(self, config: Config, names: Sequence[str], outdir: Path):
+        self.config, self.outdir = config, outdir
+        self.open: dict[str, Any] = {}
+        for name in names:
+            self._try(name, partial(self._start, name))
+
+    def _start(self, name: str) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        PartialState()  # which its trackers ask whether this is the main process
+        kind: Any = LOGGER_TYPE_TO_CLASS[name]
+        given: dict[str, Any] = {}
+        if kind.requires_logging_directory or "logging_dir" in inspect.signature(kind.__init__).parameters:
+            given["logging_dir"] = str(self.outdir)
+        if name == "wandb":
+            given |= self._wandb()
+        tracker = kind(self._name(name), **given)
+        tracker.start()
+        tracker.store_init_configuration(_plain(self.config.to_dict()))
+        self.open[name] = tracker
+
+    def _name(self, name: str) -> str:
+        """What a tracker calls the project; TensorBoard writes to the folder of that name."""
+        if name == "tensorboard":
+            return name
+        return str(self.config.get("wandb.name_project") or "fs-lowrank")
+
+    def _wandb(self) -> dict[str, Any]:
+        """The arguments of ``wandb.init``. Without a key it keeps the run in a folder, as it would ask for one."""
+        import wandb
+
+        given = {
+            "dir": str(self.outdir),
+            "name": str(self.outdir),
+            "entity": self.config.get("wandb.name_user") or None,
+        }
+        online = self.config.get("wandb.online_track")
+        if not online or not (wandb.api.api_key or os.environ.get("WANDB_MODE")):
+            given["mode"] = "offline"
+            if online:
+                logger.info(
+                    "wandb has no API key: the run is kept in %s; `wandb sync` uploads it", self.outdir / "wandb"
+                )
+        return given
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Tell every tracker the numbers of a round's record, by names such as ``metrics/test/acc``."""
+        values = numbers(record)
+        for name in list(self.open):
+            self._try(name, partial(self.open[name].log, values, step=record["round"]))
+
+    def finish(self) -> None:
+        """Nothing more will be told."""
+        for name in list(self.open):
+            self._try(name, self.open[name].finish)
+        self.open.clear()
+
+    def _try(self, name: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # of a third party's code or server, of any kind
+            logger.warning("lowrank.trackers: %s is told nothing more: %s", name, f"{type(error).__name__}: {error}")
+            self.open.pop(name, None)
+
+
+def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a record by path; lists and tables with an entry for each client are left out."""
+    found: dict[str, float] = {}
+    for key, value in record.items():
+        if key in _BY_CLIENT or key.startswith("client_") or key in ("round", "schema"):
+            continue
+        if isinstance(value, Mapping):
+            found |= numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[prefix + key] = value
+    return found
+
+
+def _plain(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration as dotted keys with values that every tracker takes."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _plain(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return found

@@ -1,0 +1,217 @@
+"""Settings that some clients have for themselves: ``lowrank.clients``.
+
+They come from a list in the configuration, from a table (``.csv``, ``.tsv``) with a column ``client`` and a row for
+each client, or from a file of FederatedScope's ``--client_cfg`` (``.yaml``: ``client_3: {train: {…}}``). A loaded
+configuration has them as a list in one form, whatever they came from.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from ..errors import UserError, nearest
+from .check import check_value, key, keys_of
+from .origin import Origin, show
+from .reading import Loader, read_yaml
+from .tree import flatten
+
+
+@dataclass(frozen=True)
+class OfClient:
+    """What a client may have for itself; None: as all clients."""
+
+    #: ``dataloader.batch_size`` of these clients
+    batch_size: int | None = key(None, min=1)
+    #: ``train.local_update_steps`` of these clients
+    local_update_steps: int | None = key(None, min=1)
+    #: ``train.batch_or_epoch`` of these clients
+    batch_or_epoch: str | None = key(None, choices=("batch", "epoch"))
+    #: ``train.optimizer.lr`` of these clients
+    lr: float | None = key(None, above=0.0)
+    #: the same, as a factor of ``train.optimizer.lr``
+    lr_factor: float | None = key(None, above=0.0)
+    #: ``llm.tok_len`` of these clients' training texts; rows that ``llm.tok_len`` leaves out stay left out
+    tok_len: int | None = key(None, min=1)
+    #: rank of these clients' adapters, for methods with ``lowrank.ranks``, in place of what that says
+    rank: int | None = key(None, min=1)
+
+
+#: the key of a configuration -> what it is called here
+SPELLED = {
+    "dataloader.batch_size": "batch_size",
+    "train.local_update_steps": "local_update_steps",
+    "train.batch_or_epoch": "batch_or_epoch",
+    "train.optimizer.lr": "lr",
+    "llm.tok_len": "tok_len",
+    "llm.adapter.args.0.r": "rank",
+}
+_KEY = "lowrank.clients"
+_NUMBERS = "a client's number, a span such as '3-10', or a list of them"
+#: the settings of one client, each with the place where it was given: a dotted key, and its origin
+Given = dict[str, tuple[Any, str, Origin]]
+
+
+def read_clients(value: Any, clients: int, origin: Origin) -> list[dict[str, Any]]:
+    """The settings of clients in one form: a mapping for each group of clients that have the same.
+
+    Args:
+        value: of ``lowrank.clients``: a list of mappings, or the name of a file; or the content of one of
+            FederatedScope's. clients: how many there are.
+        origin: of ``value``.
+    Raises:
+        UserError: a file that cannot be read, a client that does not exist, a key that clients do not have or that is
+            given twice, or a value that is wrong; the message names file and line.
+    """
+    of: dict[int, Given] = {}
+    for who, settings, at, where in _entries(value, origin):
+        numbers = _numbers(who, clients, at, where)
+        for name, (given, place) in _named(settings, at.removesuffix(".clients"), where).items():
+            for number in numbers:
+                own = of.setdefault(number, {})
+                if name in own:
+                    _, before, there = own[name]
+                    where.fail(place, f"is given twice for client {number}; first: {there.where(before)}{before}")
+                own[name] = given, place, where
+    for number, own in of.items():
+        if {"lr", "lr_factor"} <= own.keys():
+            _, place, where = own["lr_factor"]
+            where.fail(place, f"and lr are both given for client {number}; give one of them")
+    return grouped({number: {name: given for name, (given, *_) in own.items()} for number, own in of.items()})
+
+
+def grouped(of: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The list for the settings of each client: those that have the same stand together, in the order of the first."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number in sorted(of):
+        groups.setdefault(tuple(sorted(of[number].items())), []).append(number)
+    return [{"clients": _spans(numbers), **dict(settings)} for settings, numbers in groups.items()]
+
+
+def by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The settings of each client that has some, from the list that ``read_clients`` gives."""
+    of = {}
+    for entry in entries:
+        settings = {name: value for name, value in entry.items() if name != "clients"}
+        of.update(dict.fromkeys(_numbers(entry["clients"], None, _KEY, Origin()), settings))
+    return of
+
+
+def _entries(value: Any, origin: Origin) -> Iterable[tuple[Any, dict[str, Any], str, Origin]]:
+    """Which clients, their settings, the dotted key that names the clients, and where it is from."""
+    if isinstance(value, Mapping):
+        return _frameworks(value, origin)
+    if isinstance(value, str):
+        kind = os.path.splitext(value)[1].lower()
+        if kind in (".csv", ".tsv"):
+            return _table(value, "," if kind == ".csv" else "\t", origin)
+        if kind in (".yaml", ".yml"):
+            file, content = read_yaml(value)
+            return _frameworks(content, file)
+        origin.wrong(_KEY, value, "a list of mappings, a table (.csv, .tsv), or FederatedScope's file (.yaml)")
+    found = []
+    for i, entry in enumerate(value):
+        at = f"{_KEY}.{i}"
+        if not isinstance(entry, Mapping) or "clients" not in entry:
+            origin.wrong(at, entry, "a mapping with the key clients, such as {clients: [5, 9], batch_size: 4}")
+        settings = flatten({name: item for name, item in entry.items() if name != "clients"})
+        if not settings:
+            origin.wrong(at, entry, f"settings beside clients: {', '.join(keys_of(OfClient))}")
+        found.append((entry["clients"], settings, f"{at}.clients", origin))
+    return found
+
+
+def _frameworks(content: Mapping[str, Any], origin: Origin) -> list[tuple[Any, dict[str, Any], str, Origin]]:
+    """The entries of a file of FederatedScope's ``--client_cfg``."""
+    found: list[tuple[Any, dict[str, Any], str, Origin]] = []
+    for name, settings in content.items():
+        number = re.fullmatch(r"client_([0-9]{1,9})", str(name))
+        if number is None or not isinstance(settings, Mapping):
+            origin.wrong(str(name), settings, "client_N with a section of keys, N from 1")
+        found.append((int(number[1]), flatten(settings), name, origin))
+    return found
+
+
+def _table(file: str, delimiter: str, origin: Origin) -> list[tuple[Any, dict[str, Any], str, Origin]]:
+    """The rows of a table, whose cells are read as YAML; an empty cell is not given."""
+    path = os.path.expanduser(file)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as text:
+            reader = csv.reader(text, delimiter=delimiter)
+            header = [name.strip() for name in next(reader, [])]
+            rows = [(reader.line_num, row) for row in reader if row]
+    except FileNotFoundError:
+        folder = os.path.dirname(path) or "."
+        beside = os.listdir(folder) if os.path.isdir(folder) else []
+        origin.fail(_KEY, f"= {file!r}: no such file{nearest(os.path.basename(path), beside)}")
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if "client" not in header or len(set(header)) < len(header):
+        raise UserError(f"{file}, line 1: columns {', '.join(header) or 'none'}: expected client, and each column once")
+    found: list[tuple[Any, dict[str, Any], str, Origin]] = []
+    for line, row in rows:
+        if len(row) != len(header):
+            raise UserError(f"{file}, line {line}: {len(row)} columns came, the header has {len(header)}")
+        try:
+            cells = {name: yaml.load(cell, Loader) for name, cell in zip(header, row) if cell.strip()}
+        except yaml.YAMLError:
+            raise UserError(f"{file}, line {line}: a cell is not a value: {show(row)}") from None
+        who = cells.pop("client", None)
+        found.append((who, cells, f"client_{who}", Origin(file, {f"client_{who}": line})))
+    return found
+
+
+def _numbers(who: Any, clients: int | None, at: str, origin: Origin) -> list[int]:
+    """The numbers of clients in ``who``; ``clients``: how many there are, None if that is not to be checked."""
+    found: list[int] = []
+    for item in who if isinstance(who, (list, tuple)) else [who]:
+        span = re.fullmatch(r"\s*([0-9]{1,9})\s*-\s*([0-9]{1,9})\s*", item) if isinstance(item, str) else None
+        if span is not None and int(span[1]) <= int(span[2]):
+            first, last = int(span[1]), int(span[2])
+        elif isinstance(item, int) and not isinstance(item, bool):
+            first = last = item
+        else:
+            origin.wrong(at, who, _NUMBERS)
+        if clients is not None and not (1 <= first and last <= clients):
+            wrong = first if first < 1 or first > clients else last
+            origin.fail(at, f"= {show(who)}: there is no client {wrong}; federate.client_num is {clients}")
+        found += range(first, last + 1)
+    if not found:
+        origin.wrong(at, who, _NUMBERS)
+    return found
+
+
+def _spans(numbers: list[int]) -> Any:
+    """Numbers in order as ``read_clients`` takes them: one number, or a list of numbers and spans."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    listed = [item for a, b in spans for item in ([f"{a}-{b}"] if b - a > 1 else range(a, b + 1))]
+    return listed[0] if len(listed) == 1 else listed
+
+
+def _named(settings: Mapping[str, Any], at: str, origin: Origin) -> dict[str, tuple[Any, str]]:
+    """The settings by their names here, each checked, with the dotted key that it was given as."""
+    keys, settings = keys_of(OfClient), dict(settings)
+    named: dict[str, tuple[Any, str]] = {}
+    if isinstance(args := settings.pop("llm.adapter.args", None), list) and len(args) == 1 and list(args[0]) == ["r"]:
+        settings["llm.adapter.args.0.r"] = args[0]["r"]
+    elif args is not None:
+        origin.fail(f"{at}.llm.adapter.args", f"= {show(args)}: of the adapter, a client may have a rank of its own: r")
+    for given, value in settings.items():
+        name, place = SPELLED.get(given, given), f"{at}.{given}"
+        if name not in keys:
+            origin.fail(place, f"cannot be set by client{nearest(given, keys)}; a client may have: {', '.join(keys)}")
+        if name in named:
+            origin.fail(place, f"and {named[name][1]} are two spellings of one key; keep one")
+        named[name] = check_value(place, value, keys[name].hint, keys[name].meta, origin), place
+    return {name: given for name, given in named.items() if given[0] is not None}

@@ -1,0 +1,208 @@
+"""Arrow data on disk: what is read is what a table would give, and texts and tokens stay on disk."""
+
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import fs_lowrank
+from fs_lowrank import UserError, load_config
+from fs_lowrank.data import build_data, load_raw
+from fs_lowrank.data.stored import StoredFrame
+from fs_lowrank.models.build import build_tokenizer
+from fs_lowrank.testing import small
+
+
+@pytest.fixture(scope="module")
+def reviews():
+    frame = small.make_reviews(300)
+    return frame.assign(label=np.where(frame["label"] == 1, "good", "bad"))
+
+
+@pytest.fixture
+def written(reviews, tmp_path):
+    """The reviews as a table, and in every form on disk, by the name of the form."""
+    reviews.to_csv(tmp_path / "r.csv", index=False)
+    arrow = pa.Table.from_pandas(reviews, preserve_index=False)
+    pq.write_table(arrow, tmp_path / "r.parquet", row_group_size=50)
+    with pa.ipc.new_stream(str(tmp_path / "r.arrow"), arrow.schema) as writer:
+        writer.write_table(arrow, max_chunksize=70)
+    held = datasets.Dataset(arrow)
+    held.save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    (tmp_path / "parts").mkdir()
+    for i, start in enumerate(range(0, 300, 100)):
+        pq.write_table(arrow.slice(start, 100), tmp_path / "parts" / f"p{i}.parquet")
+        reviews[start : start + 100].to_csv(tmp_path / "parts" / f"t{i}.csv", index=False)
+    names = {"parquet": "r.parquet", "arrow": "r.arrow", "saved": "saved", "several": "parts/p*.parquet"}
+    return {form: tmp_path / name for form, name in {"table": "r.csv", **names, "tables": "parts/t*.csv"}.items()}
+
+
+@pytest.fixture
+def config(settings, tmp_path):
+    def make(path, keys=None):
+        return load_config(settings, {"data.type": str(path), **(keys or {})})
+
+    return make
+
+
+def made(config):
+    return build_data(config, build_tokenizer(config))
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "saved", "several", "tables"])
+@pytest.mark.parametrize("splitter", [{"alpha": 0.5, "min_size": 4}, {"field": "domain"}])
+def test_the_data_are_those_of_a_table(written, config, form, splitter):
+    keys = {"data.splitter_args": [splitter], "data.splitter": "field" if "field" in splitter else "lda"}
+    table, data = made(config(written["table"], keys)), made(config(written[form], keys))
+    assert data.fingerprint == table.fingerprint and data.describe() == table.describe()
+    assert data.label_names == ["bad", "good"] and data.columns == table.columns
+    assert all((data.rows[split] == table.rows[split]).all() for split in table.rows)
+    on_disk = isinstance(data.train.columns["input_ids"].values.base, np.memmap)
+    assert on_disk == (form != "tables")
+
+
+def test_instructions_conversations_and_templates(config, causal_settings, tmp_path):
+    frame = pd.read_json(small.save_instructions(tmp_path), lines=True)
+    frame.loc[[3, 70], "output"] = " "
+    frame.to_json(tmp_path / "i.jsonl", orient="records", lines=True)
+    pq.write_table(pa.Table.from_pandas(frame), tmp_path / "i.parquet")
+    turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": "good"}] for q in frame["input"]]
+    pq.write_table(pa.table({"messages": turns, "category": frame["category"].tolist()}), tmp_path / "m.parquet")
+    for args in ({}, {"template": "{instruction} {input} : {output}"}, {"category": "category", "output": "output"}):
+        both = []
+        for name in ("i.jsonl", "i.parquet"):
+            keys = {"data.type": str(tmp_path / name), "data.args": [args], "data.splitter": "field"}
+            keys["data.splitter_args"] = [{"field": "category"}]
+            both.append(made(load_config(causal_settings, keys)))
+        assert both[0].fingerprint == both[1].fingerprint and both[1].skipped == both[0].skipped
+        assert sum(both[1].skipped.values()) == 2
+    raw = load_raw(load_config(causal_settings, {"data.type": str(tmp_path / "m.parquet")}).data)
+    assert raw.train.iloc[[2]]["messages"].iloc[0] == turns[2] and raw.fields == ["category"]
+
+
+def test_a_natural_partition_by_file(written, config):
+    keys = {"data.splitter": "file", "federate.client_num": 3, "data.splitter_args": []}
+    for form in ("several", "tables"):
+        data = made(config(written[form], keys))
+        for client, rows in enumerate(data.partition.indices):
+            assert set(data.rows["train"][rows] // 100) == {client}
+            held = data.test_shares[client]
+            assert set(data.rows["test"][held] // 100) == {client}, "a client is tested on its own file"
+    with pytest.raises(UserError, match="splitter = file: 3 files have training rows, and there are 5 clients; each"):
+        made(config(written["several"], {**keys, "federate.client_num": 5}))
+    with pytest.raises(UserError, match="data.splitter = file: the data are one file; name several by a pattern"):
+        made(config(written["parquet"], keys))
+
+
+def test_a_dataset_dict_with_class_names_and_hidden_labels(config, reviews, tmp_path):
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["pos", "neg"]),
+            "domain": datasets.Value("string"),
+        }
+    )
+    coded = reviews.assign(label=np.where(reviews["label"] == "good", 0, 1))
+    held = datasets.Dataset.from_pandas(coded, features=features, preserve_index=False)
+    hidden = datasets.Dataset.from_pandas(coded[:20].assign(label=-1), preserve_index=False).cast(features)
+    parts = {"train": held.select(range(200)), "validation": held.select(range(200, 300)), "test": hidden}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "dict"))
+    raw = load_raw(config(tmp_path / "dict").data)
+    assert raw.label_names == ["pos", "neg"] and raw.test is None and len(raw.validation) == 100
+    assert isinstance(raw.train, StoredFrame) and raw.train.iloc[:3]["text"].tolist() == coded["text"].tolist()[:3]
+    assert raw.train.loc[np.array([5, 2]), ["text"]]["text"].tolist() == coded["text"].iloc[[5, 2]].tolist()
+
+
+def test_a_length_of_a_client_stays_on_disk_too(written, config):
+    plain = made(config(written["table"], {"lowrank.clients": [{"clients": 2, "tok_len": 5}]}))
+    data = made(config(written["arrow"], {"lowrank.clients": [{"clients": 2, "tok_len": 5}]}))
+    assert plain.fingerprint == data.fingerprint
+    assert isinstance(data.train.columns["input_ids"].values.base, np.memmap)
+
+
+def test_processes_and_a_resumed_run(written, config, tmp_path, no_curves):
+    keys = {"federate.total_round_num": 2, "train.local_update_steps": 1}
+    table = fs_lowrank.run(config(written["table"], {**keys, "outdir": str(tmp_path / "a")}))
+    two = config(written["saved"], {**keys, "outdir": str(tmp_path / "b"), "federate.process_num": 2})
+    fs_lowrank.run(two, on_round=lambda record: True)
+    result = fs_lowrank.run(two, resume=True)
+    assert result.final == table.final
+    pq.write_table(pa.table({"text": ["good"] * 40, "label": [0, 1] * 20}), tmp_path / "saved.parquet")
+    with pytest.raises(UserError, match="the data is not what the run in .* started with"):
+        fs_lowrank.run(two.replace({"data.type": str(tmp_path / "saved.parquet")}), resume=True)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("nobody/*.parquet", "no file matches .*nobody/.*; check data.root and data.type"),
+        ("nobody.parquet", "no file .*nobody.parquet; check data.root and data.type"),
+        ("parts/*", "matches t0.csv and p0.parquet; expected files of one kind"),
+        ("broken.parquet", "broken.parquet cannot be read: "),
+        ("broken.arrow", "broken.arrow cannot be read: "),
+        ("empty.arrow", "empty.arrow: the file has no rows"),
+        (
+            "mixed/*.parquet",
+            r"b.parquet: its columns are sentence \(string\), those of .*a.parquet text \(string\), label",
+        ),
+        ("mixed/b.parquet", "mixed/b.parquet: no column 'text'"),
+        ("dict", "a DatasetDict without the split 'train'; it has: dev"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(written, config, tmp_path, name, said):
+    (tmp_path / "mixed").mkdir()
+    pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "mixed" / "a.parquet")
+    pq.write_table(pa.table({"sentence": ["a", "b"]}), tmp_path / "mixed" / "b.parquet")
+    for suffix in ("parquet", "arrow"):
+        (tmp_path / f"broken.{suffix}").write_bytes(b"PAR1 is not all of it")
+    schema = pa.schema({"text": pa.string(), "label": pa.int64()})
+    with pa.ipc.new_stream(str(tmp_path / "empty.arrow"), schema) as writer:
+        writer.write_table(schema.empty_table())
+    datasets.DatasetDict({"dev": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(str(tmp_path / "dict"))
+    with pytest.raises(UserError, match=said) as caught:
+        load_raw(config(tmp_path / name).data)
+    assert "\n" not in str(caught.value)
+
+
+_GROWTH = """
+import sys, torch, pandas, datasets, transformers
+from fs_lowrank import load_config
+from fs_lowrank.data import build_data
+from fs_lowrank.models.build import build_tokenizer
+small, big = (load_config(sys.argv[1], {"data.type": path}) for path in sys.argv[2:])
+tokenizer = build_tokenizer(big)
+anonymous = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+build_data(small, tokenizer)
+before = anonymous()
+data = build_data(big, tokenizer)
+print((anonymous() - before) * 1024, data.train.nbytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_the_texts(settings, tmp_path):
+    """What grows with the rows is what is kept of each; their texts, of 4,000 bytes, and their tokens are not."""
+    text = " ".join(["a very quite good room", "the film was sad"] * 100)
+    for name, rows in (("small", 1000), ("big", 8000)):
+        table = pa.table({"text": [f"{text} {i}" for i in range(rows)], "label": [i % 2 for i in range(rows)]})
+        with pa.ipc.new_stream(str(tmp_path / f"{name}.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=1000)
+    size = (tmp_path / "big.arrow").stat().st_size
+    load_config(settings, {"llm.tok_len": 60, "outdir": str(tmp_path / "run")}).dump(tmp_path / "run.yaml")
+    command = [
+        sys.executable,
+        "-c",
+        _GROWTH,
+        *(str(tmp_path / name) for name in ("run.yaml", "small.arrow", "big.arrow")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    grown, tokens = map(int, done.stdout.split())
+    assert size > 30e6 and tokens > 1e6 and grown < 0.6 * size, (grown, tokens, size)
+    assert not list((tmp_path / "run").iterdir()), "the file of the tokens has no name"

@@ -1,0 +1,112 @@
+"""Adapters beyond LoRA's pair under a plain average: DoRA, VeRA, OFT, IA3, rsLoRA, each through the generic suite."""
+
+import pytest
+import torch
+
+import fs_lowrank
+from fs_lowrank import UserError, load_config
+from fs_lowrank.finished import load_run
+from fs_lowrank.models.names import tags
+from fs_lowrank.testing import CHECKS, Bench, quietly
+
+#: what stands in ``llm.adapter.args`` for each kind, and a part of the names of what it trains
+KINDS = {
+    "dora": ({"r": 2, "alpha": 6, "use_dora": True}, "lora_magnitude_vector"),
+    "rslora": ({"r": 2, "alpha": 6, "use_rslora": True}, "lora_A"),
+    "vera": ({"adapter_method": "vera", "r": 5}, "vera_lambda_b"),
+    "oft": ({"adapter_method": "oft", "r": 4}, "oft_R"),
+    "ia3": ({"adapter_method": "ia3", "feedforward_modules": []}, "ia3_l"),
+}
+MODULES = {"encoder": ["query", "value"], "causal": ["q_proj", "v_proj"]}
+RATES = {"train.optimizer": {"type": "SGD", "lr": 0.5}}
+#: of the suite, what is asked in ``make test`` of the encoder, and in ``make test-more``; the rest takes long
+FIRST, MORE = ("run",), ("run", "bytes", "resume")
+CASES = [
+    pytest.param(
+        task,
+        check,
+        id=f"{check.name}-{task}",
+        marks=()
+        if check.name in FIRST and task == "encoder"
+        else pytest.mark.more
+        if check.name in MORE
+        else pytest.mark.slow,
+    )
+    for task in MODULES
+    for check in CHECKS
+    if task == "encoder" or check.every_task
+]
+
+
+def keys(kind, task):
+    return {"llm.adapter.args": [{**KINDS[kind][0], "modules": MODULES[task], "layers": [1, 2]}], **RATES}
+
+
+@pytest.mark.parametrize("task, check", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_generic_suite(tmp_path, kind, task, check):
+    if (check.name, task) == ("seed", "causal") and kind in ("vera", "oft", "ia3"):
+        pytest.skip("without a head, all that is trained starts as constants, with every seed")
+    with quietly(tmp_path / "home"):
+        check.function(Bench(tmp_path / "bench", keys(kind, task)), "fedlora", task)
+
+
+@pytest.mark.parametrize("task", MODULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_trained_sent_and_saved(tmp_path, kind, task):
+    """The server's tensors are the weighted mean of what clients sent, and PEFT alone loads what was saved."""
+    bench = Bench(tmp_path, keys(kind, task))
+    engine, sent = bench.make(task, "fedlora", {"federate.total_round_num": 1}), []
+    aggregate = engine.method.aggregate
+
+    def spy(updates, state, round):
+        sent.extend(updates)
+        return aggregate(updates, state, round)
+
+    engine.method.aggregate = spy
+    start = {n: t.clone() for n, t in engine.ledger.state.items()}
+    engine.run()
+    state, part = engine.ledger.state, KINDS[kind][1]
+    assert any(part in n for n in state) and all(tags(n) & {"adapter", "head"} for n in state)
+    assert {n for n, p in engine.model.named_parameters() if p.requires_grad} <= state.keys()
+    moved = [n for n in state if part in n and not torch.equal(state[n], start[n])]
+    assert moved, f"nothing of {part} was trained"
+    total = sum(update.num_samples for update in sent)
+    for name in state:
+        mean = sum(u.tensors[name].double() * u.num_samples for u in sent) / total
+        torch.testing.assert_close(state[name].double(), mean, atol=1e-6, rtol=1e-5)
+    again = load_run(engine.keeper.outdir)
+    for name, tensor in engine.model.state_dict().items():
+        torch.testing.assert_close(again.model.state_dict()[name], tensor, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_seeds_of_the_matrices_that_vera_does_not_send(tmp_path):
+    """They follow from the run's seed, and every copy of the model has the same."""
+    bench = Bench(tmp_path, keys("vera", "encoder"))
+
+    def shared(**more):
+        return bench.make("encoder", "fedlora", more).model.base_model.vera_A["default"]
+
+    one, same, other = shared(seed=1), shared(seed=1), shared(seed=2)
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "args, method, said",
+    [
+        ({"use_dora": True}, "rolora", "use_dora = True: it does not add to a weight, as rolora takes it to do"),
+        ({"use_dora": True}, "fedloru", "choose lora or lokr or loha without use_dora, or federate.method = fedlora"),
+        ({"adapter_method": "ia3"}, "fedloru", "adapter_method = ia3: it does not add"),
+        ({"adapter_method": "oft"}, "flora", "adapter_method = oft has no halves A and B"),
+        ({"adapter_method": "ia3", "r": 4}, "fedlora", "r is no argument of adapter_method ia3"),
+        ({"adapter_method": "vera", "alpha": 4}, "fedlora", "alpha is no argument of adapter_method vera"),
+        ({"adapter_method": "oft", "r": 5}, "fedlora", "r = 5 does not divide the width of .*query, 32"),
+        ({"adapter_method": "oft", "oft_block_size": 7}, "fedlora", "oft_block_size = 7 does not divide"),
+        ({"adapter_method": "verra"}, "fedlora", "adapter_method.*verra"),
+        ({"adapter_method": "ia3", "feedforward_modules": ["value"]}, "fedlora", "PEFT refuses this adapter"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings, args, method, said):
+    adapter = [{"modules": ["query"], "layers": [1], **args}]
+    with pytest.raises(UserError, match=said):
+        fs_lowrank.run(load_config(settings, {"llm.adapter.args": adapter, "federate.method": method}), progress=False)

@@ -1,0 +1,150 @@
+"""Clients with settings of their own (``lowrank.clients``), on the embedded engine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fs_lowrank
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.rounds.site import Site
+
+OWN = [
+    {"clients": 2, "batch_size": 3, "lr_factor": 0.25},
+    {"clients": [4, 5], "local_update_steps": 5, "batch_size": 16},
+]
+
+
+@pytest.fixture
+def few(settings, tmp_path, no_curves):
+    """``few(name, keys)``: five clients, two rounds, under an outdir of their own."""
+
+    def make(name, keys=None, of=None):
+        base = {"federate.total_round_num": 2, "outdir": str(tmp_path / name), "train.local_update_steps": 2}
+        return fs_lowrank.load_config(of or settings, {**base, **(keys or {})})
+
+    return make
+
+
+def equal(a, b, atol=0.0):
+    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
+        assert torch.equal(x, y) if not atol else torch.allclose(x, y, rtol=0, atol=atol), name
+
+
+def test_settings_that_all_clients_have_are_those_of_the_run(few):
+    own = {"batch_size": 5, "local_update_steps": 1, "batch_or_epoch": "epoch", "lr_factor": 0.5}
+    keys = {"dataloader.batch_size": 5, "train.local_update_steps": 1, "train.batch_or_epoch": "epoch"}
+    schedule = {"train.scheduler.type": "cosine", "eval.batch_size": 8}
+    run = fs_lowrank.run(few("run", {**keys, **schedule, "train.optimizer.lr": 2.5e-3}))
+    clients = fs_lowrank.run(few("clients", {**schedule, "lowrank.clients": [{"clients": "1-5", **own}]}))
+    equal(run, clients)
+    assert [r["samples"] for r in run.history] == [r["samples"] for r in clients.history]
+    assert [r["metrics"] for r in run.history] == [r["metrics"] for r in clients.history]
+
+
+def test_each_client_trains_by_its_own(few):
+    config = few("run", {"lowrank.clients": OWN, "federate.total_round_num": 1})
+    sizes = Site(config).data.partition.sizes().tolist()
+    samples = {client: min(8, size) * 2 for client, size in zip(range(1, 6), sizes)}
+    record = fs_lowrank.run(config).history[0]
+    own = {1: samples[1], 2: 6, 3: samples[3]}
+    other = fs_lowrank.run(few("other", {"federate.total_round_num": 1}))
+    assert record["samples"] > sum(own.values()) and other.history[0]["samples"] <= sum(samples.values())
+    site = Site(config)
+    site.load_client(site.initial_state, 5)
+    _, result = site.fit(site.clients[4], site.data.clients[4], 1, site.model, site.prefix)
+    assert result.steps == 5 and result.samples <= 80
+    site.load_client(site.initial_state, 2)
+    _, result = site.fit(site.clients[1], site.data.clients[1], 1, site.model, site.prefix)
+    assert (result.steps, result.samples) == (2, 6)
+
+
+def test_cohorts_train_clients_of_unequal_batches_and_steps(few):
+    """Clients of one learning rate train together; the result is that of one by one."""
+    alone = fs_lowrank.run(few("alone", {"lowrank.clients": OWN}))
+    config = few("together", {"lowrank.clients": OWN, "train.cohort": 4})
+    assert sorted(map(list, Site(config).cohorts([1, 2, 3, 4, 5], 1))) == [[1, 3, 4, 5], [2]]
+    equal(alone, fs_lowrank.run(config), atol=2e-5)
+
+
+def test_processes_and_a_resumed_run_have_the_same_result(few):
+    keys = {"lowrank.clients": OWN, "federate.total_round_num": 3}
+    whole = fs_lowrank.run(few("whole", keys))
+    config = few("parts", {**keys, "federate.process_num": 2})
+    fs_lowrank.run(config, on_round=lambda record: record["round"] == 1)
+    for other in ([], [{"clients": 2, "batch_size": 4}]):
+        with pytest.raises(fs_lowrank.UserError, match="was started with another lowrank.clients; continue it"):
+            fs_lowrank.run(config.replace({"lowrank.clients": other}), resume=True)
+    equal(whole, fs_lowrank.run(config, resume=True))
+
+
+def test_a_client_is_reused_only_where_it_trains_alike(few, tmp_path):
+    keys = {"federate.total_round_num": 1, "lowrank.reuse_clients": str(tmp_path / "kept")}
+    fs_lowrank.run(few("one", {**keys, "lowrank.clients": OWN}))
+    changed = [{"clients": 2, "batch_size": 3, "lr_factor": 0.5}, {"clients": [4, 5], **{**OWN[1], "clients": [4, 5]}}]
+    record = fs_lowrank.run(few("two", {**keys, "lowrank.clients": changed})).history[0]
+    assert {client: spent["reused"] for client, spent in record["client_seconds"].items()} == {
+        "1": True,
+        "2": False,
+        "3": True,
+        "4": True,
+        "5": True,
+    }
+
+
+def test_a_rank_of_its_own_decides_what_a_client_sends(few):
+    keys = {"federate.method": "flora", "federate.total_round_num": 1, "lowrank.clients": [{"clients": 3, "rank": 4}]}
+    sent = fs_lowrank.run(few("run", keys)).history[0]["client_uplink_bytes"]
+    assert sent["3"] > sent["1"] == sent["2"] == sent["5"]
+
+
+@pytest.mark.parametrize("kind", ["settings", "causal_settings"])
+def test_a_length_of_its_own(few, kind, request):
+    of = request.getfixturevalue(kind)
+    limit = 48 if "causal" in kind else 5
+    plain = Site(few("plain", of=of)).data
+    own = Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": limit}]}, of)).data
+    assert own.fingerprint != plain.fingerprint
+    for client in (0, 2, 3, 4):
+        assert own.clients[client].fingerprint() == plain.clients[client].fingerprint()
+    mine, before = own.clients[1], plain.clients[1]
+    assert mine.lengths.max() == limit < before.lengths.max()
+    ids = {tuple(row[: limit - 1]) for row in before.columns["input_ids"]}
+    assert all(tuple(row[: limit - 1]) in ids for row in mine.columns["input_ids"])
+    left_out = sum(own.skipped.values()) - sum(plain.skipped.values())
+    assert len(mine) == len(before) - left_out
+
+
+def test_a_length_that_leaves_no_answer_is_refused(few, causal_settings):
+    with pytest.raises(fs_lowrank.UserError, match="lowrank.clients: tok_len = 3, of client 2: all .* prompts fill"):
+        Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 3}]}, causal_settings))
+    with pytest.raises(fs_lowrank.UserError, match="tok_len = 4000: the model at .* has 128 positions; give less"):
+        Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 4000}]}, causal_settings))
+
+
+def test_the_rows_of_a_comparison(few, tmp_path):
+    """``local`` trains each client by its own settings but its rank; ``pooled`` has one client."""
+    keys = {"federate.method": "flora", "lowrank.clients": [*OWN, {"clients": 3, "rank": 1}]}
+    results = fs_lowrank.compare(few("compare", keys), "flora,local,pooled")
+    assert set(results) == {"flora", "local", "pooled"}
+
+
+def test_an_engine_knows_the_settings_before_the_first_round(few):
+    engine = LocalEngine(few("run", {"lowrank.clients": OWN}))
+    assert engine.ledger.samples_trained({2: 50, 4: 50}, 1) == 2 * 3 + 50 + 16
+
+
+def test_the_commands_option(settings, tmp_path):
+    path, own = tmp_path / "run.yaml", tmp_path / "own.yaml"
+    fs_lowrank.load_config(settings, {"federate.total_round_num": 1, "lowrank.pictures": False}).dump(path)
+    own.write_text("client_2: {dataloader: {batch_size: 3}, train: {local_update_steps: 1}}\n")
+    command = [sys.executable, "-m", "fs_lowrank", "run", "--cfg", str(path), "--client_cfg"]
+    done = subprocess.run([*command, str(own)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()[0])
+    assert record["clients"] == [1, 2, 3, 4, 5]
+    own.write_text("client_2: {dataloader: {batch_size: none}}\n")
+    done = subprocess.run([*command, str(own)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "own.yaml, line 1: client_2.dataloader.batch_size = 'none': " in done.stderr

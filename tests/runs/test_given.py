@@ -1,0 +1,151 @@
+"""Data that ``run`` is given as objects: the same as from a file, for every engine, process and resumed run."""
+
+import shutil
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+
+import fs_lowrank
+from fs_lowrank import UserError
+from fs_lowrank.testing import small
+
+FRAME = small.make_reviews(120)
+
+
+class Items(torch.utils.data.Dataset):
+    """A PyTorch dataset of the reviews, as mappings or as tuples."""
+
+    def __init__(self, tuples):
+        self.tuples = tuples
+
+    def __len__(self):
+        return len(FRAME)
+
+    def __getitem__(self, i):
+        row = FRAME.iloc[i]
+        label = torch.tensor(int(row["label"]))
+        return (row["text"], label) if self.tuples else {"text": row["text"], "label": label, "domain": row["domain"]}
+
+
+FORMS = {
+    "frame": lambda: FRAME,
+    "dataset": lambda: datasets.Dataset.from_pandas(FRAME),
+    "selected": lambda: datasets.Dataset.from_pandas(pd.concat([FRAME, FRAME])).select(range(120)),
+    "torch": lambda: Items(False),
+    "tuples": lambda: Items(True),
+    "subset": lambda: torch.utils.data.Subset(Items(False), range(120)),
+}
+
+
+@pytest.fixture
+def few(settings, tmp_path, no_curves):
+    def make(name, keys=None):
+        base = {"federate.total_round_num": 2, "outdir": str(tmp_path / name), "train.local_update_steps": 1}
+        return fs_lowrank.load_config(settings, {**base, "federate.client_num": 3, "data.type": "", **(keys or {})})
+
+    return make
+
+
+@pytest.fixture
+def from_file(few, tmp_path):
+    """The result of the same rows in a file."""
+    FRAME.to_csv(tmp_path / "rows.csv", index=False)
+    return fs_lowrank.run(few("file", {"data.type": str(tmp_path / "rows.csv")}))
+
+
+def test_every_kind_of_object_is_what_a_file_would_be(few, from_file):
+    for name, make in FORMS.items():
+        result = fs_lowrank.run(few(name), data=make())
+        assert result.facts["data"] == from_file.facts["data"] and result.final == from_file.final, name
+
+
+def test_the_run_goes_on_with_the_same_and_without_but_not_with_others(few, from_file, tmp_path):
+    config = few("run")
+    fs_lowrank.run(config, data=FRAME, on_round=lambda record: True)
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    with pytest.raises(
+        UserError, match="data: not those that the run in .*run began with .*; continue it with the same"
+    ):
+        fs_lowrank.run(config, data=FRAME[:-1], resume=True)
+    with pytest.raises(UserError, match="holds a run already"):
+        fs_lowrank.run(config, data=FRAME[:-1])
+    result = fs_lowrank.run(config, data=Items(False), resume=True)
+    assert result.final == from_file.final
+    shutil.rmtree(tmp_path / "run")
+    shutil.move(tmp_path / "kept", tmp_path / "run")
+    assert fs_lowrank.run(tmp_path / "run" / "config.yaml", resume=True).final == from_file.final
+    other = fs_lowrank.run(config, data=FRAME[:60], overwrite=True)
+    assert sum(other.facts["clients"]) < 60 and {p.name for p in (tmp_path / "run" / "given_data").iterdir()} == {
+        "train.arrow",
+        "about.json",
+    }
+
+
+def test_one_data_set_for_each_client(few):
+    parts = [FRAME[:30], datasets.Dataset.from_pandas(FRAME[30:80]), FRAME[80:]]
+    config = few("parts", {"federate.process_num": 2})
+    result = fs_lowrank.run(config, data={"train": parts, "test": FRAME[:20]})
+    assert result.facts["held_out"]["test"] == 20
+    clients = result.facts["clients"]
+    assert sum(clients) == 120 - result.facts["held_out"]["val"] and clients[0] <= 30 and clients[1] <= 50
+    with pytest.raises(UserError, match="data = a list of 2, one for each client, and federate.client_num is 3"):
+        fs_lowrank.run(few("two"), data=parts[:2])
+
+
+def test_a_comparison_writes_them_once(few, tmp_path):
+    results = fs_lowrank.compare(few("both"), "fedlora,rolora", data=FRAME)
+    assert len({r.facts["data"] for r in results.values()}) == 1
+    assert {p.name for p in (tmp_path / "both").iterdir() if p.is_dir()} == {"given_data", "fedlora", "rolora"}
+    with pytest.raises(UserError, match="holds a run already"):
+        fs_lowrank.compare(few("both"), "fedlora,rolora", data=FRAME[:50])
+    again = fs_lowrank.compare(few("both"), "fedlora,rolora", data=FRAME, resume=True)
+    assert again["rolora"].final == results["rolora"].final
+
+
+@pytest.mark.federatedscope
+def test_on_the_framework(few, from_file):
+    from fs_lowrank.engines import locate_federatedscope
+
+    try:
+        locate_federatedscope.require()
+    except UserError as error:
+        pytest.skip(str(error))
+    result = fs_lowrank.run(few("framework", {"federate.process_num": 3}), "federatedscope", data=FRAME)
+    assert result.facts["data"] == from_file.facts["data"]
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from iter([])
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (3, "data = int: expected a datasets.Dataset, a DataFrame or a torch Dataset with a length"),
+        ([FRAME, [1]], r"data\[1\] = list: expected a datasets.Dataset"),
+        ([{"text": "a", "label": 1}], r"data\[0\] = dict: expected .*; rows go into datasets.Dataset.from_list, or a"),
+        ({"train": FRAME, "dev": FRAME}, "a mapping with 'train', 'dev': expected train, and perhaps validation and"),
+        ({"train": FRAME, "test": [FRAME]}, r"data\['test'\] = a list of 1: only train is a list"),
+        ([], r"data\['train'\] = a list of 0: only train is a list, with one for each client"),
+        (FRAME[:0], "data: it has no rows"),
+        (datasets.Dataset.from_dict({"text": [], "label": []}), "data: it has no rows"),
+        (Endless(), "data: Endless has no length, and clients draw from all of their rows"),
+        (FRAME.rename(columns={"text": "review"}), "no column 'text'"),
+        (FRAME.assign(text=[object()] * 120), "data: its values cannot be written as arrow data: "),
+        (FRAME.assign(text=["a", 1] * 60), "data: its values cannot be written as arrow data: "),
+        (torch.utils.data.TensorDataset(torch.ones(4, 2)), "data, item 0 = tuple: expected a mapping of columns, "),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_leaves_nothing(few, tmp_path, data, said):
+    with pytest.raises(UserError, match=said) as caught:
+        fs_lowrank.run(few("run"), data=data)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "run").glob(".given*"))
+
+
+def test_processes_of_their_own_name_their_files(few):
+    with pytest.raises(UserError, match="with federate.mode distributed each process names its files"):
+        fs_lowrank.run(few("run", {"federate.mode": "distributed"}), data=FRAME)

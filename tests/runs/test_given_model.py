@@ -1,0 +1,139 @@
+"""Models that ``run`` is given as objects."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import fs_lowrank
+from fs_lowrank import UserError
+from fs_lowrank.testing import small
+
+
+class Bag(nn.Module):
+    """A mean of embeddings, a hidden layer, and a head."""
+
+    def __init__(self, outputs=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 16)
+        self.hidden = nn.Linear(16, 24)
+        self.classifier = nn.Linear(24, outputs)
+
+    def forward(self, input_ids, attention_mask):
+        weights = attention_mask.unsqueeze(-1).to(self.embedding.weight.dtype)
+        mean = (self.embedding(input_ids) * weights).sum(1) / weights.sum(1)
+        return self.classifier(torch.relu(self.hidden(mean)))
+
+
+@pytest.fixture
+def few(tmp_path, no_curves):
+    def make(of, name, keys=None):
+        base = {"federate.total_round_num": 2, "outdir": str(tmp_path / name), "train.local_update_steps": 2}
+        return fs_lowrank.load_config(of, {**base, "federate.client_num": 3, **(keys or {})})
+
+    return make
+
+
+@pytest.fixture
+def own(few, settings):
+    adapter = {"llm.adapter.args": [{"r": 2, "alpha": 4, "modules": ["hidden"]}]}
+    return lambda name, keys=None: few(
+        settings, name, {"model.type": "", "model.task": "SequenceClassification", **adapter, **(keys or {})}
+    )
+
+
+def same(a, b):
+    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+    assert a.final == b.final
+
+
+def test_a_loaded_model_is_what_its_folder_would_be(few, causal_settings, tmp_path_factory):
+    folder = small.save_qwen(tmp_path_factory.mktemp("qwen"))
+    from_folder = fs_lowrank.run(few(causal_settings, "folder", {"model.type": f"{folder}@huggingface_llm"}))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = few(causal_settings, "given", {"model.type": "", "federate.process_num": 2})
+    given = fs_lowrank.run(config, model=model, tokenizer=tokenizer)
+    same(from_folder, given)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert (config.outdir, (given.outdir / "given_model" / "config.json").is_file()) == (str(given.outdir), True)
+
+
+def test_a_run_with_a_loaded_model_goes_on_with_the_same(few, settings, tiny_encoder):
+    model, tokenizer = AutoModel.from_pretrained(tiny_encoder), AutoTokenizer.from_pretrained(tiny_encoder)
+    keys = {"model.type": "", "model.task": "SequenceClassification"}
+    whole = fs_lowrank.run(few(settings, "whole", keys), model=model, tokenizer=tokenizer)
+    same(fs_lowrank.run(few(settings, "folder", {"model.type": f"{tiny_encoder}@transformers"})), whole)
+    config = few(settings, "parts", keys)
+    fs_lowrank.run(config, model=model, tokenizer=tokenizer, on_round=lambda record: True)
+    other = AutoModel.from_pretrained(tiny_encoder)
+    other.embeddings.word_embeddings.weight.data += 1
+    with pytest.raises(UserError, match="model: not the one that the run in .*parts began with; continue it with the"):
+        fs_lowrank.run(config, model=other, tokenizer=tokenizer, resume=True)
+    same(whole, fs_lowrank.run(whole.outdir.parent / "parts" / "config.yaml", resume=True))
+
+
+def test_a_module_of_ones_own(own, tiny_encoder):
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_encoder), Bag()
+    whole = fs_lowrank.run(own("whole", {"federate.method": "rolora"}), model=model, tokenizer=tokenizer)
+    assert whole.history[0]["uplink_bytes"] > 0 and not hasattr(model, "peft_config") and type(model) is Bag
+    config = own("parts", {"federate.method": "rolora"})
+    fs_lowrank.run(config, model=model, tokenizer=tokenizer, on_round=lambda record: True)
+    with pytest.raises(
+        UserError, match="model.type = Bag@object: a module that a program gave; give it again, with run"
+    ):
+        fs_lowrank.run(whole.outdir.parent / "parts" / "config.yaml", resume=True)
+    same(whole, fs_lowrank.run(config, model=model, tokenizer=tokenizer, resume=True))
+    other = Bag()
+    other.hidden.weight.data += 1
+    with pytest.raises(UserError, match="the model is not what the run in .*parts started with"):
+        fs_lowrank.run(config, model=other, tokenizer=tokenizer, resume=True)
+    full = fs_lowrank.run(
+        own("full", {"federate.method": "fedavg", "llm.adapter.args": [{}]}), model=model, tokenizer=tokenizer
+    )
+    assert (full.outdir / "model" / "model.safetensors").is_file()
+    trained = dict(full.model.named_parameters())["embedding.weight"]
+    assert not torch.equal(trained, model.embedding.weight)
+
+
+@pytest.mark.federatedscope
+def test_on_the_framework(own, tiny_encoder):
+    from fs_lowrank.engines import locate_federatedscope
+
+    try:
+        locate_federatedscope.require()
+    except UserError as error:
+        pytest.skip(str(error))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_encoder)
+    ours = fs_lowrank.run(own("ours"), model=Bag(), tokenizer=tokenizer)
+    theirs = fs_lowrank.run(own("theirs"), "federatedscope", model=Bag(), tokenizer=tokenizer)
+    for (name, x), (_, y) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+        assert torch.allclose(x, y, atol=1e-5), name
+
+
+def test_what_cannot_be_used_is_one_line(own, tiny_encoder):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_encoder)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tiny_encoder)
+    adapted = get_peft_model(classifier, LoraConfig(target_modules=["query"]))
+    cases = [
+        (3, tokenizer, {}, "model = int: expected an nn.Module"),
+        (adapted, tokenizer, {}, "an adapted model: expected the one without the adapter"),
+        (Bag(), None, {}, "tokenizer = NoneType: model=… needs its tokenizer"),
+        (Bag(), tokenizer, {"model.task": ""}, "model = Bag: for which task. set model.task to one of CausalLM,"),
+        (Bag(), tokenizer, {"model.task": "CausalLM"}, "transformers cannot load it from a folder for CausalLM"),
+        (
+            Bag(),
+            tokenizer,
+            {"federate.process_num": 2},
+            "other processes cannot have a module that transformers cannot",
+        ),
+        (Bag(3), tokenizer, {}, r"gives logits of the shape \(1, 3\) for one text, and the data has 2 labels"),
+        (nn.Linear(2, 2), tokenizer, {}, "model: Linear fails on input_ids and attention_mask of one text"),
+    ]
+    for model, its, keys, said in cases:
+        with pytest.raises(UserError, match=said) as caught:
+            fs_lowrank.run(own("run", keys), model=model, tokenizer=its)
+        assert "\n" not in str(caught.value)

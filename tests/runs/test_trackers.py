@@ -1,0 +1,85 @@
+"""Trackers are told what the records have, and a tracker that fails ends no run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fs_lowrank
+from fs_lowrank import UserError
+from fs_lowrank.runs.trackers import numbers, trackers_of
+from fs_lowrank.settings.sections import TRACKERS
+
+RUN = {"federate.total_round_num": 3, "eval.freq": 2, "lowrank.pictures": False}
+
+
+@pytest.fixture
+def config(settings, tmp_path):
+    return fs_lowrank.load_config(settings, RUN, outdir=str(tmp_path / "run"))
+
+
+def read(folder):
+    """Every curve that TensorBoard shows of a folder: name -> [(step, value)]."""
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = loader.EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_what_the_records_have_also_after_an_interruption(config):
+    config = config.replace({"lowrank.trackers": ["tensorboard"]})
+    fs_lowrank.run(config, on_round=lambda record: record["round"] == 2, progress=False)
+    fs_lowrank.run(config, resume=True, progress=False)
+    folder = config.outdir
+    records = [json.loads(line) for line in open(f"{folder}/rounds.jsonl", encoding="utf-8")]
+    curves = read(f"{folder}/tensorboard")
+    wanted: dict[str, list] = {}
+    for record in records:
+        for name, value in numbers(record).items():
+            wanted.setdefault(name, []).append((record["round"], pytest.approx(value, rel=1e-6)))
+    assert {"loss", "metrics/test/acc", "uplink_bytes", "seconds/training", "adapter_norm/lora_A"} <= wanted.keys()
+    assert len(wanted["loss"]) == 3 and len(wanted["metrics/test/acc"]) == 2
+    assert {name: curve for name, curve in curves.items() if name in wanted} == wanted
+    assert curves.keys() == wanted.keys()
+
+
+def test_numbers_of_a_record():
+    record = {
+        "round": 4,
+        "loss": 0.5,
+        "skipped": "why",
+        "selected": [1, 2],
+        "failed": [{"client": 2}],
+        "metrics": {"val": {"acc": 0.25, "clients": {"std": 0.1}}},
+        "client_seconds": {"1": {"training": 2.0, "reused": False}},
+    }
+    assert numbers(record) == {"loss": 0.5, "metrics/val/acc": 0.25}
+
+
+def test_a_tracker_that_fails_ends_no_run(config, caplog):
+    pytest.importorskip("tensorboard")
+    plain = fs_lowrank.run(config.replace(outdir=f"{config.outdir}_plain"), progress=False)
+    folder = Path(config.outdir)
+    folder.mkdir()
+    (folder / "tensorboard").write_text("a file where the tracker wants a folder")
+    ended = fs_lowrank.run(config.replace({"lowrank.trackers": ["tensorboard"]}), progress=False)
+    assert [r["loss"] for r in ended.history] == [r["loss"] for r in plain.history]
+    assert "lowrank.trackers: tensorboard is told nothing more: " in caplog.text
+
+
+def test_a_tracker_that_is_not_installed_or_unknown_is_refused(config):
+    with pytest.raises(UserError, match="lowrank.trackers: aim is not installed; install it with: pip install aim"):
+        fs_lowrank.run(config.replace({"lowrank.trackers": ["aim"]}), progress=False)
+    with pytest.raises(UserError, match="lowrank.trackers.*tensorbord.*tensorboard"):
+        config.replace({"lowrank.trackers": ["tensorbord"]})
+    with pytest.raises(UserError, match="wandb is not installed"):
+        fs_lowrank.run(config.replace({"wandb.use": True}), progress=False)
+
+
+def test_names_are_those_of_accelerate(config):
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    assert sorted(LOGGER_TYPE_TO_CLASS) == sorted(TRACKERS)
+    assert trackers_of(config) == []
+    both = config.replace({"wandb.use": True, "lowrank.trackers": ["mlflow", "wandb"]})
+    assert trackers_of(both) == ["mlflow", "wandb"]

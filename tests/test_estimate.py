@@ -1,0 +1,79 @@
+"""``fs-lowrank run --dry-run``: what a run takes, and what to change where it does not fit."""
+
+import pytest
+import torch
+
+from fs_lowrank import cli, estimate, load_config
+from fs_lowrank.engines.local import LocalEngine
+
+
+def of(found, what):
+    return sum(need.size for need in found.needs if need.what == what)
+
+
+def test_the_figures_are_those_of_the_run(causal_settings):
+    config = load_config(causal_settings, {"federate.sample_client_num": 3})
+    found = estimate.estimate(config)
+    engine = LocalEngine(config)
+    site = engine.site
+    base = sum(p.nbytes for n, p in engine.model.named_parameters() if "lora_" not in n)
+    assert of(found, "base") == base
+    trained = site.parameters["trainable"]
+    assert of(found, "adapters and gradients") == 8 * trained
+    # AdamW: two numbers for each, and a count of steps for each tensor.
+    assert 8 * trained <= of(found, "optimizer") <= 8 * trained + 8 * 100
+    assert of(found, "updates of a round") == 3 * 4 * trained
+    engine.run()
+    kept = {id(states): states.nbytes for states, _ in site.prefix.kept.values()}
+    assert of(found, "states of frozen layers") == sum(kept.values())
+    assert found.steps == 4 * 3 * 3 and 0 < found.seconds < 60 and not found.lacking and not found.advice
+
+
+def test_the_probe_leaves_no_trace(causal_settings, tmp_path):
+    config = load_config(causal_settings)
+    state = torch.random.get_rng_state()
+    estimate.estimate(config)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+    torch.random.set_rng_state(state)
+
+
+@pytest.mark.parametrize("dtype, double", [("bfloat16", False), ("int8", False), ("nf4", False), ("nf4", True)])
+def test_the_base_as_it_is_loaded(causal_settings, dtype, double):
+    if dtype != "bfloat16":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'fs-lowrank[quant]'")
+    from fs_lowrank.models.build import build_model, build_skeleton
+    from fs_lowrank.models.quantised import beside
+
+    config = load_config(causal_settings, {"lowrank.dtype": dtype, "lowrank.double_quant": double})
+    model = build_model(config, None, 0)
+    held = sum(t.nbytes for t in [*model.parameters(), *beside(model).values()])
+    assert estimate._base(build_skeleton(config), config) == pytest.approx(held, rel=0.02)
+
+
+def test_what_does_not_fit_says_what_to_change(causal_settings, monkeypatch, capsys):
+    def room(size):
+        return lambda config, device: {"memory": size, "disk": 1e12}
+
+    config = load_config(causal_settings)
+    monkeypatch.setattr(estimate, "_room", room(1e5))  # less than the base
+    few = config.replace({"dataloader.batch_size": 1, "llm.tok_len": 4})
+    found = estimate.estimate(few)
+    assert found.lacking == ["memory"] and found.seconds is None
+    assert found.advice == ["lowrank.dtype nf4, or bfloat16", "model.device_map auto: more GPUs, or memory and disk"]
+    monkeypatch.setattr(estimate, "_room", room(of(found, "base") + 1e5))
+    found = estimate.estimate(config.replace({"train.cache_frozen": "off"}))
+    assert found.lacking == ["memory"] and found.seconds is not None
+    assert "train.checkpointing True" in found.advice
+    assert "dataloader.batch_size 4 grad.grad_accum_count 2" in found.advice
+
+
+def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
+    config = load_config(causal_settings)
+    config.dump(tmp_path / "run.yaml")
+    assert cli.main(["run", "--cfg", str(tmp_path / "run.yaml"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "activations" in out and "steps of clients" in out and "will not fit" not in out
+    assert not (tmp_path / "run" / "rounds.jsonl").exists()
+    monkeypatch.setattr(estimate, "_room", lambda config, device: {"memory": 10.0, "disk": 1e12})
+    assert cli.main(["run", "--cfg", str(tmp_path / "run.yaml"), "--dry-run"]) == 1
+    assert "it will not fit: memory" in capsys.readouterr().out
