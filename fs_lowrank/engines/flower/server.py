@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import secrets
 import shutil
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 from safetensors import SafetensorError
@@ -37,6 +37,7 @@ from ...rounds.round import Order, Purpose, Round
 from ...rounds.site import Site
 from ...runs.folder import outdir_of
 from ...runs.result import RunResult
+from ...settings.metrics import measured
 from .keys import codec_of
 from .messages import packed, unpacked
 
@@ -262,7 +263,8 @@ class Server:
         """The metrics of the clients' own models on their test data."""
         sizes = {client: member.tested for client, member in self._present().items() if member.tested}
         answers = self._ask(round, sorted(sizes), "evaluate")
-        scores = {client: _scores(answer.facts) for client, answer in answers}
+        metrics = measured(self.config.model.task, [])
+        scores = {client: _scores(answer.facts, metrics) for client, answer in answers}
         known = {client: score for client, score in sorted(scores.items()) if score}
         return {CLIENTS: self.evaluator.combined(known, sizes)} if known else {}
 
@@ -322,7 +324,7 @@ class Server:
             replies = list(self.grid.pull_messages(list(waiting)))
             for reply in replies:
                 if reply.metadata.reply_to_message_id in waiting:
-                    yield waiting.pop(reply.metadata.reply_to_message_id), _answer(reply)
+                    yield waiting.pop(reply.metadata.reply_to_message_id), _answer(reply, self.gathers)
                     heard = time.monotonic()
             if waiting and not replies:
                 self._wait()
@@ -353,17 +355,21 @@ def client_folder(config: Config) -> Path:
 
 #: Flower's codes for a message or a reply that did not arrive, and for a node that is gone
 _NOT_THERE = (3, 4, 5)
+#: the largest loss or time that is accepted: of float32, so that sums of them are finite
+_LARGEST = torch.finfo(torch.float32).max
 
 
-def _answer(reply: Message) -> Parcel | Unheard:
+def _answer(reply: Message, simulated: bool) -> Parcel | Unheard:
     """The parcel of a reply, or why it has none.
 
+    Args:
+        simulated: the reason of an error is Flower's own; in a federation, a node can write any.
     Raises:
         RunFailed: a process of the simulation died, in whose place Flower starts no other.
     """
     if reply.has_error():
         reason = " ".join((reply.error.reason or "no reason given").split())[:500]
-        if "ray.exceptions" in reason and "Actor" in reason:
+        if simulated and "ray.exceptions" in reason and "Actor" in reason:
             raise RunFailed(f"a process of Flower's simulation died ({reason:.200}); run again with resume=True")
         return Unheard("absent" if reply.error.code in _NOT_THERE else "failed", f"Flower: {reason}")
     try:
@@ -383,17 +389,27 @@ def _standing(facts: Mapping[str, Any]) -> Standing:
     return Standing()
 
 
+def _number(value: object, least: float, largest: float = _LARGEST) -> float | None:
+    """``value`` as a float; None if it is no number within the bounds, as NaN is not."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    # Compared before it is converted, as an int of 400 digits cannot become a float.
+    return float(value) if least <= value <= largest else None
+
+
 def _spent(facts: Mapping[str, Any]) -> Spent:
     """What a client spent on its training."""
     match facts.get("spent"):
-        case {"training": int() | float() as training, "upload": int() | float() as upload, "reused": bool(reused)}:
-            return {"training": float(training), "upload": float(upload), "reused": reused}
+        case {"training": training, "upload": upload, "reused": bool(reused)}:
+            return {"training": _number(training, 0.0) or 0.0, "upload": _number(upload, 0.0) or 0.0, "reused": reused}
     return {"training": 0.0, "upload": 0.0, "reused": False}
 
 
-def _scores(facts: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a client's own model; empty if it could not evaluate."""
-    match facts.get("scores"):
-        case {"acc": int() | float() as acc, "loss": int() | float() as loss} if math.isfinite(acc):
-            return {"acc": float(acc), "loss": float(loss)}
-    return {}
+def _scores(facts: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, float]:
+    """The ``metrics`` of a client's own model; empty if one of them is missing or no number that it can be."""
+    given = facts.get("scores")
+    if not isinstance(given, dict):
+        return {}
+    bounds = {"acc": (0.0, 1.0), "loss": (-_LARGEST, _LARGEST)}
+    found = {name: _number(given.get(name), *bounds[name]) for name in metrics}
+    return {name: value for name, value in found.items() if value is not None} if None not in found.values() else {}

@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 from fs_lowrank.engines.flower import messages  # noqa: E402
 from fs_lowrank.engines.flower.keys import check  # noqa: E402
 from fs_lowrank.engines.flower.messages import packed, unpacked  # noqa: E402
-from fs_lowrank.engines.flower.server import Server  # noqa: E402
+from fs_lowrank.engines.flower.server import Server, _scores, _spent  # noqa: E402
 
 ENCODER = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
 FEW = ("rolora", "fedloru", "pfedloru", "flora")
@@ -219,11 +219,13 @@ def test_two_nodes_for_one_client_and_a_client_that_there_is_not(quick, federati
 
 
 def test_what_a_node_says_of_itself_is_not_believed(quick, federation):
-    """Wrong kinds of facts, another round, no parcel: the update is lost, and nothing else."""
-    from flwr.app import RecordDict
+    """Wrong kinds of facts, another round, no parcel, an error of its own making: nothing else is lost."""
+    from flwr.app import Error, Message, RecordDict
 
     def behave(number, message, answer):
         reply = answer()
+        if message.metadata.message_type != "query" and number == 4:
+            return Message(Error(0, "ray.exceptions.ActorDiedError: The actor died"), reply_to=message)
         if message.metadata.message_type != "query" and number:
             parcel = unpacked(reply.content)
             parcel.facts |= {"standing": {"no": "list"}, "spent": ["x"], "scores": "good"}
@@ -231,14 +233,30 @@ def test_what_a_node_says_of_itself_is_not_believed(quick, federation):
             reply.content = packed(parcel) if number < 3 else RecordDict()
         return reply
 
-    config = quick("liars", {"federate.method": "pfedlora", "federate.client_num": 4})
-    first, second = serve(config, federation(4, behave=behave).grid).history
+    config = quick("liars", {"federate.method": "pfedlora", "federate.client_num": 5})
+    first, second = serve(config, federation(5, behave=behave).grid).history
     assert first["clients"] == second["clients"] == [1, 3]
     reasons = {f["client"]: f["reason"] for f in first["failed"]}
     assert reasons == {
         2: "its answer is not of this round",
         4: "the message holds no parcel in safetensors, but nothing",
+        5: "Flower: ray.exceptions.ActorDiedError: The actor died",
     }
+
+
+@pytest.mark.parametrize("wrong", [10**400, -(10**400), float("nan"), float("inf"), -1.5, "1", True, None])
+def test_numbers_that_cannot_be(wrong):
+    """They are left out; none of them is an error, nor comes into a sum."""
+    assert _spent({"spent": {"training": wrong, "upload": 2, "reused": False}})["training"] == 0.0
+    assert _scores({"scores": {"acc": wrong, "loss": 0.5}}, ["loss", "acc"]) == {}
+    if wrong != -1.5:
+        assert _scores({"scores": {"acc": 0.5, "loss": wrong}}, ["loss", "acc"]) == {}
+
+
+def test_the_scores_of_a_client_are_those_that_its_task_has():
+    assert _scores({"scores": {"loss": 2.5}}, ["loss"]) == {"loss": 2.5}
+    assert _scores({"scores": {"loss": 2.5}}, ["loss", "acc"]) == {}
+    assert _scores({"scores": {"loss": 2, "acc": 1, "more": 3}}, ["loss", "acc"]) == {"loss": 2.0, "acc": 1.0}
 
 
 def test_too_few_clients_end_the_run_and_it_can_be_resumed(quick, federation):
