@@ -26,7 +26,7 @@ from ...methods import Client, revisions
 from ...models.adapters import load_tensors
 from ...rounds.copies import LostCopy, OwnCopy, answer, apology, standing_in
 from ...rounds.evaluator import Evaluator
-from ...rounds.joining import proof_of
+from ...rounds.joining import agreed, proof_of
 from ...rounds.parcel import Parcel
 from ...rounds.personal import PersonalParts
 from ...rounds.site import Site
@@ -90,7 +90,9 @@ class Node:
 
     def obey(self, order: Parcel) -> Parcel:
         """The reply to ``order``, which may be a call: how the client introduces itself."""
-        return self.introduction() if order.facts.get("kind") == "call" else self.work(order)
+        reply = self.introduction() if order.facts.get("kind") == "call" else self.work(order)
+        reply.facts["agreed"] = agreed(self.config, self.workplace.proof)
+        return reply
 
     def introduction(self) -> Parcel:
         """Which client this is, what it has in common with the server, and where its copy stands."""

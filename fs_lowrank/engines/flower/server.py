@@ -70,12 +70,14 @@ class Member:
 
     Attributes:
         standing: where its copy of the model stands, as it said last.
+        agreed: a hash of what it has in common with the server, as it said when it joined (``joining.agreed``).
         tested: the number of its test samples.
     """
 
     client: int
     node: int
     standing: Standing
+    agreed: str
     tested: int
 
 
@@ -201,7 +203,8 @@ class Server:
         if not is_whole(client) or not 1 <= client <= self.config.federate.client_num:
             return f"there is no client {client!r:.60}; federate.client_num is {self.config.federate.client_num}"
         theirs: list[Any] = [facts.get(name) for name in ("config", "revisions", "proof")]
-        if not all(isinstance(part, dict) for part in theirs):
+        agreed = facts.get("agreed")
+        if not all(isinstance(part, dict) for part in theirs) or not isinstance(agreed, str):
             return f"client {client}: it does not say what it has in common with the server"
         reason = objection(self.config, self.proof, theirs[0], theirs[1], theirs[2], own_data)
         reason = reason or samples_objection(
@@ -217,7 +220,7 @@ class Server:
         tested = facts.get("tested") if own_data else len(tests)
         if not is_whole(tested) or not 0 <= tested <= self.ledger.admission.max_samples:
             tested = 0
-        self.members[client] = Member(client, node, _standing(facts), tested)
+        self.members[client] = Member(client, node, _standing(facts), agreed, tested)
         return ""
 
     # -- a round -----------------------------------------------------------------------------------
@@ -281,7 +284,14 @@ class Server:
                 if isinstance(answer, Unheard):
                     round.fail(client, answer.kind, answer.reason)
                     continue
-                self.members[client].standing = _standing(answer.facts)
+                member, failed = self.members[client], "error" in answer.facts
+                # A node keeps its number when it is started anew. One that cannot even read its configuration says
+                # nothing of it, and has no update either.
+                if answer.facts.get("agreed", member.agreed if failed else None) != member.agreed:
+                    del self.members[client]  # so that it is called again, and told what differs
+                    round.fail(client, "refused", "it has another configuration or base model than when it joined")
+                    continue
+                member.standing = _standing(answer.facts)
                 if answer.facts.get("lost") is True and again:
                     logger.warning("client %d: %.300s; it is sent everything", client, answer.facts.get("error"))
                     lost.append(client)

@@ -194,6 +194,23 @@ def test_a_node_with_another_configuration_or_base_model(quick, federation, sett
     assert "refused node" in caplog.text
 
 
+def test_a_node_that_is_started_anew_with_another_configuration(quick, federation, tmp_path):
+    """Its number is the one that joined; its update does not count, and then it is told what differs."""
+    config = quick("changes", {"federate.method": "rolora", "federate.total_round_num": 3})
+    config.replace({"train.optimizer.lr": 0.123}).dump(tmp_path / "other.yaml")
+    one = federation()
+
+    def on_round(record):
+        if record["round"] == 1:
+            one.contexts[one.nodes[1]].node_config["cfg"] = str(tmp_path / "other.yaml")
+
+    first, second, third = serve(config, one.grid, on_round=on_round).history
+    assert [r["clients"] for r in (first, second, third)] == [[1, 2, 3], [1, 3], [1, 3]]
+    [changed], [absent] = second["failed"], third["failed"]
+    assert changed["kind"] == "refused" and "another configuration or base model than when" in changed["reason"]
+    assert absent["kind"] == "absent" and "they differ in train.optimizer.lr" in absent["reason"]
+
+
 def test_a_node_with_data_of_its_own(quick, federation, reviews_csv, tmp_path):
     """It trains and is evaluated on all that its own file holds; the others have their parts of the server's."""
     rows = reviews_csv.read_text().splitlines()
