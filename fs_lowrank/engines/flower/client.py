@@ -110,7 +110,10 @@ class Node:
         )
 
     def work(self, order: Parcel) -> Parcel:
-        """Bring the client's copy up to date, and train or evaluate it."""
+        """Bring the client's copy up to date, and train or evaluate it.
+
+        The fact ``followed`` of the reply says that the copy was kept as the order has it, also if training failed.
+        """
         site, round, purpose = self.workplace.site, order.facts["round"], order.facts["purpose"]
         client, own, tests = self.workplace.of(self.client, self.own_data)
         codec, personal = codec_of(self.config), PersonalParts(site.personal.untrained)
@@ -135,7 +138,7 @@ class Node:
             reply = apology(round, error)
             reply.facts["standing"] = before
         else:
-            reply.facts["standing"] = list(copy.standing)
+            reply.facts |= {"standing": list(copy.standing), "followed": True}
         return reply
 
 

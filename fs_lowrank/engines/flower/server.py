@@ -296,7 +296,10 @@ class Server:
                     logger.warning("client %d: %.300s; it is sent everything", client, answer.facts.get("error"))
                     lost.append(client)
                     continue
-                round.delivered(order)
+                if not failed or answer.facts.get("followed") is True:
+                    round.delivered(order)
+                elif order.purpose == "follow":
+                    round.fail(client, "failed", str(answer.facts["error"])[:1000])
                 yield client, answer
             asked, again = lost, False
 

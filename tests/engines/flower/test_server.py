@@ -194,6 +194,35 @@ def test_a_node_with_another_configuration_or_base_model(quick, federation, sett
     assert "refused node" in caplog.text
 
 
+def test_an_undo_stays_until_the_copy_is_kept_with_it(quick, federation, monkeypatch):
+    """A client whose training does not count, and which cannot write its copy in the next round, is told again."""
+    from fs_lowrank.rounds.copies import OwnCopy
+
+    save, undos = OwnCopy.save, []
+
+    def full(self, folder):
+        if self.client == 1 and self.standing.round == 1:
+            raise fs_lowrank.RunFailed("No space left on device")
+        save(self, folder)
+
+    def behave(number, message, answer):
+        order = unpacked(message.content)
+        if number == 0 and message.metadata.message_type == "train":
+            undos.append(order.facts.get("undo"))
+        reply = answer()
+        if number == 0 and order.facts.get("round") == 1:
+            parcel = unpacked(reply.content)
+            parcel.facts["loss"] = "none"
+            reply.content = packed(parcel)
+        return reply
+
+    monkeypatch.setattr(OwnCopy, "save", full)
+    keys = {"federate.method": "pfedlora", "federate.total_round_num": 4}
+    history = serve(quick("undo", keys), federation(behave=behave).grid).history
+    assert [r["clients"] for r in history] == [[2, 3], [2, 3], [1, 2, 3], [1, 2, 3]]
+    assert undos == [None, 1, 1, None]
+
+
 def test_a_node_that_is_started_anew_with_another_configuration(quick, federation, tmp_path):
     """Its number is the one that joined; its update does not count, and then it is told what differs."""
     config = quick("changes", {"federate.method": "rolora", "federate.total_round_num": 3})
