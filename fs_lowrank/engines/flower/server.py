@@ -54,10 +54,11 @@ KINDS: dict[str, str] = {"call": "query", "train": "train", "follow": "train", "
 
 @dataclass(frozen=True)
 class Unheard:
-    """There is no answer of a node."""
+    """There is no answer of a node; ``waited``: within ``lowrank.timeout``."""
 
     kind: Literal["absent", "failed"]
     reason: str
+    waited: bool = False
 
 
 class Stopped(RunFailed):
@@ -116,8 +117,9 @@ class Server:
         self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
         #: client -> its node
         self.members: dict[int, Member] = {}
-        #: node -> why it does not take part
+        #: node -> why it does not take part; of these ``silent`` did not even answer
         self.refused: dict[int, str] = {}
+        self.silent: set[int] = set()
         self.grid: Grid
 
     def run(self, grid: Grid, resume: bool = False) -> RunResult:
@@ -168,10 +170,15 @@ class Server:
     # -- who is there ------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Wait until every client has a node, but no longer than ``lowrank.timeout``."""
+        """Wait until every client has a node, but no longer than ``lowrank.timeout``.
+
+        A node that is refused may be mended and started anew meanwhile; those of a simulation are what they are.
+        """
         wanted, began = self.config.federate.client_num, time.monotonic()
         next_word = began + 5.0
-        while len(self._present()) + len(self.refused) < wanted and time.monotonic() < began + self.timeout:
+        while time.monotonic() < began + self.timeout:
+            if len(self._present()) + self.gathers * len(self.refused) >= wanted:
+                break
             if time.monotonic() > next_word:
                 logger.warning("%d of %d clients have joined; waiting for the others", len(self.members), wanted)
                 next_word = time.monotonic() + 30.0
@@ -180,7 +187,8 @@ class Server:
     def _present(self) -> dict[int, Member]:
         """The members whose nodes are connected, after nodes that are new have been called."""
         connected = set(self.grid.get_node_ids())
-        # What is refused stays so until its node is started anew.
+        # A node that was seen to be gone is called again, with or without another number.
+        self.silent &= connected
         self.refused = {node: reason for node, reason in self.refused.items() if node in connected}
         known = {member.node for member in self.members.values()} | self.refused.keys()
         new = sorted(connected - known)
@@ -190,6 +198,8 @@ class Server:
                 if reason := self._joined(node, reply, connected):
                     logger.warning("refused node %d: %s", node, reason)
                     self.refused[node] = reason
+                    if isinstance(reply, Unheard) and reply.waited:
+                        self.silent.add(node)
         return {client: member for client, member in self.members.items() if member.node in connected}
 
     def _joined(self, node: int, reply: Parcel | Unheard, connected: set[int]) -> str:
@@ -228,6 +238,8 @@ class Server:
     def _round(self, number: int) -> dict[str, Any]:
         site, started = self.site, time.perf_counter()
         round = Round(number, self.ledger, codec=self.codec, base=site.changed_base)
+        # What was wrong may be mended by now; a node that does not answer would cost every round the time to wait.
+        self.refused = {node: reason for node, reason in self.refused.items() if node in self.silent}
         present = self._present()
         for client in round.selected:
             if client not in present:
@@ -342,7 +354,7 @@ class Server:
             if waiting and not replies:
                 self._wait()
         for node in waiting.values():
-            yield node, Unheard("absent", f"no answer within lowrank.timeout, {self.timeout:g} s")
+            yield node, Unheard("absent", f"no answer within lowrank.timeout, {self.timeout:g} s", waited=True)
 
     def _wait(self) -> None:
         if self.stopped():

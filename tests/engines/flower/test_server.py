@@ -207,7 +207,7 @@ def test_an_undo_stays_until_the_copy_is_kept_with_it(quick, federation, monkeyp
 
     def behave(number, message, answer):
         order = unpacked(message.content)
-        if number == 0 and message.metadata.message_type == "train":
+        if number == 0 and message.metadata.message_type != "query":
             undos.append(order.facts.get("undo"))
         reply = answer()
         if number == 0 and order.facts.get("round") == 1:
@@ -220,21 +220,24 @@ def test_an_undo_stays_until_the_copy_is_kept_with_it(quick, federation, monkeyp
     keys = {"federate.method": "pfedlora", "federate.total_round_num": 4}
     history = serve(quick("undo", keys), federation(behave=behave).grid).history
     assert [r["clients"] for r in history] == [[2, 3], [2, 3], [1, 2, 3], [1, 2, 3]]
-    assert undos == [None, 1, 1, None]
+    assert undos == [None, 1, 1, 1, None, None, None, None]  # to train and to evaluate, by turns
 
 
 def test_a_node_that_is_started_anew_with_another_configuration(quick, federation, tmp_path):
-    """Its number is the one that joined; its update does not count, and then it is told what differs."""
-    config = quick("changes", {"federate.method": "rolora", "federate.total_round_num": 3})
+    """Its number is the one that joined. Its update does not count, and it is told what differs until that is mended."""
+    config = quick("changes", {"federate.method": "rolora", "federate.total_round_num": 4})
     config.replace({"train.optimizer.lr": 0.123}).dump(tmp_path / "other.yaml")
     one = federation()
 
     def on_round(record):
+        own = one.contexts[one.nodes[1]].node_config
         if record["round"] == 1:
-            one.contexts[one.nodes[1]].node_config["cfg"] = str(tmp_path / "other.yaml")
+            own["cfg"] = str(tmp_path / "other.yaml")
+        if record["round"] == 3:
+            own["cfg"] = ""
 
-    first, second, third = serve(config, one.grid, on_round=on_round).history
-    assert [r["clients"] for r in (first, second, third)] == [[1, 2, 3], [1, 3], [1, 3]]
+    first, second, third, fourth = serve(config, one.grid, on_round=on_round).history
+    assert [r["clients"] for r in (first, second, third, fourth)] == [[1, 2, 3], [1, 3], [1, 3], [1, 2, 3]]
     [changed], [absent] = second["failed"], third["failed"]
     assert changed["kind"] == "refused" and "another configuration or base model than when" in changed["reason"]
     assert absent["kind"] == "absent" and "they differ in train.optimizer.lr" in absent["reason"]
@@ -252,7 +255,10 @@ def test_a_node_with_data_of_its_own(quick, federation, reviews_csv, tmp_path):
     for record in result.history:
         assert record["clients"] == [1, 2, 3] and not record["failed"]
         assert record["client_scores"]["2"]["samples"] == 16  # a fifth of its 80 rows
-    refused = serve(config.replace({"outdir": str(tmp_path / "b")}), federation(own={1: {"cfg": own["cfg"]}}).grid)
+    refused = serve(
+        config.replace({"outdir": str(tmp_path / "b"), "lowrank.timeout": 3.0}),
+        federation(own={1: {"cfg": own["cfg"]}}).grid,
+    )
     assert [r["clients"] for r in refused.history] == [[1, 3], [1, 3]]
     assert "they differ in data." in refused.history[0]["failed"][0]["reason"]
 
