@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 from safetensors import SafetensorError
 
 from ...config import Config
-from ...errors import RunFailed
+from ...errors import RunFailed, UserError
 from ...jobs.files import to_json, write_text
 from ...rounds.admission import is_whole
 from ...rounds.copies import personal_in
@@ -157,10 +157,23 @@ class Server:
         return self.keeper.finish()
 
     def _own_token(self, resume: bool) -> str:
-        """What tells this run from others of its configuration; clients keep it with their copies."""
+        """What tells this run from others of its configuration; clients keep it with their copies.
+
+        Raises:
+            UserError: it cannot be read again, and clients would lose their personal parts.
+        """
         path = self.folder / "run.json"
-        if resume and path.exists():
-            return str(json.loads(path.read_text(encoding="utf-8"))["run"])
+        if resume:
+            try:
+                return str(json.loads(path.read_text(encoding="utf-8"))["run"])
+            except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+                lost = f"{path}: {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
+            if self.site.personal.untrained:
+                raise UserError(
+                    f"{lost}; without it the clients' personal parts are not found again: restore the file, or start "
+                    "anew in another outdir"
+                )
+            logger.warning("%s; the clients' copies start anew and are sent everything", lost)
         shutil.rmtree(self.folder, ignore_errors=True)
         token = secrets.token_hex(8)
         self.folder.mkdir(parents=True)

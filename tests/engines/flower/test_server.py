@@ -348,6 +348,21 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(quick, federation, m
     assert whole.final == resumed.final
 
 
+@pytest.mark.parametrize("damage", ["{", "{}", "[]", None])
+def test_what_tells_the_run_from_others_is_damaged(quick, federation, caplog, damage):
+    """The copies are sent everything; personal parts cannot be found again."""
+    for method in ("rolora", "pfedlora"):
+        server = Server(quick(method, {"federate.method": method}))
+        token, path = server._own_token(False), server.folder / "run.json"
+        assert server._own_token(True) == token
+        path.unlink() if damage is None else path.write_text(damage)
+        if method == "pfedlora":
+            with pytest.raises(fs_lowrank.UserError, match="run.json: (damaged|missing); .*restore the file"):
+                server._own_token(True)
+        else:
+            assert server._own_token(True) != token and "sent everything" in caplog.text
+
+
 def test_a_new_run_takes_nothing_over_from_one_before(quick, federation, tmp_path):
     """Personal parts on a node's disk are of the run that trained them."""
     keys = {"federate.method": "pfedloru", "lowrank.tau": 1}
