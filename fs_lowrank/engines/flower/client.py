@@ -18,6 +18,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from ...algebra import digest
 from ...config import Config, load_config
 from ...data import Examples, ImageExamples
 from ...data.fetch import home
@@ -32,6 +33,11 @@ from ...rounds.personal import PersonalParts
 from ...rounds.site import Site
 from .keys import codec_of
 from .messages import packed, unpacked
+
+
+def memory(place: Path, identity: str, client: int) -> Path:
+    """The folder below ``place`` where ``client`` of the run ``identity`` remembers; other runs have others."""
+    return place / f"run_{digest({}, identity)[:16]}" / f"client_{client}"
 
 
 def client_app(folder: Path | None = None, threads: int = 0) -> ClientApp:
@@ -82,7 +88,7 @@ class Node:
         self.config = load_config(given)
         self.identity = f"{self.config.fingerprint()}:{facts['run']}"
         place = folder or Path(str(own.get("folder") or home() / "flower")).expanduser()
-        self.disk = place / f"client_{self.client}"
+        self.disk = memory(place, self.identity, self.client)
 
     @cached_property
     def workplace(self) -> Workplace:

@@ -38,6 +38,7 @@ from ...rounds.site import Site
 from ...runs.folder import outdir_of
 from ...runs.result import RunResult
 from ...settings.metrics import measured
+from .client import memory
 from .keys import codec_of
 from .messages import packed, unpacked
 
@@ -380,7 +381,7 @@ class Server:
         """Read the personal tensors of all clients from their copies on this machine."""
         identity = f"{self.config.fingerprint()}:{self.token}"
         for client in self.members if self.site.personal.untrained else ():
-            copy = client_folder(self.config) / f"client_{client}"
+            copy = memory(client_folder(self.config), identity, client)
             own = personal_in(copy, client, identity, self.ledger.undone.get(client))
             if own:
                 self.site.personal[client] = {name: tensor.to(self.site.device) for name, tensor in own.items()}

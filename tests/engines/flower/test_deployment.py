@@ -166,7 +166,7 @@ def test_a_node_and_the_superlink_are_killed(quick, shell):
     run = shell.folder / "run" / "rounds.jsonl"
     shell.do("fs-lowrank flower app app --cfg run.yaml && (flwr run app ours --stream &)")
     shell.until(run.exists, 240, "the start of the run")
-    shell.until(lambda: list(shell.folder.glob("memory_2/client_2/*")), 240, "the second client's training")
+    shell.until(lambda: list(shell.folder.glob("memory_2/run_*/client_2/*")), 240, "the second client's training")
     superlink, _, second, _ = shell.jobs
     os.kill(second, signal.SIGKILL)
     shell.until(lambda: records(shell), 300, "the first round")

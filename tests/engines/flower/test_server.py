@@ -142,7 +142,8 @@ def test_a_node_that_lost_its_disk_is_sent_everything(quick, federation, caplog,
 
     def lose(record):
         if record["round"] == 2:
-            shutil.rmtree(tmp_path / "b" / "client_1")
+            [copy] = (tmp_path / "b").glob("run_*/client_1")
+            shutil.rmtree(copy)
 
     lost = serve(quick("lost", keys), federation(folder=tmp_path / "b").grid, on_round=lose)
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), lost.model.parameters(), strict=True))
@@ -224,7 +225,7 @@ def test_an_undo_stays_until_the_copy_is_kept_with_it(quick, federation, monkeyp
 
 
 def test_a_node_that_is_started_anew_with_another_configuration(quick, federation, tmp_path):
-    """Its number is the one that joined. Its update does not count, and it is told what differs until that is mended."""
+    """Its number is the one that joined. Its update does not count; it is told what differs, until that is mended."""
     config = quick("changes", {"federate.method": "rolora", "federate.total_round_num": 4})
     config.replace({"train.optimizer.lr": 0.123}).dump(tmp_path / "other.yaml")
     one = federation()
@@ -364,11 +365,14 @@ def test_what_tells_the_run_from_others_is_damaged(quick, federation, caplog, da
 
 
 def test_a_new_run_takes_nothing_over_from_one_before(quick, federation, tmp_path):
-    """Personal parts on a node's disk are of the run that trained them."""
+    """Personal parts on a node's disk are of the run that trained them, and stay when another run begins."""
     keys = {"federate.method": "pfedloru", "lowrank.tau": 1}
     first = serve(quick("first", keys), federation().grid)
     again = serve(quick("again", keys), federation().grid)
     assert first.final == again.final
+    copies = list((tmp_path / "nodes").glob("run_*/client_*"))
+    assert len(copies) == 6 and len({copy.parent for copy in copies}) == 2
+    assert all(load_checkpoint(copy).parts["personal"] for copy in copies)
 
 
 # -- what Flower brings --------------------------------------------------------------------------------
