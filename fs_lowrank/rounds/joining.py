@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,11 @@ def proof_of(site: Site) -> dict[str, str]:
         "the base model": site.base_fingerprint,
         **{name: digest({name: tensor})[:16] for name, tensor in shared.items()},
     }
+
+
+def agreed(config: Config, proof: Mapping[str, str]) -> str:
+    """A hash of what ``objection`` compares: a process with another one is to be asked again what it has in common."""
+    return digest({}, json.dumps([config.decisive(), revisions(config), proof], sort_keys=True, default=str))[:16]
 
 
 def objection(

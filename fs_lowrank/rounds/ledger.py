@@ -77,7 +77,7 @@ class Ledger:
         floor: messages up to this round are no longer in the outbox.
         horizon: messages up to this round were dropped because a client that lacks them is sent the whole model.
         unknown: clients about whose copies nothing is known; they are sent everything.
-        undone: client -> the last round in which its training did not count, until the client has been notified.
+        undone: client -> the first round in which its training did not count, until the client has been notified.
         stamps: round -> the stamp that copies which stand there were given.
     """
 

@@ -340,7 +340,9 @@ class Round:
         return self._ended(None, self.trains)
 
     def _ended(self, message: Mapping[str, Tensor] | None, undone: Iterable[int]) -> Finished:
-        self.ledger.undone.update(dict.fromkeys(undone, self.number))
+        for client in undone:
+            # An earlier round that the client has not been told of stays: it means that one and those after it.
+            self.ledger.undone.setdefault(client, self.number)
         return Finished(message, frozenset(undone))
 
     def roll_back(self) -> None:

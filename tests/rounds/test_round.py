@@ -112,8 +112,12 @@ def test_a_refusal_is_a_failure_of_one_client(change, reason):
     assert finished.undone == {2} and current.ledger.undone == {2: 1}, "what it has trained does not count"
     after = Round(2, current.ledger, (1, 2))
     assert after.ask(2).parcel.facts["undo"] == 1 and "undo" not in after.ask(1).parcel.facts
-    deliver(after, 2)
-    assert not current.ledger.undone, "it has been told"
+    for client in (1, 2):
+        after.fail(client, "failed", "no answer")
+    after.leave_out("it failed")
+    assert current.ledger.undone == {1: 2, 2: 1}, "the earlier round stays until the client has been told"
+    deliver(Round(3, current.ledger, (1, 2)), 2)
+    assert current.ledger.undone == {1: 2}, "it has been told"
 
 
 def test_an_error_at_a_client():

@@ -324,9 +324,13 @@ class LowRankServer(DistributedServer):
             metrics = {split: values for split, values in metrics.items() if values}
             answers = self.msg_buffer["eval"].get(self.state - 1, {})
             of_clients = {
-                client: {"loss": m["test_avg_loss"], "acc": m["test_acc"], "samples": int(m["test_total"])}
+                client: {
+                    "loss": m["test_avg_loss"],
+                    **({"acc": m["test_acc"]} if "test_acc" in m else {}),  # a regression has none
+                    "samples": int(m["test_total"]),
+                }
                 for client, m in answers.items()
-                if m and {"test_avg_loss", "test_acc", "test_total"} <= m.keys()
+                if m and {"test_avg_loss", "test_total"} <= m.keys()
             }
             if of_clients and "test" in metrics:
                 metrics["test"]["clients"] = of_clients

@@ -18,6 +18,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from ...algebra import digest
 from ...config import Config, load_config
 from ...data import Examples, ImageExamples
 from ...data.fetch import home
@@ -26,12 +27,17 @@ from ...methods import Client, revisions
 from ...models.adapters import load_tensors
 from ...rounds.copies import LostCopy, OwnCopy, answer, apology, standing_in
 from ...rounds.evaluator import Evaluator
-from ...rounds.joining import proof_of
+from ...rounds.joining import agreed, proof_of
 from ...rounds.parcel import Parcel
 from ...rounds.personal import PersonalParts
 from ...rounds.site import Site
 from .keys import codec_of
 from .messages import packed, unpacked
+
+
+def memory(place: Path, identity: str, client: int) -> Path:
+    """The folder below ``place`` where ``client`` of the run ``identity`` remembers; other runs have others."""
+    return place / f"run_{digest({}, identity)[:16]}" / f"client_{client}"
 
 
 def client_app(folder: Path | None = None, threads: int = 0) -> ClientApp:
@@ -82,7 +88,7 @@ class Node:
         self.config = load_config(given)
         self.identity = f"{self.config.fingerprint()}:{facts['run']}"
         place = folder or Path(str(own.get("folder") or home() / "flower")).expanduser()
-        self.disk = place / f"client_{self.client}"
+        self.disk = memory(place, self.identity, self.client)
 
     @cached_property
     def workplace(self) -> Workplace:
@@ -90,7 +96,9 @@ class Node:
 
     def obey(self, order: Parcel) -> Parcel:
         """The reply to ``order``, which may be a call: how the client introduces itself."""
-        return self.introduction() if order.facts.get("kind") == "call" else self.work(order)
+        reply = self.introduction() if order.facts.get("kind") == "call" else self.work(order)
+        reply.facts["agreed"] = agreed(self.config, self.workplace.proof)
+        return reply
 
     def introduction(self) -> Parcel:
         """Which client this is, what it has in common with the server, and where its copy stands."""
@@ -108,7 +116,10 @@ class Node:
         )
 
     def work(self, order: Parcel) -> Parcel:
-        """Bring the client's copy up to date, and train or evaluate it."""
+        """Bring the client's copy up to date, and train or evaluate it.
+
+        The fact ``followed`` of the reply says that the copy was kept as the order has it, also if training failed.
+        """
         site, round, purpose = self.workplace.site, order.facts["round"], order.facts["purpose"]
         client, own, tests = self.workplace.of(self.client, self.own_data)
         codec, personal = codec_of(self.config), PersonalParts(site.personal.untrained)
@@ -133,7 +144,7 @@ class Node:
             reply = apology(round, error)
             reply.facts["standing"] = before
         else:
-            reply.facts["standing"] = list(copy.standing)
+            reply.facts |= {"standing": list(copy.standing), "followed": True}
         return reply
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import secrets
 import shutil
 import time
@@ -17,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 from safetensors import SafetensorError
 
 from ...config import Config
-from ...errors import RunFailed
+from ...errors import RunFailed, UserError
 from ...jobs.files import to_json, write_text
 from ...rounds.admission import is_whole
 from ...rounds.copies import personal_in
@@ -37,6 +37,8 @@ from ...rounds.round import Order, Purpose, Round
 from ...rounds.site import Site
 from ...runs.folder import outdir_of
 from ...runs.result import RunResult
+from ...settings.metrics import measured
+from .client import memory
 from .keys import codec_of
 from .messages import packed, unpacked
 
@@ -53,10 +55,11 @@ KINDS: dict[str, str] = {"call": "query", "train": "train", "follow": "train", "
 
 @dataclass(frozen=True)
 class Unheard:
-    """There is no answer of a node."""
+    """There is no answer of a node; ``waited``: within ``lowrank.timeout``."""
 
     kind: Literal["absent", "failed"]
     reason: str
+    waited: bool = False
 
 
 class Stopped(RunFailed):
@@ -69,12 +72,14 @@ class Member:
 
     Attributes:
         standing: where its copy of the model stands, as it said last.
+        agreed: a hash of what it has in common with the server, as it said when it joined (``joining.agreed``).
         tested: the number of its test samples.
     """
 
     client: int
     node: int
     standing: Standing
+    agreed: str
     tested: int
 
 
@@ -113,8 +118,9 @@ class Server:
         self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
         #: client -> its node
         self.members: dict[int, Member] = {}
-        #: node -> why it does not take part
+        #: node -> why it does not take part; of these ``silent`` did not even answer
         self.refused: dict[int, str] = {}
+        self.silent: set[int] = set()
         self.grid: Grid
 
     def run(self, grid: Grid, resume: bool = False) -> RunResult:
@@ -152,10 +158,23 @@ class Server:
         return self.keeper.finish()
 
     def _own_token(self, resume: bool) -> str:
-        """What tells this run from others of its configuration; clients keep it with their copies."""
+        """What tells this run from others of its configuration; clients keep it with their copies.
+
+        Raises:
+            UserError: it cannot be read again, and clients would lose their personal parts.
+        """
         path = self.folder / "run.json"
-        if resume and path.exists():
-            return str(json.loads(path.read_text(encoding="utf-8"))["run"])
+        if resume:
+            try:
+                return str(json.loads(path.read_text(encoding="utf-8"))["run"])
+            except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+                lost = f"{path}: {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
+            if self.site.personal.untrained:
+                raise UserError(
+                    f"{lost}; without it the clients' personal parts are not found again: restore the file, or start "
+                    "anew in another outdir"
+                )
+            logger.warning("%s; the clients' copies start anew and are sent everything", lost)
         shutil.rmtree(self.folder, ignore_errors=True)
         token = secrets.token_hex(8)
         self.folder.mkdir(parents=True)
@@ -165,10 +184,15 @@ class Server:
     # -- who is there ------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Wait until every client has a node, but no longer than ``lowrank.timeout``."""
+        """Wait until every client has a node, but no longer than ``lowrank.timeout``.
+
+        A node that is refused may be mended and started anew meanwhile; those of a simulation are what they are.
+        """
         wanted, began = self.config.federate.client_num, time.monotonic()
         next_word = began + 5.0
-        while len(self._present()) + len(self.refused) < wanted and time.monotonic() < began + self.timeout:
+        while time.monotonic() < began + self.timeout:
+            if len(self._present()) + self.gathers * len(self.refused) >= wanted:
+                break
             if time.monotonic() > next_word:
                 logger.warning("%d of %d clients have joined; waiting for the others", len(self.members), wanted)
                 next_word = time.monotonic() + 30.0
@@ -177,7 +201,8 @@ class Server:
     def _present(self) -> dict[int, Member]:
         """The members whose nodes are connected, after nodes that are new have been called."""
         connected = set(self.grid.get_node_ids())
-        # What is refused stays so until its node is started anew.
+        # A node that was seen to be gone is called again, with or without another number.
+        self.silent &= connected
         self.refused = {node: reason for node, reason in self.refused.items() if node in connected}
         known = {member.node for member in self.members.values()} | self.refused.keys()
         new = sorted(connected - known)
@@ -187,6 +212,8 @@ class Server:
                 if reason := self._joined(node, reply, connected):
                     logger.warning("refused node %d: %s", node, reason)
                     self.refused[node] = reason
+                    if isinstance(reply, Unheard) and reply.waited:
+                        self.silent.add(node)
         return {client: member for client, member in self.members.items() if member.node in connected}
 
     def _joined(self, node: int, reply: Parcel | Unheard, connected: set[int]) -> str:
@@ -200,7 +227,8 @@ class Server:
         if not is_whole(client) or not 1 <= client <= self.config.federate.client_num:
             return f"there is no client {client!r:.60}; federate.client_num is {self.config.federate.client_num}"
         theirs: list[Any] = [facts.get(name) for name in ("config", "revisions", "proof")]
-        if not all(isinstance(part, dict) for part in theirs):
+        agreed = facts.get("agreed")
+        if not all(isinstance(part, dict) for part in theirs) or not isinstance(agreed, str):
             return f"client {client}: it does not say what it has in common with the server"
         reason = objection(self.config, self.proof, theirs[0], theirs[1], theirs[2], own_data)
         reason = reason or samples_objection(
@@ -216,7 +244,7 @@ class Server:
         tested = facts.get("tested") if own_data else len(tests)
         if not is_whole(tested) or not 0 <= tested <= self.ledger.admission.max_samples:
             tested = 0
-        self.members[client] = Member(client, node, _standing(facts), tested)
+        self.members[client] = Member(client, node, _standing(facts), agreed, tested)
         return ""
 
     # -- a round -----------------------------------------------------------------------------------
@@ -224,6 +252,8 @@ class Server:
     def _round(self, number: int) -> dict[str, Any]:
         site, started = self.site, time.perf_counter()
         round = Round(number, self.ledger, codec=self.codec, base=site.changed_base)
+        # What was wrong may be mended by now; a node that does not answer would cost every round the time to wait.
+        self.refused = {node: reason for node, reason in self.refused.items() if node in self.silent}
         present = self._present()
         for client in round.selected:
             if client not in present:
@@ -262,7 +292,8 @@ class Server:
         """The metrics of the clients' own models on their test data."""
         sizes = {client: member.tested for client, member in self._present().items() if member.tested}
         answers = self._ask(round, sorted(sizes), "evaluate")
-        scores = {client: _scores(answer.facts) for client, answer in answers}
+        metrics = measured(self.config.model.task, [])
+        scores = {client: _scores(answer.facts, metrics) for client, answer in answers}
         known = {client: score for client, score in sorted(scores.items()) if score}
         return {CLIENTS: self.evaluator.combined(known, sizes)} if known else {}
 
@@ -279,12 +310,22 @@ class Server:
                 if isinstance(answer, Unheard):
                     round.fail(client, answer.kind, answer.reason)
                     continue
-                self.members[client].standing = _standing(answer.facts)
+                member, failed = self.members[client], "error" in answer.facts
+                # A node keeps its number when it is started anew. One that cannot even read its configuration says
+                # nothing of it, and has no update either.
+                if answer.facts.get("agreed", member.agreed if failed else None) != member.agreed:
+                    del self.members[client]  # so that it is called again, and told what differs
+                    round.fail(client, "refused", "it has another configuration or base model than when it joined")
+                    continue
+                member.standing = _standing(answer.facts)
                 if answer.facts.get("lost") is True and again:
                     logger.warning("client %d: %.300s; it is sent everything", client, answer.facts.get("error"))
                     lost.append(client)
                     continue
-                round.delivered(order)
+                if not failed or answer.facts.get("followed") is True:
+                    round.delivered(order)
+                elif order.purpose == "follow":
+                    round.fail(client, "failed", str(answer.facts["error"])[:1000])
                 yield client, answer
             asked, again = lost, False
 
@@ -322,12 +363,12 @@ class Server:
             replies = list(self.grid.pull_messages(list(waiting)))
             for reply in replies:
                 if reply.metadata.reply_to_message_id in waiting:
-                    yield waiting.pop(reply.metadata.reply_to_message_id), _answer(reply)
+                    yield waiting.pop(reply.metadata.reply_to_message_id), _answer(reply, self.gathers)
                     heard = time.monotonic()
             if waiting and not replies:
                 self._wait()
         for node in waiting.values():
-            yield node, Unheard("absent", f"no answer within lowrank.timeout, {self.timeout:g} s")
+            yield node, Unheard("absent", f"no answer within lowrank.timeout, {self.timeout:g} s", waited=True)
 
     def _wait(self) -> None:
         if self.stopped():
@@ -340,7 +381,7 @@ class Server:
         """Read the personal tensors of all clients from their copies on this machine."""
         identity = f"{self.config.fingerprint()}:{self.token}"
         for client in self.members if self.site.personal.untrained else ():
-            copy = client_folder(self.config) / f"client_{client}"
+            copy = memory(client_folder(self.config), identity, client)
             own = personal_in(copy, client, identity, self.ledger.undone.get(client))
             if own:
                 self.site.personal[client] = {name: tensor.to(self.site.device) for name, tensor in own.items()}
@@ -353,17 +394,21 @@ def client_folder(config: Config) -> Path:
 
 #: Flower's codes for a message or a reply that did not arrive, and for a node that is gone
 _NOT_THERE = (3, 4, 5)
+#: the largest loss or time that is accepted: of float32, so that sums of them are finite
+_LARGEST = torch.finfo(torch.float32).max
 
 
-def _answer(reply: Message) -> Parcel | Unheard:
+def _answer(reply: Message, simulated: bool) -> Parcel | Unheard:
     """The parcel of a reply, or why it has none.
 
+    Args:
+        simulated: the reason of an error is Flower's own; in a federation, a node can write any.
     Raises:
         RunFailed: a process of the simulation died, in whose place Flower starts no other.
     """
     if reply.has_error():
         reason = " ".join((reply.error.reason or "no reason given").split())[:500]
-        if "ray.exceptions" in reason and "Actor" in reason:
+        if simulated and "ray.exceptions" in reason and "Actor" in reason:
             raise RunFailed(f"a process of Flower's simulation died ({reason:.200}); run again with resume=True")
         return Unheard("absent" if reply.error.code in _NOT_THERE else "failed", f"Flower: {reason}")
     try:
@@ -383,17 +428,27 @@ def _standing(facts: Mapping[str, Any]) -> Standing:
     return Standing()
 
 
+def _number(value: object, least: float, largest: float = _LARGEST) -> float | None:
+    """``value`` as a float; None if it is no number within the bounds, as NaN is not."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    # Compared before it is converted, as an int of 400 digits cannot become a float.
+    return float(value) if least <= value <= largest else None
+
+
 def _spent(facts: Mapping[str, Any]) -> Spent:
     """What a client spent on its training."""
     match facts.get("spent"):
-        case {"training": int() | float() as training, "upload": int() | float() as upload, "reused": bool(reused)}:
-            return {"training": float(training), "upload": float(upload), "reused": reused}
+        case {"training": training, "upload": upload, "reused": bool(reused)}:
+            return {"training": _number(training, 0.0) or 0.0, "upload": _number(upload, 0.0) or 0.0, "reused": reused}
     return {"training": 0.0, "upload": 0.0, "reused": False}
 
 
-def _scores(facts: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a client's own model; empty if it could not evaluate."""
-    match facts.get("scores"):
-        case {"acc": int() | float() as acc, "loss": int() | float() as loss} if math.isfinite(acc):
-            return {"acc": float(acc), "loss": float(loss)}
-    return {}
+def _scores(facts: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, float]:
+    """The ``metrics`` of a client's own model; empty if one of them is missing or no number that it can be."""
+    given = facts.get("scores")
+    if not isinstance(given, dict):
+        return {}
+    bounds = {"acc": (0.0, 1.0), "loss": (-_LARGEST, _LARGEST)}
+    found = {name: _number(given.get(name), *bounds[name]) for name in metrics}
+    return {name: value for name, value in found.items() if value is not None} if None not in found.values() else {}

@@ -49,6 +49,8 @@ class Shell:
             start_new_session=True,
         )
         self.blocks = 0
+        # Nothing of it outlives a test that is itself killed: then its input ends, and with it the shell.
+        self.process.stdin.write(b"trap 'trap - TERM; kill 0' EXIT\n")
 
     def do(self, block, seconds=60.0):
         """Run a block; returns what was printed since it began."""
@@ -164,7 +166,7 @@ def test_a_node_and_the_superlink_are_killed(quick, shell):
     run = shell.folder / "run" / "rounds.jsonl"
     shell.do("fs-lowrank flower app app --cfg run.yaml && (flwr run app ours --stream &)")
     shell.until(run.exists, 240, "the start of the run")
-    shell.until(lambda: list(shell.folder.glob("memory_2/client_2/*")), 240, "the second client's training")
+    shell.until(lambda: list(shell.folder.glob("memory_2/run_*/client_2/*")), 240, "the second client's training")
     superlink, _, second, _ = shell.jobs
     os.kill(second, signal.SIGKILL)
     shell.until(lambda: records(shell), 300, "the first round")

@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 from fs_lowrank.engines.flower import messages  # noqa: E402
 from fs_lowrank.engines.flower.keys import check  # noqa: E402
 from fs_lowrank.engines.flower.messages import packed, unpacked  # noqa: E402
-from fs_lowrank.engines.flower.server import Server  # noqa: E402
+from fs_lowrank.engines.flower.server import Server, _scores, _spent  # noqa: E402
 
 ENCODER = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
 FEW = ("rolora", "fedloru", "pfedloru", "flora")
@@ -142,7 +142,8 @@ def test_a_node_that_lost_its_disk_is_sent_everything(quick, federation, caplog,
 
     def lose(record):
         if record["round"] == 2:
-            shutil.rmtree(tmp_path / "b" / "client_1")
+            [copy] = (tmp_path / "b").glob("run_*/client_1")
+            shutil.rmtree(copy)
 
     lost = serve(quick("lost", keys), federation(folder=tmp_path / "b").grid, on_round=lose)
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), lost.model.parameters(), strict=True))
@@ -194,6 +195,55 @@ def test_a_node_with_another_configuration_or_base_model(quick, federation, sett
     assert "refused node" in caplog.text
 
 
+def test_an_undo_stays_until_the_copy_is_kept_with_it(quick, federation, monkeypatch):
+    """A client whose training does not count, and which cannot write its copy in the next round, is told again."""
+    from fs_lowrank.rounds.copies import OwnCopy
+
+    save, undos = OwnCopy.save, []
+
+    def full(self, folder):
+        if self.client == 1 and self.standing.round == 1:
+            raise fs_lowrank.RunFailed("No space left on device")
+        save(self, folder)
+
+    def behave(number, message, answer):
+        order = unpacked(message.content)
+        if number == 0 and message.metadata.message_type != "query":
+            undos.append(order.facts.get("undo"))
+        reply = answer()
+        if number == 0 and order.facts.get("round") == 1:
+            parcel = unpacked(reply.content)
+            parcel.facts["loss"] = "none"
+            reply.content = packed(parcel)
+        return reply
+
+    monkeypatch.setattr(OwnCopy, "save", full)
+    keys = {"federate.method": "pfedlora", "federate.total_round_num": 4}
+    history = serve(quick("undo", keys), federation(behave=behave).grid).history
+    assert [r["clients"] for r in history] == [[2, 3], [2, 3], [1, 2, 3], [1, 2, 3]]
+    assert undos == [None, 1, 1, 1, None, None, None, None]  # to train and to evaluate, by turns
+
+
+def test_a_node_that_is_started_anew_with_another_configuration(quick, federation, tmp_path):
+    """Its number is the one that joined. Its update does not count; it is told what differs, until that is mended."""
+    config = quick("changes", {"federate.method": "rolora", "federate.total_round_num": 4})
+    config.replace({"train.optimizer.lr": 0.123}).dump(tmp_path / "other.yaml")
+    one = federation()
+
+    def on_round(record):
+        own = one.contexts[one.nodes[1]].node_config
+        if record["round"] == 1:
+            own["cfg"] = str(tmp_path / "other.yaml")
+        if record["round"] == 3:
+            own["cfg"] = ""
+
+    first, second, third, fourth = serve(config, one.grid, on_round=on_round).history
+    assert [r["clients"] for r in (first, second, third, fourth)] == [[1, 2, 3], [1, 3], [1, 3], [1, 2, 3]]
+    [changed], [absent] = second["failed"], third["failed"]
+    assert changed["kind"] == "refused" and "another configuration or base model than when" in changed["reason"]
+    assert absent["kind"] == "absent" and "they differ in train.optimizer.lr" in absent["reason"]
+
+
 def test_a_node_with_data_of_its_own(quick, federation, reviews_csv, tmp_path):
     """It trains and is evaluated on all that its own file holds; the others have their parts of the server's."""
     rows = reviews_csv.read_text().splitlines()
@@ -206,7 +256,10 @@ def test_a_node_with_data_of_its_own(quick, federation, reviews_csv, tmp_path):
     for record in result.history:
         assert record["clients"] == [1, 2, 3] and not record["failed"]
         assert record["client_scores"]["2"]["samples"] == 16  # a fifth of its 80 rows
-    refused = serve(config.replace({"outdir": str(tmp_path / "b")}), federation(own={1: {"cfg": own["cfg"]}}).grid)
+    refused = serve(
+        config.replace({"outdir": str(tmp_path / "b"), "lowrank.timeout": 3.0}),
+        federation(own={1: {"cfg": own["cfg"]}}).grid,
+    )
     assert [r["clients"] for r in refused.history] == [[1, 3], [1, 3]]
     assert "they differ in data." in refused.history[0]["failed"][0]["reason"]
 
@@ -219,11 +272,13 @@ def test_two_nodes_for_one_client_and_a_client_that_there_is_not(quick, federati
 
 
 def test_what_a_node_says_of_itself_is_not_believed(quick, federation):
-    """Wrong kinds of facts, another round, no parcel: the update is lost, and nothing else."""
-    from flwr.app import RecordDict
+    """Wrong kinds of facts, another round, no parcel, an error of its own making: nothing else is lost."""
+    from flwr.app import Error, Message, RecordDict
 
     def behave(number, message, answer):
         reply = answer()
+        if message.metadata.message_type != "query" and number == 4:
+            return Message(Error(0, "ray.exceptions.ActorDiedError: The actor died"), reply_to=message)
         if message.metadata.message_type != "query" and number:
             parcel = unpacked(reply.content)
             parcel.facts |= {"standing": {"no": "list"}, "spent": ["x"], "scores": "good"}
@@ -231,14 +286,30 @@ def test_what_a_node_says_of_itself_is_not_believed(quick, federation):
             reply.content = packed(parcel) if number < 3 else RecordDict()
         return reply
 
-    config = quick("liars", {"federate.method": "pfedlora", "federate.client_num": 4})
-    first, second = serve(config, federation(4, behave=behave).grid).history
+    config = quick("liars", {"federate.method": "pfedlora", "federate.client_num": 5})
+    first, second = serve(config, federation(5, behave=behave).grid).history
     assert first["clients"] == second["clients"] == [1, 3]
     reasons = {f["client"]: f["reason"] for f in first["failed"]}
     assert reasons == {
         2: "its answer is not of this round",
         4: "the message holds no parcel in safetensors, but nothing",
+        5: "Flower: ray.exceptions.ActorDiedError: The actor died",
     }
+
+
+@pytest.mark.parametrize("wrong", [10**400, -(10**400), float("nan"), float("inf"), -1.5, "1", True, None])
+def test_numbers_that_cannot_be(wrong):
+    """They are left out; none of them is an error, nor comes into a sum."""
+    assert _spent({"spent": {"training": wrong, "upload": 2, "reused": False}})["training"] == 0.0
+    assert _scores({"scores": {"acc": wrong, "loss": 0.5}}, ["loss", "acc"]) == {}
+    if wrong != -1.5:
+        assert _scores({"scores": {"acc": 0.5, "loss": wrong}}, ["loss", "acc"]) == {}
+
+
+def test_the_scores_of_a_client_are_those_that_its_task_has():
+    assert _scores({"scores": {"loss": 2.5}}, ["loss"]) == {"loss": 2.5}
+    assert _scores({"scores": {"loss": 2.5}}, ["loss", "acc"]) == {}
+    assert _scores({"scores": {"loss": 2, "acc": 1, "more": 3}}, ["loss", "acc"]) == {"loss": 2.0, "acc": 1.0}
 
 
 def test_too_few_clients_end_the_run_and_it_can_be_resumed(quick, federation):
@@ -278,12 +349,30 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(quick, federation, m
     assert whole.final == resumed.final
 
 
+@pytest.mark.parametrize("damage", ["{", "{}", "[]", None])
+def test_what_tells_the_run_from_others_is_damaged(quick, federation, caplog, damage):
+    """The copies are sent everything; personal parts cannot be found again."""
+    for method in ("rolora", "pfedlora"):
+        server = Server(quick(method, {"federate.method": method}))
+        token, path = server._own_token(False), server.folder / "run.json"
+        assert server._own_token(True) == token
+        path.unlink() if damage is None else path.write_text(damage)
+        if method == "pfedlora":
+            with pytest.raises(fs_lowrank.UserError, match="run.json: (damaged|missing); .*restore the file"):
+                server._own_token(True)
+        else:
+            assert server._own_token(True) != token and "sent everything" in caplog.text
+
+
 def test_a_new_run_takes_nothing_over_from_one_before(quick, federation, tmp_path):
-    """Personal parts on a node's disk are of the run that trained them."""
+    """Personal parts on a node's disk are of the run that trained them, and stay when another run begins."""
     keys = {"federate.method": "pfedloru", "lowrank.tau": 1}
     first = serve(quick("first", keys), federation().grid)
     again = serve(quick("again", keys), federation().grid)
     assert first.final == again.final
+    copies = list((tmp_path / "nodes").glob("run_*/client_*"))
+    assert len(copies) == 6 and len({copy.parent for copy in copies}) == 2
+    assert all(load_checkpoint(copy).parts["personal"] for copy in copies)
 
 
 # -- what Flower brings --------------------------------------------------------------------------------
