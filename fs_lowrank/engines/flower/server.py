@@ -292,7 +292,7 @@ class Server:
         """The metrics of the clients' own models on their test data."""
         sizes = {client: member.tested for client, member in self._present().items() if member.tested}
         answers = self._ask(round, sorted(sizes), "evaluate")
-        metrics = measured(self.config.model.task, [])
+        metrics = [name for name in measured(self.config.model.task, []) if name in ("loss", "acc")]
         scores = {client: _scores(answer.facts, metrics) for client, answer in answers}
         known = {client: score for client, score in sorted(scores.items()) if score}
         return {CLIENTS: self.evaluator.combined(known, sizes)} if known else {}

@@ -262,3 +262,7 @@ def test_numbers_to_predict(quick, assert_same, tmp_path):
     assert_same(ours, theirs)
     assert theirs.final["test_pearson"] == pytest.approx(ours.final["test_pearson"], abs=1e-4)
     assert theirs.best["by"] == "val_pearson"
+    keys |= {"federate.make_global_eval": False, "eval.best_res_update_round_wise_key": "test_loss"}
+    clients = fs_lowrank.run(quick("clients", {**keys, "federate.total_round_num": 1}), "federatedscope")
+    scores = clients.history[-1]["client_scores"].values()
+    assert scores and all(score.keys() == {"loss", "samples"} and score["loss"] > 0 for score in scores)

@@ -10,6 +10,7 @@ import fs_lowrank
 from fs_lowrank.methods import requirements
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.runs.checkpoint import load_checkpoint
+from fs_lowrank.testing import small
 
 pytest.importorskip("flwr")
 
@@ -54,6 +55,17 @@ def test_the_result_is_that_of_the_embedded_engine(quick, federation, method, ke
     one = federation()
     same(fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), one.grid))
     assert {kind for _, kind in one.sent} <= {"query", "train", "evaluate"}
+
+
+def test_numbers_to_predict(quick, federation, tmp_path):
+    """Clients of a regression have a loss, and no accuracy."""
+    frame = small.make_reviews(200)
+    frame.assign(label=frame["label"] + 0.5).to_csv(tmp_path / "scores.csv", index=False)
+    keys = {"data.type": str(tmp_path / "scores.csv"), "model.task": "SequenceRegression"}
+    keys |= {"federate.total_round_num": 1, "federate.make_global_eval": False}
+    local, other = fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), federation().grid)
+    same(local, other)
+    assert other.history[0]["client_scores"]["1"].keys() == {"loss", "samples"}
 
 
 @pytest.mark.slow
