@@ -116,7 +116,8 @@ def test_keys_of_the_files_own_method(path, runs):
     runs.clear()
     path.write_text(path.read_text().replace("method: fedlora", "method: flora") + "expname: again\n")
     fs_lowrank.compare(path, ["flora", "rolora"], overrides={"lowrank.ranks": [1, 1], "lowrank.mix": 0.25})
-    assert params(runs) == {"flora": {"ranks": (1, 1)}, "rolora": {"mix": 0.25}}
+    kept = {"merge": True, "max_kept_rank": 512}
+    assert params(runs) == {"flora": {"ranks": (1, 1), **kept}, "rolora": {"mix": 0.25}}
 
 
 def test_a_key_without_a_default(path, runs, monkeypatch):

@@ -7,7 +7,6 @@ has no state of torch's, and no threads of it, that a fork could break.
 from __future__ import annotations
 
 import array
-import atexit
 import contextlib
 import gc
 import json
@@ -21,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NoReturn
 
 
 def _available() -> bool:
@@ -243,28 +242,15 @@ def _send(control: socket.socket, message: Mapping[str, Any]) -> None:
         control.send(json.dumps(message).encode())
 
 
-def _become(order: Mapping[str, Any], files: list[int]) -> None:
-    """Be the process that was asked for; does not return."""
-    code = 1
-    try:
-        os.setsid()
-        os.environ.update(order["environment"])
-        given = dict(zip(order["handles"], files, strict=True))
-        connection = given.pop("connection")
-        for standard, file in given.items():
-            os.dup2(file, int(standard))
-            os.close(file)
-        module, _, name = order["call"].partition(":")
-        getattr(import_module(module), name)(connection, *order["arguments"])
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        with contextlib.suppress(Exception):
-            atexit._run_exitfuncs()  # which `os._exit` leaves out; `sys.exit` would go on in the nursery's code
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+def _become(order: Mapping[str, Any], files: list[int]) -> NoReturn:
+    """Be the process that was asked for; ends as every process of Python does."""
+    os.setsid()
+    os.environ.update(order["environment"])
+    given = dict(zip(order["handles"], files, strict=True))
+    connection = given.pop("connection")
+    for standard, file in given.items():
+        os.dup2(file, int(standard))
+        os.close(file)
+    module, _, name = order["call"].partition(":")
+    getattr(import_module(module), name)(connection, *order["arguments"])
+    raise SystemExit

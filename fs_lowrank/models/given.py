@@ -76,6 +76,7 @@ def copy_of_held(config: Settings, num_labels: int | None = None) -> nn.Module:
         loss = nn.functional.cross_entropy(logits.float(), labels) if plain and labels is not None else None
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
+    # Its class and not its forward, so that PEFT's copies of the module have it, too; the tensors keep their names.
     module.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
     if not hasattr(module, "config"):
         vars(module)["config"] = PreTrainedConfig()

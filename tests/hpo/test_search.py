@@ -100,7 +100,7 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
 
 
 def test_a_worker_loads_the_model_and_tokenizes_the_data_once(search, monkeypatch):
-    from fs_lowrank import data
+    from fs_lowrank.data import build as data
     from fs_lowrank.models import build
 
     made = []

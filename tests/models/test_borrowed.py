@@ -48,6 +48,15 @@ def test_pefts_convolutions_are_those_that_ours_replace(config):
         assert hasattr(layer, name), f"{place} and reads {name}, which is gone"
 
 
+def test_a_module_s_class_can_be_replaced_by_one_of_its_kind():
+    net, x = Net(), torch.ones(1, 3, 4, 4)
+    before = net(x)
+    net.__class__ = type("Net", (Net,), {"forward": lambda self, x: 2 * Net.forward(self, x)})
+    assert torch.equal(net(x), 2 * before) and set(net.state_dict()) == {"conv.weight", "conv.bias"}, (
+        "fs_lowrank/models/given.py gives a copy of the user's module a class with another forward, which fails now"
+    )
+
+
 def test_a_module_s_forward_can_be_replaced_on_the_instance():
     layer = nn.Linear(2, 2)
     layer.forward = lambda x: x
@@ -141,7 +150,11 @@ def test_no_other_private_name_of_a_library_is_used():
 
 
 #: attributes of a library's objects that decide what they run, and the only files that replace them
-REPLACED = {"fs_lowrank/models/convolution.py": {"__class__"}, "fs_lowrank/models/reads.py": {"forward"}}
+REPLACED = {
+    "fs_lowrank/models/convolution.py": {"__class__"},
+    "fs_lowrank/models/given.py": {"__class__"},
+    "fs_lowrank/models/reads.py": {"forward"},
+}
 
 
 def test_no_private_module_is_imported_and_nothing_else_is_replaced():
