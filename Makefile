@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-more test-slow test-lowest flower walks torture check lint types docs format clean help
+.PHONY: demo test test-more test-slow test-lowest test-quant flower walks torture check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long: make test-more has the generic suite over the other"
 	@echo "            methods, make test-slow the rest"
 	@echo "make test-lowest   part of the suite with the lowest versions that setup.py allows, in an environment of its own"
 	@echo "make flower   the tests of the engine on Flower, in an environment of its own"
+	@echo "make test-quant   the tests of quantised bases, with bitsandbytes in an environment of its own"
 	@echo "make walks  the first hour of a new user in six ways and as a notebook, from an installed wheel in empty folders"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
@@ -86,6 +87,16 @@ NUMBER ?= 100
 SEED ?= 0
 torture: $(VENV)/.installed
 	$(BIN)/python -m tests.torture --number $(NUMBER) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
+
+# In an environment of its own: PEFT imports bitsandbytes wherever it is installed, which takes seconds in every process.
+QUANT ?= .venv-quant
+QUANT_TESTS ?= tests/engines/test_quantised.py tests/engines/test_memory.py tests/engines/test_placing.py tests/test_estimate.py
+test-quant: $(VENV)/.installed
+	@echo "== setting up $(QUANT) with bitsandbytes, and running the tests of quantised bases"
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(QUANT)
+	echo "$(CURDIR)/$$(ls -d $(VENV)/lib/python*/site-packages)" > $$(ls -d $(QUANT)/lib/python*/site-packages)/base.pth
+	$(BIN)/uv pip install --quiet --python $(QUANT)/bin/python -c constraints.txt --no-deps bitsandbytes
+	PYTHONPATH=$(CURDIR) $(QUANT)/bin/python -m pytest -q $(QUANT_TESTS)
 
 walks: $(VENV)/.installed
 	@echo "== walking as a new user would, from an installed wheel in empty folders"

@@ -110,7 +110,6 @@ setup(
         "quant": ["bitsandbytes>=0.50"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"],
         "dev": [
-            "bitsandbytes>=0.50",
             "pytest>=8",
             "pytest-timeout",
             "pytest-xdist",
