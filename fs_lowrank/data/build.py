@@ -171,7 +171,9 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
 
     if raw.images is None:
         for own_len, clients in _own_lengths(cfg).items():
-            train_examples = _cut_otherwise(train_examples, train, parts, own_len, clients, encode, skipped, folder)
+            train_examples = _cut_otherwise(
+                train_examples, train, parts, max_len, own_len, clients, encode, skipped, folder
+            )
         truncated["train"] = train_examples.truncated
 
     digest = hashlib.sha256()
@@ -223,14 +225,15 @@ def _cut_otherwise(
     examples: Examples,
     train: pd.DataFrame,
     parts: Partition,
+    usual: int,
     length: int,
     clients: Sequence[int],
     encode: Callable[[pd.DataFrame, int], tuple[Examples, np.ndarray]],
     skipped: dict[str, int],
     folder: Path | None,
 ) -> Examples:
-    """``examples`` with the rows of ``clients`` cut to ``length`` tokens; rows that it leaves no answer are taken from
-    ``parts`` and counted in ``skipped``.
+    """``examples`` with the rows of ``clients`` cut to ``length`` tokens in place of ``usual``; rows that it leaves no
+    answer are taken from ``parts`` and counted in ``skipped``.
 
     Raises:
         UserError: a client would have no row left.
@@ -249,7 +252,9 @@ def _cut_otherwise(
     if not fit.all():
         parts.indices = Ragged.of(indices)
         count_skipped(skipped, "prompt too long", int((~fit).sum()))
-    return examples.replaced(rows[fit], own, folder)
+    replaced = examples.replaced(rows[fit], own, folder)
+    replaced.truncated -= encode(train.iloc[rows], usual)[0].truncated  # which were counted when these were made
+    return replaced
 
 
 def _folder(cfg: Any) -> Path:

@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ..config import Config, check_local
-from ..errors import RunFailed
 from ..methods import State
-from ..rounds.ending import end_round
+from ..rounds.ending import end_round, ending
 from ..rounds.evaluator import Evaluator
 from ..rounds.keeper import RecordKeeper
 from ..rounds.ledger import Ledger
@@ -139,15 +137,11 @@ class LocalEngine:
             UserError: the folder holds another run, or cannot be continued with this configuration.
             RunFailed: something cannot be written, too few clients remain, or another run writes to the folder.
         """
-        try:
-            return self._run(resume)
-        except (OSError, SafetensorError) as error:
-            raise RunFailed(
-                f"the run in {self.keeper.outdir} stopped: {error}; when that is mended, run again with resume=True"
-            ) from error
-        finally:
-            self.trains.end()
-            self.keeper.release()
+        with ending(self.keeper):
+            try:
+                return self._run(resume)
+            finally:
+                self.trains.end()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint = self.keeper.start(resume)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from safetensors import SafetensorError
 
+from ..algebra import nbytes
+from ..errors import RunFailed
 from .intake import TooFewClients
 from .keeper import RecordKeeper
 from .personal import PersonalParts
@@ -39,7 +43,24 @@ def end_round(round: Round, keeper: RecordKeeper) -> Finished:
     else:
         with torch.no_grad():
             site.method.apply(site.model, finished.message, round.number)
+        if round.base is not None:
+            ledger.bound(nbytes(round.base()))
     return finished
+
+
+@contextmanager
+def ending(keeper: RecordKeeper) -> Iterator[None]:
+    """A context for all rounds of a run: a file that cannot be read or written is a ``RunFailed`` that says how to go
+    on, and the folder of the run is released at the end.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(
+            f"the run in {keeper.outdir} stopped: {error}; when that is mended, run again with resume=True"
+        ) from error
+    finally:
+        keeper.release()
 
 
 def _undo(round: Round, clients: Iterable[int], personal: PersonalParts) -> None:

@@ -211,15 +211,8 @@ class Ledger:
 
     # -- a round's end -----------------------------------------------------------------------------
 
-    def commit(self, round: int, state: State, message: Mapping[str, Tensor], base_bytes: int | None = None) -> None:
-        """End ``round`` with a new state and the message for every copy.
-
-        Messages for late clients are kept up to the bytes of the whole model (the shared tensors, and the base weights
-        that changed); a client that lacks more is sent the whole model. The newest message is kept whatever its size.
-
-        Args:
-            base_bytes: bytes of the base weights that the method has changed. None: unknown, and no message is dropped.
-        """
+    def commit(self, round: int, state: State, message: Mapping[str, Tensor]) -> None:
+        """End ``round`` with a new state and the message for every copy."""
         scattered = {n: t.contiguous() for n, t in state.items() if isinstance(t, Tensor) and not t.is_contiguous()}
         if scattered:
             # As a checkpoint would restore them: with another layout in memory, sums round in another way.
@@ -233,10 +226,22 @@ class Ledger:
             redrawn = name not in message and state.get(name) is not before.get(name)
             if redrawn or self.outbox[name][0] <= everyone_has:
                 del self.outbox[name]
-        if base_bytes is not None:
-            self._drop_old(nbytes(self.method.view(state)) + base_bytes)
-        self.floor = max(self.floor, self.horizon, everyone_has)
+        self._raise_floor(everyone_has)
+
+    def _raise_floor(self, round: int) -> None:
+        self.floor = max(self.floor, round)
         self.stamps = {r: stamp for r, stamp in self.stamps.items() if r >= self.floor}
+
+    def bound(self, base_bytes: int) -> None:
+        """Keep messages for late clients up to the bytes of the whole model: the shared tensors, and what of the base
+        the method has changed or keeps beside it. A client that lacks more is sent the whole model. The newest message
+        is kept whatever its size.
+
+        Args:
+            base_bytes: of the changed base after the last round, whose message the model has applied.
+        """
+        self._drop_old(nbytes(self.method.view(self.state)) + base_bytes)
+        self._raise_floor(self.horizon)
 
     def _drop_old(self, limit: int) -> None:
         """Drop the oldest messages until the rest has at most ``limit`` bytes, or only one round's are left."""

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..algebra import nbytes
 from ..methods import RefusedUpdate, State, Update
 from .admission import is_whole
 from .codec import Codec, Plain, Sizes
@@ -306,7 +305,7 @@ class Round:
             self.roll_back()
             raise TooFewClients(f"round {self.number}: {error}") from None
         state, message = self._step(gathered.updates, model)
-        ledger.commit(self.number, state, message, None if self.base is None else nbytes(self.base()))
+        ledger.commit(self.number, state, message)
         return self._ended(message, self.trains - self.losses.keys())
 
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:

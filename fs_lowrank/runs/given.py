@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -24,6 +25,8 @@ from .folder import check_outdir, claim, outdir_of
 
 #: the folders of the data and of the model, and in each the file that says what it is
 DATA, MODEL, ABOUT = "given_data", "given_model", "about.json"
+#: what ``about.json`` of a model holds, as a message says it
+NAMES = {"digest": "model", "config": "model.config", "tokenizer": "tokenizer"}
 
 
 def with_data(config: Config, data: Any, resume: bool) -> Config:
@@ -109,24 +112,24 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
             )
         return config.replace({"model.type": f"{type(model).__name__}{SUFFIX}", "model.task": task}), True
     folder = outdir_of(config) / MODEL
-    about = {"schema": SCHEMA, "digest": digest(model.state_dict())}
+    about = _digests(model, tokenizer)
     lock = claim(folder.parent)
     try:
         check_outdir(config, resume)
         if resume and folder.exists():
-            if json.loads((folder / ABOUT).read_text(encoding="utf-8"))["digest"] != about["digest"]:
+            began = _about(folder)
+            others = [what for what, value in about.items() if began.get(what, value) != value]
+            if others:
                 raise UserError(
-                    f"model: not the one that the run in {folder.parent} began with; continue it with the same, "
-                    "without model=…, or choose another outdir"
+                    f"{NAMES[others[0]]}: not the one that the run in {folder.parent} began with; continue it with the "
+                    "same, without model=…, or choose another outdir"
                 )
         else:
             with replacing(folder) as aside, transformers_silent():
                 model.save_pretrained(str(aside))
                 tokenizer.save_pretrained(str(aside))
-                (aside / ABOUT).write_text(to_json(about, indent=1), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
+                (aside / ABOUT).write_text(to_json({"schema": SCHEMA, **about}, indent=1), encoding="utf-8")
+    except OSError as error:
         raise cannot_write(folder, error) from error
     finally:
         lock.release()
@@ -142,12 +145,36 @@ def _task_of(model: Any) -> str:
     return next((task for end, task in ends.items() if name.endswith(end)), "")
 
 
-def _same(folder: Path, data: Any) -> dict[str, Any]:
-    """What ``folder`` says of its data, if they are ``data``."""
+def _digests(model: Any, tokenizer: Any) -> dict[str, str]:
+    """SHA-256 of the weights, of the configuration and of the tokenizer's rules, by the keys of ``NAMES``."""
+    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    rules: dict[str, Any] = {"class": type(tokenizer).__name__, "special": tokenizer.special_tokens_map}
+    if tokenizer.is_fast:
+        # How texts are cut and padded is set at each call.
+        rules |= json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    else:
+        rules |= {"vocabulary": tokenizer.get_vocab()}
+    said = {
+        name: json.dumps(about, sort_keys=True, default=str)
+        for name, about in (("config", config), ("tokenizer", rules))
+    }
+    return {"digest": digest(model.state_dict())} | {
+        name: hashlib.sha256(text.encode()).hexdigest() for name, text in said.items()
+    }
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What ``folder`` says of what is in it."""
     try:
         about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / ABOUT} cannot be read: {error}; start again with overwrite=True") from error
+    return about
+
+
+def _same(folder: Path, data: Any) -> dict[str, Any]:
+    """What ``folder`` says of its data, if they are ``data``."""
+    about = _about(folder)
     aside = folder.with_name(f".{DATA}.compared")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()

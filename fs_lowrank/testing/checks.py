@@ -170,7 +170,7 @@ def check_bytes(
     cut: Callable[[dict[str, Tensor], int], Mapping[str, Tensor]] | None = None,
 ) -> None:
     """The bytes in the records are those of the tensors that were sent, in both directions, also for clients that
-    missed rounds.
+    missed rounds; these are sent the whole model where that is smaller.
 
     Args:
         cut: the part of a message that is meant for a client; None: the method's own ``tailor``.
@@ -180,7 +180,8 @@ def check_bytes(
     cut = cut or engine.method.tailor
     sent: dict[tuple[int, int], dict[str, Tensor]] = {}
     messages: dict[int, dict[str, Tensor]] = {}
-    upload, commit = engine.method.upload, engine.ledger.commit
+    wholes: dict[tuple[int, int], dict[str, Tensor]] = {}
+    upload, commit, add = engine.method.upload, engine.ledger.commit, engine.keeper.add
 
     def spy_upload(model, round, client):
         tensors = upload(model, round, client)
@@ -191,7 +192,18 @@ def check_bytes(
         messages[round] = {n: t.clone() for n, t in message.items()}
         commit(round, state, message, *further)
 
-    with mock.patch.object(engine.method, "upload", spy_upload), mock.patch.object(engine.ledger, "commit", spy_commit):
+    def spy_add(record):
+        tensors = dict(engine.model.named_parameters())
+        changed = {n: torch.empty_like(tensors[n]) for n in engine.method.changed_base(engine.model)}
+        for client in range(1, 6):
+            wholes[record["round"], client] = {**engine.method.view(engine.ledger.state, client), **changed}
+        add(record)
+
+    with (
+        mock.patch.object(engine.method, "upload", spy_upload),
+        mock.patch.object(engine.ledger, "commit", spy_commit),
+        mock.patch.object(engine.keeper, "add", spy_add),
+    ):
         result = engine.run()
     stands_at: dict[int, int] = {}
     for record in result.history:
@@ -210,6 +222,8 @@ def check_bytes(
                 for merged in [n.split(":", 2)[2] for n in messages[missed] if n.startswith("merge:")]:
                     lacks.pop(merged, None)  # the merge says all that there is to say of the pair
             got = cut(lacks, client)
+            if got and size(wholes[round - 1, client]) < size(got):
+                got = wholes[round - 1, client]
             down[str(client)], bare = size(got), bare + size(got, head=False)
             stands_at[client] = round - 1
         told = f"round {round}: downlink {record['client_downlink_bytes']}, counted by hand {down}"

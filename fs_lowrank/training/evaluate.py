@@ -17,7 +17,7 @@ from .local import label_logits, losses_of, shortcuts, to_device
 from .metrics import measure
 
 #: sum of the losses of one batch, correct predictions (None where there are no classes), number of predictions; and,
-#: if metrics ask for them, the predictions and the labels as lists
+#: if metrics ask for them, the predictions and the labels as lists, and the number of classes
 BatchScore = tuple[Any, ...]
 
 
@@ -48,13 +48,13 @@ def evaluate(
 def mean_scores(scores: Iterable[BatchScore], metrics: Sequence[str] = ()) -> dict[str, float]:
     """``loss`` and ``acc`` over all batches, added in the order given, and ``metrics`` of their outputs."""
     loss, correct, count, accurate = 0.0, 0, 0, True
-    outputs: tuple[list[Any], list[Any]] = [], []
-    for batch_loss, batch_correct, batch_count, *lists in scores:
+    predicted, labels, classes = list[Any](), list[Any](), 0
+    for batch_loss, batch_correct, batch_count, *outputs in scores:
         loss, correct, count = loss + batch_loss, correct + (batch_correct or 0), count + batch_count
         accurate &= batch_correct is not None
-        for whole, part in zip(outputs, lists):
-            whole += part
-    more = measure(metrics, *map(np.asarray, outputs)) if metrics else {}
+        if outputs:
+            predicted, labels, classes = predicted + outputs[0], labels + outputs[1], outputs[2]
+    more = measure(metrics, np.asarray(predicted), np.asarray(labels), classes) if metrics else {}
     return {"loss": loss / count, **({"acc": correct / count} if accurate else {}), **more}
 
 
@@ -80,7 +80,7 @@ def batch_scores(
             loss = float(losses_of(logits, labels).sum())
             predicted = (logits > 0).long() if sets else logits.squeeze(-1)
             correct = int((predicted == labels).all(-1).sum()) if sets else None
-        lists = [predicted.tolist(), labels.tolist()] if outputs else []
+        lists = [predicted.tolist(), labels.tolist(), logits.shape[-1]] if outputs else []
         scores.append((loss, correct, len(labels), *lists))
     return scores
 

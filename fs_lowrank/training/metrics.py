@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
 
-def _f1(predicted: np.ndarray, labels: np.ndarray) -> float:
+def _f1(predicted: np.ndarray, labels: np.ndarray, classes: int) -> float:
     """Of two classes that of the second, as in GLUE; of more, and of sets of classes, the mean over the classes."""
     from sklearn.metrics import f1_score
 
-    binary = labels.ndim == 1 and set(np.unique(labels)) | set(np.unique(predicted)) <= {0, 1}
-    return float(f1_score(labels, predicted, average="binary" if binary else "macro", zero_division=0.0))
+    average = "binary" if labels.ndim == 1 and classes == 2 else "macro"
+    return float(f1_score(labels, predicted, average=average, zero_division=0.0))
 
 
 def _matthews(predicted: np.ndarray, labels: np.ndarray) -> float:
@@ -36,19 +37,23 @@ def _spearman(predicted: np.ndarray, labels: np.ndarray) -> float:
 
 
 _FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    "f1": _f1,
     "matthews": _matthews,
     "pearson": _pearson,
     "spearman": _spearman,
 }
 
 
-def measure(names: Iterable[str], predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+def measure(names: Iterable[str], predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
     """The metrics ``names``; NaN for one that these predictions do not have, such as the correlation of a constant.
 
     Args:
         predicted, labels: classes or numbers, ``(n,)``; of sets of classes 0 and 1, ``(n, classes)``.
+        classes: how many the model tells apart, also if some of them do not occur; 1 for numbers.
     """
+    functions: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+        **_FUNCTIONS,
+        "f1": partial(_f1, classes=classes),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of constant input, whose correlation is NaN
-        return {name: _FUNCTIONS[name](predicted, labels) for name in names}
+        return {name: functions[name](predicted, labels) for name in names}

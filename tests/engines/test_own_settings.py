@@ -117,6 +117,13 @@ def test_a_length_of_its_own(few, kind, request):
     assert len(mine) == len(before) - left_out
 
 
+def test_a_text_that_is_cut_is_counted_once(few, settings):
+    complete = [client.lengths for client in Site(few("complete", of=settings)).data.clients]
+    keys = {"llm.tok_len": 7, "lowrank.clients": [{"clients": 2, "tok_len": 5}]}
+    cut = Site(few("own", keys, settings)).data.truncated["train"]
+    assert cut == sum(int((lengths > (5 if i == 1 else 7)).sum()) for i, lengths in enumerate(complete))
+
+
 def test_a_length_that_leaves_no_answer_is_refused(few, causal_settings):
     with pytest.raises(fs_lowrank.UserError, match="lowrank.clients: tok_len = 3, of client 2: all .* prompts fill"):
         Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 3}]}, causal_settings))

@@ -91,16 +91,19 @@ def ranks(values):
 def test_metrics_by_hand():
     labels, predicted = np.array([0, 1, 1, 1, 0, 1]), np.array([0, 1, 0, 1, 1, 1])
     tp, fp, fn, tn = 3, 1, 1, 1
-    found = measure(["f1", "matthews"], predicted, labels)
+    found = measure(["f1", "matthews"], predicted, labels, 2)
     assert found["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
     root = math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
     assert found["matthews"] == pytest.approx((tp * tn - fp * fn) / root)
-    three = measure(["f1"], np.array([0, 1, 2, 2]), np.array([0, 1, 1, 2]))["f1"]
+    three = measure(["f1"], np.array([0, 1, 2, 2]), np.array([0, 1, 1, 2]), 3)["f1"]
     assert three == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
+    # A class that does not occur counts as one of which nothing was found: the mean is over all classes.
+    absent = measure(["f1"], np.array([0, 1, 1]), np.array([0, 1, 0]), 3)["f1"]
+    assert absent == pytest.approx((2 / 3 + 2 / 3) / 2)
     x, y = np.array([0.1, 0.4, 0.3, 2.0]), np.array([1.0, 2.0, 1.5, 2.5])
-    found = measure(["pearson", "spearman"], x, y)
+    found = measure(["pearson", "spearman"], x, y, 1)
     assert found["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1]) and found["spearman"] == pytest.approx(1.0)
-    constant = measure(["pearson", "spearman"], np.ones(4), y)
+    constant = measure(["pearson", "spearman"], np.ones(4), y, 1)
     assert all(math.isnan(value) for value in constant.values())
 
 

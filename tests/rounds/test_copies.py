@@ -101,6 +101,7 @@ class Run:
         message = current.finish().message
         with torch.no_grad():
             self.method.apply(self.model, message, number)
+        self.ledger.bound(sum(t.nbytes for t in self.base().values()))
         return sizes
 
     def evaluated(self, number, client):

@@ -36,6 +36,8 @@ def step(ledger, number, clients, order=list, base=None):
         tensors = {n: torch.full_like(t, client) for n, t in expected.items()}
         assert current.take(client, Parcel(tensors, round=number, samples=client, loss=1.0))
     current.finish()
+    if base is not None:
+        ledger.bound(sum(t.nbytes for t in base().values()))
     return {client: order.parcel.tensors for client, order in sent.items()}
 
 

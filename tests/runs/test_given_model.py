@@ -73,7 +73,20 @@ def test_a_run_with_a_loaded_model_goes_on_with_the_same(few, settings, tiny_enc
     other.embeddings.word_embeddings.weight.data += 1
     with pytest.raises(UserError, match="model: not the one that the run in .*parts began with; continue it with the"):
         fs_lowrank.run(config, model=other, tokenizer=tokenizer, resume=True)
-    same(whole, fs_lowrank.run(whole.outdir.parent / "parts" / "config.yaml", resume=True))
+    lower = AutoTokenizer.from_pretrained(tiny_encoder, cls_token="[MASK]")
+    with pytest.raises(UserError, match="^tokenizer: not the one that the run"):
+        fs_lowrank.run(config, model=model, tokenizer=lower, resume=True)
+    model.config.layer_norm_eps *= 2
+    with pytest.raises(UserError, match="^model.config: not the one that the run"):
+        fs_lowrank.run(config, model=model, tokenizer=tokenizer, resume=True)
+    about = whole.outdir.parent / "parts" / "given_model" / "about.json"
+    kept = about.read_text()
+    about.write_text(kept[:20])
+    with pytest.raises(UserError, match="about.json cannot be read: .*; start again with overwrite=True"):
+        fs_lowrank.run(config, model=model, tokenizer=tokenizer, resume=True)
+    about.write_text(kept)
+    model.config.layer_norm_eps /= 2
+    same(whole, fs_lowrank.run(config, model=model, tokenizer=tokenizer, resume=True))
 
 
 def test_a_module_of_ones_own(own, tiny_encoder):

@@ -19,14 +19,13 @@ from typing import Any, Literal
 import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
-from safetensors import SafetensorError
 
 from ...config import Config
 from ...errors import RunFailed, UserError
 from ...jobs.files import to_json, write_text
 from ...rounds.admission import is_whole
 from ...rounds.copies import personal_in
-from ...rounds.ending import end_round
+from ...rounds.ending import end_round, ending
 from ...rounds.evaluator import CLIENTS, Evaluator
 from ...rounds.joining import objection, proof_of, samples_objection
 from ...rounds.keeper import RecordKeeper
@@ -131,14 +130,8 @@ class Server:
             RunFailed: something cannot be written, too few clients remain, or another run writes to the folder.
         """
         self.grid = grid
-        try:
+        with ending(self.keeper):
             return self._run(resume)
-        except (OSError, SafetensorError) as error:
-            raise RunFailed(
-                f"the run in {self.keeper.outdir} stopped: {error}; when that is mended, run again with resume=True"
-            ) from error
-        finally:
-            self.keeper.release()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint = self.keeper.start(resume)
