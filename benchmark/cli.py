@@ -56,6 +56,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     runs.add_argument("--redo", action="store_true", help="repeat cells that are finished (searches are kept)")
     runs.add_argument("--keep", action="store_true", help="keep the runs' folders: adapters, records, checkpoints")
     runs.add_argument("--work", default="runs/benchmark", metavar="FOLDER", help="folder of unfinished work")
+    runs.add_argument(
+        "--estimate",
+        action="store_true",
+        help="say what it will take: runs, samples, hours, memory, disk; train nothing",
+    )
     runs.add_argument("--unsafe-code", action="store_true", help="let HumanEval execute generated code")
     runs.set_defaults(do=_run)
     report = commands.add_parser("report", help="write results/report.md, report.html and their figures")
@@ -138,6 +143,8 @@ def _run(args: argparse.Namespace) -> int:
     workers = max(1, len(gpus)) if args.workers is None else args.workers
     if workers < 1:
         raise UserError(f"--workers {workers}: expected 1 or more")
+    if args.estimate:
+        return _estimate(_options(args, args.suites), workers)
     outcome = run(_options(args, args.suites), workers, gpus, console)
     console.print(
         f"{outcome.finished} done, {len(outcome.failed)} failed, {outcome.remaining} remain, "
@@ -156,6 +163,21 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.finished or outcome.skipped:
         console.print(f"next: {hint('benchmark', 'report', *args.suites, *given_options(args))}", soft_wrap=True)
     return shell.FAILED if outcome.failed else shell.OK
+
+
+def _estimate(options: Options, workers: int) -> int:
+    from .estimate import table
+
+    lines = table(options, workers, lambda text: console.print(text, soft_wrap=True, markup=False))
+    if len(lines) <= 3:
+        console.print("nothing is left to do")
+        return shell.OK
+    tables.show(console, lines, right=lines[0][1:])
+    console.print(
+        "hours: of local training and evaluation one client after the other, by one probed client of each setting; "
+        "without lm-eval's tasks, pruned trials, and values beyond the end of a grid. memory, disk: of the largest run"
+    )
+    return shell.OK
 
 
 def given_options(args: argparse.Namespace) -> list[str]:

@@ -53,6 +53,15 @@ def within_budget(job: Cell | Search) -> Config:
     return config.replace(keys)
 
 
+def samples_of(config: Config) -> int:
+    """The samples that all clients train on in a run, with repetitions, if no client drops out or fails; 0 where steps
+    of ``dataloader.batch_tokens`` leave it open.
+    """
+    if config.dataloader.batch_tokens and config.train.batch_or_epoch == "batch":
+        return 0
+    return sum(itertools.islice(_by_round(config, _sizes(_Data(config))), config.federate.total_round_num))
+
+
 def _by_round(config: Config, sizes: Sequence[int]) -> Iterator[int]:
     """The samples of round 1, 2, …, if no client drops out or fails."""
     method = method_of(config)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
     widest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
     examples = largest_batch(site.data.train, widest)
     together = site.cohort
-    kept, seconds = step(site, examples)
+    kept = step(site, examples)
     trained = set_trainable(model, method.phases(1, 1)[0].train)
     numbers = sum(p.numel() for p in trained)
     state = _optimizer_state(trained, config)
@@ -173,7 +173,7 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
         one = shared + personal + nbytes(site.changed_base())
         often = config.lowrank.keep_checkpoints + 1
         needs.append(Need("checkpoints", often * one, "disk", f"arithmetic, {often} while one is written"))
-    _add_time(found, site, sizes, seconds, copies)
+    _add_time(found, site, sizes, copies)
 
 
 def largest_batch(examples: Any, config: Settings) -> Any:
@@ -185,24 +185,36 @@ def largest_batch(examples: Any, config: Settings) -> Any:
     return examples.select(np.argsort(-examples.lengths, kind="stable")[: min(count, len(examples))])
 
 
-def step(site: Site, examples: Any) -> tuple[float, float]:
-    """Bytes that a training step keeps for its backward pass, and its seconds."""
+def step(site: Site, examples: Any) -> float:
+    """Bytes that a training step keeps for its backward pass."""
+    return max(_steps(site, lambda: kept_for_backward(site), examples))
+
+
+def _steps(
+    site: Site, within: Callable[[], AbstractContextManager[list[float]]], examples: Any, **how: Any
+) -> list[float]:
+    """What ``within`` notes of two steps on the same batch; the first also prepares what later steps find."""
     config = site.config.replace(
         {"train.local_update_steps": 1, "train.batch_or_epoch": "batch", "grad.grad_accum_count": 1}
     )
     phases = [replace(phase, steps=None) for phase in site.method.phases(1, 1)[:1]]
-    seed = derive(config.seed, "probe")
     before: State = {n: t.clone() for n, t in site.method.view(site.initial_state).items()}
-    taken, kept = [], 0.0
-    for _ in range(2):  # the first also prepares what later steps find
-        started = time.perf_counter()
-        with kept_for_backward(site) as found:
-            options: dict[str, Any] = {"lr": config.train.optimizer.lr, "seed": seed, "reads": site.reads}
-            train_client(site.model, examples, phases, config, **options)
-        taken.append(time.perf_counter() - started)
-        kept = max(kept, found[0])
+    options: dict[str, Any] = {"lr": config.train.optimizer.lr, "seed": derive(config.seed, "probe"), **how}
+    noted = []
+    for _ in range(2):
+        with within() as found:
+            train_client(site.model, examples, phases, config, reads=site.reads, **options)
+        noted += found
     site.load_global(before)
-    return kept, taken[-1]
+    return noted
+
+
+@contextmanager
+def _timed() -> Iterator[list[float]]:
+    """Notes the seconds of the block."""
+    found, started = [0.0], time.perf_counter()
+    yield found
+    found[0] = time.perf_counter() - started
 
 
 @contextmanager
@@ -246,8 +258,8 @@ def _optimizer_state(parameters: list[nn.Parameter], config: Config) -> float:
     return float(sum(t.nbytes for t in held))
 
 
-def _add_time(found: Estimate, site: Site, sizes: np.ndarray, seconds: float, copies: int) -> None:
-    """Steps of the whole run, and its seconds with its evaluations."""
+def _add_time(found: Estimate, site: Site, sizes: np.ndarray, copies: int) -> None:
+    """Steps of the whole run, and its seconds with its evaluations; clients one by one, of which one was tried."""
     config, train, loads = site.config, site.config.train, site.config.dataloader
     batch = loads.batch_size
     if loads.batch_tokens:
@@ -264,7 +276,17 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray, seconds: float, co
         started = time.perf_counter()
         batch_scores(site.model, few, size, owner=f"{split} probed", reads=site.reads)
         evaluated += (time.perf_counter() - started) * math.ceil(len(examples) / size)
-    found.seconds = (found.steps * seconds + often * evaluated) / copies
+    client = int(np.argsort(sizes)[len(sizes) // 2])
+    examples = site.data.clients[client]
+    _, seconds = _steps(site, _timed, examples)
+    once = 0.0
+    if site.prefix is not None:
+        first, later = _steps(site, _timed, examples, owner=f"client {client + 1}", prefix=site.prefix)
+        if later < seconds:  # states of all samples of a client are computed where it takes part for the first time
+            share = config.sampled_per_round / config.federate.client_num
+            trained = (1 - (1 - share) ** len(rounds)) * len(site.data.train)
+            once, seconds = trained * (first - later) / len(examples), later
+    found.seconds = (found.steps * seconds + once + often * evaluated) / copies
 
 
 def _advice(config: Config, found: Estimate, on: str) -> list[str]:

@@ -65,7 +65,7 @@ def measure(settings: Mapping[str, Any]) -> dict[str, float]:
         site = Site(load_config(settings, outdir=folder))
         weights = {n: p for n, p in site.model.named_parameters() if n not in site.initial_state}
         held = [*weights.values(), *beside(site.model).values()]
-        kept, _ = step(site, largest_batch(site.data.clients[0], site.config))
+        kept = step(site, largest_batch(site.data.clients[0], site.config))
         return {
             "base_bytes": sum(t.nbytes for t in held),
             "kept_bytes": kept,

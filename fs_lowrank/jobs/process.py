@@ -57,6 +57,8 @@ class Process:
                 for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                     pipe.setsockopt(socket.SOL_SOCKET, option, bound)
         self.process: subprocess.Popen[bytes] | Forked
+        #: the process ends when this is closed
+        self._lifeline: IO[bytes]
         with theirs, log.open("a") if log else contextlib.nullcontext() as output:
             if nursery is not None:
                 with contextlib.suppress(OSError):  # it has ended
@@ -72,6 +74,8 @@ class Process:
                 env={**os.environ, **(environment or {}), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 start_new_session=True,
             )
+            assert self.process.stdin is not None
+            self._lifeline = self.process.stdin
 
     def _forked(
         self,
@@ -82,11 +86,14 @@ class Process:
         environment: Mapping[str, str],
     ) -> Forked:
         read, write = os.pipe()
-        self._lifeline = os.fdopen(write, "wb")  # closed with this object, as the pipe of ``Popen`` is
+        self._lifeline = os.fdopen(write, "wb")
         printed = {"1": output.fileno(), "2": output.fileno()} if output else {}
         try:
             handles = {"connection": theirs.fileno(), "0": read, **printed}
             return nursery.fork(f"{__name__}:serve", arguments, handles, environment)
+        except OSError:
+            self._lifeline.close()
+            raise
         finally:
             os.close(read)
 
@@ -107,6 +114,7 @@ class Process:
                 self.process.kill()
             self.process.wait()
         self.connection.close()
+        self._lifeline.close()
 
     def end(self) -> None:
         """Close the connection and wait for the process to end; then send SIGTERM, then kill it."""

@@ -263,6 +263,20 @@ def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(place, monke
     assert found["winner"]["values"]["val_loss"] == best["value"] and found["trials"] == {"complete": len(expected)}
 
 
+def test_what_a_suite_will_take(place, bench):
+    code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", "--workers", "2", "--results", "estimated")
+    assert code == 0 and not (place / "estimated").exists(), said
+    # 2 methods, 2 numbers of clients, 2 seeds; a search for each method, of two rates; 4 rounds of batches of 8.
+    (row,) = re.findall(r"│ tiny/small/main +│(.*)", said)
+    cells, searches, runs, samples, hours = (figure.strip() for figure in row.split("│")[:5])
+    assert (cells, searches, runs) == ("8", "2", "12")
+    assert samples.replace(",", "") == str(2 * 2 * 4 * (2 + 3) * 8 + 2 * 2 * 4 * 2 * 8) and hours == "0.0"
+    # Seeds and rates cost the same, and are probed once; a search evaluates in other rounds than a cell.
+    assert said.count("probing tiny/small/main") == 2 * 2 + 2 and "in all, by 2 workers" in said
+    code, said = bench("run", "tiny.yaml", "--only", "nothing", "--estimate")
+    assert code == 2 and "--only nothing" in said
+
+
 def test_everything_that_is_missing_is_reported_before_training(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     text = textwrap.dedent(SUITE)

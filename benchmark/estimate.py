@@ -1,0 +1,119 @@
+"""``fs-lowrank benchmark run SUITE… --estimate``: what the open cells and searches will take, before anything trains.
+
+It is the sum of what ``fs-lowrank run --dry-run`` says of each (``fs_lowrank.estimate``). Runs that differ only in
+their seed or learning rate cost the same, so one of them is probed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import hpo
+from fs_lowrank import Config
+from fs_lowrank.estimate import Estimate, estimate
+from fs_lowrank.runs.summary import human_bytes
+
+from .job import Cell, Job, Options, Search, decisive
+from .plan import plan
+from .samples import samples_of, within_budget
+from .suite import import_all
+
+
+@dataclass
+class Sum:
+    """Of the jobs of an experiment: how many, runs in all, samples trained on, seconds; the most bytes that one takes.
+
+    Attributes:
+        unknown: jobs of which nothing is known: scripts, and runs that do not fit in memory.
+    """
+
+    cells: int = 0
+    searches: int = 0
+    runs: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    memory: float = 0.0
+    disk: float = 0.0
+    unknown: int = 0
+
+    def add(self, other: Sum) -> None:
+        for name in ("cells", "searches", "runs", "samples", "seconds", "unknown"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.memory, self.disk = max(self.memory, other.memory), max(self.disk, other.disk)
+
+
+def table(options: Options, workers: int, say: Callable[[str], None]) -> list[Sequence[str]]:
+    """The sums by experiment, and of all, as the lines of a table; the first is its header.
+
+    Args:
+        workers: processes that share the work. say: is called before each run that is probed.
+    Raises:
+        UserError: a suite, its data or a model are wrong or missing.
+    """
+    sums: dict[str, Sum] = {}
+    for job in plan(options):
+        if not (job.rated(options.store) or job).done(options.store):
+            sums.setdefault(job.where, Sum()).add(_of(job, say))
+    whole = Sum()
+    for found in sums.values():
+        whole.add(found)
+    lines: list[Sequence[str]] = [
+        ("experiment", "cells", "searches", "runs", "samples", "hours", "memory", "disk", "not known")
+    ]
+    lines += [_line(where, found) for where, found in sums.items()]
+    hours = f"{whole.seconds / 3600 / workers:.1f}"
+    several = (f"in all, by {workers} workers", *_line("", whole)[1:5], hours, human_bytes(workers * whole.memory))
+    return [*lines, (), (*several, human_bytes(workers * whole.disk), str(whole.unknown or ""))]
+
+
+def _line(where: str, found: Sum) -> Sequence[str]:
+    counts = (str(n or "") for n in (found.cells, found.searches, found.runs))
+    sizes = (human_bytes(found.memory), human_bytes(found.disk))
+    return (where, *counts, f"{found.samples:,}", f"{found.seconds / 3600:.1f}", *sizes, str(found.unknown or ""))
+
+
+def _of(job: Job, say: Callable[[str], None]) -> Sum:
+    if not isinstance(job, Cell | Search):
+        return Sum(cells=1, unknown=1)
+    import_all(job.suite.imports)
+    config = within_budget(job)
+    if config.federate.process_num == 0:  # auto: one in a worker of a suite
+        config = config.replace({"federate.process_num": 1})
+    runs = 1
+    if isinstance(job, Search):
+        runs = len(hpo.space_from(dict(job.spec["space"])).grid(config)) * job.spec.get("seeds", 1)
+    found = _probed(_Alike(config, lambda: say(f"probing {job.where}  {job.label}")))
+    counts = {"searches": 1} if isinstance(job, Search) else {"cells": 1}
+    disk, memory = found.total("disk"), sum(found.total(where) for where in found.room if where != "disk")
+    if found.seconds is None:
+        return Sum(**counts, runs=runs, memory=memory, disk=disk, unknown=1)
+    return Sum(
+        **counts, runs=runs, samples=runs * samples_of(config), seconds=runs * found.seconds, memory=memory, disk=disk
+    )
+
+
+class _Alike:
+    """A configuration; equal to others that cost the same."""
+
+    def __init__(self, config: Config, before: Callable[[], None]):
+        self.config, self.before = config, before
+        kept: dict[str, Any] = {
+            k: v for k, v in decisive(config).items() if k not in ("seed", "train.optimizer.lr", "lowrank.test_seed")
+        }
+        self._key = json.dumps(kept, sort_keys=True, default=str)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Alike) and self._key == other._key
+
+
+@cache
+def _probed(alike: _Alike) -> Estimate:
+    alike.before()
+    return estimate(alike.config)
