@@ -183,20 +183,20 @@ def peak_rate(size: int = 2048, repeats: int = 20) -> float:
 
 
 def run(turns: int = 2) -> dict:
-    """Measure the demo, the search and the suite, in turn."""
+    """Measure the demo, in ``turns``, and the search and the suite, which are of many runs, once."""
     demos: dict[str, list[list[dict[str, Any]]]] = {setting: [] for setting in SETTINGS}
-    jobs: dict[tuple[str, str], list[float]] = {}
     for _ in range(turns):
         for setting in SETTINGS:
             demos[setting].append(_demo(setting))
-        for kind in ("search", "suite"):
-            for setting in ("one process", "without"):  # a search and a suite have a process for each worker
-                jobs.setdefault((kind, setting), []).append(_job(kind, setting))
+    jobs = {
+        (kind, setting): _job(kind, setting)
+        for kind in ("search", "suite")
+        for setting in ("one process", "without")  # a search and a suite have a process for each worker
+    }
     whole = {s: statistics.median(sum(m["seconds"] for m in found) for found in demos[s]) for s in SETTINGS}
     training = statistics.median(sum(m["training"] for m in found) for found in demos["all"])
     peak = peak_rate()
     least = limit(demos["all"][0], peak)
-    medians = {key: statistics.median(seconds) for key, seconds in jobs.items()}
     cores = os.cpu_count()
     accuracies = {s: [m["test_acc"] for m in demos[s][0]] for s in SETTINGS}
     rows = [
@@ -225,7 +225,7 @@ def run(turns: int = 2) -> dict:
         ),
     ]
     for kind, name in (("search", "a search of 16 trials"), ("suite", "a suite of 12 cells")):
-        plain, ours = medians[kind, "without"], medians[kind, "one process"]
+        plain, ours = jobs[kind, "without"], jobs[kind, "one process"]
         rows.append(
             row(
                 f"{name} over the demo's data, two workers, the whole command",

@@ -5,6 +5,7 @@ Within ``keeping``, a value is made once for all that decides it, and every use 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,8 @@ class Keep:
             while sum(taken for _, taken in self.values.values()) > room:
                 del self.values[next(iter(self.values))]
             self.values[key] = made, size(made)
+        else:
+            gc.collect()  # frees what the run before has left, whose model and the hooks on it refer to each other
         self.values[key] = self.values.pop(key)
         kept: Value = self.values[key][0]
         return copy(kept)

@@ -151,6 +151,8 @@ def test_all_settings_of_a_peer_run_once_and_the_faster_one_again():
     assert case._variants(peer, runs) == [peer.variants[1]]
     runs[peer.name, peer.variants[1].name] = [{"status": "exit code 1: no memory"}]
     assert case._variants(peer, runs) == [peer.variants[0]]
+    del runs[peer.name, peer.variants[0].name]
+    assert case._variants(peer, runs) == [peer.variants[1]]
 
 
 def test_other_work_has_no_ratio_and_a_failed_run_says_why():
@@ -196,10 +198,12 @@ def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(monkeypatch
 
 
 @pytest.mark.slow
-def test_our_side_runs_alone_and_goes_on(tmp_path, capsys):
-    given = ["peers", "--peers", "none", "--models", "encoder", "--clients", "3", "--rounds", "2", "--repeat", "1"]
+def test_our_side_runs_alone_and_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(case, "MANY", 3)  # from which on there is one run of two rounds, whatever is asked
+    given = ["peers", "--peers", "none", "--models", "encoder", "--clients", "3", "--rounds", "5", "--repeat", "4"]
     assert runner.main([*given, "--tiny", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "peers.json").read_text())
+    assert (found["cells"][0]["rounds"], found["cells"][0]["repeat"]) == (2, 1)
     one, several = found["cells"][0]["systems"]
     assert one["status"] == several["status"] == "ok"
     assert one["samples"] == several["samples"] == 3 * 2 * STEPS * BATCH

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -131,6 +133,23 @@ def test_runs_in_one_process_are_those_of_fresh_ones(kind, request, tmp_path, lo
         assert all(a[k] == b[k] for k in a if "seconds" not in k)
     assert files(alone.outdir) == files(after.outdir)
     assert alone.facts == after.facts
+
+
+def test_what_a_run_left_is_freed_before_the_next(settings, tmp_path, no_curves):
+    left = []
+
+    def short(name):
+        config = fs_lowrank.load_config(settings, {"federate.total_round_num": 1, "outdir": str(tmp_path / name)})
+        left.append(weakref.ref(fs_lowrank.run(config).model))
+
+    gc.disable()  # so that nothing but the next run frees it
+    try:
+        with keeping():
+            for name in ("one", "two", "three"):
+                short(name)
+    finally:
+        gc.enable()
+    assert [model() is None for model in left] == [True, True, False]
 
 
 def test_a_changed_file_is_noticed(settings, tmp_path, loaded, reviews_csv):

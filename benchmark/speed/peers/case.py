@@ -2,7 +2,9 @@
 
 For each model and number of clients the same job is run by us (one process, and a process for each core) and by each
 peer in an environment of its own, in turn. Of a peer's two settings the one that was faster in its first run counts and
-is repeated. Cells that the results already hold are not run again, so a stopped command goes on when it is given again.
+is repeated. With 100 clients or more, whose rounds are long, there is one run of two rounds, with the setting that was
+faster with fewer clients. Cells that the results already hold are not run again, so a stopped command goes on when it
+is given again.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from .job import SHAPES, describe, make_job
 #: losses of the last round further apart than this, relatively, are said to differ
 CLOSE = 1e-3
 LIMIT = 3600.0
+#: clients from which on there is one run of two rounds
+MANY = 100
 COLUMNS = (
     *("model", "clients", "system", "setting", "rounds/s", "processor s a round", "peak memory"),
     *("whole job: seconds", "of the processor", "loss", "apart"),
@@ -109,7 +113,8 @@ def _run(args: argparse.Namespace) -> None:
             had = next((cell for cell in found["cells"] if key.items() <= cell.items()), None)
             if had and {peer.name for peer in systems} <= {system["system"] for system in had["systems"]}:
                 continue
-            cell = {**key, **_cell(model, clients, args, systems, pythons, found["versions"])}
+            fewer = [c for c in found["cells"] if c["model"] == model and c["clients"] < clients]
+            cell = {**key, **_cell(model, clients, args, systems, pythons, found["versions"], fewer)}
             found["cells"] = [c for c in found["cells"] if c is not had] + [cell]
             found["machine"] = machine()
             write_text(path, json.dumps(found, indent=1) + "\n")
@@ -143,15 +148,25 @@ def _cell(
     systems: Sequence[Peer],
     pythons: dict[str, tuple[str, str]],
     versions: dict[str, Any],
+    fewer: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """All runs of one model and number of clients, in turn."""
+    """All runs of one model and number of clients, in turn.
+
+    Args:
+        fewer: the cells of the model with fewer clients.
+    """
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    rounds, repeat, known = args.rounds, args.repeat, runs
+    if clients >= MANY:
+        rounds, repeat = 2, 1
+        largest = max(fewer, key=lambda cell: cell["clients"], default={"systems": []})
+        known = {(s["system"], s["variant"]): s["runs"] for s in largest["systems"]}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "job"
-        make_job(model, folder, clients, args.rounds, args.tiny)
-        for turn in range(args.repeat):
+        make_job(model, folder, clients, rounds, args.tiny)
+        for turn in range(repeat):
             for peer in systems:
-                for variant in _variants(peer, runs if turn else {}):
+                for variant in _variants(peer, runs if turn else known):
                     out = Path(name) / f"{peer.name}_{peer.variants.index(variant)}_{turn}"
                     run = _one(peer, variant, folder, out, *pythons[peer.name])
                     if run["status"] == "ok":
@@ -160,14 +175,20 @@ def _cell(
                     runs.setdefault((peer.name, variant.name), []).append(run)
                     said = {k: v for k, v in run.items() if k in (*FIGURES, "status", "samples", "loss", "apart")}
                     print(f"{model} {clients} {peer.name} ({variant.name}): {json.dumps(said)}", flush=True)
-    return {"systems": [{"system": s, "variant": v, "runs": r, **_medians(r)} for (s, v), r in runs.items()]}
+    systems_run = [{"system": s, "variant": v, "runs": r, **_medians(r)} for (s, v), r in runs.items()]
+    return {"rounds": rounds, "repeat": repeat, "systems": systems_run}
 
 
 def _variants(peer: Peer, runs: dict[tuple[str, str], list[dict[str, Any]]]) -> Sequence[Variant]:
-    """The variants to run: all of ours, and all in the first turn; then the peer's faster one."""
-    if peer is OURS or not runs:
+    """The variants to run: all of ours, and all of a peer that ``runs`` does not have; else the peer's faster one."""
+    rates = {
+        v.name: runs[peer.name, v.name][0].get("rounds_per_second", 0.0)
+        for v in peer.variants
+        if (peer.name, v.name) in runs
+    }
+    if peer is OURS or not rates:
         return peer.variants
-    return [max(peer.variants, key=lambda v: runs[peer.name, v.name][0].get("rounds_per_second", 0.0))]
+    return [max(peer.variants, key=lambda v: rates.get(v.name, -1.0))]
 
 
 def _one(peer: Peer, variant: Variant, job: Path, out: Path, python: str, more: str) -> dict[str, Any]:
@@ -280,7 +301,8 @@ def table(found: dict[str, Any]) -> str:
         "# The whole job against other systems",
         "",
         f"`python -m benchmark.speed peers`; {settings['cpus']} cores, {settings['rounds']} rounds, medians of "
-        f"{settings['repeat']} runs{', tiny models' if settings['tiny'] else ''}. {describe()}. {READING}",
+        f"{settings['repeat']} runs{', tiny models' if settings['tiny'] else ''}; from {MANY} clients on one run of "
+        f"two rounds. {describe()}. {READING}",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "| --- | ---: | --- | --- |" + " ---: |" * (len(COLUMNS) - 4),
