@@ -159,8 +159,8 @@ def _cell(
     rounds, repeat, known = args.rounds, args.repeat, runs
     if clients >= MANY:
         rounds, repeat = 2, 1
-        largest = max(fewer, key=lambda cell: cell["clients"], default={"systems": []})
-        known = {(s["system"], s["variant"]): s["runs"] for s in largest["systems"]}
+        largest = max(fewer, key=lambda cell: cell["clients"], default=None)
+        known = {(s["system"], s["variant"]): s["runs"] for s in largest["systems"]} if largest else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "job"
         make_job(model, folder, clients, rounds, args.tiny)
