@@ -45,6 +45,7 @@ def test_one_frozen_half_has_no_error(settings, tmp_path, method):
     assert len(errors) == 4 and max(errors) < 1e-5
 
 
+@pytest.mark.more
 def test_the_command_writes_json_and_png(settings, tmp_path):
     del settings["outdir"]
     varied = {

@@ -48,6 +48,7 @@ def test_one_client_agrees_with_the_global_update(settings, method):
     assert ca.mean_curve(entry) == pytest.approx([1.0] * 3, abs=1e-4)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "method", [pytest.param(m, marks=() if m == "fedloru" else pytest.mark.slow) for m in ca.METHODS]
 )

@@ -179,6 +179,7 @@ def test_wrong_use_is_one_line(given, said, tmp_path, capsys):
     assert said in err and err.count("\n") == 1
 
 
+@pytest.mark.more
 def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
     script = tmp_path / "endless.py"
     script.write_text(

@@ -80,6 +80,7 @@ def test_every_script_of_a_suite_takes_the_options_that_the_suite_gives(capsys):
         assert "error: unrecognised: --no-such" in capsys.readouterr().err, experiment.script
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_a_study_runs_under_python_m(tmp_path):
     command = ["benchmark.server_costs", "--clients", "2", "--repeats", "1", "--out", str(tmp_path)]

@@ -67,6 +67,7 @@ def test_a_file_of_the_user_does_not_take_the_place_of_a_command(metadata, at_ho
     assert "the user's" not in done.stdout + done.stderr
 
 
+@pytest.mark.more
 def test_wrong_use_of_an_added_command_is_one_line(metadata, at_home):
     done = command("benchmark", "list", "no_such_suite", path=(metadata, ROOT), cwd=at_home)
     assert done.returncode == 2 and done.stderr.startswith("error:") and len(done.stderr.splitlines()) == 1

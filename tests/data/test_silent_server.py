@@ -64,6 +64,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "keys, message",
     [
