@@ -27,6 +27,8 @@ from fs_lowrank.jobs.pool import Member, Pool
 
 FORKS = pytest.mark.skipif(not AVAILABLE, reason="no nursery on this system")
 ROOT = Path(__file__).parents[2]
+#: seconds that a member may be silent; it is to start within them on a busy machine, too
+LIMIT = 3.0
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -66,7 +68,7 @@ def echo(connection):
         if item == b"think":
             time.sleep(60)
         if item == b"dream":
-            time.sleep(2.5)
+            time.sleep(5)
         if item == b"leave":
             raise SystemExit(7)
         if item == b"fail":
@@ -99,7 +101,7 @@ def pool(request, monkeypatch):
 
 def test_members_that_answer_die_or_hang(pool):
     for _ in range(3):
-        pool.join(1.0)
+        pool.join(LIMIT)
     for member, item in zip(pool.members, (b"word", b"die", b"stop")):
         member.waiting.append(item)
         assert member.next() == item and not member.idle and member.next() is None
@@ -117,25 +119,25 @@ def test_members_that_answer_die_or_hang(pool):
 
 @pytest.mark.parametrize("by_pool", [True, False])
 def test_a_member_that_works_for_longer_than_its_timeout_is_heard_of(pool, by_pool):
-    """The limit is on its silence: it answers after two and a half times as long."""
-    member = pool.join(1.0)
+    """The limit is on its silence, not on the time it takes."""
+    member = pool.join(LIMIT)
     member.send(b"word")
     assert member.receive() == b"WORD"
     member.send(b"dream")
     started = time.monotonic()
     while by_pool and not pool.heard(0.2):
         assert pool.silent() is None and time.monotonic() - started < 60
-    assert member.receive() == b"DREAM" and time.monotonic() - started > 2
+    assert member.receive() == b"DREAM" and time.monotonic() - started > LIMIT
 
 
 @pytest.mark.parametrize("item", [b"dream", b"word"])
 def test_what_a_member_has_sent_while_nobody_listened_counts(pool, item):
     """Signs of life while it works, and its answer; whoever listens was busy for longer than its limit."""
-    member = pool.join(1.0)
+    member = pool.join(LIMIT)
     member.send(b"word")
     assert member.receive() == b"WORD"
     member.send(item)
-    time.sleep(1.5)
+    time.sleep(LIMIT + 0.5)
     assert pool.silent() is None
     deadline = time.monotonic() + 60
     while not (heard := pool.heard(0.2)):
