@@ -38,7 +38,11 @@ __all__ = sorted(_LAZY)
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fs_lowrank' has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    state = random.getstate()  # rich draws from it when it is imported, and it is the user's
+    try:
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    finally:
+        random.setstate(state)
 
 
 def __dir__() -> list[str]:

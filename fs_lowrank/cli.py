@@ -215,7 +215,6 @@ def _print_results(results: dict) -> None:
 
 def _print_notes(results: dict) -> None:
     """What the run began with; the clients that never took part; methods no better than the majority class."""
-    from .runs.chance import Chance
     from .runs.summary import for_people
 
     for name, result in results.items():
@@ -231,10 +230,8 @@ def _print_notes(results: dict) -> None:
                 "test set",
                 soft_wrap=True,
             )
-        chance = Chance.of_run(Path(result.outdir), "test")
-        verdict = chance.verdict({"test_acc": result.final.get("test_acc")}) if chance else ""
-        if verdict:
-            console.print(f"  [yellow]{name}: {verdict}[/]", soft_wrap=True)
+        if result.verdict:
+            console.print(f"  [yellow]{name}: {result.verdict}[/]", soft_wrap=True)
 
 
 def _print_saved(result) -> None:
@@ -258,9 +255,15 @@ def _print_saved(result) -> None:
     console.print(f"  records, configuration, checkpoints, pictures, tables: {result.outdir}", soft_wrap=True)
 
 
-def _dry_run(config) -> int:
+def _dry_run(config, engine: str) -> int:
+    from .config import check_engine
+    from .engines import get_engine
+    from .engines.catalogue import added_engines
     from .estimate import estimate
 
+    get_engine(engine)
+    if engine not in added_engines():  # the others refuse what they do not honour when they run
+        check_engine(config, engine)
     found = estimate(config)
     tables.show(console, found.lines(), right=("size",))
     if found.seconds is not None and found.steps is not None:
@@ -286,7 +289,7 @@ def _run(args: argparse.Namespace) -> int | None:
     config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
     if args.dry_run:
-        return _dry_run(config)
+        return _dry_run(config, args.engine)
     from .api import run  # takes seconds, and what is wrong in the file is said before
     from .runs.folder import outdir_of
 

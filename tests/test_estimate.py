@@ -74,6 +74,12 @@ def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "activations" in out and "steps of clients" in out and "will not fit" not in out
     assert not (tmp_path / "run" / "rounds.jsonl").exists()
+    dry = ["run", "--cfg", str(tmp_path / "run.yaml"), "--dry-run"]
+    for wrong, said in (
+        (["attack.attack_method", "dlg"], "attack.attack_method = 'dlg'"),
+        (["--engine", "locall"], "did you mean 'local'"),
+    ):
+        assert cli.main([*dry, *wrong]) == 2 and said in capsys.readouterr().err  # as without --dry-run
     monkeypatch.setattr(estimate, "_room", lambda config, device: {"memory": 10.0, "disk": 1e12})
-    assert cli.main(["run", "--cfg", str(tmp_path / "run.yaml"), "--dry-run"]) == 1
+    assert cli.main(dry) == 1
     assert "it will not fit: memory" in capsys.readouterr().out

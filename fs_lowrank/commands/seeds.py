@@ -43,7 +43,6 @@ def compare_seeds(
     from ..api import compare
     from ..baselines import split_names
     from ..config import load_for
-    from ..runs.chance import Chance
     from ..runs.plots import curves, save, setting_of
 
     seeds = parse(args.seeds)
@@ -60,9 +59,8 @@ def compare_seeds(
         facts = next(iter(results.values())).facts
         for name, result in results.items():
             histories.setdefault(name, []).append(result.history)
-            chance = Chance.of_run(Path(result.outdir), "test")
-            if chance and (verdict := chance.verdict({"test_acc": result.final.get("test_acc")})):
-                announce(f"{name}, seed {seed}: {verdict}")
+            if result.verdict:
+                announce(f"{name}, seed {seed}: {result.verdict}")
             for metric, value in result.final.items():
                 values.setdefault(name, {}).setdefault(metric, []).append(value)
     path = outdir / "seeds.json"

@@ -56,11 +56,7 @@ def figures(runs: Sequence[Shown]) -> str:
         sent = per_client_and_round(run.history) if run.history else {"uplink": 0.0, "downlink": 0.0}
         row += [(human_bytes(sent[way]), sent[way]) for way in ("uplink", "downlink")]
         rows.append([*row, round(seconds(run.history)["training"], 1) if run.history else ""])
-    said = [
-        f"{run.name}: {verdict}."
-        for run in runs
-        if run.chance and (verdict := run.chance.verdict({"test accuracy": _last(run).get("test acc")}))
-    ]
+    said = [f"{run.name}: {verdict}." for run in runs if (verdict := run.verdict)]
     return (
         table("figures", [*head, "sent up", "sent down", "training s"], rows)
         + "".join(f'<p class="fails">{html.escape(line)}</p>' for line in said)

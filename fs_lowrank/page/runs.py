@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import Config, load_config
 from ..errors import UserError
-from ..runs.chance import Chance
+from ..runs.chance import Chance, run_verdict
 from ..runs.records import read_records
 from ..runs.split import read_split
 from ..runs.summary import for_people
@@ -51,8 +51,14 @@ class Shown:
     @property
     def chance(self) -> Chance | None:
         """What a constant prediction reaches on the test set; None for a language model."""
-        counts = self.data.get("test", {}).get("labels", {})
-        return Chance.of_counts(list(counts.values())) if any(counts.values()) else None
+        return Chance.of_data(self.data, "test")
+
+    @property
+    def verdict(self) -> str:
+        """As of ``RunResult``, by the last evaluated round."""
+        last: dict[str, Any] = next((r["metrics"] for r in reversed(self.history) if r["metrics"]), {})
+        final = {f"{split}_acc": of["acc"] for split, of in last.items() if "acc" in of}
+        return run_verdict(self.data, final, self.summary.get("best", {}))
 
     def size(self, split: str) -> int:
         """The number of held-out samples of ``test`` or ``val``; 0 if it is not known, or the model one of language."""

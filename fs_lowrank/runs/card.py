@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from ..models.build import locate, model_name
 from ..settings import Settings
 from ..versions import __version__
+from .folder import outdir_of
 from .summary import for_people
 
 _PIPELINES = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation"}
@@ -27,7 +30,7 @@ def model_card(
         best: of the best round, the metric by which it is; empty for the last round.
         round: its number.
     """
-    base = config.model.type.rpartition("@")[0] or config.model.type
+    base, folder = model_name(config.model.type), outdir_of(config)
     header: dict[str, Any] = {"library_name": "peft" if what == "adapter" else "transformers"}
     if not config.is_vision:
         header |= {"base_model": base, "pipeline_tag": _PIPELINES.get(config.model.task, "text-classification")}
@@ -65,16 +68,16 @@ def model_card(
             "",
             "## Use",
             "",
+            "In the folder in which the run was started:",
+            "",
             "```python",
-            *_use(config, base, labels, what, f"{what}_best" if best else what),
+            *_use(config, locate(base), labels, what, (folder / (f"{what}_best" if best else what)).as_posix()),
             "```",
             "",
             "## Again",
             "",
-            "With the run's `config.yaml`, which lies beside this folder:",
-            "",
             "```",
-            "fs-lowrank run --cfg config.yaml outdir again",
+            f"fs-lowrank run --cfg {shlex.quote((folder / 'config.yaml').as_posix())} outdir again",
             "```",
             "",
         ]

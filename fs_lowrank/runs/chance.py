@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,13 @@ class Chance:
             split: ``validation`` or ``test``.
         """
         path = folder / "data.json"
-        data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return cls.of_data(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}, split)
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any], split: str = "validation") -> Chance | None:
+        """From the content of a run's ``data.json``, as ``of_run``."""
         counts = data.get(split, {}).get("labels", {})
-        return cls.of_counts(list(counts.values())) if counts else None
+        return cls.of_counts(list(counts.values())) if any(counts.values()) else None
 
     def to_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)
@@ -56,8 +61,10 @@ class Chance:
         low = [f"{name} {acc:.3f}" for name, acc in accuracies.items() if acc is not None and not self.reached(acc)]
         if not low:
             return ""
-        level = f"{self.share:.3f} ± {self.error:.3f} (one standard error)"
-        return f"nothing was learned: {', '.join(low)}, while always predicting the majority class gives {level}"
+        return f"nothing was learned: {', '.join(low)}, while {self}"
+
+    def __str__(self) -> str:
+        return f"always predicting the majority class gives {self.share:.3f} ± {self.error:.3f} (one standard error)"
 
     def reported(self, metric: str, metrics: Mapping[str, float]) -> float:
         """The value of ``metric`` (``acc`` or ``loss``) that a pruner is told.
@@ -69,3 +76,28 @@ class Chance:
         if metric == "acc":
             return metrics[metric] if learned else self.share + self.error
         return min(metrics[metric], self.loss) if learned else self.loss
+
+
+def run_verdict(data: Mapping[str, Any], final: Mapping[str, float], best: Mapping[str, Any]) -> str:
+    """A sentence about a run whose last round is not above the majority class by more than one standard error.
+
+    It says whether the best round was; and that of the test set counts, if it is evaluated, else that of validation
+    data. Empty if the run learned, or has no classes.
+
+    Args:
+        data: the content of ``data.json``. final, best: as of a ``RunResult``.
+    """
+    for split, rows in (("test", "test"), ("val", "validation")):
+        chance, last = Chance.of_data(data, rows), final.get(f"{split}_acc")
+        if chance is None or last is None:
+            continue
+        if chance.reached(last):
+            return ""
+        highest = best.get(f"{split}_acc", last)
+        learned, also = chance.reached(highest), highest != last
+        return (
+            f"{'what was learned is lost' if learned else 'nothing was learned'}: {split}_acc {last:.3f}"
+            + (f", {highest:.3f} in the best round" if also else "")
+            + f", while {chance}; the training loss, of clients on their own data, may fall all the same"
+        )
+    return ""

@@ -20,6 +20,7 @@ from ..models.adapters import ACCUMULATED, save_adapter
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
 from ..models.quantised import dequantised, layers
+from .chance import run_verdict
 from .plots import curves
 from .summary import for_people
 
@@ -84,6 +85,12 @@ class RunResult:
         took_part = {client for record in self.history for client in record["clients"]}
         return [c for c in range(1, len(self.facts.get("clients", ())) + 1) if c not in took_part]
 
+    @property
+    def verdict(self) -> str:
+        """A sentence if the last round is no better than always predicting the majority class; empty otherwise."""
+        path = self.outdir / "data.json"
+        return run_verdict(json.loads(path.read_text("utf-8")) if path.exists() else {}, self.final, self.best)
+
     def _figures(self) -> list[tuple[str, str]]:
         """What is shown of the result: name and value."""
         shown = for_people(self.final, self.language)
@@ -96,10 +103,12 @@ class RunResult:
 
     def __repr__(self) -> str:
         method, figures = self.facts.get("method", "?"), ", ".join(f"{name} {value}" for name, value in self._figures())
-        return f"<{method}, {len(self.history)} rounds: {figures or 'not evaluated'}; {self.outdir}>"
+        said = f"; {self.verdict}" if self.verdict else ""
+        return f"<{method}, {len(self.history)} rounds: {figures or 'not evaluated'}{said}; {self.outdir}>"
 
     def _repr_html_(self) -> str:
         rows = [("rounds", str(len(self.history))), *self._figures(), ("folder", str(self.outdir))]
+        rows += [("note", self.verdict)] if self.verdict else []
         cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
         return f"<table><caption>{html.escape(self.facts.get('method', ''))}</caption>{cells}</table>"
 

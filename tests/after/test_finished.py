@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import warnings
 
 import pandas as pd
@@ -14,8 +15,11 @@ from transformers import AutoModelForSequenceClassification
 
 import fs_lowrank
 from fs_lowrank import UserError, cli
+from fs_lowrank.config import load_config
+from fs_lowrank.data.fetch import FETCHABLE, MARKER
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows
+from fs_lowrank.runs.card import model_card
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.runs.summary import for_people
 from fs_lowrank.testing import small
@@ -215,11 +219,25 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     assert f"| test_acc | {result.final['test_acc']:.4g} |" in body and "| clients | 5, of " in body
     code = body.split("```python\n")[1].split("```")[0]
     scope: dict = {}
-    exec(code.replace('"adapter"', repr(str(result.outdir / "adapter"))), scope)
+    exec(code, scope)
     assert type(scope["model"]).__name__.startswith("PeftModel")
     classes = result.facts["labels"]
     assert scope["model"].config.id2label == dict(enumerate(classes)) and len(classes) > 1
     assert scope["model"].config.label2id == {name: i for i, name in enumerate(classes)}
+    assert f"fs-lowrank run --cfg {result.outdir / 'config.yaml'} outdir again" in body
+
+
+def test_the_card_of_a_fetched_model_names_its_folder(runs, tiny_causal, tmp_path, monkeypatch):
+    """The name under which it was fetched is known here only; and paths are those of the folder of the command."""
+    monkeypatch.setenv("FS_LOWRANK_HOME", str(tmp_path / "home"))
+    shutil.copytree(tiny_causal, tmp_path / "home" / "smollm2")
+    about = {"name": "smollm2", "version": FETCHABLE["smollm2"].version, "sha256": FETCHABLE["smollm2"].sha256}
+    (tmp_path / "home" / "smollm2" / MARKER).write_text(json.dumps(about))
+    result = runs["instructions"]
+    config = load_config(result.outdir / "config.yaml", **{"model.type": "smollm2@huggingface_llm", "outdir": "out"})
+    card = model_card(config, result.facts, {}, "adapter")
+    assert f'from_pretrained("{tmp_path / "home" / "smollm2"}")' in card and "base_model: smollm2\n" in card
+    assert 'from_pretrained(base, "out/adapter")' in card and "--cfg out/config.yaml outdir again" in card
 
 
 def test_a_wrong_file_is_refused_before_the_model_is_loaded(runs, test_rows, monkeypatch, capsys):

@@ -9,9 +9,10 @@ import re
 import pytest
 import yaml
 
-from fs_lowrank import cli
+from fs_lowrank import api, cli
 from fs_lowrank.commands import seeds
-from fs_lowrank.runs.chance import Chance
+from fs_lowrank.config import load_config
+from fs_lowrank.runs.chance import Chance, run_verdict
 from fs_lowrank.runs.summary import for_people
 
 pytestmark = pytest.mark.usefixtures("no_curves")
@@ -43,6 +44,28 @@ def test_the_verdict_names_methods_that_are_no_better_than_chance():
     )
 
 
+def test_the_verdict_on_a_run_is_by_its_test_set_or_else_by_its_validation_data():
+    half = {"labels": {"a": 50, "b": 50}}  # above 0.55, something was learned
+    data = {"test": half, "validation": half}
+    assert run_verdict(data, {"test_acc": 0.6, "val_acc": 0.5}, {}) == ""
+    assert run_verdict(data, {"test_loss": 0.6}, {}) == run_verdict({}, {"test_acc": 0.5}, {}) == ""
+    assert run_verdict(data, {"val_acc": 0.5}, {"val_acc": 0.5}).startswith("nothing was learned: val_acc 0.500, while")
+    low = run_verdict(data, {"test_acc": 0.5}, {"test_acc": 0.54})
+    assert low.startswith("nothing was learned: test_acc 0.500, 0.540 in the best round, while always")
+    lost = run_verdict(data, {"test_acc": 0.5}, {"test_acc": 0.8})
+    assert lost.startswith("what was learned is lost: test_acc 0.500, 0.800 in the best round, while always")
+
+
+def test_a_run_without_a_test_set_says_too_that_nothing_was_learned(settings, tmp_path, capsys):
+    train = {**settings["train"], "local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 1e-12}}
+    keys = {"federate": {"method": "fedlora", "client_num": 2, "total_round_num": 1}, "eval": {"split": ["val"]}}
+    result = api.run(load_config({**settings, **keys, "train": train}))
+    said = "nothing was learned: val_acc"
+    assert result.verdict.startswith(said) and said in repr(result) and said in result._repr_html_()
+    assert cli.main(["report", str(result.outdir), "--out", str(tmp_path / "page.html")]) == 0
+    assert said in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.parametrize("command", ["run", "compare"])
 def test_run_and_compare_report_that_nothing_was_learned(settings, tmp_path, capsys, command):
     keys = {"federate": {"method": "fedlora", "client_num": 2, "total_round_num": 1}}
@@ -58,8 +81,9 @@ def test_run_and_compare_report_that_nothing_was_learned(settings, tmp_path, cap
     chance = Chance.of_run(folder, "test")
     assert chance == Chance.of_counts(list(data["labels"].values()))
     score = json.loads((folder / "summary.json").read_text())["final"]["test_acc"]
-    assert chance.verdict({"test_acc": score}), "an untrained model"
-    assert f"fedlora: {chance.verdict({'test_acc': score})}" in " ".join(capsys.readouterr().out.split())
+    assert not chance.reached(score), "an untrained model"
+    said = f"fedlora: nothing was learned: test_acc {score:.3f}, while {chance}; the training loss"
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_names_of_a_language_models_metrics():

@@ -40,5 +40,5 @@ refuses(f"{rare} llm.adapter.args '[{{r: 2}}]'", "query", "value", "all-linear")
 does(f"{rare} llm.adapter.args '[{{r: 2, modules: [query]}}]'", "round 2/2")
 exists("runs/rare/adapter/adapter_config.json")
 card = Path("runs/reviews/adapter/README.md").read_text().split("```python\n")[1].split("```")[0]
-file("load.py", card.replace('"adapter"', '"runs/reviews/adapter"') + "print(model.config.id2label)\n")
+file("load.py", card + "print(model.config.id2label)\n")
 does("python -W ignore load.py", "{0: 'bad', 1: 'good'}")  # the model card's own code
