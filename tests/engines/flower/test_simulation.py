@@ -22,7 +22,7 @@ pytest.importorskip("ray")
     "method, keys",
     [
         ("rolora", {}),
-        ("fedloru", {"lowrank.tau": 1}),
+        ("flora", {"lowrank.ranks": [1, 3, 2]}),
         ("pfedloru", {"lowrank.tau": 2, "federate.total_round_num": 3}),
     ],
 )
