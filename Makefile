@@ -90,8 +90,8 @@ flower-all: $(FLOWER)/.installed
 	FLOWER_TABLE=results/flower $(FLOWER)/bin/python -m pytest -q -m slow tests/engines/flower/test_every_method.py
 
 flower-slow: $(FLOWER)/.installed
-	@echo "== starting federations of three nodes, and breaking them"
-	$(FLOWER)/bin/python -m pytest -q -m slow tests/engines/flower/test_deployment.py
+	@echo "== killing the simulation, and a federation with TLS part by part"
+	$(FLOWER)/bin/python -m pytest -q -m slow tests/engines/flower/test_simulation.py tests/engines/flower/test_deployment.py
 
 # Given again, it goes on where it was. Exit code 1 where something has failed; the table is in results/torture.
 NUMBER ?= 100
