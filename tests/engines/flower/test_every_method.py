@@ -41,8 +41,11 @@ ABOUT = """# Every method on Flower
 Three clients, two of them in each round, three rounds of two steps, on the small models of the tests, in float32 and
 with the same seed: the embedded engine, and this package's server and clients on Flower's grid and SuperLink state in
 one process. Nothing is kept between two messages to a client but what lies on its disk, and the server is stopped after
-the first round and resumed. Bytes are compared by client and by round. Clients make data and model anew for
-each message and other work ran beside it, so the seconds say only how long this took.
+the first round and resumed. Clients make data and model anew for each message and other work ran beside it, so the
+seconds say only how long this took.
+
+Bytes are compared by client and by round. Those sent down differ where clients have models of their own: to evaluate
+these, clients that did not train are sent what they lack.
 
 """
 
@@ -54,8 +57,9 @@ def table():
     yield rows
     if place := os.environ.get("FLOWER_TABLE"):
         place, found = Path(place), {**versions(), "flwr": version("flwr")}
-        write_text(place.with_suffix(".json"), to_json({"command": "make flower-all", "versions": found, "rows": rows}))
-        lines = [[str(row[name]) for name in COLUMNS] for row in rows]
+        result = {"command": "make flower-all", "versions": found, "rows": rows}
+        write_text(place.with_suffix(".json"), to_json(result, indent=1) + "\n")
+        lines = [[f"{v:g}" if isinstance(v := row[name], float) else str(v) for name in COLUMNS] for row in rows]
         lines = [list(COLUMNS.values()), ["---", *["---:"] * (len(COLUMNS) - 1)], *lines]
         used = ", ".join(" ".join(pair) for pair in found.items())
         text = ABOUT.format(versions=used) + "".join(f"| {' | '.join(line)} |\n" for line in lines)
