@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fs_lowrank
+from fs_lowrank.runs.checkpoint import saved_rounds
 
 pytest.importorskip("flwr")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -141,13 +142,22 @@ def below(process, command):
     return found
 
 
-def kill(process):
-    """A process and all below it, at once."""
-    every = [*psutil.Process(process).children(recursive=True), psutil.Process(process)]
-    for each in every:
+def kill(shell, *processes):
+    """End processes at once; Flower leaves what has ended as a zombie."""
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    psutil.wait_procs(every, timeout=60)
+            process.kill()
+
+    def alive(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return process.status() != psutil.STATUS_ZOMBIE
+
+    shell.until(lambda: not any(map(alive, processes)), "the end of what was killed")
+
+
+def tree(process):
+    """A process and all below it."""
+    return *psutil.Process(process).children(recursive=True), psutil.Process(process)
 
 
 def test_the_page(quick, shell):
@@ -194,7 +204,7 @@ def test_what_is_killed_comes_back(quick, shell):
     keys = {"federate.method": "fedloru", "lowrank.tau": 1, "lowrank.timeout": 300.0, "lowrank.checkpoint_freq": 1}
     configuration(quick, shell.folder, {**keys, "federate.client_num": 2, "federate.total_round_num": 3})
     link, _, second = start(shell, nodes=2)
-    worked = set()
+    worked, kept = set(), shell.folder / "run" / "checkpoint"
 
     def trains():  # Flower starts a process for every message, and the first one asks who the node is
         worked.update(process.pid for process in below(second, "flwr-clientapp"))
@@ -202,15 +212,14 @@ def test_what_is_killed_comes_back(quick, shell):
 
     shell.do("fs-lowrank flower app app --cfg run.yaml && (flwr run app ours --stream &)")
     shell.until(trains, "the second node's order to train")
-    kill(second)
-    shell.until(lambda: records(shell), "the first round")
+    kill(shell, *tree(second))
+    shell.until(lambda: 1 in saved_rounds(kept), "the first round's checkpoint")
     [server] = below(link, "flwr-serverapp")
-    server.kill()
-    server.wait(60)
+    kill(shell, server)
     shell.do(node(2))
     shell.do(f"({RESUME.strip()} &)")
-    shell.until(lambda: len(records(shell)) == 2, "the second round")
-    kill(link)
+    shell.until(lambda: 2 in saved_rounds(kept), "the second round's checkpoint")
+    kill(shell, *tree(link))
     superlink(shell)
     assert "finished: " in shell.do(RESUME)
     first, *others = records(shell)
