@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-more test-slow test-lowest test-quant flower walks torture check lint types docs format clean help
+.PHONY: demo test test-more test-slow test-lowest test-quant flower flower-all flower-slow walks torture check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long: make test-more has the generic suite over the other"
 	@echo "            methods, make test-slow the rest"
 	@echo "make test-lowest   part of the suite with the lowest versions that setup.py allows, in an environment of its own"
-	@echo "make flower   the tests of the engine on Flower, in an environment of its own"
+	@echo "make flower   the tests of the engine on Flower, in an environment of its own; make flower-all compares every method"
+	@echo "            with the embedded engine (results/flower.md), make flower-slow has the federation of docs/flower.md"
 	@echo "make test-quant   the tests of quantised bases, with bitsandbytes in an environment of its own"
 	@echo "make walks  the first hour of a new user in six ways and as a notebook, from an installed wheel in empty folders"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
@@ -68,19 +69,29 @@ test-lowest: $(VENV)/.installed
 	$(LOWEST_INSTALL) pytest pytest-timeout hypothesis scikit-learn
 	$(LOWEST)/bin/python -m pytest -q $(LOWEST_TESTS)
 
-# Flower's own pins hold back other packages, so its environment is apart.
+# Flower's own pins hold back other packages, so its environment is apart, at the versions of constraints-flower.txt; torch,
+# which has gigabytes, is that of $(VENV), of the same version.
 FLOWER ?= .venv-flower
-FLOWER_INSTALL = $(BIN)/uv pip install --quiet --python $(FLOWER)/bin/python -c constraints-flower.txt
 $(FLOWER)/.installed: $(VENV)/.installed constraints-flower.txt
 	@echo "== setting up $(FLOWER) with Flower"
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(FLOWER)
-	UV_HTTP_RETRIES=1 $(FLOWER_INSTALL) --torch-backend auto torch || $(FLOWER_INSTALL) torch
-	$(FLOWER_INSTALL) -e '.[flower]' pytest pytest-timeout hypothesis
+	echo torch > $(FLOWER)/excludes.txt
+	$(BIN)/uv pip install --quiet --python $(FLOWER)/bin/python -c constraints-flower.txt --excludes $(FLOWER)/excludes.txt \
+	-e '.[flower]' pytest pytest-timeout hypothesis
+	echo "$(CURDIR)/$$(ls -d $(VENV)/lib/python*/site-packages)" > $$(ls -d $(FLOWER)/lib/python*/site-packages)/base.pth
 	@touch $@
 
 flower: $(FLOWER)/.installed
 	@echo "== running the tests of the engine on Flower"
-	$(FLOWER)/bin/python -m pytest -q -m "" tests/engines/flower
+	$(FLOWER)/bin/python -m pytest -q tests/engines/flower
+
+flower-all: $(FLOWER)/.installed
+	@echo "== comparing every method on Flower with the embedded engine; the table goes to results/flower.md"
+	FLOWER_TABLE=results/flower $(FLOWER)/bin/python -m pytest -q -m slow tests/engines/flower/test_every_method.py
+
+flower-slow: $(FLOWER)/.installed
+	@echo "== killing the simulation, and a federation with TLS part by part"
+	$(FLOWER)/bin/python -m pytest -q -m slow tests/engines/flower/test_simulation.py tests/engines/flower/test_deployment.py
 
 # Given again, it goes on where it was. Exit code 1 where something has failed; the table is in results/torture.
 NUMBER ?= 100

@@ -39,7 +39,7 @@ from ...runs.result import RunResult
 from ...settings.metrics import measured
 from .client import memory
 from .keys import codec_of
-from .messages import packed, unpacked
+from .messages import ENCODING, packed, unpacked
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -279,7 +279,10 @@ class Server:
         for reason in self.refused.values():
             if reason.startswith(f"client {client}: "):
                 return f"its node was refused: {reason.partition(': ')[2]}"
-        return "its node is not connected" if client in self.members else "no node has joined for it"
+        if client in self.members:
+            return "its node is not connected"
+        strangers = [reason for reason in self.refused.values() if not reason.startswith("client ")]
+        return "; ".join(["no node has joined for it", *(f"one was refused: {reason}" for reason in strangers[:1])])
 
     def _clients_evaluate(self, round: Round) -> dict[str, dict[str, Any]]:
         """The metrics of the clients' own models on their test data."""
@@ -387,6 +390,8 @@ def client_folder(config: Config) -> Path:
 
 #: Flower's codes for a message or a reply that did not arrive, and for a node that is gone
 _NOT_THERE = (3, 4, 5)
+#: Flower's code for what one of its mods refuses, and words of what the others raise
+_OF_MODS, _WORDS_OF_MODS = 6, (ENCODING, "secagg")
 #: the largest loss or time that is accepted: of float32, so that sums of them are finite
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -403,6 +408,8 @@ def _answer(reply: Message, simulated: bool) -> Parcel | Unheard:
         reason = " ".join((reply.error.reason or "no reason given").split())[:500]
         if simulated and "ray.exceptions" in reason and "Actor" in reason:
             raise RunFailed(f"a process of Flower's simulation died ({reason:.200}); run again with resume=True")
+        if reply.error.code == _OF_MODS or any(word in reason for word in _WORDS_OF_MODS):
+            reason = f"a mod in the node's app does not take our messages (docs/flower.md, Security): {reason}"
         return Unheard("absent" if reply.error.code in _NOT_THERE else "failed", f"Flower: {reason}")
     try:
         return unpacked(reply.content)

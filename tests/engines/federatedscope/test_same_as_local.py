@@ -8,17 +8,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import fs_lowrank
-from fs_lowrank.methods import get_method_class, requirements
+from fs_lowrank.methods import get_method_class
+from fs_lowrank.testing.bench import engine_cases
 
 pytestmark = pytest.mark.federatedscope
-METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
-RANKED = [m for m in METHODS if "ranks" in get_method_class(m).Params.__dataclass_fields__]
-ACCUMULATING = [m for m in METHODS if "tau" in get_method_class(m).Params.__dataclass_fields__]
-CASES = [
-    *((m, {}) for m in METHODS),
-    *((m, {"lowrank.ranks": [1, 3, 2]}) for m in RANKED),
-    *((m, {"lowrank.tau": 2}) for m in ACCUMULATING),
-]
+CASES = engine_cases()
+METHODS = [m for m, keys in CASES if not keys]
+ACCUMULATING = [m for m, keys in CASES if "lowrank.tau" in keys]
 IDS = [m + "".join(f"-{k.split('.')[1]}" for k in keys) for m, keys in CASES]
 
 

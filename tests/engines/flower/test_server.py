@@ -1,5 +1,6 @@
 """The server on Flower's grid: equal results, and what becomes of nodes that fail, lie, or come back."""
 
+import json
 import shutil
 import threading
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 
 import fs_lowrank
-from fs_lowrank.methods import requirements
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.runs.checkpoint import load_checkpoint
 from fs_lowrank.testing import small
@@ -15,12 +15,11 @@ from fs_lowrank.testing import small
 pytest.importorskip("flwr")
 
 from fs_lowrank.engines.flower import messages  # noqa: E402
+from fs_lowrank.engines.flower.client import _workplace  # noqa: E402
 from fs_lowrank.engines.flower.keys import check  # noqa: E402
 from fs_lowrank.engines.flower.messages import packed, unpacked  # noqa: E402
 from fs_lowrank.engines.flower.server import Server, _scores, _spent  # noqa: E402
 
-ENCODER = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
-FEW = ("rolora", "fedloru", "pfedloru", "flora")
 #: hyperparameters that change what is sent, or what a copy must remember
 VARIANTS = [
     ("rolora", {}),
@@ -52,9 +51,10 @@ def same(local, other):
 @pytest.mark.parametrize("method, keys", VARIANTS)
 def test_the_result_is_that_of_the_embedded_engine(quick, federation, method, keys):
     keys = {"federate.method": method, **keys}
-    one = federation()
+    one, loaded = federation(), _workplace.cache_info().misses
     same(fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), one.grid))
     assert {kind for _, kind in one.sent} <= {"query", "train", "evaluate"}
+    assert _workplace.cache_info().misses == loaded + 1, "a process that lives on loads the base model once"
 
 
 def test_numbers_to_predict(quick, federation, tmp_path):
@@ -66,14 +66,6 @@ def test_numbers_to_predict(quick, federation, tmp_path):
     local, other = fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), federation().grid)
     same(local, other)
     assert other.history[0]["client_scores"]["1"].keys() == {"loss", "samples"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [m for m in ENCODER if m not in FEW])
-def test_every_method(quick, federation, method):
-    rounds = 1 if ".one_shot." in fs_lowrank.methods.get_method_class(method).__module__ else 2
-    keys = {"federate.method": method, "federate.total_round_num": rounds}
-    same(fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), federation().grid))
 
 
 def test_the_files_are_those_of_the_embedded_engine(quick, federation):
@@ -94,13 +86,49 @@ def test_quantised_messages(quick, federation):
     assert not any(r["failed"] for r in small.history)
 
 
-def test_a_parcel_travels_in_pieces(monkeypatch):
-    tensors = {"a": torch.randn(40, 50).to(torch.bfloat16), "b": torch.arange(7)}
+@pytest.fixture
+def pieces(monkeypatch):
+    """``pieces(tensors)``: the content of a message whose parcel travels in pieces of 1000 bytes."""
     monkeypatch.setattr(messages, "PIECE", 1000)
-    content = packed(Parcel(tensors, round=3))
+    return lambda **tensors: packed(Parcel(tensors, round=3))
+
+
+def test_a_parcel_travels_in_pieces(pieces, quick, federation):
+    tensors = {"a": torch.randn(40, 50).to(torch.bfloat16), "b": torch.arange(7)}
+    content = pieces(**tensors)
     assert len(content["parcel"]) > 4 and max(len(a.data) for a in content["parcel"].values()) == 1000
     back = unpacked(content)
     assert back.facts == {"round": 3} and all(torch.equal(back.tensors[n], t) for n, t in tensors.items())
+    keys = {"federate.method": "rolora"}
+    same(fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), federation().grid))
+
+
+def test_pieces_that_do_not_make_a_parcel(pieces):
+    """One that is missing, too many, changed, or in another's place is refused by its name."""
+    from flwr.app import Array
+
+    def refused(change, reason):
+        content = pieces(a=torch.arange(400.0))
+        change(content["parcel"], content["pieces"])
+        with pytest.raises(ValueError, match=reason):
+            unpacked(content)
+
+    def exchanged(arrays, hashes):
+        arrays["piece 1 of 2"], arrays["piece 2 of 2"] = arrays["piece 2 of 2"], arrays["piece 1 of 2"]
+
+    def too_many(arrays, hashes):
+        arrays["piece 3 of 2"] = arrays["piece 1 of 2"]
+
+    def cut(arrays, hashes):
+        arrays["piece 2 of 2"] = Array("uint8", (9,), "safetensors", arrays["piece 2 of 2"].data[:9])
+
+    refused(lambda arrays, hashes: arrays.pop("piece 2 of 2"), "piece 2 of 2 of the message is missing")
+    refused(lambda arrays, hashes: arrays.pop("piece 1 of 2"), "piece 1 of 2 of the message is missing")
+    refused(too_many, "'piece 3 of 2', which is not one of its 2 pieces")
+    refused(cut, "piece 2 of 2 of the message was changed")
+    refused(exchanged, "piece 1 of 2 of the message was changed")
+    refused(lambda arrays, hashes: hashes.pop("sha256"), "does not say of which pieces")
+    refused(lambda arrays, hashes: hashes.update(sha256=[]), "'piece 1 of 2', which is not one of its 0 pieces")
 
 
 def test_a_message_without_a_parcel_is_refused():
@@ -148,18 +176,43 @@ def test_a_node_that_is_gone_and_one_in_its_place(quick, federation):
     assert down[2]["2"] > down[2]["1"] and down[3]["2"] == down[3]["1"]
 
 
-def test_a_node_that_lost_its_disk_is_sent_everything(quick, federation, caplog, tmp_path):
+def test_a_node_that_ends_while_it_trains(quick, federation):
+    """Flower says that it is gone, long before ``lowrank.timeout``; the others' round goes on."""
+
+    def behave(number, message, answer):
+        reply = answer()
+        if number == 1 and message.metadata.group_id == "1":
+            one.leave(1)
+            return None
+        return reply
+
+    one = federation(behave=behave)
+    first, second = serve(quick("ends", {"federate.method": "fedloru", "lowrank.tau": 1}), one.grid).history
+    assert first["clients"] == second["clients"] == [1, 3]
+    [gone], [absent] = first["failed"], second["failed"]
+    assert gone["client"] == 2 and gone["kind"] == "absent" and "Node Unavailable" in gone["reason"]
+    assert absent == {"client": 2, "kind": "absent", "reason": "its node is not connected"}
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["lost", "damaged"])
+def test_a_node_that_lost_its_disk_is_sent_everything(quick, federation, caplog, tmp_path, damaged):
     keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3}
     whole = serve(quick("whole", keys), federation(folder=tmp_path / "a").grid)
 
     def lose(record):
         if record["round"] == 2:
             [copy] = (tmp_path / "b").glob("run_*/client_1")
-            shutil.rmtree(copy)
+            if not damaged:
+                shutil.rmtree(copy)
+            for file in copy.rglob("*.safetensors"):
+                content = bytearray(file.read_bytes())
+                content[-1] ^= 1
+                file.write_bytes(content)
 
     lost = serve(quick("lost", keys), federation(folder=tmp_path / "b").grid, on_round=lose)
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), lost.model.parameters(), strict=True))
     assert not any(r["failed"] for r in lost.history) and "client 1: its copy of the model stands at" in caplog.text
+    assert ("client 1: what it saved" in caplog.text and "is damaged; it starts anew" in caplog.text) == damaged
     assert lost.history[2]["client_downlink_bytes"]["2"] < lost.history[2]["client_downlink_bytes"]["1"]
 
 
@@ -186,17 +239,31 @@ def test_a_client_whose_training_fails_and_one_whose_update_is_not_finite(quick,
 
 
 def test_a_node_with_another_configuration_or_base_model(quick, federation, settings, tmp_path, caplog):
-    config = quick("server", {"federate.method": "rolora", "lowrank.timeout": 2.0, "federate.client_num": 3})
+    """One has other files where the model lies, one its own configuration."""
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(settings["model"]["type"].partition("@")[0], model)
+    keys = {"federate.method": "rolora", "lowrank.timeout": 2.0, "model.type": f"{model}@transformers"}
+    config = quick("server", keys)
     other = config.replace({"train.optimizer.lr": 0.123, "outdir": str(tmp_path / "elsewhere")})
     other.dump(tmp_path / "other.yaml")
+    weights = model / "model.safetensors"
+    own = weights.read_bytes()
+    changed = load_file(weights)
+    changed[max(changed)][0] += 1e-6
+    save_file(changed, tmp_path / "changed.safetensors", {"format": "pt"})
 
     def behave(number, message, answer):
-        reply = answer()
-        if number == 1 and message.metadata.message_type == "query":
-            parcel = unpacked(reply.content)
-            parcel.facts["proof"]["the base model"] = "another"
-            reply.content = packed(parcel)
-        return reply
+        if number != 1:
+            return answer()
+        weights.write_bytes((tmp_path / "changed.safetensors").read_bytes())
+        _workplace.cache_clear()
+        try:
+            return answer()
+        finally:
+            weights.write_bytes(own)
+            _workplace.cache_clear()
 
     one = federation(behave=behave, own={2: {"cfg": str(tmp_path / "other.yaml")}})
     history = serve(config, one.grid).history
@@ -390,16 +457,36 @@ def test_a_new_run_takes_nothing_over_from_one_before(quick, federation, tmp_pat
 # -- what Flower brings --------------------------------------------------------------------------------
 
 
-def test_flowers_mods_cannot_change_our_parcels_unnoticed():
-    """Clipping and noise work on numpy arrays; on ours they raise, and the server would record that."""
-    from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
+@pytest.mark.parametrize("name", ["LocalDpMod", "fixedclipping_mod", "adaptiveclipping_mod", "secaggplus_mod"])
+def test_flowers_mods_cannot_change_our_parcels_unnoticed(quick, federation, name):
+    """A node whose app has one is refused, with Flower's reason; none clips, masks or disturbs half of a product."""
+    import flwr.client.mod
+    import flwr.clientapp.mod
+    from flwr.app import Error, Message
 
-    message = type(
-        "Sent", (), {"content": packed(Parcel({"a": torch.ones(3)}, round=1)), "has_error": lambda s: False}
-    )()
-    from flwr.app import ConfigRecord
+    mod = getattr(flwr.clientapp.mod, name, None) or getattr(flwr.client.mod, name)
+    mod = mod(1.0, 1.0, 1.0, 1e-5) if name == "LocalDpMod" else mod
 
-    message.content["dp"] = ConfigRecord({"clipping_norm": 1.0})
-    for mod in (fixedclipping_mod, LocalDpMod(1.0, 1.0, 1.0, 1e-5)):
-        with pytest.raises(TypeError, match="Unsupported serialization type"):
-            mod(message, None, lambda m, c: m)
+    def behave(number, message, answer):
+        if number != 1:
+            return answer()
+        try:
+            return mod(message, one.contexts[one.nodes[1]], lambda *_: answer())
+        except Exception as error:  # as Flower's process of an app does
+            return Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
+
+    one, config = federation(behave=behave), quick("mods", {"federate.method": "rolora", "lowrank.timeout": 2.0})
+    server = Server(config, pause=0.005)
+    assert [r["clients"] for r in server.run(one.grid).history] == [[1, 3], [1, 3]]
+    reason = {
+        "LocalDpMod": "Unsupported serialization type for numpy conversion: 'safetensors'",
+        "fixedclipping_mod": "fixedclipping_mod requires the key",
+        "adaptiveclipping_mod": "adaptiveclipping_mod requires the key",
+        "secaggplus_mod": "secaggplus",
+    }[name]
+    [record] = [json.loads(line) for line in (server.folder.parent / "rounds.jsonl").read_text().splitlines()][:1]
+    [absent] = record["failed"]
+    wanted = "no node has joined for it; one was refused: Flower: a mod in the node's app does not take our messages"
+    if name == "secaggplus_mod":  # it leaves other messages than for training alone
+        wanted = "Flower: a mod in the node's app does not take our messages"
+    assert absent["reason"].startswith(wanted) and reason in absent["reason"], absent

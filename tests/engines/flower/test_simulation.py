@@ -22,7 +22,7 @@ pytest.importorskip("ray")
     "method, keys",
     [
         ("rolora", {}),
-        ("fedloru", {"lowrank.tau": 1}),
+        ("flora", {"lowrank.ranks": [1, 3, 2]}),
         ("pfedloru", {"lowrank.tau": 2, "federate.total_round_num": 3}),
     ],
 )
@@ -55,6 +55,7 @@ def test_a_wrong_configuration_is_said_before_anything_starts(quick):
         fs_lowrank.run(config, "flower")
 
 
+@pytest.mark.slow
 def test_the_command_line_and_a_run_that_is_killed(quick, tmp_path):
     """After ``kill -9`` nothing of it is left, and ``--resume`` ends where a run ends that nobody killed."""
     keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 4, "lowrank.pictures": False}
@@ -81,6 +82,7 @@ def test_the_command_line_and_a_run_that_is_killed(quick, tmp_path):
     assert summary["final"]["test_loss"] == pytest.approx(whole.final["test_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_process_of_the_simulation_is_killed(quick):
     """Flower starts no other in its place, so the run ends, and can be resumed."""
     keys = {"federate.method": "pfedlora", "federate.total_round_num": 3}
