@@ -270,6 +270,27 @@ def test_what_cannot_be_quantised_is_refused_in_one_line(bench, tmp_path, task, 
     assert "lowrank.dtype" in said and "nf4" in said and all(w in said for w in words) and "\n" not in said
 
 
+def test_a_model_of_which_nothing_can_be_quantised_is_refused(build):
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    args = [{"r": 2, "modules": ["embed_tokens"], "modules_to_save": every}]
+    with pytest.raises(
+        UserError, match="LlamaForCausalLM has no matrix that bitsandbytes quantises.*bfloat16"
+    ) as caught:
+        build("nf4", llm__adapter__args=args)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt", "p-tuning"])
+def test_virtual_tokens_before_a_quantised_base(bench, kind):
+    adapter = [{"adapter_method": kind, "num_virtual_tokens": 3}]
+    keys = {"lowrank.dtype": "nf4", "llm.adapter.args": adapter, "train.optimizer": {"type": "SGD", "lr": 0.5}}
+    engine = bench.make("causal", "fedlora", {**keys, "eval.before": True})
+    result = engine.run()
+    assert quantised.layers(result.model) and result.final["test_loss"] < result.before["test_loss"]
+    examples = engine.site.data.test
+    torch.testing.assert_close(logits(load_run(result.outdir).model, examples), logits(result.model, examples))
+
+
 def test_without_bitsandbytes_the_command_to_install_it_is_named(bench, monkeypatch):
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lowrank.dtype = int8 needs bitsandbytes.*pip install 'fs-lowrank\[quant\]'"):
