@@ -164,7 +164,9 @@ def tokenize_causal(
             texts = [_chat(tokenizer, turns) for turns in _turns(part)] if chat else list(_alpaca(part))
         if not end and rows.start == 0:
             written = [turns[-1]["content"] for turns in _turns(part)] if chat else []
-            _check_end(template, any(said.strip() != answer.strip() for said, (_, answer) in zip(written, texts)))
+            _check_end(
+                template, any(not answer.rstrip().endswith(own.rstrip()) for own, (_, answer) in zip(written, texts))
+            )
         prompts = _ids(tokenizer, [prompt for prompt, _ in texts])
         answers = _ids(tokenizer, [answer for _, answer in texts])
         found: dict[str, list[np.ndarray]] = {name: [] for name in columns}

@@ -17,6 +17,7 @@ from ..data.files import SUFFIXES
 from ..data.tables import MULTI_LABEL, REGRESSION
 from ..errors import UserError
 from ..models.machine import input_device
+from ..models.prompts import generating
 from .rows import Rows
 from .run import FinishedRun
 from .scores import outputs, probabilities
@@ -35,13 +36,14 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
         if not first:
             raise UserError("a row has no prompt of its own; of a run with loss_on: all, read rows with labelled=False")
         prompt = torch.from_numpy(ids[:first])[None].to(device, torch.int64)
-        made = run.model.generate(  # type: ignore[operator]
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=rows.examples.pad_id,
-        )
+        with generating():
+            made = run.model.generate(  # type: ignore[operator]
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=rows.examples.pad_id,
+            )
         said.append(run.tokenizer.decode(made[0, 0 if run.paired else first :], skip_special_tokens=True).strip())
     return said
 

@@ -65,11 +65,26 @@ def sizes(model: nn.Module, spec: AdapterSpec, seed: int) -> dict[str, Any]:
                 "module_dropout": dropout,
                 **({} if blocks else {"oft_block_size": 0}),
             }
+        case "prefix":
+            return _widths(model, spec)
         case "prompt" | "p-tuning":  # PEFT would make as many tokens for the decoder, which it does not use
-            return {"num_transformer_submodules": 1} if is_encoder_decoder(model) else {}
-        case "ia3" | "prefix":
+            alone = {"num_transformer_submodules": 1} if is_encoder_decoder(model) else {}
+            return {**_widths(model, spec), **alone}
+        case "ia3":
             return {}
     return {"r": spec.r, "alpha": spec.lora_alpha, "rank_dropout": dropout}
+
+
+def _widths(model: Any, spec: AdapterSpec) -> dict[str, int]:
+    """What PEFT would look up under other names than some models have, DistilBERT's ``dim`` for example."""
+    names = {
+        "token_dim": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_attention_heads": "num_attention_heads",
+    }
+    config: Any = getattr(getattr(model, "config", None), "get_text_config", dict)()
+    found = {name: getattr(config, own, None) for name, own in names.items() if name not in spec.extra}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None:

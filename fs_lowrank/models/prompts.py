@@ -6,6 +6,9 @@ PEFT keeps them in ``prompt_encoder`` of its model: as keys and values in every 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +41,14 @@ def text_only(model: nn.Module) -> None:
 
     if is_prompted(model) and not is_encoder_decoder(model):
         model.register_forward_hook(cut, with_kwargs=True)
+
+
+@contextmanager
+def generating() -> Iterator[None]:
+    """A context in which PEFT does not warn that it counts positions itself where virtual tokens are embeddings."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Position ids are not supported", UserWarning)
+        yield
 
 
 def check_virtual_tokens(model: Any, method: str) -> None:

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 
 from ..models.machine import input_device
-from ..models.prompts import is_prompted
+from ..models.prompts import generating, is_prompted
 
 #: tokens that a stop word may spread over
 _NEWEST = 16
@@ -66,7 +66,7 @@ def continue_prompts(
     texts = [""] * len(prompts)
     inner.generation_config = plain  # generate() fills what a config leaves open from the model's own
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=temperature > 0):
+        with generating(), torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=temperature > 0):
             if temperature:
                 torch.manual_seed(seed)
             for rows in _batches(order, batch_size, [len(p) for p in prompts] if prompted else None):

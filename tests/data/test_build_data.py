@@ -313,6 +313,7 @@ def test_a_template_without_an_end_is_refused(tmp_path, config, chat_tokenizer, 
         {"question": "b", "instruction": "b", "answer": "e"},
     ]
     cfg = own_template(config, tmp_path, template, rows)
+    cfg.llm.tok_len = 200
     build_data(cfg, chat_tokenizer)
     chat_tokenizer.eos_token = None
     chat_tokenizer.chat_template = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }}{% endfor %}"

