@@ -1,6 +1,8 @@
 """Bases that bitsandbytes quantises: every method that leaves them as they are, on the processor's kernels."""
 
 import logging
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,21 @@ def test_flora_with_a_kept_rank_resumes_and_saves_one_adapter(bench, keys):
     plain = Bench(bench.folder / f"kept{len(keys)}", {"lowrank.merge": False, **keys})
     checks.check_resume(plain, "flora", "causal")
     checks.check_run(plain, "flora", "causal")
+
+
+def test_the_example_runs_on_a_processor(bench, tmp_path):
+    """``examples/qlora.yaml`` with the keys that its comment has for a processor, and small data."""
+    example = Path(__file__).parents[2] / "examples" / "qlora.yaml"
+    keys = {
+        "use_gpu": False,
+        "lowrank.compute_dtype": "float32",
+        "outdir": str(tmp_path),
+        "data.type": bench.data["causal"],
+    }
+    keys |= {"model.type": f"{bench.bases['causal']}@huggingface_llm", "federate.total_round_num": 2}
+    keys["data.splitter_args"] = [{"alpha": 2.0, "min_size": 2}]
+    result = fs_lowrank.run(fs_lowrank.load_config(example, keys), progress=False)
+    assert len(result.history) == 2 and quantised.layers(result.model) and math.isfinite(result.final["test_loss"])
 
 
 # -- what is known by its hash ---------------------------------------------------------------------------
