@@ -20,6 +20,7 @@ from fs_lowrank.data import Examples
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.finished import load_run
 from fs_lowrank.models.adapters import add_adapter
+from fs_lowrank.models.prompts import generating
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.testing import Bench, quietly, small
 from fs_lowrank.testing.bench import equal, state_of
@@ -30,7 +31,7 @@ KINDS = ("prefix", "prompt", "p-tuning")
 
 
 def args(kind, **more):
-    return {"llm.adapter.args": [{"adapter_method": kind, "num_virtual_tokens": 3, **more}]}
+    return {"llm.adapter.args": [{"adapter_method": kind, "num_virtual_tokens": 3, **more}], "lowrank.pictures": False}
 
 
 @pytest.fixture
@@ -80,7 +81,8 @@ def test_answers_do_not_depend_on_who_is_asked_with_them(language_model, kind):
         together = continue_prompts(model, tokenizer, prompts, batch_size=3, max_new_tokens=4)
     alone = [continue_prompts(model, tokenizer, [p], batch_size=1, max_new_tokens=4)[0] for p in prompts]
     assert together == alone
-    said = model.generate(input_ids=torch.tensor(prompts[:1]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    with generating():
+        said = model.generate(input_ids=torch.tensor(prompts[:1]), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert tokenizer.decode(said[0, len(prompts[0]) :], skip_special_tokens=True) == alone[0]
     with model.disable_adapter():
         ids = torch.tensor(prompts[:1])
@@ -94,9 +96,8 @@ def load_tokenizer(model):
     return AutoTokenizer.from_pretrained(model.get_base_model().name_or_path)
 
 
-@pytest.mark.parametrize(
-    "kind, task", [("prefix", "causal"), pytest.param("p-tuning", "encoder", marks=pytest.mark.more)]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("kind, task", [("prefix", "causal"), ("p-tuning", "encoder")])
 def test_processes_give_the_result_of_one(bench, kind, task):
     keys = {**args(kind), "federate.total_round_num": 2}
     one, two = bench.make(task, "fedlora", keys), bench.make(task, "fedlora", {**keys, "federate.process_num": 2})
@@ -114,6 +115,7 @@ def test_the_keys_of_the_framework(settings, tmp_path):
     """``llm.adapter.args`` as its own files have it: the method is FedAvg of the adapter."""
     given = {"adapter_package": "peft", "adapter_method": "prefix", "prefix_projection": True, "num_virtual_tokens": 2}
     keys = {"llm.adapter": {"use": True, "args": [given]}, "federate.method": "FedAvg", "federate.total_round_num": 1}
+    keys["lowrank.pictures"] = False
     result = fs_lowrank.run(load_config(settings, keys), progress=False)
     assert result.facts["method"] == "fedlora"
     loaded = load_run(result.outdir).model
