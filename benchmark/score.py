@@ -44,8 +44,9 @@ def _score(args: argparse.Namespace) -> None:
     spec: dict[str, Any] = {"scorer": "lm_eval", "tasks": list(shell.names(args.tasks)), "chat": args.chat}
     spec |= {k: v for k in ("limit", "num_fewshot") if (v := getattr(args, k)) is not None}
     run = load_run(args.run, args.best)
-    if run.labels:
-        raise UserError(f"--tasks: {args.run} is a run over classes; lm-eval's tasks are for language models")
+    if run.labels or run.paired:
+        what = "an encoder-decoder model" if run.paired else "labelled texts"
+        raise UserError(f"--tasks: {args.run} is a run of {what}; lm-eval's tasks are for causal language models")
     console.print(f"model: {run.which}", soft_wrap=True, markup=False)
     with hub():  # asked once; a task whose data are not here is lm-eval's own error
         found = scorers.score(run.model, run.tokenizer, spec, args.data)

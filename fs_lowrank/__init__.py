@@ -8,6 +8,7 @@
 Modules are imported on first use, so that ``import fs_lowrank`` is fast.
 """
 
+import random
 from importlib import import_module
 from typing import Any
 

@@ -42,7 +42,7 @@ from .settings import (
     read_yaml,
     show,
 )
-from .settings.adapter import TRAINED, adapter_args, resolved_name
+from .settings.adapter import adapter_args, resolved_name
 from .settings.clients import read_clients
 from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
@@ -201,6 +201,8 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
         if value:
             _check_base(name, value, config, method, needs, origin)
     _check_quantised(config, origin)
+    if config.llm.adapter.use and config.adapter.virtual_tokens:
+        _check_virtual_tokens(config, origin)
     if config.model.device_map:
         _check_alone(config, origin)
     return config
@@ -225,11 +227,30 @@ def _check_base(name: str, value: str, config: Config, method: Any, needs: Any, 
 
 
 def _check_quantised(config: Config, origin: Origin) -> None:
-    if config.quantised and config.adapter.method != "lora":
+    if config.quantised and config.adapter.method != "lora" and not config.adapter.virtual_tokens:
         origin.fail(
             "llm.adapter.args.0.adapter_method",
             f"= {config.adapter.method}: on a quantised base (lowrank.dtype = {config.quantised}) PEFT computes LoRA's "
             "pairs only; take lora, or lowrank.dtype bfloat16",
+        )
+
+
+def _check_virtual_tokens(config: Config, origin: Origin) -> None:
+    """Refuse what cannot be where nothing of the model changes, and virtual tokens stand before a text."""
+    chosen = f"llm.adapter.args: adapter_method = {config.adapter.method}"
+    if config.is_vision:
+        origin.fail("model.type", f"= {config.model.type} is for images, and {chosen} puts tokens before a text")
+    if config.lowrank.save_merged:
+        origin.fail(
+            "lowrank.save_merged",
+            f"= True: {chosen} trains virtual tokens, which cannot be merged into weights; leave it out, and take "
+            "what is saved in adapter/",
+        )
+    if config.model.device_map:
+        origin.fail(
+            "model.device_map",
+            f"= {config.model.device_map}: {chosen} keeps its virtual tokens on one device; take lora, or leave "
+            "model.device_map out",
         )
 
 
@@ -340,10 +361,7 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
     """
     from .training.schedule import schedule_of  # imports torch, which reading a config's schema should not
 
-    refused, method = not_honoured(config, engine), config.adapter.method
-    if config.llm.adapter.use and method not in TRAINED:
-        expected = f"our methods train {', '.join(TRAINED)}"
-        refused.append(("llm.adapter.args.0.adapter_method", method, expected))
+    refused = not_honoured(config, engine)
     schedule_of(config.train.scheduler, config.source)
     for name, value, reason in without_effect(config, engine):
         say_once(f"{name} = {show(value)} has no effect: {reason}")

@@ -103,7 +103,10 @@ def estimate(config: Config) -> Estimate:
         kept = 0.0 if config.is_vision or layers is None else bytes_a_token(skeleton, len(layers[1]), _length(config))
         found.needs.append(Need("activations", copies * kept * tokens, on, "arithmetic, for a full batch"))
     else:
-        _probed(config, found, on, copies)
+        try:
+            _probed(config, found, on, copies)
+        except torch.OutOfMemoryError:
+            found.needs.append(Need("activations", found.room[on], on, "a step took more than is free"))
     found.advice = _advice(config, found, on)
     return found
 

@@ -610,8 +610,6 @@ def test_keys_of_the_framework_are_refused_by_the_local_engine(write):
     ):
         assert part in str(caught.value)
     assert "emu_align" not in str(caught.value)
-    with refused("adapter_method = 'prefix'"):
-        check_local(make(llm__adapter__args=[{"adapter_method": "prefix", "num_virtual_tokens": 4}]))
 
 
 def test_known_keys():

@@ -67,6 +67,15 @@ def test_what_does_not_fit_says_what_to_change(causal_settings, monkeypatch, cap
     assert "dataloader.batch_size 4 grad.grad_accum_count 2" in found.advice
 
 
+def test_a_step_that_takes_more_than_a_gpu_has(causal_settings, monkeypatch):
+    def full(site, examples):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(estimate, "step", full)
+    found = estimate.estimate(load_config(causal_settings))
+    assert found.lacking == ["memory"] and found.seconds is None and "train.checkpointing True" in found.advice
+
+
 def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
     config = load_config(causal_settings)
     config.dump(tmp_path / "run.yaml")

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fs_lowrank.models.quantised import require_bitsandbytes
+
 from . import row
 from .clients import peak_bytes
 
@@ -89,10 +91,12 @@ def in_fresh_process(settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 def run() -> dict:
+    require_bitsandbytes("the memory of int8 and nf4")
     with tempfile.TemporaryDirectory() as folder:
         settings = prepare(Path(folder))
         results = {label: in_fresh_process({**settings, **keys}) for label, keys in VARIANTS.items()}
     rows, plain = [], results["float32"]
+    model = f"Llama of {plain['base_bytes'] / 4e6:.0f} M weights"
     for label, found in results.items():
         peak = (
             f"peak of the process {found['peak_bytes'] / 1e6:.0f} MB, {found['imported_peak_bytes'] / 1e6:.0f} before"
@@ -101,7 +105,7 @@ def run() -> dict:
             if label != "float32" and (what == "base_bytes") == ("checkpointing" in label):
                 continue
             note = f"{found[what] / 1e6:.1f} MB; {peak}"
-            rows.append(row(f"Llama of 94 M weights, {label}", f"{name} ÷ float32's", found[what] / plain[what], note))
+            rows.append(row(f"{model}, {label}", f"{name} ÷ float32's", found[what] / plain[what], note))
     return {"threads": 1, "rows": rows, "results": results}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import UserError
 from ..jobs import shell, tables
 from ..jobs.files import to_json
+from ..settings.metrics import METRICS
 from .extensions import extensions, run_extension
 
 console = shell.make_console(120)
@@ -58,9 +59,8 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     foreign = ("instruction", "input", "output") if run.labels else ("text", "text_pair", "label")
     for role in foreign:
         if columns[role]:
-            raise UserError(
-                f"--{role.replace('_', '-')}: {args.run} is a run over {'classes' if run.labels else 'instructions'}"
-            )
+            what = "labelled texts" if run.labels else "instructions"
+            raise UserError(f"--{role.replace('_', '-')}: {args.run} is a run over {what}")
     rows = read_rows(run, args.data, columns, labelled)
     left = "".join(f", {count} left out ({reason})" for reason, count in rows.left_out.items())
     cut = f", {rows.cut} cut to {run.tok_len} tokens" if rows.cut else ""
@@ -89,21 +89,32 @@ def _evaluate(args: argparse.Namespace) -> int | None:
             args.json.write_text(to_json({"run": str(run.saved), "data": str(args.data), **scores}, indent=1))
         except OSError as error:
             raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
-    name = "acc" if run.labels else "token acc"
-    lines = [("score", "value"), (name, f"{scores['acc']:.4f} ± {scores['acc_error']:.4f}")]
-    lines += [("loss", f"{scores['loss']:.4f}")]
-    if run.labels:
-        lines += [("majority class", f"{scores['majority']:.4f}")]
-        for label, of in scores["classes"].items():
-            recall = "-" if of["recall"] is None else f"{of['recall']:.4f} of {of['rows']}"
-            lines += [(f"found of {label}", recall)]
-    else:
-        lines += [("perplexity", f"{scores['perplexity']:.3f}")]
-    tables.show(console, lines, args.table, right=["value"])
+    tables.show(console, _lines(scores, bool(run.labels)), args.table, right=["value"])
+    if "acc" not in scores:
+        return None
     console.print("± is one standard error", soft_wrap=True)
-    if run.labels and scores["acc"] <= scores["majority"] + scores["acc_error"]:
-        console.print("the model is no better here than always naming the most frequent class", soft_wrap=True)
+    if "majority" in scores and scores["acc"] <= scores["majority"] + scores["acc_error"]:
+        what = "set of classes" if run.config.model.task == "MultiLabelClassification" else "class"
+        console.print(f"the model is no better here than always naming the most frequent {what}", soft_wrap=True)
     return None
+
+
+def _lines(scores: dict[str, Any], labelled: bool) -> list[tuple[str, str]]:
+    """The scores as a table."""
+    lines = [("score", "value")]
+    if "acc" in scores:
+        lines += [("acc" if labelled else "token acc", f"{scores['acc']:.4f} ± {scores['acc_error']:.4f}")]
+    lines += [(name, f"{scores[name]:.4f}") for name in METRICS if name in scores and name != "acc"]
+    if "perplexity" in scores:
+        lines += [("perplexity", f"{scores['perplexity']:.3f}")]
+    if "mean_loss" in scores:
+        lines += [("loss of always naming the mean", f"{scores['mean_loss']:.4f}")]
+    if "majority" in scores:
+        lines += [("majority class", f"{scores['majority']:.4f}")]
+    for label, of in scores.get("classes", {}).items():
+        recall = "-" if of["recall"] is None else f"{of['recall']:.4f} of {of['rows']}"
+        lines += [(f"found of {label}", recall)]
+    return lines
 
 
 def _predict(args: argparse.Namespace) -> None:

@@ -51,6 +51,13 @@ def check_template(args: Mapping[str, Any], origin: Origin) -> None:
         origin.fail(at, f"= {template!r} {what}: {' or '.join(f'{{{name}}}' for name in answers)}")
 
 
+def ends(template: str) -> bool:
+    """Whether a template of the user's has text after the answer."""
+    parts = _parts(template)
+    last = max(i for i, (_, name) in enumerate(parts) if name is not None)
+    return any(text.strip() for text, _ in parts[last + 1 :])
+
+
 def _parts(template: str) -> list[tuple[str, str | None]]:
     """Texts, and the column after each; none after a brace that is one, nor where the template ends with text.
 

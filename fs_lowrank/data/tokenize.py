@@ -11,7 +11,7 @@ import pandas as pd
 
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
 from fs_lowrank.data.ragged import Growing, Ragged
-from fs_lowrank.data.template import is_own
+from fs_lowrank.data.template import ends, is_own
 from fs_lowrank.errors import UserError, say_once
 
 __all__ = [
@@ -142,7 +142,7 @@ def tokenize_causal(
         fills ``max_len``.
 
     Raises:
-        UserError: no chat template, or no row left.
+        UserError: no chat template, nothing that ends an answer, or no row left.
     """
     max_len = _limit(tokenizer, max_len)
     has_chat = bool(getattr(tokenizer, "chat_template", None))
@@ -162,6 +162,11 @@ def tokenize_causal(
             texts = list(zip(part["instruction"], part["output"], strict=True))
         else:
             texts = [_chat(tokenizer, turns) for turns in _turns(part)] if chat else list(_alpaca(part))
+        if not end and rows.start == 0:
+            written = [turns[-1]["content"] for turns in _turns(part)] if chat else []
+            _check_end(
+                template, any(not answer.rstrip().endswith(own.rstrip()) for own, (_, answer) in zip(written, texts))
+            )
         prompts = _ids(tokenizer, [prompt for prompt, _ in texts])
         answers = _ids(tokenizer, [answer for _, answer in texts])
         found: dict[str, list[np.ndarray]] = {name: [] for name in columns}
@@ -221,6 +226,8 @@ def tokenize_pairs(
     if max_len < 2:
         raise UserError(f"llm.tok_len {max_len} leaves no room for text beside the end-of-sequence token")
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    if not end:
+        _check_end(template)
     columns = {name: Growing(folder) for name in ("input_ids", "labels")}
     truncated = 0
     for rows in _slices(len(frame), folder):
@@ -237,6 +244,20 @@ def tokenize_pairs(
         truncated += int(cut.sum())
     examples = Examples(_joined(columns), None, _pad_id(tokenizer), truncated=truncated, paired=True)
     return examples, np.ones(len(frame), dtype=bool)
+
+
+def _check_end(template: str, closed: bool = False) -> None:
+    """Refuse a tokenizer without an end-of-sequence token, unless the template writes something after the answer.
+
+    Args:
+        closed: the tokenizer's chat template does.
+    """
+    if not closed and not (is_own(template) and ends(template)):
+        raise UserError(
+            "data.args: template: nothing ends an answer, so a model would not learn to stop: the tokenizer has no "
+            "end-of-sequence token, and the template writes nothing after the answer; give the tokenizer one "
+            "(eos_token), or a template such as '{instruction} {output} END'"
+        )
 
 
 def _plain(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:

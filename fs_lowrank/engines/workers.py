@@ -37,6 +37,7 @@ from ..rounds.site import Site
 from ..runs.folder import outdir_of
 from ..settings import Settings
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
+from ..training.metrics import of_outputs
 from . import team
 from .team import Job, Team, divided, joined, on_a_gpu, reporting
 
@@ -318,7 +319,7 @@ class _Clients:
         assert examples is not None
         if not len(examples):
             return Parcel({}, kind="scored", scores=[])
-        outputs = bool(config.metrics) and "clients" not in facts
+        outputs = bool(of_outputs(config.metrics)) and "clients" not in facts
         scores = batch_scores(
             site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads
         )

@@ -21,33 +21,21 @@ from ..errors import UserError, nearest
 from ..jobs.files import replacing
 from ..seeds import derive
 from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
+from ..settings.adapter import PROMPTS
 from .chain import resize
+from .kinds import CLASSES, check_blocks, own_targets, sizes, task_type
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, zero_at_start
+from .prompts import check_virtual_tokens, text_only
 
 if TYPE_CHECKING:
     import peft
     from peft.tuners.lora import LoraLayer
-
-#: by ``adapter_method`` of ``llm.adapter.args``
-_CLASSES = {
-    "lora": "LoraConfig",
-    "loha": "LoHaConfig",
-    "lokr": "LoKrConfig",
-    "vera": "VeraConfig",
-    "oft": "OFTConfig",
-    "ia3": "IA3Config",
-}
 
 
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """The name of the longest ``ModuleList`` and the list itself, which holds the transformer blocks; None without."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=lambda item: len(item[1]), default=None)
-
-
-def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether ``model`` reads a text with one stack of layers and writes another with a second, as T5 does."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
@@ -57,7 +45,8 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
     Raises:
         UserError: an unknown module or layer (the message suggests the nearest), a rank above the width of a layer,
-            an unknown adapter method, or another value that PEFT refuses.
+            an unknown adapter method, a model that does not compute with virtual tokens, or another value that PEFT
+            refuses.
     """
     from peft import get_peft_model
 
@@ -76,8 +65,11 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
             "head, so no method would train or send it; without bias, trainable_token_indices "
             "and adapters on embeddings there is no such tensor"
         )
+    if spec.virtual_tokens:
+        text_only(wrapped)
+        check_virtual_tokens(wrapped, spec.method)
     for name, module in wrapped.named_modules():
-        _check_blocks(name, module, config)
+        check_blocks(name, module, config)
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
             # For convolutions the longer side is the limit: the papers use rank 128 on layers of 64 channels.
@@ -90,24 +82,15 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     return wrapped
 
 
-def _check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None:
-    """Refuse a number of OFT's blocks, or a size of them, that PEFT would take another for."""
-    blocks = getattr(module, "r", {}).get("default") if hasattr(module, "oft_R") else None
-    if blocks is None:
-        return
-    asked, width = cast("peft.OFTConfig", config), cast("Any", module).in_features
-    if asked.r and blocks != asked.r or asked.oft_block_size and blocks * asked.oft_block_size != width:
-        what = f"r = {asked.r}" if asked.r else f"oft_block_size = {asked.oft_block_size}"
-        raise UserError(f"llm.adapter.args: {what} does not divide the width of {name}, {width}; choose one that does")
-
-
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """``model`` with the adapter that a run saved in ``folder``."""
     from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
     with _without_deprecation():
         if not hasattr(model, "hf_device_map"):
-            return PeftModel.from_pretrained(model, str(folder))
+            wrapped = PeftModel.from_pretrained(model, str(folder))
+            text_only(wrapped)
+            return wrapped
         # PEFT would spread such a model anew, and lose where its weights are kept.
         wrapped = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
         set_peft_model_state_dict(wrapped, load_peft_weights(str(folder), device="cpu"))
@@ -152,32 +135,28 @@ def _freeze_inside(wrapped: peft.PeftModel, spec: AdapterSpec) -> None:
             )
         for part, _ in inner.named_modules():
             whole = f"{part}.".startswith(f"{name}.") and not f"{part}.".startswith(f"{name}.modules_to_save.")
-            if whole and check_target_module_exists(plain, part.replace(".original_module", "")):
+            part = part.replace(".original_module", "")
+            if whole and spec.method not in PROMPTS and check_target_module_exists(plain, part):
                 raise UserError(
-                    f"llm.adapter.args: no adapter can go on {part.replace('.original_module', '')}: PEFT leaves out "
+                    f"llm.adapter.args: no adapter can go on {part}: PEFT leaves out "
                     f"what is called {' or '.join(PEFT_HEADS)}, also inside the base; take other modules"
                 )
         module.requires_grad_(False)
 
 
 def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConfig:
-    """PEFT's config for ``spec``. Dropout of LoHa and LoKr is ``rank_dropout``, on rows of the update."""
-    if spec.method not in _CLASSES:
+    """PEFT's config for ``spec``."""
+    if spec.method not in CLASSES:
         raise UserError(
             f"llm.adapter.args: adapter_method {spec.method!r} is not known"
-            f"{nearest(spec.method, _CLASSES)}; known: {', '.join(sorted(_CLASSES))}"
+            f"{nearest(spec.method, CLASSES)}; known: {', '.join(sorted(CLASSES))}"
         )
-    is_sequence_classifier = any(hasattr(model, head) for head in HEAD_MODULES) and not _own_targets(model)
-    task = (
-        {"task_type": "SEQ_CLS"}
-        if is_sequence_classifier
-        else ({"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") and not is_encoder_decoder(model) else {})
-    )
+    given = {**task_type(model, spec), **sizes(model, spec, seed)}
     if spec.use_rslora and spec.method != "lora":
         raise UserError(f"llm.adapter.args: use_rslora is LoRA's; {spec.method} scales by alpha / r")
     import peft
 
-    config_class = getattr(peft, _CLASSES[spec.method])
+    config_class = getattr(peft, CLASSES[spec.method])
     keys = keys_of(config_class)
     for name, value in spec.extra.items():
         if name not in keys:
@@ -186,41 +165,27 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
             )
         if "Literal" not in str(keys[name].hint):  # PEFT accepts more than it lists, such as pissa_niter_16
             check_value(f"llm.adapter.args.0.{name}", value, keys[name].hint, {}, Origin())
-    targets, layers = _targets(model, spec), _layers(model, spec)
-    if spec.target_modules == ALL_LINEAR:
-        layers = None  # the names are those of single modules
     for name in ("modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"):
         value = spec.extra.get(name) or ()
         is_regex = isinstance(value, (str, Mapping))
         for part in [value] if isinstance(value, str) else value:
             _check_named(model, part, f"{name}: ", is_regex)
+    if spec.method in PROMPTS:
+        if not hasattr(model, "get_input_embeddings"):
+            raise UserError(
+                f"llm.adapter.args: adapter_method = {spec.method} is for models of transformers, not "
+                f"{type(model).__name__}"
+            )
+        with _complaints():
+            return config_class(**given, **spec.extra)
+    targets, layers = _targets(model, spec), _layers(model, spec)
+    if spec.target_modules == ALL_LINEAR:
+        layers = None  # the names are those of single modules
     if layers is not None and "layers_to_transform" not in keys:
         targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
     chosen = {} if layers is None else {"layers_to_transform": layers}
     with _complaints():
-        return config_class(**_sizes(spec, seed), target_modules=targets, **chosen, **task, **spec.extra)
-
-
-def _sizes(spec: AdapterSpec, seed: int) -> dict[str, Any]:
-    """Rank, strength and dropout in the words of PEFT's class."""
-    dropout = spec.lora_dropout
-    match spec.method:
-        case "lora":
-            strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": dropout, "use_rslora": spec.use_rslora}
-            return {"r": spec.r, **strength}
-        case "vera":  # the two frozen matrices that all layers share follow from a seed of their own
-            own = {} if "projection_prng_key" in spec.extra else {"projection_prng_key": derive(seed, "vera") % 2**31}
-            return {"r": spec.r, "vera_dropout": dropout, **own}
-        case "oft":
-            blocks = spec.extra.get("oft_block_size")
-            return {
-                "r": 0 if blocks else spec.r,
-                "module_dropout": dropout,
-                **({} if blocks else {"oft_block_size": 0}),
-            }
-        case "ia3":
-            return {}
-    return {"r": spec.r, "alpha": spec.lora_alpha, "rank_dropout": dropout}
+        return config_class(target_modules=targets, **chosen, **given, **spec.extra)
 
 
 def _in_layers(model: nn.Module, names: Sequence[str], layers: Sequence[int]) -> list[str]:
@@ -266,13 +231,8 @@ def _usual_targets(model: nn.Module) -> list[str] | None:
     return TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
 
 
-def _own_targets(model: nn.Module) -> list[str] | None:
-    """The layers for adapters of one of our networks (``models.vision``); None for other models."""
-    return getattr(model, "adapter_targets", None)
-
-
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | None:
-    own = _own_targets(model)
+    own = own_targets(model)
     if spec.target_modules is None:
         if own is None and _usual_targets(model) is None:
             raise UserError(

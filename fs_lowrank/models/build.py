@@ -110,12 +110,15 @@ def build_tokenizer(config: Settings):
     place = locate(model_name(config.model.type))
     skeleton: Any = build_skeleton(config)
     length, room = data_args(config.data).get("max_len") or config.llm.tok_len, positions(skeleton)
+    taken = config.adapter.virtual_tokens if config.llm.adapter.use else 0
+    room = None if room is None else room - taken
+    of_it = f"{room} positions" + (f" left by {taken} virtual tokens" if taken else "")
     own = max((of.get("tok_len", 0) for of in config.own_settings.values()), default=0)
     if room is not None and own > room:
-        raise UserError(f"lowrank.clients: tok_len = {own}: the model at {place!r} has {room} positions; give less")
+        raise UserError(f"lowrank.clients: tok_len = {own}: the model at {place!r} has {of_it}; give less")
     if room is not None and isinstance(length, int) and length > room:
         raise UserError(
-            f"llm.tok_len = {length}: the model at {place!r} has {room} positions; set llm.tok_len (or max_len in "
+            f"llm.tok_len = {length}: the model at {place!r} has {of_it}; set llm.tok_len (or max_len in "
             f"data.args) to {room} or less"
         )
     with _complaints("tokenizer", place):

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..errors import UserError
 from .adapters import layer_stack
+from .prompts import in_cache
 
 
 def recompute(model: nn.Module) -> None:
@@ -23,6 +24,11 @@ def recompute(model: nn.Module) -> None:
     if stack is None or not getattr(inner, "supports_gradient_checkpointing", False):
         raise UserError(
             f"train.checkpointing = True: {type(inner).__name__} does not compute its layers again; leave the key out"
+        )
+    if in_cache(model):
+        raise UserError(
+            "train.checkpointing = True: layers that are computed again take no keys and values of virtual tokens, as "
+            "adapter_method = prefix has them; leave the key out, or take prompt or p-tuning"
         )
     enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
     enable({"use_reentrant": False})

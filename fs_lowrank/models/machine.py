@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import UserError
+from ..errors import RunFailed, UserError
 from .quantised import version_of
 
 
@@ -21,6 +22,18 @@ def input_device(model: nn.Module) -> torch.device:
         return device
     placed = [place for place in inner.hf_device_map.values() if place not in ("cpu", "disk")]
     return torch.device(placed[0] if placed else "cpu")
+
+
+@contextlib.contextmanager
+def enough_memory() -> Iterator[None]:
+    """A context, or a decorator, in which a GPU without room for the model is an error of one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"the GPU has no room for the model: {str(error).splitlines()[0]} `fs-lowrank run --dry-run` says what a "
+            "run takes; lowrank.dtype nf4 or bfloat16, or model.device_map auto, takes less"
+        ) from error
 
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 ========== ==============================================================================
 ``lora_A``   the down-projection of the shared adapter, ``(r, d_in)``, random at start
 ``lora_B``   the up-projection of the shared adapter, ``(d_out, r)``, zero at start
-``adapter``  any tensor of the shared adapter (also LoHa's, DoRA's, IA3's and others')
+``adapter``  any tensor of the shared adapter (also LoHa's, IA3's, virtual tokens and others)
 ``personal`` any tensor of the adapter ``personal``; likewise for any adapter other than PEFT's ``default``
 ``head``     the classifier: a module at the top of the model whose name is in ``HEAD_MODULES`` or ends as in
              ``PEFT_HEADS`` (DistilBERT's ``pre_classifier``), or one that the user names in ``modules_to_save``;
@@ -32,7 +32,7 @@ _PEFT_PREFIX = "base_model.model."
 #: parts of the names of adapters' tensors, by which they are known
 _ADAPTER_PARTS = """
     lora_A lora_B hada_w1_a hada_w1_b hada_w2_a hada_w2_b hada_t1 hada_t2 lokr_w1 lokr_w1_a lokr_w1_b lokr_w2
-    lokr_w2_a lokr_w2_b lokr_t2 lora_magnitude_vector vera_lambda_b vera_lambda_d oft_R ia3_l
+    lokr_w2_a lokr_w2_b lokr_t2 lora_magnitude_vector vera_lambda_b vera_lambda_d oft_R ia3_l prompt_encoder
 """.split()
 #: tensors of adapters that are initialised to zero, so that the adapter has no effect
 _ZERO_AT_START = frozenset({"lora_B", "hada_w2_b", "lokr_w1", "lokr_w1_a"})
@@ -61,7 +61,8 @@ def tags(name: str) -> frozenset[str]:
         return frozenset()  # PEFT's untouched copy of a head: never trained, never sent
     path = name.removeprefix(_PEFT_PREFIX).split(".")
     if "modules_to_save" in path:
-        module = path[: path.index("modules_to_save")]
+        # With virtual tokens, PEFT's model holds the base without a wrapper of its own.
+        module = path[path[0] == "base_model" : path.index("modules_to_save")]
         # Inside the base it is a head only if the user named it; PEFT chooses by the end of the name.
         is_head = len(module) == 1 or not module[-1].endswith(PEFT_HEADS)
     else:

@@ -29,7 +29,7 @@ from ..models.build import build_model, build_tokenizer
 from ..models.checkpointing import recompute
 from ..models.frozen import FrozenPrefix, Owners
 from ..models.given import is_given
-from ..models.machine import autocast, check_half, input_device
+from ..models.machine import autocast, check_half, enough_memory, input_device
 from ..models.names import is_statistic, tags
 from ..models.placing import at_home
 from ..models.quantised import count, require_bitsandbytes
@@ -165,14 +165,18 @@ class Site:
 
     @property
     def _unknown(self) -> bool:
-        """Whether the model is not one stack of layers that a text goes through once, so that shortcuts are known."""
-        return self.config.model.task == "Seq2SeqLM" or is_given(self.config)
+        """Whether the model is not one stack of layers that a text alone goes through once: shortcuts are for such."""
+        config = self.config
+        prompted = bool(config.llm.adapter.use and config.adapter.virtual_tokens)
+        return config.model.task == "Seq2SeqLM" or prompted or is_given(config)
 
+    @enough_memory()
     def plain_model(self) -> nn.Module:
         """The model before the method puts anything on it; the same at every call."""
         pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
         return build_model(self.config, self.data.num_labels, pad, self.data.image_shape, self.data.label_names)
 
+    @enough_memory()
     def adapted(self, model: nn.Module) -> nn.Module:
         """``model`` with the method's parts on it, on the run's device."""
         with at_home(model):

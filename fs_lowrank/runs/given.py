@@ -14,9 +14,9 @@ from ..config import Config
 from ..data.objects import store
 from ..errors import UserError
 from ..jobs.files import cannot_write, replacing, to_json
-from ..models.adapters import is_encoder_decoder
 from ..models.build import loads
 from ..models.given import SUFFIX
+from ..models.kinds import is_encoder_decoder
 from ..models.loaded import transformers_silent
 from ..settings import one_mapping
 from ..settings.metrics import LANGUAGE, TASKS
@@ -38,6 +38,11 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
         UserError: data of another kind; not those that the run began with; or a list of another length than
             ``federate.client_num``.
     """
+    if config.is_vision:
+        raise UserError(
+            f"data=… is for text, and model.type = {config.model.type} for images: name them by data.type, such as a "
+            "folder with one subfolder for each class"
+        )
     if config.federate.mode != "standalone":
         raise UserError("data=… is for runs in one place; with federate.mode distributed each process names its files")
     folder = outdir_of(config) / DATA

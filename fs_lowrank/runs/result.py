@@ -19,6 +19,7 @@ from ..models.accumulated import one_adapter
 from ..models.adapters import ACCUMULATED, save_adapter
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
+from ..models.prompts import is_prompted
 from ..models.quantised import dequantised, layers
 from .chance import run_verdict
 from .plots import curves
@@ -209,8 +210,15 @@ class RunResult:
         Quantised matrices are saved in the dtype in which they compute. Image networks are loaded with
         ``fs_lowrank.models.vision.load_vision``. Of a module of the user's that is not of transformers,
         ``model.safetensors`` has the tensors.
+
+        Raises:
+            UserError: virtual tokens were trained, which no weights of the model hold.
         """
         model: Any
+        if is_prompted(self.model):
+            raise UserError(
+                "virtual tokens were trained, which no weights of the model hold; save them with save_adapter(folder)"
+            )
         if layers(self.model):
             logger.warning("%s: the quantised base is saved without quantisation, as it computes", folder)
             model = dequantised(self.model)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from ..settings.metrics import perplexity
 
 
 def per_client_and_round(history: Sequence[dict]) -> dict[str, float]:
@@ -36,11 +37,6 @@ def seconds(history: Sequence[dict]) -> dict[str, float]:
     total = {k: sum(r["seconds"][k] for r in history) for k in ("training", "aggregation", "evaluation")}
     total["aggregation_median"] = statistics.median(r["seconds"]["aggregation"] for r in history)
     return total
-
-
-def perplexity(loss: float) -> float:
-    """Of a mean loss by token; that of 700 for a larger one, beyond which there is no such number."""
-    return math.exp(min(loss, 700.0))
 
 
 def shown_name(metric: str, language: bool) -> str:

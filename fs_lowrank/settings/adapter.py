@@ -28,19 +28,24 @@ _PEFT_KEYS = """
     rank_pattern runtime_config target_parameters trainable_token_indices use_dora use_effective_conv2d use_qalora
     block_share coft d_initial eps feedforward_modules init_ia3_weights num_cayley_neumann_terms oft_block_size
     projection_prng_key save_projection use_cayley_neumann
+    encoder_dropout encoder_hidden_size encoder_num_layers encoder_reparameterization_type num_attention_heads
+    num_layers num_transformer_submodules num_virtual_tokens prefix_projection prompt_tuning_init
+    prompt_tuning_init_text token_dim tokenizer_kwargs tokenizer_name_or_path
 """.split()
 #: ``target_modules`` for every linear module but the head's
 ALL_LINEAR = ("all-linear",)
 #: adapters that are added to a weight
 ADDED = ("lora", "lokr", "loha")
+#: virtual tokens before the text: keys and values in every layer, embeddings, or a network that gives embeddings
+PROMPTS = ("prefix", "prompt", "p-tuning")
 #: the adapters that our methods train -> what they have of ``r``, ``lora_alpha`` and ``lora_dropout``
 TRAINED = {
     **dict.fromkeys(ADDED, ("r", "lora_alpha", "lora_dropout")),
     "vera": ("r", "lora_dropout"),
     "oft": ("r", "lora_dropout"),
     "ia3": (),
+    **dict.fromkeys(PROMPTS, ()),
 }
-_ADAPTER_METHODS = (*TRAINED, "prefix", "prompt", "p-tuning")
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,7 @@ class AdapterSpec:
         r: the rank.
         lora_alpha: the pair counts `alpha / r` times.
         use_rslora: the pair counts `alpha / √r` times instead.
-        method: ``lora``, ``lokr``, ``loha``, ``vera``, ``oft``, ``ia3`` (the framework also has ``prefix``, ``prompt``,
-            ``p-tuning``).
+        method: ``lora``, ``lokr``, ``loha``, ``vera``, ``oft``, ``ia3``, ``prefix``, ``prompt``, ``p-tuning``.
         lora_dropout: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``, for ``oft``
             its ``module_dropout``.
         target_modules: names of modules, ``all-linear``, or None for PEFT's choice.
@@ -74,6 +78,11 @@ class AdapterSpec:
         """Whether the layer's weight is the base's plus what the adapter holds."""
         return self.method in ADDED and not self.extra.get("use_dora")
 
+    @property
+    def virtual_tokens(self) -> int:
+        """How many virtual tokens stand before the text; 0 for an adapter of layers."""
+        return self.extra.get("num_virtual_tokens", 0) if self.method in PROMPTS else 0
+
     def scale(self, rank: int | None = None) -> float:
         """The factor on ``B A`` for ``rank`` (default: ``r``): ``alpha / r``, with rsLoRA ``alpha / √r``."""
         rank = self.r if rank is None else rank
@@ -82,17 +91,14 @@ class AdapterSpec:
     def to_args(self) -> dict[str, Any]:
         """The mapping for ``llm.adapter.args``, in PEFT's names."""
         args: dict[str, Any] = {"adapter_package": "peft", "adapter_method": self.method}
-        if self.method in TRAINED:
-            own = ("r", "lora_alpha", "lora_dropout")
-            args |= {name: getattr(self, name) for name in own if name in TRAINED[self.method]}
-            if self.method in ADDED:
-                args["use_rslora"] = self.use_rslora
-            if self.target_modules is not None:
-                args["target_modules"] = (
-                    ALL_LINEAR[0] if self.target_modules == ALL_LINEAR else list(self.target_modules)
-                )
-            if self.layers is not None:
-                args["layers_to_transform"] = list(self.layers)
+        own = ("r", "lora_alpha", "lora_dropout")
+        args |= {name: getattr(self, name) for name in own if name in TRAINED[self.method]}
+        if self.method in ADDED:
+            args["use_rslora"] = self.use_rslora
+        if self.target_modules is not None:
+            args["target_modules"] = ALL_LINEAR[0] if self.target_modules == ALL_LINEAR else list(self.target_modules)
+        if self.layers is not None:
+            args["layers_to_transform"] = list(self.layers)
         return {**args, **copy.deepcopy(self.extra)}
 
     @classmethod
@@ -117,10 +123,9 @@ class AdapterSpec:
             return check_value(at + spelled[name], named.pop(name), hint, meta, origin)
 
         take("adapter_package", "peft", str, choices=("peft",))
-        method = take("adapter_method", "lora", str, choices=_ADAPTER_METHODS, fold=True)
-        if method not in TRAINED:
-            return cls(method=method, extra=named)
-        other = [name for name in ("r", "lora_alpha", "lora_dropout") if name in named and name not in TRAINED[method]]
+        method = take("adapter_method", "lora", str, choices=tuple(TRAINED), fold=True)
+        own = _LORA_KEYS if method in PROMPTS else ("r", "lora_alpha", "lora_dropout")
+        other = [name for name in own if name in named and name not in TRAINED[method]]
         if other:
             origin.fail(at + spelled[other[0]], f"is no argument of adapter_method {method}; leave it out")
         for name in ("target_modules", "layers_to_transform"):
@@ -145,6 +150,10 @@ class AdapterSpec:
         for key in named:
             if key not in known and (close := misspelt(key, known)):
                 origin.fail(at + key, f"is not an argument; did you mean {close!r}?")
+        if method in PROMPTS:
+            if "num_virtual_tokens" not in named:
+                origin.fail(at + "num_virtual_tokens", f"is missing; say how many {method} trains, such as 20")
+            check_value(at + "num_virtual_tokens", named["num_virtual_tokens"], int, {"min": 1}, origin)
         return spec
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ METRICS = {
     "matthews": Metric(True, _CLASSES),
     "pearson": Metric(True, ("SequenceRegression",), True),
     "spearman": Metric(True, ("SequenceRegression",), True),
+    "perplexity": Metric(False, LANGUAGE),
 }
 
 
@@ -51,6 +53,11 @@ def extras(task: str, asked: list[str]) -> list[str]:
 def measured(task: str, asked: list[str]) -> list[str]:
     """All metrics that are measured for ``task``; loss and accuracy where that is not known."""
     return [name for name in ("loss", "acc") if not task or task in METRICS[name].tasks] + extras(task, asked)
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss by token; that of 700 for a larger one, beyond which there is no such number."""
+    return math.exp(min(loss, 700.0))
 
 
 def of_name(name: str) -> str:

@@ -275,9 +275,9 @@ class Generate:
 class Eval:
     #: rounds between evaluations; 0 or -1: after the last round only
     freq: int = key(1, min=-1)
-    #: further metrics: ``f1`` (of two classes that of the second, else the mean over the classes) and ``matthews``.
-    #: Loss and accuracy are always measured; of a regression the loss, ``pearson`` and ``spearman``. FederatedScope's
-    #: default is an empty list
+    #: further metrics: ``f1`` (of two classes that of the second, else the mean over the classes), ``matthews``, and of
+    #: language models ``perplexity``. Loss and accuracy are always measured; of a regression the loss, ``pearson`` and
+    #: ``spearman``. FederatedScope's default is an empty list
     metrics: list[str] = key(["acc"], items=tuple(METRICS))
     #: what is evaluated; a split without data is left out
     split: list[str] = key(["test", "val"], items=("train", "val", "test"))

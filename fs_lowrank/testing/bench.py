@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import list_methods, load_config
+from ..config import Config
 from ..engines.local import LocalEngine
 from ..methods import get_method_class, requirements
 from . import small
@@ -79,6 +80,10 @@ class Bench:
 
         Unless the keys ask for it, nothing is evaluated before the last round, kept to resume from, or drawn.
         """
+        return LocalEngine(self.config(task, method, keys), **callbacks)
+
+    def config(self, task: str, method: str, keys: Mapping[str, Any] | None = None) -> Config:
+        """The configuration of that engine."""
         self._runs += 1
         outdir = self.folder / "runs" / str(self._runs)
         few = {
@@ -91,8 +96,7 @@ class Bench:
             "lowrank.pictures": False,
             "eval.save_best": False,
         }
-        config = load_config(self.settings(task, outdir), {**few, **self._keys(method), **(keys or {})})
-        return LocalEngine(config, **callbacks)
+        return load_config(self.settings(task, outdir), {**few, **self._keys(method), **(keys or {})})
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import say_once
-from ..models.adapters import is_encoder_decoder, layer_stack
+from ..models.adapters import layer_stack
 from ..models.checkpointing import recomputes
+from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device, rounding
 from ..models.masks import Masks, comparable, draw, draws
 

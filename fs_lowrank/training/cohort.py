@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from ..data import Examples
 from ..methods import Phase
-from ..models.adapters import is_encoder_decoder, layer_stack, load_tensors, lora_scales
+from ..models.adapters import layer_stack, load_tensors, lora_scales
 from ..models.checkpointing import recomputes
 from ..models.frozen import FrozenPrefix
+from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device, rounding
 from ..models.names import all_tensors, select, tags
 from ..models.reads import OnlyRead

@@ -13,8 +13,9 @@ from ..data.examples import IGNORED_LABEL
 from ..models.frozen import FrozenPrefix
 from ..models.machine import input_device
 from ..models.reads import OnlyRead
+from ..settings.metrics import perplexity
 from .local import label_logits, losses_of, shortcuts, to_device
-from .metrics import measure
+from .metrics import measure, of_outputs
 
 #: sum of the losses of one batch, correct predictions (None where there are no classes), number of predictions; and,
 #: if metrics ask for them, the predictions and the labels as lists, and the number of classes
@@ -40,8 +41,8 @@ def evaluate(
         token (positions with label -100 are ignored). ``loss`` of a regression is the mean squared error, and there is
         no ``acc``; of sets of classes it is the mean cross-entropy of a class, and ``acc`` that of whole sets.
     """
-    asked = bool(metrics)
-    scores = batch_scores(model, examples, batch_size, outputs=asked, owner=owner, prefix=prefix, reads=reads)
+    outputs = bool(of_outputs(metrics))
+    scores = batch_scores(model, examples, batch_size, outputs=outputs, owner=owner, prefix=prefix, reads=reads)
     return mean_scores(scores, metrics)
 
 
@@ -54,7 +55,10 @@ def mean_scores(scores: Iterable[BatchScore], metrics: Sequence[str] = ()) -> di
         accurate &= batch_correct is not None
         if outputs:
             predicted, labels, classes = predicted + outputs[0], labels + outputs[1], outputs[2]
-    more = measure(metrics, np.asarray(predicted), np.asarray(labels), classes) if metrics else {}
+    asked = of_outputs(metrics)
+    more = measure(asked, np.asarray(predicted), np.asarray(labels), classes) if asked else {}
+    if "perplexity" in metrics:
+        more["perplexity"] = perplexity(loss / count)
     return {"loss": loss / count, **({"acc": correct / count} if accurate else {}), **more}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 
 from ..models.machine import input_device
+from ..models.prompts import generating, is_prompted
 
 #: tokens that a stop word may spread over
 _NEWEST = 16
@@ -46,6 +48,7 @@ def continue_prompts(
             return torch.tensor([any(s in text for s in stop) for text in newest], device=input_ids.device)
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter's layers are in it
+    prompted = is_prompted(model)
     device = input_device(model)
     own = inner.generation_config
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
@@ -63,16 +66,15 @@ def continue_prompts(
     texts = [""] * len(prompts)
     inner.generation_config = plain  # generate() fills what a config leaves open from the model's own
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=temperature > 0):
+        with generating(), torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=temperature > 0):
             if temperature:
                 torch.manual_seed(seed)
-            for start in range(0, len(order), batch_size):
-                rows = order[start : start + batch_size]
+            for rows in _batches(order, batch_size, [len(p) for p in prompts] if prompted else None):
                 width = len(prompts[rows[0]])
                 padding = [width - len(prompts[i]) for i in rows]
                 ids = torch.tensor([[pad] * n + list(prompts[i]) for n, i in zip(padding, rows)], device=device)
                 mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
-                made = inner.generate(
+                made = (model if prompted else inner).generate(
                     input_ids=ids,
                     attention_mask=mask,
                     generation_config=plain,
@@ -83,6 +85,13 @@ def continue_prompts(
     finally:
         inner.generation_config = own
     return texts
+
+
+def _batches(order: Sequence[int], size: int, lengths: Sequence[int] | None) -> Iterator[Sequence[int]]:
+    """``order`` in batches; with ``lengths``, each of one length, as padding would move a text from virtual tokens."""
+    alike = groupby(order, key=lambda i: lengths[i] if lengths else 0)
+    for group in (list(rows) for _, rows in alike):
+        yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..data.examples import IGNORED_LABEL
 from ..methods import Phase
-from ..models.adapters import is_encoder_decoder
 from ..models.frozen import FrozenPrefix
+from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device
 from ..models.names import tags
 from ..models.reads import OnlyRead
@@ -175,8 +175,9 @@ def label_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torc
     rows = (following != IGNORED_LABEL).nonzero().squeeze(1)
     labels, rows = (t.to(batch["input_ids"].device, non_blocking=True) for t in (following[rows], rows))
     head: nn.Module = cast("PreTrainedModel", model).get_output_embeddings()
+    length = batch["input_ids"].shape[1]  # virtual tokens may stand before the text
     hook = head.register_forward_pre_hook(
-        lambda _, args: (args[0].flatten(0, 1).index_select(0, rows.to(args[0].device)),)
+        lambda _, args: (args[0][:, -length:].flatten(0, 1).index_select(0, rows.to(args[0].device)),)
     )
     try:
         return model(**inputs, use_cache=False).logits, labels  # keys and values serve only to generate text

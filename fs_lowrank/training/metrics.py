@@ -43,6 +43,11 @@ _FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 }
 
 
+def of_outputs(names: Iterable[str]) -> list[str]:
+    """Those of the metrics ``names`` that are of predictions and labels; perplexity is of the loss."""
+    return [name for name in names if name != "perplexity"]
+
+
 def measure(names: Iterable[str], predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
     """The metrics ``names``; NaN for one that these predictions do not have, such as the correlation of a constant.
 

@@ -241,7 +241,7 @@ def test_the_card_of_a_fetched_model_names_its_folder(runs, tiny_causal, tmp_pat
 
 
 def test_a_wrong_file_is_refused_before_the_model_is_loaded(runs, test_rows, monkeypatch, capsys):
-    monkeypatch.setattr("fs_lowrank.finished.build_model", None)
+    monkeypatch.setattr("fs_lowrank.finished.run.build_model", None)
     table = pd.read_csv(test_rows)
     table.rename(columns={"text": "said"}).to_csv(test_rows.with_name("renamed.csv"), index=False)
     table.assign(prediction="").to_csv(test_rows.with_name("predicted.csv"), index=False)
@@ -265,4 +265,5 @@ def test_nothing_is_said_of_what_the_adapter_replaces(runs, test_rows, caplog):
 
 def test_a_classifier_has_no_tasks(runs, capsys):
     assert cli.main(["evaluate", str(runs["classes"].outdir), "--tasks", "arc_easy"]) == 2
-    assert "a run over classes; lm-eval's tasks are for language models" in capsys.readouterr().err.replace("\n", " ")
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "a run of labelled texts; lm-eval's tasks are for causal language models" in said

@@ -305,6 +305,29 @@ def test_a_template_that_cannot_be_used(tmp_path, config, template, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("template", ["alpaca", "chat", "{question} {answer}"])
+def test_a_template_without_an_end_is_refused(tmp_path, config, chat_tokenizer, template):
+    """Where the tokenizer has no end-of-sequence token, the template has to end an answer."""
+    rows = [
+        {"question": "a b", "instruction": "a", "answer": "d"},
+        {"question": "b", "instruction": "b", "answer": "e"},
+    ]
+    cfg = own_template(config, tmp_path, template, rows)
+    cfg.llm.tok_len = 200
+    build_data(cfg, chat_tokenizer)
+    chat_tokenizer.eos_token = None
+    chat_tokenizer.chat_template = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }}{% endfor %}"
+    with pytest.raises(
+        UserError, match="nothing ends an answer, so a model would not learn to stop.*eos_token"
+    ) as said:
+        build_data(cfg, chat_tokenizer)
+    assert "\n" not in str(said.value)
+    chat_tokenizer.chat_template = "{% for m in messages %} {{ m['content'] }} <|bot|>{% endfor %}"
+    if template == "chat":
+        build_data(cfg, chat_tokenizer)
+    build_data(own_template(config, tmp_path, "{question} {answer} <|bot|>", rows), chat_tokenizer)
+
+
 def test_a_template_by_the_names_of_roles(tmp_path, config):
     cfg = own_template(config, tmp_path, "{instruction}: {output}", instruction="question")
     assert load_raw(cfg.data).train["instruction"].tolist() == ["a b: ", "b: "]

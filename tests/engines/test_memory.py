@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fs_lowrank import UserError, load_config
+from fs_lowrank import RunFailed, UserError, load_config
 from fs_lowrank.errors import say_once
 from fs_lowrank.estimate import kept_for_backward
 from fs_lowrank.models import machine, quantised
@@ -116,6 +116,19 @@ def test_a_gpu_without_bfloat16_is_named(monkeypatch):
     machine.check_half(torch.device("cpu"), "train.autocast = bfloat16")
     with pytest.raises(UserError, match="train.autocast = bfloat16: Tesla T4 does not compute in bfloat16"):
         machine.check_half(torch.device("cuda"), "train.autocast = bfloat16")
+
+
+def test_a_gpu_without_room_for_the_model_is_one_line(make_engine, monkeypatch):
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation"
+
+    def full(self, model):
+        raise torch.OutOfMemoryError(said)
+
+    monkeypatch.setattr("fs_lowrank.methods.base.Method.adapt", full)
+    with pytest.raises(
+        RunFailed, match="the GPU has no room for the model: CUDA out of.*2.00 GiB. `fs-lowrank run --d"
+    ):
+        make_engine("causal", {})
 
 
 def test_the_code_of_attention(make_engine):

@@ -1,6 +1,8 @@
 """Bases that bitsandbytes quantises: every method that leaves them as they are, on the processor's kernels."""
 
 import logging
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,21 @@ def test_flora_with_a_kept_rank_resumes_and_saves_one_adapter(bench, keys):
     plain = Bench(bench.folder / f"kept{len(keys)}", {"lowrank.merge": False, **keys})
     checks.check_resume(plain, "flora", "causal")
     checks.check_run(plain, "flora", "causal")
+
+
+def test_the_example_runs_on_a_processor(bench, tmp_path):
+    """``examples/qlora.yaml`` with the keys that its comment has for a processor, and small data."""
+    example = Path(__file__).parents[2] / "examples" / "qlora.yaml"
+    keys = {
+        "use_gpu": False,
+        "lowrank.compute_dtype": "float32",
+        "outdir": str(tmp_path),
+        "data.type": bench.data["causal"],
+    }
+    keys |= {"model.type": f"{bench.bases['causal']}@huggingface_llm", "federate.total_round_num": 2}
+    keys["data.splitter_args"] = [{"alpha": 2.0, "min_size": 2}]
+    result = fs_lowrank.run(fs_lowrank.load_config(example, keys), progress=False)
+    assert len(result.history) == 2 and quantised.layers(result.model) and math.isfinite(result.final["test_loss"])
 
 
 # -- what is known by its hash ---------------------------------------------------------------------------
@@ -268,6 +285,27 @@ def test_what_cannot_be_quantised_is_refused_in_one_line(bench, tmp_path, task, 
         fs_lowrank.load_config(bench.settings(task, tmp_path), {"lowrank.dtype": "nf4", **keys})
     said = str(caught.value)
     assert "lowrank.dtype" in said and "nf4" in said and all(w in said for w in words) and "\n" not in said
+
+
+def test_a_model_of_which_nothing_can_be_quantised_is_refused(build):
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    args = [{"r": 2, "modules": ["embed_tokens"], "modules_to_save": every}]
+    with pytest.raises(
+        UserError, match="LlamaForCausalLM has no matrix that bitsandbytes quantises.*bfloat16"
+    ) as caught:
+        build("nf4", llm__adapter__args=args)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt", "p-tuning"])
+def test_virtual_tokens_before_a_quantised_base(bench, kind):
+    adapter = [{"adapter_method": kind, "num_virtual_tokens": 3}]
+    keys = {"lowrank.dtype": "nf4", "llm.adapter.args": adapter, "train.optimizer": {"type": "SGD", "lr": 0.5}}
+    engine = bench.make("causal", "fedlora", {**keys, "eval.before": True})
+    result = engine.run()
+    assert quantised.layers(result.model) and result.final["test_loss"] < result.before["test_loss"]
+    examples = engine.site.data.test
+    torch.testing.assert_close(logits(load_run(result.outdir).model, examples), logits(result.model, examples))
 
 
 def test_without_bitsandbytes_the_command_to_install_it_is_named(bench, monkeypatch):

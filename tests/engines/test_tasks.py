@@ -168,6 +168,18 @@ def test_sets_of_classes(multi, files):
     assert torch.allclose(loss_of(site.model, batch), site.model(**batch).loss, atol=1e-6)
 
 
+def test_perplexity_in_the_records(few, causal_settings):
+    keys = {"eval.metrics": ["perplexity"], "eval.best_res_update_round_wise_key": "val_perplexity"}
+    result = fs_lowrank.run(few("run", keys, causal_settings))
+    for record in result.history:
+        for scores in record["metrics"].values():
+            assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    values = [r["metrics"]["val"]["perplexity"] for r in result.history]
+    assert result.best["round"] == values.index(min(values)) + 1
+    apart = fs_lowrank.run(few("apart", {**keys, "federate.process_num": 2}, causal_settings))
+    assert apart.final == result.final
+
+
 @pytest.mark.parametrize("by", ["val_f1", "val_matthews", "test_f1"])
 def test_the_best_round_is_that_of_the_metric(few, by):
     keys = {"eval.metrics": ["acc", "f1", "matthews"], "eval.best_res_update_round_wise_key": by}

@@ -78,7 +78,7 @@ def test_lora_a_depends_only_on_the_seed(tiny_encoder):
             "rank 33 is above the width of .*query: its weight is 32 × 32; choose r ≤ 32",
         ),
         ({"target_modules": ("intermediate.dense",), "r": 40}, "rank 40 .* 48 × 32; choose r ≤ 32"),
-        ({"method": "prefix"}, "adapter_method 'prefix' is not known"),
+        ({"method": "prefx"}, "adapter_method 'prefx' is not known; did you mean 'prefix'"),
         ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT refuses this adapter: No modules were targeted"),
         ({"target_modules": ("LayerNorm",)}, "llm.adapter.args: PEFT refuses this adapter: .*is not supported"),
         ({"target_modules": ("query",), "extra": {"init_lora_weights": "foo"}}, "llm.adapter.args: .*'foo'"),

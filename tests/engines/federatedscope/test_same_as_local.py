@@ -85,6 +85,15 @@ def test_other_keys_that_affect_the_result(quick, assert_same, keys):
         assert [n["client"] for n in b.get("robust", [])] == [n["client"] for n in a.get("robust", [])]
 
 
+@pytest.mark.parametrize("kind", ["prefix", "p-tuning"])
+def test_virtual_tokens(quick, assert_same, kind):
+    keys = {"llm.adapter": {"use": True, "args": [{"adapter_method": kind, "num_virtual_tokens": 3}]}}
+    keys |= {"federate.method": "FedAvg", "federate.sample_client_num": 3, "federate.total_round_num": 2}
+    local, other = fs_lowrank.run(quick("local", keys)), fs_lowrank.run(quick("other", keys), "federatedscope")
+    assert_same(local, other)
+    assert [r["client_uplink_bytes"] for r in other.history] == [r["client_uplink_bytes"] for r in local.history]
+
+
 def test_a_causal_model(causal_settings, assert_same, tmp_path):
     keys = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.sample_client_num": 3}
     local = fs_lowrank.run(fs_lowrank.load_config(causal_settings, {**keys, "outdir": str(tmp_path / "a")}))

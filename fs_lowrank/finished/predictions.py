@@ -1,0 +1,107 @@
+"""Predictions of a finished run for the rows of a file, and the file with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from ..data import CAUSAL_LM
+from ..data.examples import IGNORED_LABEL
+from ..data.files import SUFFIXES
+from ..data.tables import MULTI_LABEL, REGRESSION
+from ..errors import UserError
+from ..models.machine import input_device
+from ..models.prompts import generating
+from .rows import Rows
+from .run import FinishedRun
+from .scores import outputs, probabilities
+
+
+@torch.no_grad()
+def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
+    """What the language model answers to each prompt, by the most likely token, at most ``tokens`` of them.
+
+    Raises:
+        UserError: the end of a prompt is not known, or a prompt is empty.
+    """
+    device, said = input_device(run.model), []
+    for ids, labels in zip(rows.examples.columns["input_ids"], rows.examples.columns["labels"], strict=True):
+        first = len(ids) if run.paired else int(np.argmax(labels != IGNORED_LABEL))
+        if not first:
+            raise UserError("a row has no prompt of its own; of a run with loss_on: all, read rows with labelled=False")
+        prompt = torch.from_numpy(ids[:first])[None].to(device, torch.int64)
+        with generating():
+            made = run.model.generate(  # type: ignore[operator]
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=rows.examples.pad_id,
+            )
+        said.append(run.tokenizer.decode(made[0, 0 if run.paired else first :], skip_special_tokens=True).strip())
+    return said
+
+
+def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", tokens: int = 64) -> pd.DataFrame:
+    """The file's table with a column of predictions.
+
+    It has the class, the number, the list of the classes of a set, or the answer. Of classes ``COLUMN_probability`` is
+    beside it; of sets there is a column ``COLUMN_CLASS`` with the probability of each class. Rows that were left out
+    have empty cells.
+
+    Raises:
+        UserError: the table has such a column already.
+    """
+    more = {CAUSAL_LM: [], REGRESSION: [], MULTI_LABEL: run.labels}.get(run.task, ["probability"])
+    names = [column, *(f"{column}_{name}" for name in more)]
+    for name in names:
+        if name in rows.table:
+            raise UserError(f"the file has a column {name!r} already; choose another name with column='NAME'")
+    table = rows.table.copy()
+    for name, values in zip(names, _predictions(run, rows, tokens), strict=True):
+        cells = np.full(len(table), "", dtype=object)
+        for row, value in zip(rows.kept, values, strict=True):
+            cells[row] = value
+        table[name] = pd.Series(cells, index=table.index, dtype=object)
+    return table
+
+
+def _predictions(run: FinishedRun, rows: Rows, tokens: int) -> list[Sequence[Any]]:
+    """The cells of each new column, for the rows that were kept."""
+    if run.task == CAUSAL_LM:
+        return [answers(run, rows, tokens)]
+    if run.task == REGRESSION:
+        return [outputs(run, rows.examples)[:, 0].round(6).tolist()]
+    chances = probabilities(run, rows.examples)
+    if run.task == MULTI_LABEL:
+        found = [[name for name, chance in zip(run.labels, row) if chance > 0.5] for row in chances]
+        return [found, *chances.T.round(6).tolist()]
+    return [[run.labels[i] for i in chances.argmax(axis=1)], chances.max(axis=1).round(6).tolist()]
+
+
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Write a table in the format of the file's suffix; a list in a cell of a CSV or TSV file is JSON.
+
+    Raises:
+        UserError: the file exists, has another suffix, or cannot be written.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
+    try:
+        with path.open("x", encoding="utf-8", newline="") as file:
+            if suffix in (".csv", ".tsv"):
+                table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
+                table.to_csv(file, index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
+            else:
+                table.to_json(file, orient="records", lines=suffix == ".jsonl", force_ascii=False)
+    except FileExistsError:
+        raise UserError(f"{path} exists; remove it, or choose another name") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error

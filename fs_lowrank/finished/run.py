@@ -1,0 +1,132 @@
+"""A run that has ended: its configuration, tokenizer and model, loaded again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..config import Config, load_config
+from ..data import CAUSAL_LM, CLASSIFICATION
+from ..data.own import LABELS
+from ..data.sources import data_args
+from ..errors import UserError
+from ..models.adapters import load_adapter
+from ..models.build import build_model, build_tokenizer
+from ..models.placing import at_home
+from ..rounds.site import device_of
+from ..runs.best import KINDS
+from ..runs.records import read_records
+from ..versions import check_schema
+
+
+@dataclass
+class FinishedRun:
+    """A run that has ended.
+
+    Attributes:
+        folder: of the run. config: its own. summary: the content of its ``summary.json``.
+        saved: the folder in it with what was trained: ``adapter``, ``model``, ``adapter_best`` or ``model_best``.
+        tokenizer: the model's.
+        labels: the classes, in the order of the model's outputs; of a regression, the name of what it predicts; empty
+            for a language model.
+    """
+
+    folder: Path
+    saved: Path
+    config: Config
+    summary: dict[str, Any]
+    tokenizer: Any
+    labels: list[str]
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The global model with what was trained; loaded when it is first needed, so after a wrong file is refused."""
+        pad, adapted = getattr(self.tokenizer, "pad_token_id", None), self.saved.name.startswith("adapter")
+        classes = len(self.labels) or None
+        model = build_model(self.config, classes, pad, label_names=self.labels, say_new=not adapted)
+        if adapted:
+            with at_home(model):
+                model = load_adapter(model, self.saved)
+        if self.config.model.device_map:
+            return model.eval()
+        return model.to(device_of(self.config)).eval()
+
+    @property
+    def which(self) -> str:
+        """Which round's model this is; of the last round's also which round was better, if it was kept."""
+        best = self.summary.get("best", {})
+        chosen = f"round {best.get('round')}, the best by {best.get('by')}"
+        if self.saved.name.endswith("_best"):
+            return f"{self.saved}, of {chosen}"
+        history = read_records(self.folder / "rounds.jsonl", up_to=10**9)
+        number = history[-1]["round"] if history else None
+        last = f"{self.saved}, of {f'round {number}, the last' if number else 'the last round'}"
+        kept = self.saved.with_name(f"{self.saved.name}_best")
+        if not kept.is_dir() or number == best.get("round"):
+            return last
+        return f"{last}; {kept.name} is of {chosen}"
+
+    @property
+    def task(self) -> str:
+        """What kind of data it learned from: ``classification``, ``regression``, ``multi_label`` or ``causal_lm``."""
+        return LABELS.get(self.config.model.task, CLASSIFICATION) if self.labels else CAUSAL_LM
+
+    @property
+    def paired(self) -> bool:
+        """Whether a decoder writes answers to what an encoder has read."""
+        return self.config.model.task == "Seq2SeqLM"
+
+    @property
+    def batch_size(self) -> int:
+        return self.config.eval.batch_size or self.config.dataloader.batch_size
+
+    @property
+    def tok_len(self) -> int:
+        """The length in tokens that the run cut its samples to; of ``llm.tok_len: auto`` what it came to."""
+        length = data_args(self.config.data).get("max_len") or self.config.llm.tok_len
+        return int(self.summary["rows"]["tok_len"]) if length == "auto" else length
+
+
+def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
+    """A finished run, with its tokenizer; its global model is loaded when it is needed.
+
+    Args:
+        best: the model after the best round by validation data (``eval.save_best``), not after the last one.
+    Raises:
+        UserError: the folder holds no finished run, or one of an image network; there is no best round; the tokenizer
+            cannot be loaded.
+    """
+    folder = Path(folder)
+    for name in ("config.yaml", "summary.json"):
+        if not (folder / name).is_file():
+            what = "no run" if not (folder / "config.yaml").is_file() else "a run that has not ended"
+            raise UserError(f"{folder} holds {what}: there is no {name}; give the outdir of a finished run")
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / 'summary.json'} cannot be read: {error}") from error
+    check_schema(summary, folder / "summary.json")
+    config = load_config(folder / "config.yaml")
+    if config.is_vision:
+        raise UserError(
+            f"{folder} is a run of {config.model.type}, an image network; this command is for models of text"
+        )
+    kinds = [f"{kind}_best" if best else kind for kind in KINDS]
+    saved = next((folder / kind for kind in kinds if (folder / kind).is_dir()), None)
+    if saved is None:
+        where = f"{folder} has neither {kinds[0]}/ nor {kinds[1]}/"
+        if not best:
+            raise UserError(f"{where}; the run did not save what it trained")
+        why = "eval.save_best was off" if summary.get("best") else "it evaluated no validation data (eval.split)"
+        raise UserError(f"{where}: {why}; without best=True, the last round's is taken")
+    if saved.name.startswith("model"):
+        changed = {"model.type": f"{saved}@{config.model.type.rpartition('@')[2]}"}
+        # A base that was quantised was saved as it computed.
+        config = config.replace({**changed, "lowrank.dtype": config.dtype} if config.quantised else changed)
+    labels = [str(name) for name in summary.get("labels") or []]
+    return FinishedRun(folder, saved, config, summary, build_tokenizer(config), labels)

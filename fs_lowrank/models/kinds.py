@@ -1,0 +1,98 @@
+"""What PEFT calls the kinds of adapters, what it takes for them, and where it would take another for one asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from ..errors import UserError
+from ..seeds import derive
+from ..settings import AdapterSpec
+from ..settings.adapter import PROMPTS
+from .names import HEAD_MODULES
+
+if TYPE_CHECKING:
+    import peft
+
+#: by ``adapter_method`` of ``llm.adapter.args``
+CLASSES = {
+    "lora": "LoraConfig",
+    "loha": "LoHaConfig",
+    "lokr": "LoKrConfig",
+    "vera": "VeraConfig",
+    "oft": "OFTConfig",
+    "ia3": "IA3Config",
+    "prefix": "PrefixTuningConfig",
+    "prompt": "PromptTuningConfig",
+    "p-tuning": "PromptEncoderConfig",
+}
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether ``model`` reads a text with one stack of layers and writes another with a second, as T5 does."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def own_targets(model: nn.Module) -> list[str] | None:
+    """The layers for adapters of one of our networks (``models.vision``); None for other models."""
+    return getattr(model, "adapter_targets", None)
+
+
+def task_type(model: nn.Module, spec: AdapterSpec) -> dict[str, str]:
+    """What PEFT is told of the model's task, by which it chooses what it wraps the model in."""
+    if any(hasattr(model, head) for head in HEAD_MODULES) and not own_targets(model):
+        return {"task_type": "SEQ_CLS"}
+    if is_encoder_decoder(model):
+        return {"task_type": "SEQ_2_SEQ_LM"} if spec.method in PROMPTS else {}
+    return {"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {}
+
+
+def sizes(model: nn.Module, spec: AdapterSpec, seed: int) -> dict[str, Any]:
+    """Rank, strength and dropout in the words of PEFT's class. Dropout of LoHa and LoKr is on rows of the update."""
+    dropout = spec.lora_dropout
+    match spec.method:
+        case "lora":
+            strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": dropout, "use_rslora": spec.use_rslora}
+            return {"r": spec.r, **strength}
+        case "vera":  # the two frozen matrices that all layers share follow from a seed of their own
+            own = {} if "projection_prng_key" in spec.extra else {"projection_prng_key": derive(seed, "vera") % 2**31}
+            return {"r": spec.r, "vera_dropout": dropout, **own}
+        case "oft":
+            blocks = spec.extra.get("oft_block_size")
+            return {
+                "r": 0 if blocks else spec.r,
+                "module_dropout": dropout,
+                **({} if blocks else {"oft_block_size": 0}),
+            }
+        case "prefix":
+            return _widths(model, spec)
+        case "prompt" | "p-tuning":  # PEFT would make as many tokens for the decoder, which it does not use
+            alone = {"num_transformer_submodules": 1} if is_encoder_decoder(model) else {}
+            return {**_widths(model, spec), **alone}
+        case "ia3":
+            return {}
+    return {"r": spec.r, "alpha": spec.lora_alpha, "rank_dropout": dropout}
+
+
+def _widths(model: Any, spec: AdapterSpec) -> dict[str, int]:
+    """What PEFT would look up under other names than some models have, DistilBERT's ``dim`` for example."""
+    names = {
+        "token_dim": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_attention_heads": "num_attention_heads",
+    }
+    config: Any = getattr(getattr(model, "config", None), "get_text_config", dict)()
+    found = {name: getattr(config, own, None) for name, own in names.items() if name not in spec.extra}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None:
+    """Refuse a number of OFT's blocks, or a size of them, that PEFT would take another for."""
+    blocks = getattr(module, "r", {}).get("default") if hasattr(module, "oft_R") else None
+    if blocks is None:
+        return
+    asked, width = cast("peft.OFTConfig", config), cast("Any", module).in_features
+    if asked.r and blocks != asked.r or asked.oft_block_size and blocks * asked.oft_block_size != width:
+        what = f"r = {asked.r}" if asked.r else f"oft_block_size = {asked.oft_block_size}"
+        raise UserError(f"llm.adapter.args: {what} does not divide the width of {name}, {width}; choose one that does")
