@@ -104,7 +104,7 @@ class RunResult:
 
     def __repr__(self) -> str:
         method, figures = self.facts.get("method", "?"), ", ".join(f"{name} {value}" for name, value in self._figures())
-        said = f"; {self.verdict}" if self.verdict else ""
+        said = f"; {self.verdict.partition(';')[0]}" if self.verdict else ""
         return f"<{method}, {len(self.history)} rounds: {figures or 'not evaluated'}{said}; {self.outdir}>"
 
     def _repr_html_(self) -> str:
