@@ -126,7 +126,7 @@ def test_a_gpu_without_room_for_the_model_is_one_line(make_engine, monkeypatch):
 
     monkeypatch.setattr("fs_lowrank.methods.base.Method.adapt", full)
     with pytest.raises(
-        RunFailed, match="the GPU has no room for the model: CUDA out of.*2.00 GiB. `fs-lowrank run --d"
+        RunFailed, match="the GPU has no room for the model: CUDA out of.*2.00 GiB. `fs-lowrank run --cfg FILE --d"
     ):
         make_engine("causal", {})
 
