@@ -8,7 +8,7 @@ DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long: make test-more has the generic suite over the other"
-	@echo "            methods, make test-slow the rest"
+	@echo "            methods and the tests that take several seconds each, make test-slow those that take minutes"
 	@echo "make test-lowest   part of the suite with the lowest versions that setup.py allows, in an environment of its own"
 	@echo "make flower   the tests of the engine on Flower, in an environment of its own; make flower-all compares every method"
 	@echo "            with the embedded engine (results/flower.md), make flower-slow has the federation of docs/flower.md"
@@ -48,7 +48,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 2 --dist load
 
 test-more: $(VENV)/.installed
-	@echo "== running the generic suite and the failures over the other methods"
+	@echo "== running the generic suite over the other methods, and what takes seconds"
 	$(BIN)/python -m pytest -q -n 2 --dist load -m "more and not slow"
 
 test-slow: $(VENV)/.installed

@@ -172,6 +172,7 @@ def test_methods_without_keys_of_their_own(path, runs):
 # -- files that cannot be written ----------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_comparison_that_cannot_be_written(path, tmp_path):
     (tmp_path / "run" / "comparison.json").mkdir(parents=True)
     config = load_config(path, {"federate.total_round_num": 1})

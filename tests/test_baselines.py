@@ -22,6 +22,7 @@ def few(settings):
     return {**settings, "federate": federate, "train": {**settings["train"], "local_update_steps": 2}}
 
 
+@pytest.mark.more
 def test_with_one_client_the_method_and_both_rows_are_the_same_training(few):
     one = {**few, "federate": {**few["federate"], "client_num": 1}, "data": {**few["data"], "splitter": "iid"}}
     one["data"] = {k: v for k, v in one["data"].items() if k != "splitter_args"}
@@ -32,6 +33,7 @@ def test_with_one_client_the_method_and_both_rows_are_the_same_training(few):
         assert not any(results[name].bytes.values())
 
 
+@pytest.mark.more
 def test_rows_have_the_same_data_and_nothing_to_send(few, no_curves):
     few = {**few, "federate": {**few["federate"], "sample_client_num": 2}}
     results = fs_lowrank.compare(fs_lowrank.load_config(few), ["rolora", "local", "pooled"])
@@ -96,6 +98,7 @@ def test_if_every_client_diverges_that_is_said(few, tmp_path):
     assert not (tmp_path / "local" / "summary.json").exists()
 
 
+@pytest.mark.more
 def test_the_row_local_is_a_run_for_the_page_and_for_what_chance_reaches(few, no_curves, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
     compare = ["compare", "--cfg", str(tmp_path / "run.yaml"), "--methods", "rolora,local,pooled"]
@@ -147,6 +150,7 @@ def test_names_and_seeds():
         parse("")
 
 
+@pytest.mark.more
 def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys, no_curves):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
     slow = {"federate.total_round_num": 1, "train.optimizer.lr": 1e-9}

@@ -31,6 +31,7 @@ def test_the_notebook_is_committed_without_outputs():
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
 
 
+@pytest.mark.more
 def test_own_objects_run(tmp_path):
     script = EXAMPLES[0].parent / "own_objects.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, cwd=tmp_path)

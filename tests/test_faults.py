@@ -346,6 +346,7 @@ def damage(path, how):
 
 @pytest.mark.parametrize("how", ["flip", "cut", "delete"])
 @pytest.mark.parametrize("file", ["state.safetensors", "base.safetensors", "meta.json"])
+@pytest.mark.more
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(make, caplog, how, file):
     keys = {**RUNS["flora of three ranks"], "federate.total_round_num": 3}
     reference = make("whole", keys)

@@ -57,6 +57,7 @@ def held_out(result, path, to):
 
 
 @pytest.mark.parametrize("task", ["numbers", "sets", "flags", "t5"])
+@pytest.mark.more
 def test_the_scores_on_the_test_set_are_those_of_the_run(made, tmp_path, task):
     result, path = made[task]
     file = held_out(result, path, tmp_path / f"test{path.suffix}")

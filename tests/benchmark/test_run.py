@@ -138,6 +138,7 @@ def results(place, kind):
     return [json.loads(p.read_text()) for p in sorted((place / "results" / kind).glob("*.json"))]
 
 
+@pytest.mark.more
 def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
     code, said = done
     assert code == 1 and "died (signal 9: out of memory, perhaps); another takes its place" in said, said
@@ -167,6 +168,7 @@ def test_the_content_of_a_result(place, done):
     assert [p["train.optimizer.lr"] for p in search["tried"]] == [1e-3, 1e-2] and search["objective"] == "val_acc"
 
 
+@pytest.mark.more
 def test_a_damaged_result_is_computed_again_and_the_report(place, done, bench):
     cell = next(c for c in results(place, "cells") if c["experiment"] == "main")
     path = place / "results" / "cells" / f"{cell['hash']}.json"
@@ -198,6 +200,7 @@ def test_a_report_when_only_the_searches_are_done(place, done, bench):
     assert "**0 of 8 cells are there.**" in (place / "early" / "report.md").read_text()
 
 
+@pytest.mark.more
 def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(place, monkeypatch):
     sick = {"from": 2, "runs": 0}
 
@@ -241,6 +244,7 @@ def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(pla
         ("[1e-7, 1e-6]", 0, [1e-7, 1e-6], True),
     ],
 )
+@pytest.mark.more
 def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(place, monkeypatch, grid, grow, expected, at_end):
     monkeypatch.chdir(place)
     text = (place / "tiny.yaml").read_text()

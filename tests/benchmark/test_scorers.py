@@ -442,6 +442,7 @@ def test_prompts_are_those_of_training(tiny):
     assert ids[0] == tokenizer(ALPACA_NO_INPUT.format(instruction=rows[0]["instruction"]))["input_ids"]
 
 
+@pytest.mark.more
 def test_a_finished_run_by_one_command(root, tmp_path, tiny_causal, instructions_jsonl, capsys, no_hub):
     """``evaluate RUN --tasks`` hands on to ``benchmark score``, which scores as the scorer does."""
     pytest.importorskip("lm_eval")

@@ -192,6 +192,7 @@ def without_namespaces(monkeypatch):
 
 
 @pytest.mark.parametrize("hidden", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.more
 def test_hostile_programs_are_not_solved(hidden, request):
     """The code is in the function, or at the top of the program; none counts as solved, and none blocks the judge."""
     if not hidden:

@@ -60,6 +60,7 @@ def at_home(tmp_path):
         pytest.param(["benchmark", "run", "--help"], "SUITE", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.more
 def test_a_file_of_the_user_does_not_take_the_place_of_a_command(metadata, at_home, arguments, said):
     # `python -m` looks in the working folder first.
     done = command(*arguments, path=(metadata, ROOT), cwd=at_home)

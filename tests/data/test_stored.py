@@ -125,6 +125,7 @@ def test_a_length_of_a_client_stays_on_disk_too(written, config):
     assert isinstance(data.train.columns["input_ids"].values.base, np.memmap)
 
 
+@pytest.mark.more
 def test_processes_and_a_resumed_run(written, config, tmp_path, no_curves):
     keys = {"federate.total_round_num": 2, "train.local_update_steps": 1}
     table = fs_lowrank.run(config(written["table"], {**keys, "outdir": str(tmp_path / "a")}))

@@ -51,6 +51,7 @@ def keys(kind, task):
 
 @pytest.mark.parametrize("task, check", CASES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.more
 def test_the_generic_suite(tmp_path, kind, task, check):
     if (check.name, task) == ("seed", "causal") and kind in ("vera", "oft", "ia3"):
         pytest.skip("without a head, all that is trained starts as constants, with every seed")
@@ -62,6 +63,7 @@ def test_the_generic_suite(tmp_path, kind, task, check):
 
 @pytest.mark.parametrize("task", MODULES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.more
 def test_what_is_trained_sent_and_saved(tmp_path, kind, task):
     """The server's tensors are the weighted mean of what clients sent, and PEFT alone loads what was saved."""
     bench = Bench(tmp_path, keys(kind, task))

@@ -308,6 +308,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("case", ALONE)
+@pytest.mark.more
 def test_it_says_once_why_clients_train_alone(make_engine, trained, caplog, case):
     task, keys, reason = ALONE[case]
     ours, plain = (make_engine(task, {**SGD, **keys, "train.cohort": n}) for n in (3, "off"))

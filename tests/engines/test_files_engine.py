@@ -165,6 +165,7 @@ def test_a_server_that_is_killed(quick, monkeypatch, at):
     assert seen == [1, 2]
 
 
+@pytest.mark.more
 def test_a_client_that_is_killed(quick, monkeypatch):
     """The round continues without it, and the record says why."""
     import files_engine

@@ -42,6 +42,7 @@ def same(one, other):
     ],
     ids=["encoder", "causal", "plain", "cohort", "frozen", "keys and values"],
 )
+@pytest.mark.more
 def test_recomputed_activations_give_the_same_to_the_bit(make_engine, task, keys):
     # A batch with dropout is not divided where layers are computed again.
     keys = {**keys, **({"train.blocks": 1} if task == "encoder" else {})}
@@ -83,6 +84,7 @@ def test_a_model_that_cannot_is_refused(make_engine):
 
 
 @pytest.mark.parametrize("task", ["encoder", "causal"])
+@pytest.mark.more
 def test_autocast_computes_in_bfloat16_and_keeps_float32(make_engine, task):
     few = {"federate.method": "rolora", "train.optimizer": {"type": "SGD", "lr": 0.05}, "train.local_update_steps": 2}
     plain, half, uncached = (
@@ -167,6 +169,7 @@ def test_batches_have_at_most_so_many_tokens_with_padding(most):
 
 
 @pytest.mark.parametrize("unit", ["batch", "epoch"])
+@pytest.mark.more
 def test_a_run_with_batches_by_tokens(make_engine, unit):
     keys = {"dataloader.batch_tokens": 60, "train.batch_or_epoch": unit, "train.local_update_steps": 2}
     keys |= {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.05}}

@@ -21,6 +21,7 @@ def on_disk(engine):
     "keys", [{}, {"train.cache_frozen": "off"}, {"train.cohort": 3}, {"train.checkpointing": True}]
 )
 @pytest.mark.parametrize("task", ["encoder", "causal"])
+@pytest.mark.more
 def test_the_result_is_that_of_one_device(make_engine, tmp_path_factory, monkeypatch, task, keys):
     here = tmp_path_factory.mktemp("here")
     monkeypatch.chdir(here)

@@ -30,6 +30,7 @@ METHODS = {
 @pytest.mark.parametrize(
     "task, method", [*(("encoder", name) for name in METHODS), ("causal", "rolora"), ("causal", "fedavg")]
 )
+@pytest.mark.more
 def test_the_same_run(make, task, method):
     keys = {"federate.method": method, **METHODS[method]}
     ours, plain = make(task, {**keys, "train.blocks": 3}), make(task, {**keys, **OFF})

@@ -140,6 +140,7 @@ def test_the_mean_of_a_regressions_loss_is_the_models_own(regression):
 
 
 @pytest.mark.parametrize("task", ["regression", "multi", "t5"])
+@pytest.mark.more
 def test_cohorts_and_processes_have_the_same_result(task, request):
     config = request.getfixturevalue(task)
     alone = fs_lowrank.run(config("alone", {"train.blocks": 1}))

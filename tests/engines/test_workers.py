@@ -200,6 +200,7 @@ def test_two_processes_of_one_thread_are_one_process_of_one_thread(few, tiny_enc
     same(fs_lowrank.run(few("one", keys)), both)
 
 
+@pytest.mark.more
 def test_wrong_use_in_a_process_is_one_error(few, monkeypatch):
     """A file that a process can no longer load is an error for the user, without a traceback."""
     config = few("gone", {"federate.process_num": 2})

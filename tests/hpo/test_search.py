@@ -236,6 +236,7 @@ def test_rungs_continue_the_better_half_from_its_checkpoints(search):
     assert drawn == {"s": 2, "s, pruned": 2}, "a promoted point is drawn once, and a pruned one is included"
 
 
+@pytest.mark.more
 def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_continues(search, monkeypatch, capsys):
     real = fs_lowrank.run
 
@@ -269,6 +270,7 @@ def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_continues(sea
     assert sum(kind(t) == "complete" for t in trials(options)) == 3
 
 
+@pytest.mark.more
 def test_a_point_that_gives_an_invalid_config_is_a_failed_trial(search, config):
     """Each value alone is valid; two clients of three, sampled from one, are not."""
     space = {"federate.client_num": {"choice": [1, 3]}, "train.optimizer.lr": {"uniform": [1e-3, 1e-2]}}
@@ -352,6 +354,7 @@ def test_a_worker_that_runs_is_not_taken_for_dead(search):
     assert core.is_dead(frozen(), time.time() + core.STALE * 2)
 
 
+@pytest.mark.more
 def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     space = {"llm.adapter.args.0.r": {"grid": [1, 4]}, "train.optimizer.lr": {"grid": [1e-2]}}
     options, _, _ = search(space, objectives=("val_acc", "uplink_bytes"), confirm=1)
@@ -379,6 +382,7 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     assert load_config(out).adapter.r == 1
 
 
+@pytest.mark.more
 def test_a_study_for_each_method_and_one_plot_of_learning_rates(search, config):
     space = {
         "train.optimizer.lr": {"grid": [1e-2]},

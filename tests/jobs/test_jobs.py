@@ -118,6 +118,7 @@ def test_members_that_answer_die_or_hang(pool):
 
 
 @pytest.mark.parametrize("by_pool", [True, False])
+@pytest.mark.more
 def test_a_member_that_works_for_longer_than_its_timeout_is_heard_of(pool, by_pool):
     """The limit is on its silence, not on the time it takes."""
     member = pool.join(LIMIT)
@@ -131,6 +132,7 @@ def test_a_member_that_works_for_longer_than_its_timeout_is_heard_of(pool, by_po
 
 
 @pytest.mark.parametrize("item", [b"dream", b"word"])
+@pytest.mark.more
 def test_what_a_member_has_sent_while_nobody_listened_counts(pool, item):
     """Signs of life while it works, and its answer; whoever listens was busy for longer than its limit."""
     member = pool.join(LIMIT)

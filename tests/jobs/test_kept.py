@@ -109,6 +109,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize("kind", ["settings", "causal_settings", "vision_settings"])
+@pytest.mark.more
 def test_runs_in_one_process_are_those_of_fresh_ones(kind, request, tmp_path, loaded, no_curves):
     keys = {"federate.total_round_num": 2, "federate.client_num": 3, "federate.method": "fedavg"}
     if kind == "settings":

@@ -71,6 +71,7 @@ def test_other_states_have_other_entries(last_layer, computed):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
+@pytest.mark.more
 def test_a_damaged_entry_is_computed_again(last_layer, computed, folder, caplog, damage):
     first = last_layer("first")
     entries = SharedStates(folder, 1).entries()

@@ -22,6 +22,7 @@ def records(path):
 
 
 @pytest.mark.parametrize("name", ["rolora", "fedloru_adam", "mfedloru", "pfedloru"])
+@pytest.mark.more
 def test_a_run_of_version_0_1_is_resumed(tmp_path, monkeypatch, name):
     place = tmp_path / "place"
     shutil.copytree(FOLDERS, place)

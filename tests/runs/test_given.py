@@ -83,6 +83,7 @@ def test_the_run_goes_on_with_the_same_and_without_but_not_with_others(few, from
     }
 
 
+@pytest.mark.more
 def test_one_data_set_for_each_client(few):
     parts = [FRAME[:30], datasets.Dataset.from_pandas(FRAME[30:80]), FRAME[80:]]
     config = few("parts", {"federate.process_num": 2})
@@ -94,6 +95,7 @@ def test_one_data_set_for_each_client(few):
         fs_lowrank.run(few("two"), data=parts[:2])
 
 
+@pytest.mark.more
 def test_a_comparison_writes_them_once(few, tmp_path):
     results = fs_lowrank.compare(few("both"), "fedlora,rolora", data=FRAME)
     assert len({r.facts["data"] for r in results.values()}) == 1

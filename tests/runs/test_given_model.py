@@ -50,6 +50,7 @@ def same(a, b):
     assert a.final == b.final
 
 
+@pytest.mark.more
 def test_a_loaded_model_is_what_its_folder_would_be(few, causal_settings, tmp_path_factory):
     folder = small.save_qwen(tmp_path_factory.mktemp("qwen"))
     from_folder = fs_lowrank.run(few(causal_settings, "folder", {"model.type": f"{folder}@huggingface_llm"}))
