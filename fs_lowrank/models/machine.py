@@ -31,8 +31,8 @@ def enough_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunFailed(
-            f"the GPU has no room for the model: {str(error).splitlines()[0]} `fs-lowrank run --cfg FILE --dry-run` says "
-            "what a run takes; lowrank.dtype nf4 or bfloat16, or model.device_map auto, takes less"
+            f"the GPU has no room for the model: {str(error).splitlines()[0]} `fs-lowrank run --cfg FILE --dry-run` "
+            "says what a run takes; lowrank.dtype nf4 or bfloat16, or model.device_map auto, takes less"
         ) from error
 
 
