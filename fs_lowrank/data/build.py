@@ -111,6 +111,9 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
         test = _subsample(test, "test_subsample", getattr(cfg.data, "test_subsample", 1.0), test_seed)
     skipped = dict(raw.skipped)
     read = sum(len(part) for part in (raw.train, raw.validation, raw.test) if part is not None) + sum(skipped.values())
+    for reason, count in skipped.items():
+        if reason.startswith("empty "):
+            _check_dropped(cfg, count, read, f"are without what they need ({reason})", "fill or remove them")
     truncated: dict[str, int] = {}
     max_len = args.get("max_len", None) or cfg.llm.tok_len
     options: dict[str, Any] = {key: args[key] for key in ("template", "loss_on") if key in args}
@@ -133,13 +136,14 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
         if raw.images is not None:
             return ImageExamples(raw.images, frame["image"], frame["label"], pipelines[split]), frame
         examples, kept = encode(frame, max_len)
-        dropped, limit = int((~kept).sum()), getattr(cfg.data, "max_dropped", 1.0)
-        if dropped > limit * len(frame):
-            raise UserError(
-                f"{dropped} of {len(frame)} rows of {split} have a prompt that fills llm.tok_len = {max_len} and would "
-                f"be left out, more than data.max_dropped = {limit:g} of them; raise llm.tok_len (auto: to fit the "
-                "data), or data.max_dropped"
-            )
+        dropped = int((~kept).sum())
+        _check_dropped(
+            cfg,
+            dropped,
+            len(frame),
+            f"of {split} have a prompt that fills llm.tok_len = {max_len}",
+            "raise llm.tok_len (auto: to fit the data)",
+        )
         count_skipped(skipped, "prompt too long", dropped)
         truncated[split] = examples.truncated
         return examples, frame[kept]
@@ -172,7 +176,7 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
     if raw.images is None:
         for own_len, clients in _own_lengths(cfg).items():
             train_examples = _cut_otherwise(
-                train_examples, train, parts, max_len, own_len, clients, encode, skipped, folder
+                cfg, train_examples, train, parts, max_len, own_len, clients, encode, skipped, folder
             )
         truncated["train"] = train_examples.truncated
 
@@ -221,7 +225,18 @@ def _own_lengths(cfg: Any) -> dict[int, list[int]]:
     return clients
 
 
+def _check_dropped(cfg: Any, dropped: int, rows: int, why: str, remedy: str) -> None:
+    """Raise ``UserError`` if more than ``data.max_dropped`` of so many rows would be left out."""
+    limit = getattr(cfg.data, "max_dropped", 1.0)
+    if dropped > limit * rows:
+        raise UserError(
+            f"{dropped} of {rows} rows {why} and would be left out, more than data.max_dropped = {limit:g} of them; "
+            f"{remedy}, or raise data.max_dropped"
+        )
+
+
 def _cut_otherwise(
+    cfg: Any,
     examples: Examples,
     train: pd.DataFrame,
     parts: Partition,
@@ -236,7 +251,7 @@ def _cut_otherwise(
     answer are taken from ``parts`` and counted in ``skipped``.
 
     Raises:
-        UserError: a client would have no row left.
+        UserError: a client would have no row left, or more of their rows than ``data.max_dropped`` would be left out.
     """
     rows = np.sort(np.concatenate([parts.indices[client - 1] for client in clients]))
     try:
@@ -250,6 +265,8 @@ def _cut_otherwise(
         if not len(indices[client - 1]):
             raise UserError(f"lowrank.clients: tok_len = {length} leaves client {client} no answer; raise it")
     if not fit.all():
+        which = f"of the clients with tok_len = {length} (lowrank.clients) have a prompt that fills it"
+        _check_dropped(cfg, int((~fit).sum()), len(fit), which, "raise it")
         parts.indices = Ragged.of(indices)
         count_skipped(skipped, "prompt too long", int((~fit).sum()))
     replaced = examples.replaced(rows[fit], own, folder)

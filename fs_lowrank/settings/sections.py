@@ -74,7 +74,8 @@ class Data:
     subsample: float = key(1.0, above=0.0, max=1.0)
     #: fraction of the test rows that is scored, alike by class
     test_subsample: float = key(1.0, above=0.0, max=1.0)
-    #: largest fraction of the rows of a split that may be left out because the prompt fills ``llm.tok_len``
+    #: largest fraction of the rows of a split that may be left out because the prompt fills ``llm.tok_len``, and of all
+    #: rows because the text, the instruction or the answer is empty
     max_dropped: float = key(0.01, min=0.0, max=1.0, result=False)
     #: for images: steps such as ``[['RandomHorizontalFlip'], ['ToTensor'], ['Normalize', {'mean': …, 'std': …}]]``,
     #: with torchvision's names; empty: the usual normalisation for the data set

@@ -135,6 +135,18 @@ def test_rows_left_out_and_cut_are_counted_and_reported(tmp_path, config, chat_t
     assert caplog.records[-1].levelname == "INFO" and "data: 9 rows read, 9 for training by 2" in caplog.text
 
 
+def test_more_empty_rows_than_the_user_allows_are_refused(tmp_path, config, encoder_tokenizer):
+    (tmp_path / "a.csv").write_text("text,label\n" + ",x\n" + "a b,y\na,x\n" * 12)
+    cfg = config("a.csv", tmp_path, splits=[1.0, 0.0, 0.0])
+    cfg.data.max_dropped = 0.03
+    with pytest.raises(
+        UserError, match=r"1 of 25 rows .*\(empty text\) .*data.max_dropped = 0.03 .*fill or remove them"
+    ):
+        build_data(cfg, encoder_tokenizer)
+    cfg.data.max_dropped = 0.04
+    assert build_data(cfg, encoder_tokenizer).skipped == {"empty text": 1}
+
+
 def test_the_seed_determines_splits_and_partition(reviews, config, encoder_tokenizer):
     first, again, other = (build_data(config(reviews, seed=s), encoder_tokenizer) for s in (1, 1, 2))
     assert first.fingerprint == again.fingerprint != other.fingerprint

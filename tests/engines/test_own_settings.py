@@ -106,7 +106,8 @@ def test_a_length_of_its_own(few, kind, request):
     of = request.getfixturevalue(kind)
     limit = 48 if "causal" in kind else 5
     plain = Site(few("plain", of=of)).data
-    own = Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": limit}]}, of)).data
+    keys = {"lowrank.clients": [{"clients": 2, "tok_len": limit}], "data.max_dropped": 1.0}
+    own = Site(few("own", keys, of)).data
     assert own.fingerprint != plain.fingerprint
     for client in (0, 2, 3, 4):
         assert own.clients[client].fingerprint() == plain.clients[client].fingerprint()
@@ -116,6 +117,10 @@ def test_a_length_of_its_own(few, kind, request):
     assert all(tuple(row[: limit - 1]) in ids for row in mine.columns["input_ids"])
     left_out = sum(own.skipped.values()) - sum(plain.skipped.values())
     assert len(mine) == len(before) - left_out
+    if left_out:
+        why = f"{left_out} of {len(before)} rows of the clients with tok_len = {limit} .* data.max_dropped = 0.01"
+        with pytest.raises(fs_lowrank.UserError, match=why):
+            Site(few("refused", {**keys, "data.max_dropped": 0.01}, of))
 
 
 def test_a_text_that_is_cut_is_counted_once(few, settings):
