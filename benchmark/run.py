@@ -101,11 +101,15 @@ class Board:
         return len(self.open)
 
     def look(self) -> list[str]:
-        """Remove the jobs that were done since the last call from ``open``; returns a line about each."""
-        news = []
+        """Remove the jobs that were done since the last call from ``open``; returns a line about each.
+
+        What a run says of its data, it says as soon as it has read them.
+        """
+        news: list[str] = []
         for key, job in list(self.open.items()):
             now = job.rated(self.store) or job
             if not now.done(self.store):
+                news += self._of_data(now, (self._progress(now) or {}).get("data", ""))
                 continue
             del self.open[key]
             record = now.result(self.store)
@@ -115,23 +119,28 @@ class Board:
                 news.append(f"failed  {now.where}  {now.label}: {failed['error']}")
                 continue
             self.finished += 1
-            if (said := _rows(record)) and said not in self.said:
-                self.said.add(said)
-                news.append(f"data    {now.where}  {said}")
+            news += self._of_data(now, _rows(record))
             news.append(
                 f"done    {now.where}  {now.label}  {_headline(record, now)}  {record['seconds_in_all']:.0f} s  "
                 f"({len(self.open)} left)"
             )
         return news
 
+    def _of_data(self, job: Job, said: str) -> list[str]:
+        if not said or any(known.startswith(said) for known in self.said):
+            return []
+        self.said.add(said)
+        return [f"data    {job.where}  {said}"]
+
+    def _progress(self, job: Job) -> dict | None:
+        """The progress of a job that runs now, or whose process died in this call; None of others."""
+        marker = self.store.marked(job.key)
+        return marker if marker and marker["since"] == job.options.since else None
+
     def running(self) -> list[tuple[dict, Job]]:
         """The progress of each job that runs now, and the job."""
-        found = []
-        for job in self.open.values():
-            marker = self.store.marked((now := job.rated(self.store) or job).key)
-            if marker and marker["since"] == now.options.since:
-                found.append((marker, now))
-        return found
+        jobs = [job.rated(self.store) or job for job in self.open.values()]
+        return [(marker, now) for now in jobs if (marker := self._progress(now))]
 
     def table(self) -> Table:
         table = Table(
@@ -154,12 +163,15 @@ class Board:
 
 
 def _rows(record: dict) -> str:
-    """Rows read, left out, cut and trained on by a cell; empty for a search."""
+    """Rows read, left out, cut and trained on by a cell, as a run says it at its start; empty for a search."""
     from fs_lowrank.data import rows_said
 
     data = record.get("data", {})
-    parts = [*rows_said(data["rows"]), f"{sum(data['clients'])} for training"] if "rows" in data else []
-    return ", ".join(parts)
+    if "rows" not in data:
+        return ""
+    sizes = data["clients"]
+    training = f"{sum(sizes)} for training by {len(sizes)} clients ({min(sizes)} to {max(sizes)} each)"
+    return ", ".join([*rows_said(data["rows"]), training])
 
 
 def _headline(record: dict, job: Job) -> str:

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from fs_lowrank import RunFailed
+from fs_lowrank.errors import ROWS_LOGGER
 from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.jobs.kept import keeping
 from fs_lowrank.jobs.shell import INTERRUPTED, OK, message_of
@@ -44,6 +45,17 @@ class Marker:
         if time.monotonic() - self.written > _BEAT:
             self.written = time.monotonic()
             self.store.mark(self.key, self.content)
+
+
+class _Tells(logging.Handler):
+    """Notes in the progress of a job what a run says of its data at its start."""
+
+    def __init__(self, marker: Marker):
+        super().__init__()
+        self.marker = marker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.marker({"data": record.getMessage().removeprefix("data: ")})
 
 
 def work(options: Options) -> int:
@@ -103,6 +115,8 @@ def _do(store: Store, job: Job) -> None:
         _fail(store, job, "search", f"the search of its learning rate failed: {failed['error']}")
         return
     marker = Marker(store, job, deaths)
+    rows, tells = logging.getLogger(ROWS_LOGGER), _Tells(marker)
+    rows.addHandler(tells)
     try:
         record = execute(job, marker)
     except Interrupted:
@@ -115,6 +129,8 @@ def _do(store: Store, job: Job) -> None:
         logging.getLogger("fs_lowrank").error("%s: %s failed: %s", job.where, job.label, message_of(error, job.folder))
         _fail(store, job, type(error).__name__, str(error))
         return
+    finally:
+        rows.removeHandler(tells)
     store.write(job.kind, {**record, "finished": time.time()})
     store.unmark(job.key)
     if not job.options.keep:
