@@ -26,7 +26,7 @@ config = fs_lowrank.load_config(
         "outdir": "runs/own_objects",
         "federate": {"method": "rolora", "client_num": len(clients), "total_round_num": 3},
         "data": {"splits": [0.9, 0.1, 0.0]},
-        "llm": {"tok_len": 24, "adapter": {"args": [{"r": 4, "alpha": 8, "modules": ["query", "value"]}]}},
+        "llm": {"tok_len": "auto", "adapter": {"args": [{"r": 4, "alpha": 8, "modules": ["query", "value"]}]}},
         "dataloader": {"batch_size": 8},
         "train": {"local_update_steps": 4, "optimizer": {"type": "AdamW", "lr": 5e-3}},
         "eval": {"metrics": ["acc", "f1", "matthews"]},

@@ -259,7 +259,8 @@ def _check_classes(given: Given, column: pd.Series, name: str) -> None:
     if fraction is not None:
         raise UserError(
             f"{given.data}: the label column {name!r} has numbers with fractions, such as {fraction}; "
-            "classes are expected: write them as classes, or name another column with label='COLUMN'"
+            "classes are expected: write them as classes, or name another column with label='COLUMN'; to predict "
+            "numbers, write the configuration by hand, with model.task SequenceRegression"
         )
     if count > MOST_CLASSES:
         raise UserError(

@@ -1,6 +1,7 @@
 """Every configuration file that is shipped loads, and the notebook has no outputs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,13 @@ def test_example_loads_and_survives_being_written_out(path, tmp_path):
     config.dump(tmp_path / "copy.yaml")
     assert fs_lowrank.load_config(tmp_path / "copy.yaml").to_dict() == config.to_dict()
     assert config.federate.client_num >= 3
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_the_length_suits_the_data_or_the_file_says_why_not(path):
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if "tok_len: " in line]
+    assert len(lines) == (not fs_lowrank.load_config(path).is_vision)
+    assert all("tok_len: auto" in line or re.search(r"tok_len: \d+ +# .*cut", line) for line in lines)
 
 
 def test_there_are_examples():

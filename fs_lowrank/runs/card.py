@@ -40,7 +40,7 @@ def model_card(
         ("base model", f"`{base}`"),
         ("method", f"`{facts['method']}`" + _params(config)),
         ("data", facts["source"]),
-        ("classes", ", ".join(map(str, labels)) if labels else "none: a language model"),
+        _predicted(config, labels),
         ("clients", f"{len(sizes)}, of {sizes[0]} to {sizes[-1]} samples; {config.sampled_per_round} in a round"),
         ("rounds", str(config.federate.total_round_num)),
         ("client's training", _training(config)),
@@ -82,6 +82,12 @@ def model_card(
             "",
         ]
     )
+
+
+def _predicted(config: Settings, labels: list[str]) -> tuple[str, str]:
+    if config.model.task == "SequenceRegression":
+        return "a number", ", ".join(labels)
+    return "classes", ", ".join(map(str, labels)) if labels else "none: a language model"
 
 
 def _params(config: Settings) -> str:

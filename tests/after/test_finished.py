@@ -225,6 +225,9 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     assert scope["model"].config.id2label == dict(enumerate(classes)) and len(classes) > 1
     assert scope["model"].config.label2id == {name: i for i, name in enumerate(classes)}
     assert f"fs-lowrank run --cfg {result.outdir / 'config.yaml'} outdir again" in body
+    config = load_config(result.outdir / "config.yaml", **{"model.task": "SequenceRegression"})
+    numbers = model_card(config, {**result.facts, "labels": ["score"]}, {}, "adapter")
+    assert "| a number | score |" in numbers and "| classes |" not in numbers
 
 
 def test_the_card_of_a_fetched_model_names_its_folder(runs, tiny_causal, tmp_path, monkeypatch):
