@@ -61,6 +61,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         action="store_true",
         help="say what it will take: runs, samples, hours, memory, disk; train nothing",
     )
+    tables.option(runs, "with --estimate: ")
     runs.add_argument("--unsafe-code", action="store_true", help="let HumanEval execute generated code")
     runs.set_defaults(do=_run)
     report = commands.add_parser("report", help="write results/report.md, report.html and their figures")
@@ -144,7 +145,9 @@ def _run(args: argparse.Namespace) -> int:
     if workers < 1:
         raise UserError(f"--workers {workers}: expected 1 or more")
     if args.estimate:
-        return _estimate(_options(args, args.suites), workers)
+        return _estimate(_options(args, args.suites), workers, args.table)
+    if args.table:
+        raise UserError(f"--table {args.table}: of --estimate; `fs-lowrank benchmark report` has the tables of results")
     outcome = run(_options(args, args.suites), workers, gpus, console)
     console.print(
         f"{outcome.finished} done, {len(outcome.failed)} failed, {outcome.remaining} remain, "
@@ -165,14 +168,14 @@ def _run(args: argparse.Namespace) -> int:
     return shell.FAILED if outcome.failed else shell.OK
 
 
-def _estimate(options: Options, workers: int) -> int:
+def _estimate(options: Options, workers: int, file: Path | None) -> int:
     from .estimate import table
 
     lines = table(options, workers, lambda text: console.print(text, soft_wrap=True, markup=False))
     if len(lines) <= 3:
         console.print("nothing is left to do")
         return shell.OK
-    tables.show(console, lines, right=lines[0][1:])
+    tables.show(console, lines, file, right=lines[0][1:])
     console.print(
         "hours: of local training and evaluation one client after the other, by one probed client of each setting; "
         "without lm-eval's tasks, pruned trials, and values beyond the end of a grid. memory, disk: of the largest run"

@@ -76,6 +76,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         action="store_true",
         help="do not run: estimate memory, disk and time; exit code 1: it will not fit",
     )
+    tables.option(run, "with --dry-run: ")
     init.options(run)
     run.set_defaults(cfg=None)
     compare = add(_compare, "run a configuration with several methods; a table and a plot")
@@ -255,7 +256,7 @@ def _print_saved(result) -> None:
     console.print(f"  records, configuration, checkpoints, pictures, tables: {result.outdir}", soft_wrap=True)
 
 
-def _dry_run(config, engine: str) -> int:
+def _dry_run(config, engine: str, file: Path | None) -> int:
     from .config import check_engine
     from .engines import get_engine
     from .engines.catalogue import added_engines
@@ -265,7 +266,7 @@ def _dry_run(config, engine: str) -> int:
     if engine not in added_engines():  # the others refuse what they do not honour when they run
         check_engine(config, engine)
     found = estimate(config)
-    tables.show(console, found.lines(), right=("size",))
+    tables.show(console, found.lines(), file, right=("size",))
     if found.seconds is not None and found.steps is not None:
         took = f"{found.seconds:.0f} s" if found.seconds < 600 else f"{found.seconds / 3600:.1f} h"
         console.print(f"  about {took} for {found.steps:,.0f} steps of clients, and the evaluations", soft_wrap=True)
@@ -279,6 +280,8 @@ def _dry_run(config, engine: str) -> int:
 def _run(args: argparse.Namespace) -> int | None:
     if (args.cfg is None) == (args.data is None):
         raise UserError("usage: run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
+    if args.table and not args.dry_run:
+        raise UserError(f"--table {args.table}: of --dry-run; a run writes its table to summary.csv in its outdir")
     if args.data is not None:
         args.cfg = init.write(args, None)
         console.print(f"{args.cfg}: written for {args.data}; what it guesses stands in it", soft_wrap=True)
@@ -289,7 +292,7 @@ def _run(args: argparse.Namespace) -> int | None:
     config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
     if args.dry_run:
-        return _dry_run(config, args.engine)
+        return _dry_run(config, args.engine, args.table)
     from .api import run  # takes seconds, and what is wrong in the file is said before
     from .runs.folder import outdir_of
 

@@ -79,11 +79,14 @@ def test_a_step_that_takes_more_than_a_gpu_has(causal_settings, monkeypatch):
 def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
     config = load_config(causal_settings)
     config.dump(tmp_path / "run.yaml")
-    assert cli.main(["run", "--cfg", str(tmp_path / "run.yaml"), "--dry-run"]) == 0
+    dry = ["run", "--cfg", str(tmp_path / "run.yaml"), "--dry-run"]
+    table = ["--table", str(tmp_path / "takes.csv")]
+    assert cli.main([*dry[:-1], *table]) == 2 and "of --dry-run; a run writes its table" in capsys.readouterr().err
+    assert cli.main([*dry, *table]) == 0
+    assert (tmp_path / "takes.csv").read_text().startswith("what,where,size,") and (tmp_path / "takes.tex").exists()
     out = capsys.readouterr().out
     assert "activations" in out and "steps of clients" in out and "will not fit" not in out
     assert not (tmp_path / "run" / "rounds.jsonl").exists()
-    dry = ["run", "--cfg", str(tmp_path / "run.yaml"), "--dry-run"]
     for wrong, said in (
         (["attack.attack_method", "dlg"], "attack.attack_method = 'dlg'"),
         (["--engine", "locall"], "did you mean 'local'"),

@@ -27,9 +27,10 @@ _LATEX = str.maketrans(
 )
 
 
-def option(command: argparse.ArgumentParser) -> None:
-    """Give a command the option ``--table FILE``, for ``show``."""
-    command.add_argument("--table", metavar="FILE", type=_path, help="also write the table: FILE.csv and FILE.tex")
+def option(command: argparse.ArgumentParser, when: str = "") -> None:
+    """Give a command the option ``--table FILE``, for ``show``; ``when`` it has a table begins the help."""
+    about = f"{when}also write the table: FILE.csv and FILE.tex"
+    command.add_argument("--table", metavar="FILE", type=_path, help=about)
 
 
 def only_of_a_list(args: argparse.Namespace) -> None:

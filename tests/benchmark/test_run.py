@@ -270,7 +270,9 @@ def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(place, monke
 
 
 def test_what_a_suite_will_take(place, bench):
-    code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", "--workers", "2", "--results", "estimated")
+    code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", "--workers", "2", "--results", "estimated",
+                       "--table", "takes.csv")  # fmt: skip
+    assert (place / "takes.csv").is_file() and (place / "takes.tex").is_file()
     assert code == 0 and not (place / "estimated").exists(), said
     # 2 methods, 2 numbers of clients, 2 seeds; a search for each method, of two rates; 4 rounds of batches of 8.
     (row,) = re.findall(r"│ tiny/small/main +│(.*)", said)
