@@ -76,7 +76,7 @@ class _Data:
     def __init__(self, config: Config):
         self.config = config
         self._key = repr((config.seed, config.federate.client_num, config.data, config.llm.tok_len, config.model.type))
-        self._key += repr(config.lowrank.test_seed)
+        self._key += repr((config.lowrank.test_seed, config.model.task, config.own_settings))
 
     def __hash__(self) -> int:
         return hash(self._key)

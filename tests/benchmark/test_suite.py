@@ -13,7 +13,7 @@ from benchmark.job import Cell, Options, Search
 from benchmark.plan import jobs_of, plan
 from benchmark.report import write_report
 from benchmark.results import find
-from benchmark.samples import counted, within_budget
+from benchmark.samples import _Data, counted, within_budget
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
 from fs_lowrank import UserError, load_config
 from fs_lowrank.data import build_data
@@ -96,6 +96,8 @@ def test_budget_counts_what_small_clients_train_on(write):
     assert allowed.eval.freq == max(1, allowed.federate.total_round_num // 4)
     with pytest.raises(UserError, match=f"samples = 20 is less than one round takes, {sum(sizes)}"):
         within_budget(plan(options(write(text.replace("1000", "20"))))[0])
+    own = {"lowrank.clients": [{"clients": 1, "tok_len": 4}]}  # which may leave out rows, so that sizes differ
+    assert _Data(allowed) == _Data(cells["6"].config) != _Data(allowed.replace(own))
 
 
 def test_samples_of_older_results_are_counted_from_what_they_hold(write):

@@ -7,6 +7,7 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank.config import check_local, known_keys, load_config
+from fs_lowrank.engines.flower.keys import check
 from fs_lowrank.errors import UserError, say_once
 from fs_lowrank.models.vision import VISION_MODELS  # noqa: F401  (imports torch before the tests)
 from fs_lowrank.runs.trackers import trackers_of
@@ -95,6 +96,20 @@ def test_a_key_of_the_framework_is_refused_or_reported(name, caplog, other):
         assert f"{name} = " in str(error)
     else:
         assert f"{name} = " in caplog.text and "has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(framework.DEFAULTS))
+def test_a_key_of_the_framework_is_honoured_refused_or_reported_on_flower(name, caplog, other):
+    value = other(framework.DEFAULTS[name])
+    config = load_config({**BASE, name: value})
+    say_once.cache_clear()
+    try:
+        check(config)
+    except UserError as error:
+        assert f"{name} = " in str(error)
+    else:
+        reported = f"{name} = " in caplog.text and "has no effect" in caplog.text
+        assert reported or framework.within(name, framework.ON_FLOWER["honoured"])
 
 
 def used_names():
