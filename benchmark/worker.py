@@ -55,6 +55,7 @@ class _Tells(logging.Handler):
         self.marker = marker
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.marker.written = 0.0  # at once
         self.marker({"data": record.getMessage().removeprefix("data: ")})
 
 
