@@ -77,7 +77,7 @@ def test_instructions_conversations_and_templates(config, causal_settings, tmp_p
         both = []
         for name in ("i.jsonl", "i.parquet"):
             keys = {"data.type": str(tmp_path / name), "data.args": [args], "data.splitter": "field"}
-            keys["data.splitter_args"] = [{"field": "category"}]
+            keys |= {"data.splitter_args": [{"field": "category"}], "data.max_dropped": 0.02}
             both.append(made(load_config(causal_settings, keys)))
         assert both[0].fingerprint == both[1].fingerprint and both[1].skipped == both[0].skipped
         assert sum(both[1].skipped.values()) == 2
