@@ -76,6 +76,7 @@ def strict(path):
     return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{path} has {name}"))
 
 
+@pytest.mark.more
 def test_a_client_that_diverges_alone_is_left_out_and_named(few, no_curves, second_diverges, caplog, tmp_path):
     few = {**few, "outdir": str(tmp_path / "a"), "eval": {"split": ["test"], "client_scores": True}}
     result = fs_lowrank.compare(fs_lowrank.load_config(few), ["fedlora", "local"])["local"]

@@ -11,6 +11,7 @@ def of(found, what):
     return sum(need.size for need in found.needs if need.what == what)
 
 
+@pytest.mark.more
 def test_the_figures_are_those_of_the_run(causal_settings):
     config = load_config(causal_settings, {"federate.sample_client_num": 3})
     found = estimate.estimate(config)

@@ -110,6 +110,7 @@ def test_what_becomes_of_a_run_that_is_there(config):
         fs_lowrank.run(config, resume="auto", overwrite=True)
 
 
+@pytest.mark.more
 def test_methods_to_compare_as_one_text(config):
     results = fs_lowrank.compare(config, "rolora, local", resume="auto", progress=True)
     assert list(results) == ["rolora", "local"]

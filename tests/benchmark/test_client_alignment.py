@@ -68,6 +68,7 @@ def test_observing_a_run_does_not_change_it(settings, tmp_path, method):
     assert sum(ca.mean_curve({"rounds": seen})) > 0  # a mean is aligned with its parts
 
 
+@pytest.mark.more
 def test_the_command_writes_json_and_png(settings, tmp_path):
     del settings["outdir"]
     ca.main(["--rounds", "2", "--tau", "1", "--seeds", "1", "--out", str(tmp_path)], base=settings)

@@ -95,6 +95,7 @@ def test_training_counts_its_steps_over_epochs():
     assert list(steps) == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.more
 def test_the_command_writes_json_and_png(tmp_path, monkeypatch):
     monkeypatch.setattr(hs, "POINTS", (0, 2, 4))
     options = "--seeds 1 --sizes 10 20 --compared 10 30 --trained-on 50 --steps 4 --hidden 8"

@@ -45,6 +45,7 @@ def test_the_canonical_solution_passes_and_a_wrong_one_does_not():
     assert outcome("return str(x)[5]") == "raised IndexError"
 
 
+@pytest.mark.more
 def test_an_endless_loop_is_ended():
     assert outcome("while True: pass", timeout=2) == "timed out"
     assert outcome("import time\ntime.sleep(60)", timeout=2) == "timed out"

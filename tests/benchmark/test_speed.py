@@ -82,6 +82,7 @@ def test_memory_of_a_base_and_of_a_step(tmp_path):
     assert half["base_bytes"] == plain["base_bytes"] / 2
 
 
+@pytest.mark.more
 def test_overhead_adds_up_and_removes_its_timers(settings):
     backward = torch.Tensor.backward
     found = overhead.measure(load_config(settings), rounds=2, profile=True)

@@ -68,6 +68,7 @@ def test_they_are_listed(capsys):
     assert "as a notebook" in out
 
 
+@pytest.mark.more
 def test_the_wheel_has_them(tmp_path):
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     command += ["build", "--build-base", str(tmp_path / "build"), "bdist_wheel", "--dist-dir", str(tmp_path)]

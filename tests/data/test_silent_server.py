@@ -45,6 +45,7 @@ def test_a_silent_package_index(silent, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("npm"), reason="npm is not installed")
+@pytest.mark.more
 def test_a_silent_npm_registry(silent, tmp_path, monkeypatch):
     monkeypatch.setenv("npm_config_registry", silent)
     monkeypatch.setenv("npm_config_cache", str(tmp_path / "cache"))

@@ -28,6 +28,7 @@ def test_it_stops_after_patience_evaluations_without_improvement(settings, value
     assert stalls(settings, values, **keys) is stalled
 
 
+@pytest.mark.more
 def test_a_run_ends_early(settings):
     keys = {"early_stop.patience": 1, "early_stop.delta": 100.0, "federate.total_round_num": 6}
     assert len(fs_lowrank.run(fs_lowrank.load_config(settings, keys)).history) == 2

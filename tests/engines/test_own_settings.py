@@ -33,6 +33,7 @@ def equal(a, b, atol=0.0):
         assert torch.equal(x, y) if not atol else torch.allclose(x, y, rtol=0, atol=atol), name
 
 
+@pytest.mark.more
 def test_settings_that_all_clients_have_are_those_of_the_run(few):
     own = {"batch_size": 5, "local_update_steps": 1, "batch_or_epoch": "epoch", "lr_factor": 0.5}
     keys = {"dataloader.batch_size": 5, "train.local_update_steps": 1, "train.batch_or_epoch": "epoch"}

@@ -54,6 +54,7 @@ def params(result):
     return {n: p.detach().clone() for n, p in result.model.named_parameters()}
 
 
+@pytest.mark.more
 def test_methods_whose_clients_train_alike_share_them(run):
     (first, trained), (again, none) = run(), run()
     assert (trained, none) == (3, 0)

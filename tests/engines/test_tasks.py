@@ -169,6 +169,7 @@ def test_sets_of_classes(multi, files):
     assert torch.allclose(loss_of(site.model, batch), site.model(**batch).loss, atol=1e-6)
 
 
+@pytest.mark.more
 def test_perplexity_in_the_records(few, causal_settings):
     keys = {"eval.metrics": ["perplexity"], "eval.best_res_update_round_wise_key": "val_perplexity"}
     result = fs_lowrank.run(few("run", keys, causal_settings))

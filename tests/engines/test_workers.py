@@ -173,6 +173,7 @@ def two_threads():
     torch.set_num_threads(1)
 
 
+@pytest.mark.more
 def test_the_engines_process_has_as_many_threads_as_the_others(few, two_threads):
     engine = LocalEngine(few("run", {"federate.process_num": 2}))
     try:

@@ -215,6 +215,7 @@ def test_random_points_continue_after_an_interruption(search):
     assert len(set(rates)) == 2
 
 
+@pytest.mark.more
 def test_rungs_continue_the_better_half_from_its_checkpoints(search):
     space = {"train.optimizer.lr": {"choice": [1e-4, 1e-3, 1e-2]}}
     options, _, _ = search(space, sampler="random", rungs=(1, 2), trials=4)
@@ -289,6 +290,7 @@ def test_a_search_ends_if_all_trials_fail_in_the_same_way(search, config):
         search({"train.optimizer.lr": {"grid": [1e-3, 1e-2, 2e-2, 5e-2]}}, base=base)
 
 
+@pytest.mark.more
 def test_after_ctrl_c_the_same_search_continues_the_trial_from_its_checkpoint(search, monkeypatch):
     real, rounds = fs_lowrank.run, []
 
@@ -450,6 +452,7 @@ def test_two_spaces_configs_or_settings_in_one_study(search, config, monkeypatch
     search(timeout=1e-6, name="anew")
 
 
+@pytest.mark.more
 def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatch):
     """The base config has no server optimizer; one of the two points has the one whose revision changed."""
     base = config.replace({"fedopt.use": True, "fedopt.optimizer.type": "SGD"})

@@ -44,6 +44,7 @@ def same(a, b):
     assert a.final == b.final and [r["loss"] for r in a.history] == [r["loss"] for r in b.history]
 
 
+@pytest.mark.more
 def test_a_second_run_computes_nothing_again(last_layer, computed, folder):
     without = last_layer("without", {"train.cache_frozen_shared": 0})
     assert computed and not folder.exists()

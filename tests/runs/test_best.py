@@ -102,6 +102,7 @@ def test_what_comes_after_the_run_takes_either(make, kind, keys, reviews_csv, tm
         load_run(result.outdir, best=True)
 
 
+@pytest.mark.more
 def test_killed_and_resumed(make):
     """Killed after the best round and before a checkpoint of it; and with it in a checkpoint."""
     whole = fs_lowrank.run(make("whole"))
@@ -179,6 +180,7 @@ def test_test_data_never_decide(make, key, best):
     assert evaluator.best(history[2:4]) is None
 
 
+@pytest.mark.more
 def test_the_tables_show_the_last_and_the_best_round(make, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(make("one").to_dict()))
