@@ -28,11 +28,18 @@ def trackers_of(config: Config) -> list[str]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ``UserError`` if one of these trackers is not installed."""
-    from accelerate.tracking import get_available_trackers
+    """Raise ``UserError`` if one of these trackers is not installed, or unknown to the accelerate that is."""
+    if not names:
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-    there = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()} if names else set()
+    there = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
     for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise UserError(
+                f"lowrank.trackers: the accelerate that is installed does not know {name}, a later one does; "
+                "get it with: pip install -U accelerate"
+            )
         if name not in there:
             raise UserError(f"lowrank.trackers: {name} is not installed; install it with: pip install {name}")
 
