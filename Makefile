@@ -67,6 +67,7 @@ test-lowest: $(VENV)/.installed
 	UV_HTTP_RETRIES=1 $(LOWEST_INSTALL) --resolution lowest-direct --torch-backend auto -e '.[hpo,oneshot,report]' || \
 	$(LOWEST_INSTALL) --resolution lowest-direct -e '.[hpo,oneshot,report]'
 	$(LOWEST_INSTALL) pytest pytest-timeout hypothesis scikit-learn
+	$(LOWEST_INSTALL) -c constraints.txt --no-deps curvlinops-for-pytorch backpack-for-pytorch
 	$(LOWEST)/bin/python -m pytest -q $(LOWEST_TESTS)
 
 # Flower's own pins hold back other packages, so its environment is apart, at the versions of constraints-flower.txt; torch,
