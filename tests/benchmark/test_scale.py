@@ -52,7 +52,7 @@ def test_servers_that_share_the_layers_compute_what_one_does(name):
         updates = [Update(i, 10 * i, tensors) for i, tensors in enumerate(drawn, 1)]
         state, message = whole.aggregate(updates, state, round)
         for i, (server, own) in enumerate(zip(shards, _SHARDS)):
-            given = [Update(u.client_id, u.num_samples, _of(u.tensors, own)) for u in updates]
+            given = [Update(u.client, u.num_samples, _of(u.tensors, own)) for u in updates]
             states[i], part = server.aggregate(given, states[i], round)
             expected = _of(message, own)
             assert part.keys() == expected.keys() and part
