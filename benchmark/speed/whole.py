@@ -22,6 +22,9 @@ from typing import Any
 import torch
 import yaml
 
+from fs_lowrank.settings.reading import read_yaml
+from fs_lowrank.settings.tree import flatten
+
 from . import row
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +79,7 @@ def command(kind: str, settings: dict[str, Any], folder: Path) -> list[str]:
         given = ["--cfg", str(DEMO), "--space", str(folder / "rates.yaml"), "--dir", str(folder / "hpo")]
         words = [text for key, value in keys.items() for text in (key, str(value))]
         return ["hpo", "tune", *given, "--methods", "rolora", "--workers", "2", "--confirm", "0", *words]
-    config = {**yaml.safe_load(DEMO.read_text()), **keys}
+    config = {**flatten(read_yaml(DEMO)[1]), **keys}
     suite = {"config": config, "methods": list(METHODS), "seeds": [0, 1, 2], "test": "none", "metrics": ["val_acc"]}
     (folder / "suite.yaml").write_text(yaml.safe_dump(suite))
     places = ["--results", str(folder / "results"), "--work", str(folder / "work")]
@@ -188,11 +191,13 @@ def run(turns: int = 2) -> dict:
     for _ in range(turns):
         for setting in SETTINGS:
             demos[setting].append(_demo(setting))
-    jobs = {
-        (kind, setting): _job(kind, setting)
-        for kind in ("search", "suite")
-        for setting in ("one process", "without")  # a search and a suite have a process for each worker
-    }
+            seconds = sum(method["seconds"] for method in demos[setting][-1])
+            print(f"whole: the demo, {setting}: {seconds:.0f} s", flush=True)
+    jobs: dict[tuple[str, str], float] = {}
+    for kind in ("search", "suite"):
+        for setting in ("one process", "without"):  # a search and a suite have a process for each worker
+            jobs[kind, setting] = _job(kind, setting)
+            print(f"whole: the {kind}, {setting}: {jobs[kind, setting]:.0f} s", flush=True)
     whole = {s: statistics.median(sum(m["seconds"] for m in found) for found in demos[s]) for s in SETTINGS}
     training = statistics.median(sum(m["training"] for m in found) for found in demos["all"])
     peak = peak_rate()

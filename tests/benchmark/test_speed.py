@@ -22,6 +22,7 @@ from benchmark.speed import (
     vision,
     whole,
 )
+from benchmark.suite import load_suite
 from fs_lowrank import UserError, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.models.adapters import layer_stack
@@ -142,8 +143,9 @@ def test_commands_of_whole_jobs_are_understood(tmp_path):
     for kind, cli in (("search", hpo.cli), ("suite", benchmark.cli)):
         _, *given = whole.command(kind, whole.PLAIN, tmp_path)
         assert cli._parser()[0].parse_args(given).workers == 2
-    suite = yaml.safe_load((tmp_path / "suite.yaml").read_text())
-    assert len(suite["methods"]) * len(suite["seeds"]) == 12 and len(whole.RATES) == 16
+    suite = load_suite(str(tmp_path / "suite.yaml"), "")
+    (experiment,) = suite.experiments.values()
+    assert len(experiment.methods) * len(experiment.seeds) == 12 and len(whole.RATES) == 16
     for settings in whole.SETTINGS.values():
         load_config(whole.DEMO, settings)
 
