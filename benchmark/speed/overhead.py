@@ -102,7 +102,7 @@ def measure(config: Config, rounds: int, profile: bool = False) -> dict:
                 profiler.disable()
             return record["round"] >= rounds
 
-        engine = LocalEngine(config.replace(outdir=folder), on_round, on_client)
+        engine = LocalEngine(config.replace(**{"outdir": folder, "lowrank.pictures": False}), on_round, on_client)
         with timers(engine.model) as spent:
             engine.run()
     measured = []
