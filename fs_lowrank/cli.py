@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,8 @@ _OURS = {
     "benchmark.cli:main": "run suites of experiments, and report their results with verdicts",
     "hpo.cli:main": "search hyperparameters over any configuration",
 }
+#: entries of the cache that are shown; a file has all of them
+_LISTED = 20
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
@@ -83,8 +86,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     run_options(compare)
     compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods; also local, pooled")
     compare.add_argument("--seeds", metavar="0,1,2", help="one comparison for each seed; means and spreads")
-    cache = add(_cache, "show how much is kept of frozen layers for other runs, or remove it")
+    cache = add(_cache, "list what is kept of frozen layers for other runs, or remove it")
     cache.add_argument("--clear", action="store_true", help="remove all of it")
+    tables.option(cache, "without --clear: ")
     methods = add(_methods, "list the methods, or show one in full")
     methods.add_argument("name", nargs="?", metavar="NAME")
     doctor = add(_doctor, "show what is installed and usable, and how to get the rest")
@@ -403,11 +407,26 @@ def _cache(args: argparse.Namespace) -> None:
     from .runs.summary import human_bytes
 
     states = SharedStates(shared_folder(), limit=0)
-    size = human_bytes(states.size())
     if args.clear:
+        if args.table:
+            raise UserError(f"--table {args.table}: with --clear there is no table; leave one of them out")
+        size = human_bytes(states.size())
         console.print(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}", soft_wrap=True)
-    else:
-        console.print(f"{len(states.entries())} entries, {size}, in {states.folder}", soft_wrap=True)
+        return
+    found = states.contents()
+    size = human_bytes(sum(entry.size for entry in found))
+    console.print(f"{len(found)} entries, {size}, in {states.folder}", soft_wrap=True)
+    lines = [("model", "frozen layers", "samples", "tokens", "size", "last used")]
+    for entry in found:
+        tokens = "" if entry.tokens is None else f"{entry.tokens:,}"
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        lines.append((entry.model, entry.layers, entry.samples, tokens, human_bytes(entry.size), used))
+    if found:
+        tables.show(console, lines[: _LISTED + 1], right=("samples", "tokens", "size"))
+    if len(found) > _LISTED:
+        console.print(f"and {len(found) - _LISTED} more")
+    if args.table:
+        tables.write_tables(lines, args.table)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,17 +1,21 @@
 """The command line: its output, the commands that it refuses, and its exit codes."""
 
+import csv
 import json
+import os
 import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 import fs_lowrank
 from fs_lowrank import cli, list_methods
 from fs_lowrank.errors import ROWS_LOGGER, RunFailed, UserError, say_once
+from fs_lowrank.models.states import SharedStates, shared_folder
 
 
 @pytest.fixture
@@ -275,8 +279,6 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_usage_is_one_line_and_exit_code_2(command, config_file, tmp_path, what):
-    import torch
-
     if what == "no GPU" and torch.cuda.is_available():
         pytest.skip("there is one")
     overrides, message = WRONG[what]
@@ -539,10 +541,35 @@ def test_the_module_is_the_command():
 def test_cache(command, config_file, tmp_path, monkeypatch):
     monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
     assert "0 entries" in command("cache")[1]
-    code, _, _ = command("run", "--cfg", config_file, "llm.adapter.args.0.layers", "[2]", "--workers", "1")
+    keys = ["llm.adapter.args.0.layers", "[2]", "train.batch_or_epoch", "epoch"]
+    code, _, _ = command("run", "--cfg", config_file, *keys, "--workers", "1")
     assert code == 0
-    assert "0 entries" not in command("cache")[1] and "removed" in command("cache", "--clear")[1]
+    shown = squeeze(command("cache", "--table", tmp_path / "kept.csv")[1])
+    with (tmp_path / "kept.csv").open(encoding="utf-8", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert f"{len(rows)} entries, " in shown and len(rows) > 3 and header[0] == "model"
+    assert {(row[0], row[1]) for row in rows} == {("BertForSequenceClassification", "2 of 3")}
+    assert all(" ".join(row) in shown for row in rows) and "more" not in shown
+    assert "removed" in command("cache", "--clear")[1]
     assert "0 entries" in command("cache")[1]
+
+
+def test_a_cache_of_many_entries(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
+    assert command("cache", "--table", tmp_path / "none.tex")[0] == 0
+    assert (tmp_path / "none.csv").read_text(encoding="utf-8").count("\n") == 1, "a header alone"
+    store = SharedStates(shared_folder(), 1e6)
+    for i in range(23):
+        store.get(f"{i}", lambda i=i: torch.ones(100 + i, 2), {"model": f"of {i}"} if i else None)
+        os.utime(tmp_path / "frozen" / f"{i}.safetensors", (1e9 + i, 1e9 + i))
+    code, out, _ = command("cache", "--table", tmp_path / "kept.csv")
+    shown = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
+    assert code == 0 and shown == [f"of {i}" for i in range(22, 2, -1)] and out.endswith("and 3 more\n")
+    rows = (tmp_path / "kept.csv").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 24 and rows[1].startswith("of 22,,,122,")
+    assert rows[-1].startswith("of an earlier version,,,100,")
+    code, _, err = command("cache", "--clear", "--table", tmp_path / "none.csv")
+    assert code == 2 and "with --clear there is no table" in squeeze(err) and len(store.entries()) == 23
 
 
 def test_workers(command, config_file):

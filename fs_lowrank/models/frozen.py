@@ -20,7 +20,6 @@ import itertools
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -32,14 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import digest
-from ..errors import RunFailed, UserError
-from ..jobs.files import disk_error
 from .adapters import layer_stack
 from .machine import input_device, machine, rounding
 from .names import tags
 from .quantised import beside, own_tensors
 from .reads import Attending, Enough, giving, instead, outermost
-from .states import SharedStates
+from .states import SharedStates, mapped_file, own_folder
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -47,6 +44,12 @@ logger = logging.getLogger("fs_lowrank")
 COMPUTED_TOGETHER = 32
 #: number of samples that are run with and without cached states before the cache is used, and of owners they may be of
 _TRIED, _ASKED = 4, 1000
+#: passes over an owner's samples in a run from which on its states are kept: filling the cache takes one. Where they
+#: are kept for other runs, half a pass is enough: a run that is never repeated loses one pass at most, a second one
+#: gains
+_PASSES, _PASSES_SHARED = 1.0, 0.5
+#: part of the name of what is kept for other runs; higher whenever something else is stored, or in another form
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class FrozenPrefix:
         trainable: tags of all parameters that are trained in any phase.
         limit: maximum size of the cache in bytes; other states are computed each time.
         folder: folder for memory-mapped files, instead of memory.
-        shared: where states are kept for other runs and processes; without ``folder`` only.
+        shared: where states are kept for other runs and processes, if its limit is not 0; without ``folder`` only.
         changing: names of the base weights that the method changes; None: only states are cached, no keys and values.
     """
 
@@ -92,7 +95,8 @@ class FrozenPrefix:
         shared: SharedStates | None = None,
         changing: Collection[str] | None = None,
     ):
-        self.model, self.shared, self.changing = model, shared, changing
+        self.model, self.changing = model, changing
+        self.shared = shared if shared is not None and shared.limit > 0 and not folder else None
         stack = layer_stack(model)
         self.layers = list(stack[1]) if stack else []
         name = stack[0] + "." if stack else ""
@@ -122,20 +126,27 @@ class FrozenPrefix:
     def __bool__(self) -> bool:
         return self.depth > 0
 
+    @property
+    def _inner(self) -> Any:
+        """The model without its adapters' wrapper."""
+        return getattr(self.model, "get_base_model", lambda: self.model)()
+
     def eval_below(self) -> None:
         """Turn off dropout in all modules before the first trainable block; call after ``model.train()``."""
         for module in self.below:
             module.training = False
 
     def plan(self, owners: Mapping[str, tuple[Any, float]], clients: Owners | None = None) -> None:
-        """Decide once whose states are cached, by number of uses and size, in the given order.
+        """Decide once whose states are cached, by number of uses and size, in the given order, and those with less than
+        a pass last.
 
-        The decision must not depend on the order of training, because a resumed run has to make the same one. If the
-        results of the model differ with cached states, a warning gives the reason and the cache is not used.
+        The decision depends on the configuration and the data alone, not on the order of training or on what other runs
+        have kept, because a resumed run and the same run in a search have to make the same one. If the results of the
+        model differ with cached states, a warning gives the reason and the cache is not used.
 
         Args:
-            owners: name -> (examples, number of passes over them). Filling the cache takes one pass, so examples with
-                less than one pass are not cached.
+            owners: name -> (examples, number of passes over them in the run). Examples with less than one pass, or half
+                a pass where states are kept for other runs, are not cached.
             clients: further owners, who come after those.
         Raises:
             UserError: the folder cannot be created or written to.
@@ -146,14 +157,15 @@ class FrozenPrefix:
         if not self:
             return
         self.parts = self._find_parts(groups[0].examples(0))
-        used = [np.flatnonzero(group.passes >= 1) for group in groups]
+        least = _PASSES if self.shared is None else _PASSES_SHARED
+        used = [np.flatnonzero(group.passes >= least) for group in groups]
         tokens = sum(int(group.tokens[chosen].sum()) for group, chosen in zip(groups, used))
         if tokens * self.columns * self.dtype.itemsize > self.limit:
             self.parts = {}
         remaining, kept = self.limit, []
         self.budget = dict.fromkeys(owners, False)
         for group, chosen in zip(groups, used):
-            for i in chosen.tolist():
+            for i in chosen[np.argsort(group.passes[chosen] < _PASSES, kind="stable")].tolist():
                 size = int(group.tokens[i]) * self.columns * self.dtype.itemsize
                 if size <= remaining:
                     remaining -= size
@@ -167,15 +179,14 @@ class FrozenPrefix:
             self.parts = {}
             wrong = self._differs(trial)
         if wrong:
-            inner = getattr(self.model, "get_base_model", lambda: self.model)()
             logger.warning(
                 "train.cache_frozen: the cache cannot be used with %s (%s); the frozen layers are computed each time",
-                type(inner).__name__,
+                type(self._inner).__name__,
                 wrong,
             )
             self.budget, remaining = dict.fromkeys(owners, False), self.limit
         elif kept and self.folder:
-            _make(self.folder)
+            own_folder(self.folder)
         self.planned = self.limit - remaining
 
     def states(self, owner: str, examples, indices: np.ndarray) -> contextlib.AbstractContextManager[None]:
@@ -407,19 +418,21 @@ class FrozenPrefix:
         """Hidden states of all samples, computed in fixed batches, so that they do not depend on earlier calls."""
         lengths = examples.lengths
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        if self.shared is not None and self.folder is None:
-            return self.shared.get(self._key(examples), lambda: self._filled(owner, examples, starts)), starts
-        return self._filled(owner, examples, starts), starts
+        if self.shared is None:
+            return self._filled(owner, examples, starts), starts
+        about = {
+            "model": type(self._inner).__name__,
+            "layers": f"{self.depth} of {len(self.layers)}",
+            "samples": str(len(lengths)),
+        }
+        return self.shared.get(self._key(examples), lambda: self._filled(owner, examples, starts), about), starts
 
     def _filled(self, owner: str, examples, starts: np.ndarray) -> Tensor:
         lengths, shape, dtype = examples.lengths, (int(starts[-1]), self.columns), self.dtype
         if self.folder is None:
             buffer = torch.empty(shape, dtype=dtype)
         else:
-            path = self.folder / f"{owner}-{os.getpid()}.states"
-            _reserve(path, shape[0] * shape[1] * dtype.itemsize)
-            buffer = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=dtype).view(shape)
-            path.unlink()  # the mapping remains valid, and no file is left when the process ends
+            buffer = mapped_file(self.folder / f"{owner}-{os.getpid()}.states", shape, dtype)
         order = np.argsort(-lengths, kind="stable")
         for first in range(0, len(order), COMPUTED_TOGETHER):
             indices = order[first : first + COMPUTED_TOGETHER]
@@ -442,14 +455,14 @@ class FrozenPrefix:
                     if name.startswith(self.place) and "base" in tags(name) and name not in (self.changing or ())
                 }
                 tensors |= {n: t for n, t in beside(self.model).items() if n.startswith(self.place)}
-            inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()
-            config = {k: v for k, v in inner.config.to_dict().items() if k != "_name_or_path"}
+            config = {k: v for k, v in self._inner.config.to_dict().items() if k != "_name_or_path"}
             self._below = {
                 "weights": digest(tensors),
-                "model": [type(inner).__name__, self.depth, config],
+                "model": [type(self._inner).__name__, self.depth, config],
                 "modules": [type(module).__name__ for module in self.below] + list(self.parts),
                 **machine(self.model),
                 "together": COMPUTED_TOGETHER,
+                "format": _FORMAT,
                 "versions": [version(package) for package in ("torch", "transformers", "peft")],
             }
         decided = {**self._below, "dtype": str(self.dtype), "examples": examples.fingerprint()}
@@ -463,36 +476,6 @@ def _passing(outputs: int) -> Callable:
         return (hidden_states, *[None] * (outputs - 1)) if outputs else hidden_states
 
     return forward
-
-
-def _make(folder: Path) -> None:
-    """Create the folder and check that it is writable."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise _kind(error)(
-            f"train.cache_frozen_dir: {folder} cannot be used as a folder for the frozen layers' states "
-            f"({error.strerror}); name another, or leave the key out to keep them in memory"
-        ) from None
-
-
-def _reserve(path: Path, size: int) -> None:
-    """Create the file and allocate its disk space; a full disk would later crash the process at the mapping."""
-    try:
-        with open(path, "wb") as file:
-            if size and hasattr(os, "posix_fallocate"):  # not on macOS
-                os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise _kind(error)(
-            f"train.cache_frozen_dir: {path.parent} has no room for the {size / 1e6:.3g} MB of cached "
-            f"states ({error.strerror}); choose another folder, or set train.cache_frozen: off"
-        ) from None
-
-
-def _kind(error: OSError) -> type[UserError]:
-    return RunFailed if disk_error(error) else UserError
 
 
 class _Unused(Exception):

@@ -1,18 +1,20 @@
-"""Hidden states of frozen layers, kept on disk and shared by the runs and processes of a machine.
+"""Hidden states of frozen layers in files: of one run, or kept and shared by the runs and processes of a machine.
 
-An entry is named by a hash of all that decides its values: the weights of the frozen layers, the samples, the
+What is shared is named by a hash of all that decides its values: the weights of the frozen layers, the samples, the
 precision, the kind of attention, the device and its instructions, the number of threads, and the versions of the
-libraries. So a run gives the same numbers with and without.
+libraries. So a run gives the same numbers whether an earlier one has kept them or not.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..data.fetch import home
-from ..jobs.files import replacing
+from ..errors import RunFailed, UserError
+from ..jobs.files import disk_error, replacing
 from ..jobs.locks import exclusive
 
 logger = logging.getLogger("fs_lowrank")
@@ -36,6 +39,25 @@ def shared_folder() -> Path:
     """Where the entries are: ``$FS_LOWRANK_FROZEN``, else ``frozen`` in the folder of fetched items."""
     folder = os.environ.get("FS_LOWRANK_FROZEN")
     return Path(folder).expanduser() if folder else home() / "frozen"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What stands in the header of a file.
+
+    Attributes:
+        model: the class of the model; in words if an earlier version wrote the file, or it cannot be read.
+        layers: how many layers are frozen below, of how many. samples: their number. All three are text.
+        tokens: rows of the states; None if the file cannot be read.
+        size: bytes on disk. used: when it was last used, in seconds since 1970.
+    """
+
+    model: str
+    layers: str
+    samples: str
+    tokens: int | None
+    size: int
+    used: float
 
 
 class SharedStates:
@@ -54,13 +76,19 @@ class SharedStates:
         """The files, the least recently used first."""
         return sorted(self.folder.glob("*.safetensors"), key=_used)
 
-    def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
+    def contents(self) -> list[Entry]:
+        """What they are of, the last used first."""
+        return [entry for path in reversed(self.entries()) if (entry := _entry(path)) is not None]
+
+    def get(self, key: str, compute: Callable[[], Tensor], about: Mapping[str, str] | None = None) -> Tensor:
         """The states under ``key``, memory-mapped from the disk; computed and kept if there are none.
 
-        Of several processes that need the same entry one computes it, and the others wait.
+        Of several processes that need the same entry one computes it, and the others wait. That one, too, reads it back
+        from the file, so that it is in memory once for all of them.
 
         Args:
             compute: gives the states, ``(tokens, width)``.
+            about: kept beside them for ``contents``: ``model``, ``layers`` and ``samples``.
         """
         if not self.usable:
             return compute()
@@ -72,7 +100,9 @@ class SharedStates:
                 states = self._read(key)  # another process may have written it meanwhile
                 if states is None:
                     states = compute()
-                    self._write(key, states)
+                    self._write(key, states, about or {})
+                    mapped = self._read(key)
+                    states = states if mapped is None else mapped
                 return states
         except OSError as error:
             self.usable = False
@@ -103,14 +133,14 @@ class SharedStates:
             os.utime(path)
         return states
 
-    def _write(self, key: str, states: Tensor) -> None:
+    def _write(self, key: str, states: Tensor, about: Mapping[str, str]) -> None:
         size = states.numel() * states.element_size()
         if size > self.limit:
             return
         self.make_room(self.limit - size)
         try:
             with replacing(self.folder / f"{key}.safetensors", durable=False) as aside:
-                save_file({"states": states}, aside, {"crc32": str(_checksum(states))})
+                save_file({"states": states}, aside, {**about, "crc32": str(_checksum(states))})
         except SafetensorError as error:  # a full disk
             raise OSError(str(error)) from error
 
@@ -137,6 +167,22 @@ class SharedStates:
         return sum(map(_size, self.entries()))
 
 
+def _entry(path: Path) -> Entry | None:
+    """What the file holds; None if another process has removed it."""
+    facts: Mapping[str, str] = {}
+    tokens, unknown = None, "of an earlier version"
+    try:
+        with safe_open(path, "np") as file:
+            tokens = int(file.get_slice("states").get_shape()[0])
+            facts = file.metadata() or {}
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError, IndexError):
+        unknown = "damaged"
+    model, layers, samples = facts.get("model", unknown), facts.get("layers", ""), facts.get("samples", "")
+    return Entry(model, layers, samples, tokens, _size(path), _used(path))
+
+
 def _checksum(states: Tensor) -> int:
     values = states.flatten().view(torch.uint8).numpy().data
     crc = 0
@@ -158,3 +204,52 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+# -- files of one run (train.cache_frozen_dir) ---------------------------------------------------------
+
+
+def own_folder(folder: Path) -> None:
+    """Create the folder and check that it is writable.
+
+    Raises:
+        UserError: it is not. RunFailed: the disk is full, broken or read-only.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _kind(error)(
+            f"train.cache_frozen_dir: {folder} cannot be used as a folder for the frozen layers' states "
+            f"({error.strerror}); name another, or leave the key out to keep them in memory"
+        ) from None
+
+
+def mapped_file(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A tensor of ``shape`` in a new file, which is not left when the process ends.
+
+    Raises:
+        UserError, RunFailed: as for ``own_folder``.
+    """
+    reserve(path, shape[0] * shape[1] * dtype.itemsize)
+    buffer = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=dtype).view(shape)
+    path.unlink()  # the mapping remains valid
+    return buffer
+
+
+def reserve(path: Path, size: int) -> None:
+    """Create the file and allocate its disk space; a full disk would later crash the process at the mapping."""
+    try:
+        with open(path, "wb") as file:
+            if size and hasattr(os, "posix_fallocate"):  # not on macOS
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise _kind(error)(
+            f"train.cache_frozen_dir: {path.parent} has no room for the {size / 1e6:.3g} MB of cached "
+            f"states ({error.strerror}); choose another folder, or set train.cache_frozen: off"
+        ) from None
+
+
+def _kind(error: OSError) -> type[UserError]:
+    return RunFailed if disk_error(error) else UserError

@@ -32,7 +32,7 @@ def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tupl
         f"it is for images, and {model}",
         ("model.use_bias", "data.transform", "data.val_transform", "data.test_transform"),
     )
-    cache = ("train.cache_frozen_bytes", "train.cache_frozen_dir")
+    cache = tuple(f"train.cache_frozen_{name}" for name in ("bytes", "dir", "shared"))
     yield (
         not vision,
         f"it is for text, and {model}",
@@ -44,10 +44,15 @@ def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tupl
             "train.checkpointing",
             "train.cohort",
             "model.attn_implementation",
+            "train.cache_frozen",
             *cache,
         ),
     )
+    folder = config.train.cache_frozen_dir
+    yield vision or not folder, f"train.cache_frozen_dir = {folder!r} takes precedence", ("train.cache_frozen_shared",)
     yield vision or config.train.cache_frozen != "off", "train.cache_frozen is off", cache
+    drops = config.train.frozen_dropout
+    yield vision or not drops, "train.frozen_dropout is True", ("train.cache_frozen", *cache)
     yield (
         config.llm.adapter.use is not False or config.federate.method not in framework.WITH_ADAPTERS,
         f"federate.method = {config.federate.method} trains all weights without an adapter",

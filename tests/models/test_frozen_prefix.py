@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import RunFailed, UserError
-from fs_lowrank.models import frozen
+from fs_lowrank.models import frozen, states
 from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.models.frozen import FrozenPrefix
+from fs_lowrank.models.states import SharedStates
 from fs_lowrank.settings import AdapterSpec
 
 
@@ -125,6 +126,26 @@ def test_the_budget_goes_by_order_and_use(tiny_encoder):
     assert not prefix.kept, "states beyond the budget are not cached"
 
 
+@pytest.mark.parametrize(
+    "shared, folder, least", [(None, False, 1.0), (0, False, 1.0), (1, False, 0.5), (1e9, False, 0.5), (1e9, True, 1.0)]
+)
+def test_half_a_pass_is_enough_where_states_are_kept_for_other_runs(tiny_encoder, tmp_path, shared, folder, least):
+    sets = {name: examples(4, seed=i) for i, name in enumerate("abc")}
+    store = None if shared is None else SharedStates(tmp_path / "shared", shared)
+    own = tmp_path / "own" if folder else None
+    prefix = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, 1e9, own, store)
+    prefix.plan({"a": (sets["a"], least - 0.01), "b": (sets["b"], least), "c": (sets["c"], 9)})
+    assert prefix.budget == {"a": False, "b": True, "c": True}
+
+
+def test_those_with_less_than_a_pass_take_what_the_others_leave(tiny_encoder, tmp_path):
+    data = examples(4)
+    size, store = int(data.lengths.sum()) * 32 * 4, SharedStates(tmp_path, 1e9)
+    prefix = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, 2 * size, None, store)
+    prefix.plan({"a": (data, 0.5), "b": (data, 0.9), "c": (data, 1), "d": (data, 0.6)})
+    assert prefix.budget == {"a": True, "b": False, "c": True, "d": False}
+
+
 def test_an_error_in_the_context_restores_the_model(tiny_encoder):
     model, data = model_of(tiny_encoder, (1,)), examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
@@ -169,30 +190,30 @@ def with_parts(kind, layers, changing=(), limit=1e9, modules=None):
     return model, data, prefix
 
 
+def gradients(prefix, data, kept):
+    """Of a step with dropout, with or without what is kept of ``a``."""
+    prefix.model.train()
+    prefix.eval_below()
+    prefix.model.zero_grad()
+    torch.manual_seed(3)
+    prefix.budget["a"] = kept
+    with prefix.states("a", data, np.array([4, 0, 7])):
+        loss = prefix.model(**data.batch(np.array([4, 0, 7]))).loss
+    loss.backward()
+    return {n: p.grad.clone() for n, p in prefix.model.named_parameters() if p.grad is not None}
+
+
 @pytest.mark.parametrize("layers", [(1, 2), (2,)])
 def test_keys_and_values_before_the_adapter_are_kept(kind, layers):
     model, data, prefix = with_parts(kind, layers)
     own = "self_attn.k_proj", "self_attn.v_proj.base_layer"
     own = own if kind[0] else ("attention.self.key", "attention.self.value.base_layer")
     assert tuple(prefix.parts) == own
-    ran = []
-    for name in own:
-        prefix.layers[prefix.depth].get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
-    gradients = []
-    for kept in (True, False):
-        model.train()
-        prefix.eval_below()
-        model.zero_grad()
-        torch.manual_seed(3)
-        prefix.budget["a"] = kept
-        with prefix.states("a", data, np.array([4, 0, 7])):
-            loss = model(**data.batch(np.array([4, 0, 7]))).loss
-        loss.backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    kept, computed = (gradients(prefix, data, k) for k in (True, False))
     assert prefix.kept["a"][0].shape[1] == 32 + sum(prefix.parts.values())
-    assert gradients[0].keys() == gradients[1].keys() and gradients[0]
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-4)
+    assert kept.keys() == computed.keys() and kept
+    for name, gradient in kept.items():
+        torch.testing.assert_close(gradient, computed[name], atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +242,7 @@ def test_keys_and_values_are_kept_only_where_all_fit(tiny_encoder):
     assert not prefix.parts and prefix.budget == {"a": True}
 
 
-def test_keys_and_values_of_other_weights_have_another_name(tiny_encoder):
+def test_keys_and_values_of_other_weights_have_another_name(tiny_encoder, monkeypatch):
     keys = set()
     for change in (None, "attention.self.key.weight", "attention.self.value.lora_A.default.weight"):
         model, data, prefix = with_parts((False, tiny_encoder), (2,))
@@ -229,6 +250,8 @@ def test_keys_and_values_of_other_weights_have_another_name(tiny_encoder):
             prefix.layers[2].get_parameter(change).data.add_(0.1)
         keys.add(prefix._key(data))
     assert len(keys) == 2
+    monkeypatch.setattr(frozen, "_FORMAT", frozen._FORMAT + 1)
+    assert with_parts((False, tiny_encoder), (2,))[2]._key(data) not in keys
 
 
 @pytest.mark.parametrize("number, kind", [(errno.ENOSPC, RunFailed), (errno.EFBIG, UserError)])
@@ -238,7 +261,7 @@ def test_a_full_disk_is_no_wrong_use(tmp_path, monkeypatch, number, kind):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError, match="has no room for the 1e-05 MB") as told:
-        frozen._reserve(tmp_path / "x.states", 10)
+        states.reserve(tmp_path / "x.states", 10)
     assert type(told.value) is kind and not list(tmp_path.iterdir())
 
 
@@ -258,6 +281,22 @@ _RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_v
 ARCHITECTURES = {
     "bert": ("bert", _SIZES, "value"),
     "llama": ("llama", {**_SIZES, "num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 3}, "v_proj"),
+    "roberta": ("roberta", _SIZES, "value"),
+    "qwen2": ("qwen2", {**_SIZES, "num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 3}, "v_proj"),
+    "gpt2": (
+        "gpt2",
+        {
+            "vocab_size": 40,
+            "n_embd": 32,
+            "n_layer": 4,
+            "n_head": 4,
+            "n_positions": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+        },
+        "c_attn",
+    ),
     "deberta": ("deberta", {**_SIZES, **_RELATIVE}, "in_proj"),
     "deberta-v2": ("deberta-v2", {**_SIZES, **_RELATIVE, "conv_kernel_size": 3, "conv_act": "gelu"}, "value_proj"),
     "deberta-v3": (
@@ -302,10 +341,16 @@ ARCHITECTURES = {
     ),
 }
 KEPT, COMPUTED = (
-    ["bert", "llama", "deberta", "deberta-v2", "deberta-v3"],
+    ["bert", "llama", "roberta", "qwen2", "gpt2", "deberta", "deberta-v2", "deberta-v3"],
     ["xlm", "fnet", "convbert", "longformer", "xlnet", "rwkv"],
 )
-CAUSAL = ("llama", "rwkv")
+CAUSAL = ("llama", "qwen2", "gpt2", "rwkv")
+#: what is kept of the first adapted layer beside its input; GPT-2 has one matrix for queries, keys and values
+KEYS_AND_VALUES = {
+    **dict.fromkeys(("bert", "roberta"), {"attention.self.key": 32, "attention.self.value.base_layer": 32}),
+    **dict.fromkeys(("llama", "qwen2"), {"self_attn.k_proj": 16, "self_attn.v_proj.base_layer": 16}),
+    "gpt2": {"attn.c_attn.base_layer": 96},
+}
 
 
 def random_model(name):
@@ -373,6 +418,26 @@ def test_every_architecture_gives_equal_results_with_the_cache(name, caplog):
     assert kept.keys() == computed.keys() and kept
     for n, value in kept.items():
         torch.testing.assert_close(value, computed[n], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", KEYS_AND_VALUES)
+def test_keys_and_values_of_every_family(name):
+    model, data = random_model(name), examples(causal=name in CAUSAL)
+    for n, parameter in model.named_parameters():
+        if "lora_B" in n:
+            torch.nn.init.normal_(parameter, std=0.3)
+    prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9, changing=())
+    prefix.plan({"a": (data, 5)})
+    assert prefix.depth == 2 and prefix.budget == {"a": True} and prefix.parts == KEYS_AND_VALUES[name]
+    for batch in (np.arange(9), np.array([3, 0]), np.array([7])):
+        plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)
+        torch.testing.assert_close(kept, plain, atol=1e-5 * float(plain.abs().max()), rtol=1e-5)
+    assert prefix.kept["a"][0].shape[1] == 32 + sum(prefix.parts.values())
+    kept, computed = (gradients(prefix, data, k) for k in (True, False))
+    assert kept.keys() == computed.keys() and kept
+    largest = max(float(gradient.abs().max()) for gradient in computed.values())
+    for n, gradient in kept.items():
+        torch.testing.assert_close(gradient, computed[n], atol=1e-5 * largest, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["xlm", "fnet", "convbert"])

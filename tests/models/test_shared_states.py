@@ -1,14 +1,23 @@
 """States of frozen layers that are cached on disk for other runs do not change the results."""
 
+import json
 import multiprocessing
 import os
+import resource
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fs_lowrank
 from fs_lowrank.models.frozen import FrozenPrefix
-from fs_lowrank.models.states import SharedStates, shared_folder
+from fs_lowrank.models.states import Entry, SharedStates, shared_folder
+from fs_lowrank.rounds.site import Site
 
 
 @pytest.fixture(autouse=True)
@@ -19,10 +28,13 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def last_layer(settings, tmp_path, no_curves):
-    """``last_layer(name, keys)`` runs with an adapter on the last layer only, so two layers are frozen."""
+    """``last_layer(name, keys)`` runs with an adapter on the last layer only, so two layers are frozen. Every client
+    goes through its data at least once, so that their states are kept with and without other runs."""
+    few = {"llm.adapter.args.0.layers": [2], "train.batch_or_epoch": "epoch", "train.local_update_steps": 1}
+    few["federate.total_round_num"] = 2
 
     def run(name, keys=None):
-        keys = {"llm.adapter.args.0.layers": [2], "outdir": str(tmp_path / name), **(keys or {})}
+        keys = {**few, "outdir": str(tmp_path / name), **(keys or {})}
         return fs_lowrank.run(fs_lowrank.load_config(settings, keys))
 
     return run
@@ -163,7 +175,7 @@ def test_entries_that_are_removed_or_replaced_while_they_are_mapped(folder, capl
     values = torch.arange(4000.0).reshape(100, 40)
     store.get("a", lambda: values)
     mapped = store.get("a", lambda: pytest.fail("it is there"))
-    SharedStates(folder, 1e6)._write("a", values + 1)  # another process has made it again
+    SharedStates(folder, 1e6)._write("a", values + 1, {})  # another process has made it again
     assert torch.equal(mapped, values)
     assert store.make_room(0) == 1 and torch.equal(mapped, values)
     (folder / ".b.safetensors.1.writing").write_bytes(b"of a process that was killed")
@@ -178,3 +190,120 @@ def test_an_entry_that_is_removed_between_two_looks_is_made_again_without_a_word
     store = SharedStates(folder, 1e6)
     monkeypatch.setattr("fs_lowrank.models.states.Path.exists", lambda self: True)
     assert store.get("a", lambda: torch.ones(2, 3)).sum() == 6 and not caplog.records
+
+
+def mapped_from(tensor):
+    """The file in whose mapping the values of ``tensor`` are; empty for the process's own memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, file = (line.split(maxsplit=5) + [""])[:6]
+        start, end = (int(at, 16) for at in span.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return file
+    return ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
+def test_who_computes_an_entry_and_who_finds_it_have_the_same_memory(folder):
+    values = torch.arange(40_000.0).reshape(1000, 40)
+    assert mapped_from(values) != str(folder / "a.safetensors")
+    computed = SharedStates(folder, 1e6).get("a", lambda: values)
+    found = SharedStates(folder, 1e6).get("a", lambda: pytest.fail("it is there"))
+    for states in (computed, found):
+        assert torch.equal(states, values) and mapped_from(states) == str(folder / "a.safetensors")
+    large = SharedStates(folder, 1e5).get("b", lambda: values)
+    assert large is values, "an entry above the limit is not kept"
+
+
+def test_a_full_disk_leaves_what_was_computed(folder, caplog):
+    """A limit on the size of files imitates a full disk: the system refuses the same call."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    store, values = SharedStates(folder, 1e6), torch.ones(1000, 40)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        assert store.get("a", lambda: values) is values and store.get("b", lambda: values) is values
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caplog.text.count("cannot be used") == 1 and not list(folder.glob("*.safetensors"))
+    assert not list(folder.glob(".*.writing")), "nothing is left of it"
+
+
+def test_what_the_entries_are_of(folder):
+    store = SharedStates(folder, 1e6)
+    assert store.contents() == []
+    about = {"model": "BertForSequenceClassification", "layers": "2 of 3", "samples": "4"}
+    store.get("a", lambda: torch.ones(7, 3), about)
+    save_file({"states": torch.ones(5, 3)}, folder / "b.safetensors", {"crc32": "1"})  # as an earlier version wrote it
+    (folder / "c.safetensors").write_text("no")
+    save_file({"other": torch.ones(5, 3)}, folder / "d.safetensors")
+    for i, name in enumerate("cbad"):
+        os.utime(folder / f"{name}.safetensors", (i, i))
+    size = {name: (folder / f"{name}.safetensors").stat().st_size for name in "abcd"}
+    assert store.contents() == [
+        Entry("damaged", "", "", None, size["d"], 3),
+        Entry("BertForSequenceClassification", "2 of 3", "4", 7, size["a"], 2),
+        Entry("of an earlier version", "", "", 5, size["b"], 1),
+        Entry("damaged", "", "", None, 2, 0),
+    ]
+
+
+def test_whose_states_are_kept_follows_from_the_configuration(settings, folder):
+    keys = {"federate.client_num": 4, "train.local_update_steps": 1, "data.splitter": "iid", "data.splitter_args": []}
+
+    def kept(more):
+        budget = Site(fs_lowrank.load_config(settings, {**keys, **more})).prefix.budget
+        return [budget.get(f"client {i}", False) for i in range(1, 5)]
+
+    # 32 samples are drawn in a run, of 52 or 53
+    assert kept({}) == kept({"train.cache_frozen_shared": 1e9}) == [True] * 4
+    assert kept({"train.cache_frozen_shared": 0}) == [False] * 4
+    assert kept({"train.cache_frozen_dir": str(folder / "own")}) == [False] * 4
+    assert kept({"federate.total_round_num": 3}) == [False] * 4
+
+
+#: a suite imports it in every process
+NOTING = """
+    import os
+    from fs_lowrank.models.frozen import FrozenPrefix
+
+    def noted(name):
+        plain = getattr(FrozenPrefix, name)
+
+        def method(self, owner, *rest):
+            with open("notes", "a") as file:
+                file.write(f"{name} {os.getpid()} {owner}\\n")
+            return plain(self, owner, *rest)
+
+        setattr(FrozenPrefix, name, method)
+
+    noted("_compute")  # for an owner's states, when a run needs them first
+    noted("_filled")  # computes them
+"""
+
+
+@pytest.mark.more
+def test_the_processes_of_a_suite_compute_the_states_of_a_client_once(settings, tmp_path, folder):
+    """Clients that a run goes through 0.6 times."""
+    keys = {name: settings[name] for name in ("model", "llm", "dataloader")}
+    keys["federate"] = {"client_num": 4, "total_round_num": 4}
+    keys["data"] = {**settings["data"], "splitter": "iid", "splitter_args": []}
+    keys["train"] = {**settings["train"], "local_update_steps": 1}
+    (tmp_path / "noting.py").write_text(textwrap.dedent(NOTING))
+    suite = {"config": keys, "imports": ["noting"], "methods": ["fedlora", "ffa_lora", "rolora"]}
+    suite["grid"] = {"train.optimizer.lr": [1e-3, 1e-2]}
+    (tmp_path / "suite.yaml").write_text(json.dumps(suite))  # JSON is YAML, too
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
+    subprocess.run(
+        [sys.executable, "-m", "benchmark", "run", "suite.yaml", "--workers", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
+        check=True,
+        timeout=200,
+    )
+    notes = [line.split(" ", 2) for line in (tmp_path / "notes").read_text().splitlines()]
+    asked = Counter(owner for what, _, owner in notes if what == "_compute")
+    computed = Counter(owner for what, _, owner in notes if what == "_filled")
+    clients = {f"client {i}" for i in range(1, 5)}
+    assert {owner: asked[owner] for owner in clients} == dict.fromkeys(clients, 6), "by each of the six runs"
+    assert computed.keys() == asked.keys() and set(computed.values()) == {1}
+    assert len({pid for what, pid, _ in notes if what == "_compute"}) == 2
+    assert len(SharedStates(folder, 1).entries()) == len(computed)

@@ -157,6 +157,35 @@ def test_every_key_of_ours_is_used_or_declared_idle():
         ),
         ({"fedprox.mu": 0.3}, "fedprox.mu = 0.3 has no effect: fedprox.use is False"),
         ({"train.cache_frozen": "off", "train.cache_frozen_dir": "x"}, "cache_frozen_dir = 'x' has no effect"),
+        (
+            {"train.cache_frozen": "off", "train.cache_frozen_shared": 0},
+            "train.cache_frozen_shared = 0.0 has no effect: train.cache_frozen is off",
+        ),
+        (
+            {"train.cache_frozen_dir": "x", "train.cache_frozen_shared": 1e9},
+            "train.cache_frozen_shared = 1000000000.0 has no effect: train.cache_frozen_dir = 'x' takes precedence",
+        ),
+        (
+            {"train.frozen_dropout": True, "train.cache_frozen": "off"},
+            "train.cache_frozen = 'off' has no effect: train.frozen_dropout is True",
+        ),
+        (
+            {"train.frozen_dropout": True, "train.cache_frozen_bytes": 1e6},
+            "train.cache_frozen_bytes = 1000000.0 has no effect: train.frozen_dropout is True",
+        ),
+        (
+            {"train.frozen_dropout": True, "train.cache_frozen_dir": "x"},
+            "train.cache_frozen_dir = 'x' has no effect: train.frozen_dropout is True",
+        ),
+        (
+            {"train.frozen_dropout": True, "train.cache_frozen_shared": 0},
+            "train.cache_frozen_shared = 0.0 has no effect: train.frozen_dropout is True",
+        ),
+        (
+            {"model.type": "lenet", "train.cache_frozen_shared": 0},
+            "train.cache_frozen_shared = 0.0 has no effect: it is for text",
+        ),
+        ({"model.type": "lenet", "train.cache_frozen": "off"}, "cache_frozen = 'off' has no effect: it is for text"),
         ({"lowrank.checkpoint_freq": 0, "lowrank.keep_checkpoints": 3}, "keep_checkpoints = 3 has no effect"),
         (
             {"federate.sample_client_num": 2, "federate.sample_client_rate": 0.25},
@@ -182,4 +211,5 @@ def test_nothing_is_reported_for_keys_with_an_effect(caplog):
     say_once.cache_clear()
     check_local(load_config({**BASE, "use_gpu": True, "device": 0, "fedopt.use": True, "fedopt.optimizer.lr": 0.3}))
     check_local(load_config({**BASE, "model.type": "lenet", "model.use_bias": False}))
+    check_local(load_config({**BASE, "train.cache_frozen_shared": 0, "train.cache_frozen_bytes": 1e6}))
     assert not caplog.records
