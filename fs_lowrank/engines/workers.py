@@ -336,9 +336,7 @@ def scores_of(site: Site, facts: Mapping[str, Any]) -> list[BatchScore]:
     if not len(examples):
         return []
     outputs = bool(of_outputs(config.metrics)) and "clients" not in facts
-    return batch_scores(
-        site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads
-    )
+    return batch_scores(site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads)
 
 
 def part_of(examples: Examples | ImageExamples, part: int, parts: int, size: int) -> Examples | ImageExamples:

@@ -200,7 +200,8 @@ class ParallelRunner(StandaloneRunner):
 
     def _evaluate(self, facts: dict) -> None:
         """Answer in place of a client that is asked to evaluate."""
-        session, client, metrics = self.session, facts["receiver"], {}
+        session, client = self.session, facts["receiver"]
+        metrics: dict[str, float] = {}
         logger.warning("the server's process evaluates in place of client %d, with the same result", client)
         session.site.load_client(session.ledger.state, client)
         for split, examples in session.held_out_for(client).items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from federatedscope.core.trainers import GeneralTorchTrainer
 from federatedscope.llm.trainer.trainer import LLMTrainer
@@ -73,11 +71,11 @@ class LowRank:
         self.results[split] = result
         return self.named(split, result, len(examples))
 
-    def named(self, split: str, result: Mapping[str, float], total: int) -> dict[str, float]:
+    def named(self, split, result, total):
         """``result`` by the framework's names: ``SPLIT_loss`` is the sum over all samples, ``SPLIT_avg_loss`` the mean.
 
         Args:
-            total: number of samples.
+            result: metrics by their own names. total: number of samples.
         """
         loss = result["loss"]
         named = {f"{split}_loss": loss * total, f"{split}_avg_loss": loss, f"{split}_total": total}
