@@ -47,7 +47,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         command.add_argument(
             "--workers",
             metavar="P",
-            help="processes that train the clients of a round: a number, or auto (federate.process_num)",
+            help="processes that train the clients of a round: a number, or auto; on FederatedScope the run's own "
+            "process, which trains none, is one of them (federate.process_num)",
         )
         command.add_argument(
             "--client_cfg",

@@ -572,6 +572,13 @@ def test_a_cache_of_many_entries(command, tmp_path, monkeypatch):
     assert code == 2 and "with --clear there is no table" in squeeze(err) and len(store.entries()) == 23
 
 
-def test_workers(command, config_file):
+def test_workers_are_a_number_or_auto(command, config_file):
     code, _, err = command("run", "--cfg", config_file, "--workers", "many")
     assert code == 2 and "federate.process_num" in err and "a whole number or auto" in squeeze(err)
+
+
+@pytest.mark.more
+def test_as_many_processes_train_as_workers_says(command, config_file, tmp_path):
+    assert command("run", "--cfg", config_file, "--workers", "2")[0] == 0
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["federate"]["process_num"] == 2
+    assert {file.name for file in (tmp_path / "run").glob("process_*.log")} == {"process_1.log", "process_2.log"}

@@ -1,7 +1,11 @@
 """The processes of an engine that train and evaluate clients (``federate.process_num``), and the jobs that they do.
 
-A process that dies or falls silent is replaced, and what it did is done again once, by another process if any may do
-it. A second death ends that job, never the run. If no other can take its place, the run goes on with fewer.
+A process that dies or falls silent, while it loads or later, is replaced, and what it did is done again once, by
+another process if any may do it. A second death ends that job, never the run: a client's update is left out of its
+round, and an evaluation is done by the engine's own process. Where two in turn die in place of a process, or the first
+of them reports why it cannot take its place, the run goes on with fewer. It ends if none is left, or if the process did
+what no other can: on FederatedScope each has clients of its own. Then ``resume`` goes on from the last checkpoint. An
+error that a process reports, such as wrong data, ends the run at once, unless it has come to replace another.
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ logger = logging.getLogger("fs_lowrank")
 
 #: errors that a process reports by their class, subclasses first
 _FOR_USERS = (RunFailed, UserError)
+
+
+class Gone(RunFailed):
+    """A process has ended, or has fallen silent, while its answer was awaited."""
 
 
 @dataclass(eq=False)
@@ -86,23 +94,29 @@ class Worker(Member):
             raise kind(f"{self}: {answer.facts['reason']}")
         return answer
 
+    @property
+    def how(self) -> str:
+        """How it ended; waits for the end."""
+        code = self.process.wait()
+        return self.ended or (f"signal {-code}" if code < 0 else f"exit code {code}")
+
     def hear(self) -> Parcel:
-        """The next answer of a process that cannot be replaced.
+        """The next answer, while a process loads or is brought to where the run stands.
 
         Raises:
-            RunFailed: it died, or does not answer within ``lowrank.timeout``.
+            Gone: it died, or does not answer within ``lowrank.timeout``.
         """
         answer = self.receive()
         if answer is None:
-            raise RunFailed(
-                f"{self} of federate.process_num could not start or go on "
-                f"(exit code {self.process.returncode}); was it killed, or out of memory?"
+            raise Gone(
+                f"{self} of federate.process_num could not start or go on ({self.how}); was it killed, or out of "
+                "memory?"
             )
         return self.checked(answer)
 
 
 class Team(Pool):
-    """The processes of a run. They start at once.
+    """The processes of a run. They start at once; ``begin`` waits until they can work.
 
     Args:
         count: how many.
@@ -131,6 +145,19 @@ class Team(Pool):
         self.doing: dict[int, Job] = {}
         for rank in range(count):
             self.members.append(start(rank, self.nursery))
+
+    def begin(self) -> None:
+        """Settle every process, and replace those that die.
+
+        Raises:
+            UserError, RuntimeError: a process reports it. RunFailed: as ``_replace``.
+        """
+        for member in list(self.members):
+            try:
+                self.settle(member)
+            except Gone:
+                logger.warning("%s ended while it loaded (%s); another takes its place", member, member.how)
+                self._replace(member, f"{member} ended while it loaded ({member.how})")
 
     def step(
         self, seconds: float, begins: Callable[[Job], object] = lambda job: None
@@ -177,16 +204,15 @@ class Team(Pool):
             job.home += not job.only_there
             self.jobs.insert(0, job)
         dead.end()
-        code = dead.process.wait()
-        how = dead.ended or (f"signal {-code}" if code < 0 else f"exit code {code}")
+        how = dead.how
         logger.warning("%s ended while it did %s (%s); another takes its place", dead, job.name, how)
         self.jobs = [j for j in self.jobs if not (j.stands and j.home == dead.rank)]
         self._replace(dead, f"{dead} ended while it did {job.name} ({how})")
         return None if again else f"two processes ended while they did it, the last one: {how}"
 
     def _replace(self, dead: Worker, what: str) -> None:
-        """Start another process in the place of ``dead``; if two in turn do not get to where the run stands, go on
-        without it.
+        """Start another process in the place of ``dead``; go on without it if two in turn do not get to where the run
+        stands, or the first reports why it cannot, which the second would report again.
 
         Args:
             what: has happened, for messages.
@@ -202,6 +228,8 @@ class Team(Pool):
             except (OSError, RuntimeError, UserError) as error:
                 why = str(error).strip().splitlines()[-1]
                 self.members[place].end()
+                if not isinstance(error, (OSError, Gone)):
+                    break
         del self.members[place]
         if not (self.members and self.alike):
             left = "" if self.members else ", and none is left"

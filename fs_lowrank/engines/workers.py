@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..config import Config, load_config
 from ..data import Examples, ImageExamples
-from ..errors import RunFailed
+from ..errors import say_once
 from ..jobs.crew import INSIDE
 from ..jobs.nursery import Nursery
 from ..methods import State
@@ -115,11 +115,11 @@ class Workers:
         Args:
             site: the engine's own. state: gives the server's state at the end of the last round.
         Raises:
-            UserError: a process could not load the run's data or model.
+            UserError: a process reports that it cannot load the run's data or model.
+            RunFailed: all have died, and so have those that were to replace the last one.
         """
         self.site, self._state = site, state
-        for member in self.team.members:
-            self._stand(member)
+        self.team.begin()
 
     def _stand(self, member: team.Worker) -> None:
         """Wait until a process has loaded data and model, and bring it to where the run stands."""
@@ -173,11 +173,7 @@ class Workers:
                 yield from self._answers(round, [[client] for client in cohort], state, lambda done: None)
 
     def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
-        """As ``Evaluator.evaluate``.
-
-        Raises:
-            RunFailed: two processes died of the same part.
-        """
+        """As ``Evaluator.evaluate``. This process evaluates what two processes have died of."""
         site, held_out, jobs, of = self.site, evaluator.site.held_out(), [], []
         sizes: dict[int, int] = {}
         for split in evaluator.splits():
@@ -193,10 +189,9 @@ class Workers:
                 of.append((split, client))
                 sizes[client] = len(examples)
         scores: dict[tuple[str, int], list[BatchScore]] = {key: [] for key in of}
-        for key, answer in zip(of, self._do(jobs)):
-            if isinstance(answer, str):
-                raise RunFailed(f"the evaluation of {key[0]} failed: {answer}")
-            scores[key] += [tuple(score) for score in answer.facts["scores"]]
+        for key, job, answer in zip(of, jobs, self._do(jobs)):
+            found = self._scores(job, state) if isinstance(answer, str) else answer.facts["scores"]
+            scores[key] += [tuple(score) for score in found]
         metrics: dict[str, dict[str, Any]]
         extras = self.config.metrics
         metrics = {split: mean_scores(scores[split, 0], extras) for split in held_out if (split, 0) in scores}
@@ -204,6 +199,19 @@ class Workers:
         if clients:
             metrics[CLIENTS] = evaluator.combined({c: mean_scores(each) for c, each in clients.items()}, sizes)
         return metrics
+
+    def _scores(self, job: Job, state: State) -> list[BatchScore]:
+        """What a process would have answered to ``job``, computed in this one."""
+        say_once(
+            "federate.process_num: two processes have ended while they evaluated the same samples; the run's own "
+            "process evaluates these, with the same result"
+        )
+        facts, site = job.parcel.facts, self.site
+        for client in facts.get("clients", ()):
+            site.load_client(state, client)
+        scores = scores_of(site, facts)
+        site.load_global(state)
+        return scores
 
     def _do(self, jobs: Sequence[Job], on_begin: Callable[[int], object] = lambda done: None) -> list[Parcel | str]:
         """What the processes answered to ``jobs``, in their order; a text says why there is no answer."""
@@ -301,29 +309,34 @@ class _Clients:
         return Parcel(joined(groups), kind="trained", clients=answers)
 
     def _score(self, item: Parcel) -> Parcel:
-        site, facts = self.site, item.facts
-        config = site.config
-        size = config.eval.batch_size or config.dataloader.batch_size
-        examples: Examples | ImageExamples | None
-        if "clients" in facts:
-            (client,) = facts["clients"]
-            self._load(_halves(divided(item, site.device), client))
-            owner = f"client {client} test"
-            examples = site.data.client_tests[client - 1]
+        if "clients" in item.facts:
+            (client,) = item.facts["clients"]
+            self._load(_halves(divided(item, self.site.device), client))
         else:
-            load_tensors(site.model, {**self.standing, **site.personal.untrained})
-            owner = f"{facts['split']} {facts['part'] + 1}/{facts['parts']}"
-            examples = part_of(site.held_out()[facts["split"]], facts["part"], facts["parts"], size)
-            if site.prefix is not None:
-                site.prefix.budget[owner] = site.prefix.budget.get(facts["split"], False)
-        assert examples is not None
-        if not len(examples):
-            return Parcel({}, kind="scored", scores=[])
-        outputs = bool(of_outputs(config.metrics)) and "clients" not in facts
-        scores = batch_scores(
-            site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads
-        )
-        return Parcel({}, kind="scored", scores=scores)
+            load_tensors(self.site.model, {**self.standing, **self.site.personal.untrained})
+        return Parcel({}, kind="scored", scores=scores_of(self.site, item.facts))
+
+
+def scores_of(site: Site, facts: Mapping[str, Any]) -> list[BatchScore]:
+    """The scores of the model of ``site``, as it is, on what ``facts`` name: a client's test data (``clients``), or a
+    part of a split (``split``, ``part``, ``parts``)."""
+    config = site.config
+    size = config.eval.batch_size or config.dataloader.batch_size
+    examples: Examples | ImageExamples | None
+    if "clients" in facts:
+        (client,) = facts["clients"]
+        owner = f"client {client} test"
+        examples = site.data.client_tests[client - 1]
+    else:
+        owner = f"{facts['split']} {facts['part'] + 1}/{facts['parts']}"
+        examples = part_of(site.held_out()[facts["split"]], facts["part"], facts["parts"], size)
+        if site.prefix is not None:
+            site.prefix.budget[owner] = site.prefix.budget.get(facts["split"], False)
+    assert examples is not None
+    if not len(examples):
+        return []
+    outputs = bool(of_outputs(config.metrics)) and "clients" not in facts
+    return batch_scores(site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads)
 
 
 def part_of(examples: Examples | ImageExamples, part: int, parts: int, size: int) -> Examples | ImageExamples:

@@ -1,6 +1,15 @@
 """Processes that receive their work item by item, over a connection each; one that falls silent is noticed.
 
 While a process works it sends empty messages, so that the limit is on its silence, not on the length of its work.
+
+The pools of the libraries do not serve here. In ``concurrent.futures`` and in loky the death of one process breaks the
+executor: every item that is in work or waits is lost, and with the other processes what they have loaded.
+``multiprocessing.Pool``, and torch's, which is derived from it, replaces the process and never says that its item is
+lost, so that whoever waits for that waits forever; ``torch.multiprocessing.spawn`` ends all others. None of them has a
+limit on the silence of a process, lets the caller say which process is to do an item (a client's frozen states are in
+one of them), or ends a process that works when the one that started it is killed: an executor's stay for good. Items
+travel by pickle there; here they are bytes that are never unpickled. What the libraries have and this has not: tensors
+in shared memory (a message is copied), and Windows.
 """
 
 from __future__ import annotations

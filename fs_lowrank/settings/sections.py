@@ -47,7 +47,8 @@ class Federate:
     share_local_model: bool = key(False, result=False, idle="all clients use one model")
     #: FederatedScope adds up updates as they arrive, instead of keeping them
     online_aggr: bool = key(False, result=False, idle="the updates of a round are kept until its end")
-    #: processes that train the clients of a round; 0, written ``auto``, is one for each GPU or core
+    #: processes that train the clients of a round; 0, written ``auto``, is one for each GPU or core. On FederatedScope
+    #: the run's own process, which trains none, is one of them; ``auto`` adds it
     process_num: int = key(1, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
     #: FederatedScope's path of the final model
     save_to: str = key("", result=False, idle="a run leaves its adapter or model in outdir")

@@ -55,7 +55,7 @@ class LowRank:
         )
 
     def evaluate(self, target_data_split_name="test"):
-        """The metrics of a split by the framework's names: ``SPLIT_loss`` is the sum, ``SPLIT_avg_loss`` the mean."""
+        """The metrics of a split, as ``named``."""
         split, config = target_data_split_name, self.session.config
         examples = self.ctx.get(f"{split}_data")
         if examples is None:
@@ -69,7 +69,15 @@ class LowRank:
         metrics = config.metrics if self.number == 0 else ()
         result = evaluate(self.ctx.model, examples, size, metrics=metrics, owner=split, prefix=prefix, reads=reads)
         self.results[split] = result
-        loss, total = result["loss"], len(examples)
+        return self.named(split, result, len(examples))
+
+    def named(self, split, result, total):
+        """``result`` by the framework's names: ``SPLIT_loss`` is the sum over all samples, ``SPLIT_avg_loss`` the mean.
+
+        Args:
+            result: metrics by their own names. total: number of samples.
+        """
+        loss = result["loss"]
         named = {f"{split}_loss": loss * total, f"{split}_avg_loss": loss, f"{split}_total": total}
         # The framework accepts no metric that is not in eval.metrics.
         accurate = "acc" in self.cfg.eval.metrics and "acc" in result

@@ -148,6 +148,32 @@ def test_a_client_of_which_two_processes_die_costs_its_update(quick, sites, monk
     assert "two processes ended while they did it, the last one: signal 9" in failure["reason"]
 
 
+def test_a_process_that_dies_while_it_loads_is_replaced(quick, sites, monkeypatch, caplog):
+    """Before its clients have joined: those of the process in its place do."""
+    keys = {"federate.method": "pfedlora", "federate.total_round_num": 1, "federate.share_local_model": True}
+    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
+    killed = killing(monkeypatch, lambda facts, item, killed: "config" in item and not killed)
+    apart = fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope")
+    assert len(killed) == 1 and len(sites) == 3
+    same(alone, apart)
+    assert "process 1 (clients 1, 3, 5) ended while it loaded (signal 9); another takes its place" in caplog.text
+
+
+def test_the_servers_process_evaluates_what_two_others_die_of(quick, sites, monkeypatch, caplog):
+    keys = {"federate.method": "pfedloru", "lowrank.tau": 1, "federate.total_round_num": 2}
+    keys |= {"federate.make_global_eval": False, "federate.share_local_model": True}
+    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
+
+    def twice(facts, item, killed):
+        return item.get("kind") == "evaluate" and item["receiver"] == 3 and len(killed) < 2
+
+    killed = killing(monkeypatch, twice)
+    apart = fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope")
+    assert len(killed) == 2
+    same(alone, apart)
+    assert caplog.text.count("the server's process evaluates in place of client 3, with the same result") == 1
+
+
 def test_shares_that_died_with_a_process_end_the_run(quick, sites, monkeypatch):
     killing(monkeypatch, lambda facts, item, killed: facts.get("purpose") == "train" and not killed)
     config = quick("run", {"federate.method": "fedlora", "federate.use_ss": True, **THREE})
