@@ -112,6 +112,11 @@ def test_clients_that_train_together_end_where_they_end_one_by_one(bench, method
     assert (trained == 3) == (task != "vision" and adapts), "three rounds of three clients, in cohorts of two"
 
 
+@pytest.mark.parametrize("method", [m for m in ENCODER if requirements(m).adapter == "optional"])
+def test_one_shot_methods_on_adapters_train_together_too(bench, method):
+    assert checks.check_cohort(bench, method, "encoder", {"llm.adapter.use": True}) == 3
+
+
 @pytest.mark.parametrize("method, task", FIRST)
 def test_the_server_step_leaves_its_arguments_as_they_are(bench, method, task):
     checks.check_arguments(bench, method, task)

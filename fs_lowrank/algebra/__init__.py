@@ -1,7 +1,7 @@
 """Pure functions on tensors. They do not depend on models, files or methods."""
 
 from .factorise import factor_matrices, factor_shapes, factorise, product_norm_squared
-from .flat import FlatTensors, digest, nbytes
+from .flat import FlatTensors, digest, nbytes, values_of
 from .lowrank import low_rank_sum_svd, stack_pairs, top_components
 from .match import exact_transport, move_inputs, move_outputs, nonparametric_matching
 from .mean import weighted_mean
@@ -38,6 +38,7 @@ __all__ = [
     "top_components",
     "trimmed_mean",
     "unpack",
+    "values_of",
     "vectors_within",
     "weighted_mean",
 ]

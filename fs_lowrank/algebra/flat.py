@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +13,12 @@ from torch import Tensor
 def nbytes(tensors: Mapping[str, Tensor]) -> int:
     """Total size in bytes, the sum of ``numel × itemsize``. Meta tensors are accepted."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def values_of(scalars: Iterable[Tensor]) -> list[float]:
+    """The values of ``scalars``, which are of one dtype and on one device; a GPU is waited for once."""
+    each = list(scalars)
+    return torch.stack(each).tolist() if each else []
 
 
 def digest(tensors: Mapping[str, Tensor], seed: str = "") -> str:

@@ -53,8 +53,8 @@ class ThisProcess:
                     round.fail(client, "failed", f"{type(fitted).__name__}: {fitted}")
                     continue
                 update, result = fitted
-                parcel = Parcel(update.tensors, round=round.number, samples=update.num_samples, loss=result.loss)
-                if round.take(client, parcel):
+                parcel = Parcel(update.tensors, round=round.number, samples=update.num_samples)
+                if round.take(client, parcel, loss=result.mean):
                     site.keep_personal(client, round.number)
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:

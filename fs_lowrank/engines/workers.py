@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..algebra import values_of
 from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import say_once
@@ -297,6 +298,7 @@ class _Clients:
         site, round, given = self.site, item.facts["round"], divided(item, self.site.device)
         groups: dict[str, Mapping[str, Tensor]] = {}
         answers: list[dict[str, Any]] = []
+        means: dict[int, Tensor] = {}  # by place in the answers
         for client, fitted in site.fit_all(item.facts["clients"], round, lambda c: self._load(_halves(given, c))):
             if isinstance(fitted, Exception):
                 answers.append({"error": f"{type(fitted).__name__}: {fitted}"})
@@ -305,7 +307,10 @@ class _Clients:
             personal = copied(site.model, site.method.personal) if site.personal.untrained else {}
             groups |= _groups(client, {n: t.clone() for n, t in update.tensors.items()}, personal)
             spent = site.take_spent()[client]
-            answers.append({"samples": update.num_samples, "loss": result.loss, "spent": spent})
+            means[len(answers)] = result.mean
+            answers.append({"samples": update.num_samples, "spent": spent})
+        for place, loss in zip(means, values_of(means.values())):
+            answers[place]["loss"] = loss
         return Parcel(joined(groups), kind="trained", clients=answers)
 
     def _score(self, item: Parcel) -> Parcel:

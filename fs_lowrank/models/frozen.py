@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..algebra import digest
 from .adapters import layer_stack
-from .machine import input_device, machine, rounding
+from .machine import gathered, input_device, machine, rounding
 from .names import tags
 from .quantised import beside, own_tensors
 from .reads import Attending, Enough, giving, instead, outermost
@@ -203,17 +203,18 @@ class FrozenPrefix:
             yield
             return
         rows: list[Tensor] = []
+        device = input_device(self.model)
         for owner, examples, indices in batch:
             if not self.budget.get(owner):
-                found = self._hidden(examples, indices).cpu()
+                found = self._hidden(examples, indices).to(device, non_blocking=True)
                 rows += [row[: examples.lengths[i]] for row, i in zip(found, indices)]
                 continue
             if owner not in self.kept:
                 self.kept[owner] = self._compute(owner, examples)
             buffer, starts = self.kept[owner]
             rows += [buffer[starts[i] : starts[i + 1]] for i in indices]
-        device = input_device(self.model)
-        with self._bypass([piece.to(device) for piece in self._padded(rows)]):
+        pieces = self._padded(gathered(rows, device))
+        with self._bypass([piece.to(device, non_blocking=True) for piece in pieces]):
             yield
 
     @property
@@ -399,7 +400,7 @@ class FrozenPrefix:
             raise Enough
 
         device = input_device(self.model)
-        batch = {k: v.to(device) for k, v in examples.batch(indices).items() if k != "labels"}
+        batch = {k: v.to(device, non_blocking=True) for k, v in examples.batch(indices).items() if k != "labels"}
         training = {m: m.training for m in self.model.modules()}
         self.model.eval()
         hook = self.layers[self.depth].register_forward_pre_hook(catch, with_kwargs=True)

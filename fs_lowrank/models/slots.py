@@ -46,12 +46,12 @@ class Rows:
 
     @cached_property
     def _index(self) -> Tensor:
-        return torch.tensor(self.slots, device=self.device)
+        return self._sent(self.slots)
 
     @cached_property
     def each(self) -> Tensor:
         """The slot of each row, ``(total,)``."""
-        return torch.from_numpy(np.repeat(self.slots, self.counts)).to(self.device)
+        return self._sent(np.repeat(self.slots, self.counts))
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,11 @@ class Rows:
         # Another slot's rows may be NaN, and so would the gradients be, in spite of their weight 0.
         rows = np.repeat(np.cumsum(self.counts) - self.counts, most)
         rows[places] = np.arange(self.total)
-        return torch.from_numpy(rows).to(self.device), torch.from_numpy(places).to(self.device)
+        return self._sent(rows), self._sent(places)
+
+    def _sent(self, values: Sequence[int] | np.ndarray) -> Tensor:
+        """``values`` on the device, which is not waited for."""
+        return torch.as_tensor(values).to(self.device, non_blocking=True)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``F.linear`` with the slots' matrices ``(slots, out, in)``."""

@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..algebra import FlatTensors
+from ..algebra import FlatTensors, values_of
 from ..errors import nearest
 from ..methods import RefusedUpdate, Update
 
@@ -48,12 +48,14 @@ def change_norm(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
     A tensor without a counterpart of its shape there (a Fisher or Gram matrix, a code or a count) enters with its own
     norm.
     """
-    total = 0.0
+    norms, total = list[Tensor](), 0.0
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             start = reference.get(name)
             change = tensor.double() - start.double() if start is not None and start.shape == tensor.shape else tensor
-            total += float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
+            norms.append(torch.linalg.vector_norm(change, dtype=torch.float64))
+    for norm in values_of(norms):
+        total += norm**2
     return math.sqrt(total)
 
 
@@ -160,12 +162,11 @@ class Admission:
         """Whether ``norm`` and ``outliers`` have a bound to check."""
         return bool(self.max_norm or self.norm_factor)
 
-    def admit(self, update: Update, expected: Mapping[str, Tensor], loss: object) -> Update:
+    def admit(self, update: Update, expected: Mapping[str, Tensor]) -> Update:
         """Check an update that the round waits for and return a copy of it; see ``check_update``.
 
         Args:
             expected: names, shapes, dtypes and device of what the client must send.
-            loss: the mean training loss that came with the update.
         Raises:
             RefusedUpdate: the update cannot be used; the message names the client.
         """
@@ -176,7 +177,6 @@ class Admission:
             raise RefusedUpdate(
                 f"client {client}: says it has {update.num_samples} samples, it declared {declared} at the start"
             )
-        check_loss(client, loss)
         return update
 
     def norm(self, update: Update, reference: Mapping[str, Tensor]) -> float:

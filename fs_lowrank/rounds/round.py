@@ -18,8 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..algebra import values_of
 from ..methods import RefusedUpdate, State, Update
-from .admission import is_whole
+from .admission import check_loss, is_whole
 from .codec import Codec, Plain, Sizes
 from .finite import NotFinite, require_finite
 from .intake import Intake, Kept, TooFewClients
@@ -93,7 +94,8 @@ class Round:
             ``kind`` (``absent``, ``dropped``, ``failed`` or ``refused``) and ``reason``.
         uplink, downlink: by client, bytes with and without the head.
         evaluation_downlink: of the downlink, the bytes of orders to evaluate.
-        losses, samples: by client, the training loss and the number of samples of the admitted updates.
+        losses, samples: by client, the training loss and the number of samples of the admitted updates. A loss that was
+            taken as a tensor is there from ``finish`` on.
         norms: by client, the norms of the admitted updates, if the ledger's admission bounds them.
         drift: by client, how far its admitted update is from what it started with, by half of the pair.
         trains: the clients that were asked to train.
@@ -119,6 +121,8 @@ class Round:
         self.downlink: dict[int, Sizes] = {}
         self.evaluation_downlink = 0
         self.losses: dict[int, float] = {}
+        #: by client, the losses that are still on the device where it was trained
+        self._unread: dict[int, Tensor] = {}
         self.samples: dict[int, int] = {}
         self.norms: dict[int, float] = {}
         self.drift: dict[int, dict[str, float]] = {}
@@ -209,7 +213,7 @@ class Round:
 
     # -- uplink ------------------------------------------------------------------------------------
 
-    def take(self, client: int, parcel: Parcel, sizes: Sizes | None = None) -> bool:
+    def take(self, client: int, parcel: Parcel, sizes: Sizes | None = None, loss: Tensor | None = None) -> bool:
         """Admit the answer of ``client``.
 
         It has tensors and the facts ``round``, ``samples`` and ``loss`` (``copies.answer``). If the client could not
@@ -217,6 +221,10 @@ class Round:
 
         Args:
             sizes: bytes that the client has sent, with and without the head, where that is not the size of the tensors.
+            loss: of a client that trained in this process, in place of the fact: a scalar in float64 on its device.
+                ``finish`` reads those of all clients together, and refuses who has none that is finite. What is read of
+                each client, and waits for the device: whether its update is finite, and a norm for each entry of
+                ``drift``, and for bounds of norms.
         Returns:
             Whether the update counts. An answer that is late, repeated or was not asked for is ignored and logged; a
             refused update and an error become a ``fail``.
@@ -242,7 +250,8 @@ class Round:
             tensors = self._on_device(self.codec.decode(parcel.tensors, expected), expected)
             reference = method.view(state, client)
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
-            update = self.admission.admit(Update(client, samples, tensors), expected, facts.get("loss"))
+            update = self.admission.admit(Update(client, samples, tensors), expected)
+            told = check_loss(client, facts.get("loss")) if loss is None else loss
             if self.admission.bounds_norms:
                 self.norms[client] = self.admission.norm(update, reference)
         except (RefusedUpdate, ValueError) as error:
@@ -251,7 +260,11 @@ class Round:
         self.drift[client] = changes(update.tensors, reference)
         self.intake.add(update, reference)
         self.uplink[client] = self.codec.sizes(update.tensors) if sizes is None else sizes
-        self.losses[client], self.samples[client] = float(facts["loss"]), update.num_samples
+        if isinstance(told, Tensor):
+            self._unread[client] = told
+        else:
+            self.losses[client] = told
+        self.samples[client] = update.num_samples
         self._waiting.discard(client)
         return True
 
@@ -290,15 +303,16 @@ class Round:
             raise RuntimeError(
                 f"round {self.number} waits for clients {sorted(self._waiting)}; take or fail them first"
             )
-        outliers = self.admission.outliers(self.norms)
-        for client, reason in outliers.items():
+        refused = self._read_losses()
+        refused |= self.admission.outliers({c: norm for c, norm in self.norms.items() if c not in refused})
+        for client, reason in refused.items():
             self._waiting.add(client)
             self.fail(client, "refused", reason)
             for by_client in (self.uplink, self.losses, self.samples, self.drift):
                 del by_client[client]
         ledger = self.ledger
         try:
-            gathered = self.intake.close(without=outliers.keys())
+            gathered = self.intake.close(without=refused.keys())
             if gathered.clients < ledger.min_clients or not gathered.updates:
                 raise TooFewClients(f"{gathered.clients} usable updates, lowrank.min_clients is {ledger.min_clients}")
         except TooFewClients as error:
@@ -307,6 +321,18 @@ class Round:
         state, message = self._step(gathered.updates, model)
         ledger.commit(self.number, state, message)
         return self._ended(message, self.trains - self.losses.keys())
+
+    def _read_losses(self) -> dict[int, str]:
+        """Read the losses that are on a device, all at once; why those clients are refused whose loss is not finite."""
+        refused: dict[int, str] = {}
+        for client, loss in zip(self._unread, values_of(self._unread.values())):
+            self.losses[client] = loss
+            try:
+                check_loss(client, loss)
+            except RefusedUpdate as error:
+                refused[client] = str(error)
+        self._unread = {}
+        return refused
 
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:
         before = self.ledger.state

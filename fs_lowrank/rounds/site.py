@@ -6,7 +6,6 @@ one would have drawn, on every engine.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -29,7 +28,7 @@ from ..models.build import build_model, build_tokenizer
 from ..models.checkpointing import recompute
 from ..models.frozen import FrozenPrefix, Owners
 from ..models.given import is_given
-from ..models.machine import autocast, check_half, enough_memory, input_device
+from ..models.machine import autocast, check_half, enough_memory, input_device, wait
 from ..models.names import is_statistic, tags
 from ..models.placing import at_home
 from ..models.quantised import count, require_bitsandbytes
@@ -103,11 +102,11 @@ class _Trained:
     reused: bool = False
 
 
-def _kept(found: tuple[dict[str, Tensor], dict[str, Any]] | None) -> _Trained | None:
+def _kept(found: tuple[dict[str, Tensor], dict[str, Any]] | None, device: torch.device) -> _Trained | None:
     if found is None:
         return None
     tensors, facts = found
-    return _Trained(tensors, LocalResult(**facts["result"]), facts["seconds"], reused=True)
+    return _Trained(tensors, LocalResult.of(facts["result"], device), facts["seconds"], reused=True)
 
 
 class Site:
@@ -316,7 +315,7 @@ class Site:
         config, lr = member.config, self._rate(round, client.id)
         started, reuse = time.perf_counter(), self.reuse
         key = reuse.key(config, model, examples, member.phases, lr=lr, seed=member.seed) if reuse else None
-        trained = _kept(reuse.find(key)) if reuse and key else None
+        trained = _kept(reuse.find(key), self.device) if reuse and key else None
         if trained is None:
             result = train_client(
                 model,
@@ -329,6 +328,7 @@ class Site:
                 lr=lr,
                 seed=member.seed,
             )
+            wait(self.device)
             trained = _Trained({}, result, time.perf_counter() - started, key)
         return self._answer(client, round, model, trained), trained.result
 
@@ -344,7 +344,7 @@ class Site:
         """The update of ``client``, with whose tensors ``model`` was loaded before it was trained."""
         load_tensors(model, trained.tensors)
         if self.reuse and trained.key:
-            facts = {"result": dataclasses.asdict(trained.result), "seconds": trained.seconds}
+            facts = {"result": trained.result.facts(), "seconds": trained.seconds}
             self.reuse.keep(trained.key, model, self.method.phases(round, client.id), facts)
         started = time.perf_counter()
         tensors = {n: t.detach() for n, t in self.method.upload(model, round, client).items()}
@@ -444,7 +444,7 @@ class Site:
                         member.config, self.model, member.examples, member.phases, lr=lr, seed=member.seed
                     )
                 keys = reuse.keys_together(keys)
-                kept = [_kept(reuse.find(key)) if key else None for key in keys]
+                kept = [_kept(reuse.find(key), self.device) if key else None for key in keys]
                 if all(kept):
                     return {client: trained for client, trained in zip(clients, kept) if trained}
             found = train_cohort(
@@ -457,6 +457,7 @@ class Site:
                 prefix=self.prefix,
                 reads=self.reads,
             )
+            wait(self.device)
         except UserError:
             raise
         except Apart as error:

@@ -105,8 +105,9 @@ def _read(path: Path, device: torch.device | str) -> Checkpoint:
     for name, expected in meta["files"].items():
         if _sum(path / name) != expected:
             raise ValueError(f"{name} is damaged: its checksum does not match")
-    parts = {name.removesuffix(".safetensors"): load_file(path / name, str(device)) for name in meta["files"]}
-    return Checkpoint(round=int(meta["round"]), parts=parts, meta=meta)
+    parts = {name.removesuffix(".safetensors"): load_file(path / name) for name in meta["files"]}
+    here = {part: {n: t.to(device) for n, t in tensors.items()} for part, tensors in parts.items()}
+    return Checkpoint(round=int(meta["round"]), parts=here, meta=meta)
 
 
 def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpoint | None:

@@ -345,13 +345,16 @@ def check_resume(bench: Bench, method: str, task: str) -> None:
     assert without_seconds(history) == without_seconds(expected), "after resuming, the records differ"
 
 
-def check_cohort(bench: Bench, method: str, task: str) -> int:
+def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any] | None = None) -> int:
     """Clients that train together (``train.cohort``) end where they end one by one.
 
+    Args:
+        further: keys of both runs.
     Returns:
         how many cohorts have trained together.
     """
-    keys = {"train.optimizer": {"type": "SGD", "lr": 0.01}, "train.batch_or_epoch": "epoch"}
+    keys: dict[str, Any] = {"train.optimizer": {"type": "SGD", "lr": 0.01}, "train.batch_or_epoch": "epoch"}
+    keys |= further or {}
     together, trained = bench.make(task, method, {**keys, "train.cohort": 2}), []
 
     def train(model, members, *given, **options):

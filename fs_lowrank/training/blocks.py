@@ -207,7 +207,7 @@ def masks_of(
             call = next(calls)
             if call == len(drawn):
                 drawn.append(drawing(sides, along, values, p))
-            mine = drawn[call][rows.to(values.device)]
+            mine = drawn[call][rows.to(values.device, non_blocking=True)]
             for axis in along:
                 mine = mine.narrow(axis, 0, longest_here)
             return mine.to(values.dtype) / (1 - p)

@@ -30,7 +30,17 @@ from ..models.slots import Apart, Slots, check_modules
 from ..seeds import derive
 from ..settings import OPTIMIZERS_8BIT, Optimizer, Settings
 from .blocks import Blocks, drawn_by_each, masks_of, overhead
-from .local import LocalResult, batches_of, label_logits, loss_of, losses_of, set_trainable, shortcuts, to_device
+from .local import (
+    LocalResult,
+    batches_of,
+    label_logits,
+    loss_of,
+    losses_of,
+    mean_of,
+    set_trainable,
+    shortcuts,
+    to_device,
+)
 from .optimizer import make_optimizer
 
 if TYPE_CHECKING:
@@ -94,10 +104,10 @@ def train_cohort(
             training.run(phase, lr)
     for phase in phases[-1:]:
         set_trainable(model, phase.train)  # as after the training of one client
-    losses = training.losses.tolist()
+    means = training.means()
     return [
-        (LocalResult(loss / max(steps, 1), steps, samples), {n: t.clone() for n, t in slots.of(i).items()})
-        for i, (loss, steps, samples) in enumerate(zip(losses, training.steps, training.samples))
+        (LocalResult(mean, steps, samples), {n: t.clone() for n, t in slots.of(i).items()})
+        for i, (mean, steps, samples) in enumerate(zip(means, training.steps, training.samples))
     ]
 
 
@@ -203,6 +213,10 @@ class _Training:
         for i, size in zip(batches, sizes):
             self.steps[i] += 1
             self.samples[i] += size
+
+    def means(self) -> tuple[Tensor, ...]:
+        """Of each client the mean loss of its batches."""
+        return mean_of(self.losses, self._on_device(np.maximum(self.steps, 1))).unbind()
 
     def _on_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)

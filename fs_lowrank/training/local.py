@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.examples import IGNORED_LABEL
 from ..methods import Phase
@@ -30,11 +30,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """The result of local training: mean loss per step, number of optimizer steps, number of samples processed."""
+    """The result of local training.
 
-    loss: float
+    Attributes:
+        mean: the mean loss of a batch, a scalar in float64 on the device of the model.
+        steps: the number of batches. samples: the number of samples processed.
+    """
+
+    mean: Tensor
     steps: int
     samples: int
+
+    @property
+    def loss(self) -> float:
+        """``mean`` as a number; who asks for it waits for the device."""
+        return float(self.mean)
+
+    def facts(self) -> dict[str, float]:
+        """For a JSON file, from which ``of`` makes the result again."""
+        return {"loss": self.loss, "steps": self.steps, "samples": self.samples}
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], device: torch.device) -> LocalResult:
+        """The result with these ``facts``, on ``device``."""
+        mean = torch.tensor(facts["loss"], dtype=torch.float64, device=device)
+        return cls(mean, facts["steps"], facts["samples"])
 
 
 def batch_indices(
@@ -189,11 +209,11 @@ def _decoded(
     model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of an encoder-decoder model for the tokens that have a label, and the labels."""
-    labels = labels.to(inputs["input_ids"].device, non_blocking=True)
+    rows = (labels.flatten() != IGNORED_LABEL).nonzero().squeeze(1)
+    labels, rows = (t.to(inputs["input_ids"].device, non_blocking=True) for t in (labels, rows))
     shifted = cast("PreTrainedModel", model).prepare_decoder_input_ids_from_labels(labels=labels)
     logits = model(**inputs, decoder_input_ids=shifted, use_cache=False).logits
-    kept = labels != IGNORED_LABEL
-    return logits[kept], labels[kept]
+    return logits.flatten(0, 1).index_select(0, rows.to(logits.device)), labels.flatten()[rows]
 
 
 def losses_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -292,7 +312,15 @@ def train_client(
             _step(optimizer, parameters, config)
     for parameter in model.parameters():
         parameter.grad = None
-    return LocalResult(loss=float(total) / max(steps, 1), steps=steps, samples=samples)
+    return LocalResult(mean_of(total, torch.full_like(total, max(steps, 1))), steps, samples)
+
+
+def mean_of(total: Tensor, steps: Tensor) -> Tensor:
+    """``total / steps`` in float64, where both are on one device.
+
+    A GPU multiplies with the reciprocal of a divisor that is a number, or on the CPU, and rounds otherwise.
+    """
+    return total.double() / steps.double()
 
 
 def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], config: Settings) -> None:

@@ -19,8 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fs_lowrank import list_methods
 from fs_lowrank.methods import requirements
+from fs_lowrank.models.slots import Rows, Slots
 from fs_lowrank.rounds import admission, site
-from fs_lowrank.testing import TASKS, Bench, quietly
+from fs_lowrank.rounds import round as rounds
+from fs_lowrank.rounds.round import Round
+from fs_lowrank.testing import TASKS, Bench, checks, quietly, small
 from fs_lowrank.testing.bench import without_seconds
 
 aten = torch.ops.aten
@@ -40,8 +43,18 @@ def within(file):
     return any(Path(frame.filename).name == file for frame in traceback.extract_stack())
 
 
+def asking():
+    """The package whose code asks for the operation that is running."""
+    names = (frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_stack(None))
+    return next((name for name in names if name in ("fs_lowrank", "transformers", "peft")), "")
+
+
 class Device(TorchDispatchMode):
-    """Makes tensors on the device, and counts ``read``, ``to the device`` and ``from the device``."""
+    """Makes tensors on the device, and counts ``read``, ``to the device`` and ``from the device``.
+
+    Of the copies to the device ``waited for by PACKAGE`` are those without ``non_blocking``, which a GPU has to have
+    finished its work for.
+    """
 
     def __init__(self):
         super().__init__()
@@ -54,12 +67,12 @@ class Device(TorchDispatchMode):
         to_here = bool(here)
         if func is aten.copy_.default:
             to_here = isinstance(args[0], Labelled)
-            self.count(args[1], to_here)
+            self.count(args[1], to_here, args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         elif (device := kwargs.get("device")) is not None:
             to_here = torch.device(device).type == NAME
             kwargs["device"] = torch.device("cpu") if to_here else device
             if func is aten._to_copy.default:
-                self.count(args[0], to_here)
+                self.count(args[0], to_here, kwargs.get("non_blocking"))
         elif here and any(t.ndim for t in given if not isinstance(t, Labelled)):
             devices = ", ".join(f"{tuple(t.shape)} on {t.device}" for t in given)
             raise RuntimeError(f"{func} of tensors on different devices: {devices}")
@@ -76,13 +89,15 @@ class Device(TorchDispatchMode):
         out = tree_map(labelled, func(*inner[0], **inner[1]))
         return return_and_correct_aliasing(func, args, kwargs, out) if here else out
 
-    def count(self, source, to_here):
+    def count(self, source, to_here, non_blocking):
         if isinstance(source, Labelled) != to_here:
             self.crossings["to the device" if to_here else "from the device"] += 1
+            if to_here and not non_blocking:
+                self.crossings[f"waited for by {asking()}"] += 1
 
 
 class FromNumbers(TorchFunctionMode):
-    """Makes tensors of Python's numbers on the CPU first; ``torch.tensor`` goes round ``Device``."""
+    """Makes tensors of Python's numbers, and numbers of tensors, on the CPU: torch does so round ``Device``."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -90,6 +105,8 @@ class FromNumbers(TorchFunctionMode):
             return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device)
         if func is torch.tensor and (device := kwargs.pop("device", None)) is not None:
             return func(*args, **kwargs).to(device)
+        if func is torch.Tensor.tolist:
+            return args[0].cpu().tolist()
         return func(*args, **kwargs)
 
 
@@ -166,8 +183,13 @@ def bench(tmp_path_factory, keys_of):
         yield bench
 
 
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    return small.save_t5(tmp_path_factory.mktemp("t5"))
+
+
 CASES = [(m, task) for task in TASKS for m in list_methods() if TASKS[task] in requirements(m).tasks]
-#: run by ``make test``; ``make test-slow`` runs the others
+#: what ``make test-more`` runs; ``make test-slow`` runs the others
 QUICK = ("fedhm", "mfedloru")
 
 
@@ -176,42 +198,186 @@ def values_of(engine):
     return {**state, **{f"model {n}": t.detach() for n, t in engine.model.named_parameters()}}
 
 
+@pytest.fixture
+def both(bench, on_device):
+    """``both(task, method, keys)``: a run on the CPU and one on the device, which end alike; the latter's engine."""
+
+    def run(task, method, keys):
+        common = {"lowrank.checkpoint_freq": 1, "federate.total_round_num": 2}
+        keys = {**common, "train.optimizer": {"type": "SGD", "lr": 0.01}, **keys}
+        plain = bench.make(task, method, keys)
+        plain.run()
+        with on_device():
+            ours = bench.make(task, method, keys)
+            ours.run()
+            found = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in values_of(ours).items()}
+            assert all(isinstance(t, Labelled) for t in ours.model.parameters())
+        for name, value in values_of(plain).items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(found[name], value, msg=lambda m, name=name: f"{name}: {m}")
+        records = [without_seconds(engine.keeper.history) for engine in (ours, plain)]
+        for a, b in zip(*records, strict=True):
+            assert a.keys() == b.keys() and a["clients"] == b["clients"] and a["failed"] == b["failed"] == []
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        return ours
+
+    return run
+
+
 @pytest.mark.parametrize(
     "method, task",
     [pytest.param(m, t, marks=() if t == "encoder" and m in QUICK else pytest.mark.slow) for m, t in CASES],
 )
-def test_a_run_is_that_of_the_cpu(bench, on_device, method, task):
-    keys = {"lowrank.checkpoint_freq": 1, "federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.01}}
-    plain = bench.make(task, method, keys)
-    plain.run()
+def test_a_run_is_that_of_the_cpu(both, method, task):
+    both(task, method, {})
+
+
+COHORTS = {
+    "unequal batches": ("encoder", "fedlora", {}),
+    "a language model": ("causal", "fedlora", {}),
+    "unequal ranks": ("encoder", "flexlora", {"lowrank.ranks": [1, 3, 2]}),
+    "personal parts": ("encoder", "pfedloru", {}),
+    "blocks and no kept states": ("encoder", "fedlora", {"train.blocks": 3, "train.cache_frozen": "off"}),
+    "kept states of some": ("encoder", "fedlora", {"train.cache_frozen_bytes": 2e5}),
+    "momentum and clipping": (
+        "encoder",
+        "rolora",
+        {"train.optimizer": {"type": "SGD", "lr": 0.01, "momentum": 0.9}, "grad.grad_clip": 0.3},
+    ),
+}
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """How often a cohort has trained on the device, its matrices had as many rows of each client (``equal``) or not
+    (``filled``), and its clients had scales of their own (``scaled``)."""
+    seen, linear, made, train = Counter(), Rows.linear, Slots.__init__, site.train_cohort
+
+    def noting_linear(self, x, weight, bias):
+        if isinstance(x, Labelled):
+            seen["equal" if self.equal else "filled"] += 1
+        return linear(self, x, weight, bias)
+
+    def noting_scales(self, model, *given):
+        made(self, model, *given)
+        seen["scaled"] += bool(self.factors) and isinstance(next(iter(self.factors.values())), Labelled)
+
+    def noting_cohorts(model, members, *given, **options):
+        found = train(model, members, *given, **options)
+        seen["trained"] += isinstance(found[0][0].mean, Labelled) and len(members) == 3
+        return found
+
+    monkeypatch.setattr(Rows, "linear", noting_linear)
+    monkeypatch.setattr(Slots, "__init__", noting_scales)
+    monkeypatch.setattr(site, "train_cohort", noting_cohorts)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c == "unequal batches" else pytest.mark.slow) for c in COHORTS]
+)
+def test_cohorts_are_those_of_the_cpu(both, computed, case):
+    task, method, keys = COHORTS[case]
+    epochs = {"train.batch_or_epoch": "epoch", "dataloader.batch_size": 30, "train.cohort": 3}
+    engine = both(task, method, {**epochs, **keys})
+    assert computed["trained"] == 2 and computed["filled"], computed
+    assert bool(computed["scaled"]) == (case == "unequal ranks")
+    if case == "kept states of some":
+        assert {engine.site.prefix.budget.get(f"client {i}", False) for i in (1, 2, 3)} == {False, True}
+
+
+@pytest.mark.parametrize("method", ["fedloru", pytest.param("pfedloru", marks=pytest.mark.slow)])
+def test_a_resumed_run_is_the_run_to_the_bit(bench, on_device, method):
     with on_device():
-        ours = bench.make(task, method, keys)
-        ours.run()
-        found = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in values_of(ours).items()}
-        assert all(isinstance(t, Labelled) for t in ours.model.parameters())
-    for name, value in values_of(plain).items():
-        if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(found[name], value, msg=lambda m, name=name: f"{name}: {m}")
-    assert without_seconds(ours.keeper.history)[-1].keys() == without_seconds(plain.keeper.history)[-1].keys()
+        checks.check_resume(bench, method, "encoder")
 
 
-@pytest.mark.parametrize("task", ["encoder", "causal"])
-def test_nothing_is_read_inside_a_step(bench, on_device, task):
-    """What a further step costs: the tensors of its batch go to the device, and nothing comes back.
+# -- what crosses ----------------------------------------------------------------------------------------
 
-    Nothing but what transformers reads to see whether a batch has padding, at most twice in a forward pass.
+ONE = {"train.cache_frozen": "off", "train.blocks": 1}
+COUNTED = {
+    "a classifier": ("encoder", "fedlora", ONE),
+    "a language model": ("causal", "fedlora", ONE),
+    "a penalty": ("encoder", "fedhm", ONE),
+    "an encoder with a decoder": ("t5", "fedlora", ONE),
+    "kept states": ("encoder", "fedlora", {"train.blocks": 1}),
+    "blocks": ("encoder", "fedlora", {"train.cache_frozen": "off", "train.blocks": 3}),
+    "a cohort": ("encoder", "fedlora", {**ONE, "train.cohort": 3}),
+    "a cohort in blocks with kept states of some": (
+        "encoder",
+        "fedlora",
+        {"train.cohort": 3, "train.blocks": 3, "train.cache_frozen_bytes": 2e5},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_nothing_is_read_inside_a_step(bench, t5, on_device, monkeypatch, case):
+    """What a further step costs: the tensors of its batch go to the device, nothing comes back, and nothing waits.
+
+    Nothing but what transformers reads to see whether a batch has padding, at most twice in a forward pass. What is
+    done once in a round, such as trying whether a batch can be divided, may read.
     """
+    task, method, keys = COUNTED[case]
+    if task == "t5":
+        adapter = {"r": 2, "alpha": 6, "modules": ["q", "v"]}
+        model = {"model.type": f"{t5}@huggingface_llm", "model.task": "Seq2SeqLM", "llm.adapter.args": [adapter]}
+        task, keys = "causal", {**keys, **model}
 
-    def crossings(steps):
-        keys = {"federate.total_round_num": 1, "train.local_update_steps": steps, "train.cache_frozen": "off"}
-        with on_device() as device:
-            engine = bench.make(task, "fedlora", {**keys, "train.blocks": 1})
-            device.crossings.clear()
-            engine.run()
-        return device.crossings
+    def crossings(epochs):
+        """While clients train for so many ``epochs``."""
+        inside = Counter()
 
-    few, more = crossings(2), crossings(5)
-    steps = 3 * 3  # of three clients
-    assert more["read"] == few["read"] and more["from the device"] == few["from the device"]
-    assert more["read by a mask"] - few["read by a mask"] <= 2 * steps
-    assert 0 < more["to the device"] - few["to the device"] <= 8 * steps
+        def counted(train):
+            def training(*given, **options):
+                before = Counter(device.crossings)
+                found = train(*given, **options)
+                inside.update(device.crossings - before)
+                return found
+
+            return training
+
+        few = {"federate.total_round_num": 1, "train.batch_or_epoch": "epoch", "train.local_update_steps": epochs}
+        few |= {"dataloader.batch_size": 32, "train.cache_frozen_shared": 0.0}
+        with on_device() as device, monkeypatch.context() as patch:
+            engine = bench.make(task, method, {**few, **keys})
+            for name in ("train_client", "train_cohort"):
+                patch.setattr(site, name, counted(getattr(site, name)))
+            engine.model.register_forward_pre_hook(lambda *_: device.crossings.update(["passes"]))
+            (record,) = engine.run().history
+        assert len(record["clients"]) == 3 and not record["failed"]
+        return inside
+
+    few, more = crossings(1), crossings(2)
+    further = more - few
+    assert further["passes"] >= 3, further
+    assert not further["read"] and not further["from the device"] and not further["waited for by fs_lowrank"], further
+    assert further["read by a mask"] <= 2 * further["passes"], further
+    assert 0 < further["to the device"] <= 16 * further["passes"], further
+    if ONE.items() <= keys.items():
+        assert not more["read"] and not more["from the device"], more
+
+
+def test_losses_are_read_once_a_round(bench, on_device, monkeypatch):
+    """Of each update it is read whether it is finite, and how far A, B and the head have moved."""
+    together, taken, read, take = [], Counter(), rounds.values_of, Round.take
+
+    def reading(scalars):
+        together.append(list(scalars))
+        return read(together[-1])
+
+    def taking(self, *given, **options):
+        before = Counter(device.crossings)
+        counts = take(self, *given, **options)
+        taken.update(device.crossings - before)
+        return counts
+
+    monkeypatch.setattr(rounds, "values_of", reading)
+    monkeypatch.setattr(Round, "take", taking)
+    with on_device() as device:
+        engine = bench.make("encoder", "fedlora", {"federate.total_round_num": 2})
+        history = engine.run().history
+        assert [len(losses) for losses in together] == [3, 3]
+        assert all(isinstance(loss, Labelled) and loss.dtype == torch.float64 for losses in together for loss in losses)
+    assert taken["read"] + taken["from the device"] == 2 * 3 * (1 + 3), taken
+    assert all(isinstance(record["loss"], float) for record in history)

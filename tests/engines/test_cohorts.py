@@ -16,6 +16,7 @@ from fs_lowrank.errors import UserError, say_once
 from fs_lowrank.methods import Phase
 from fs_lowrank.models.names import all_tensors
 from fs_lowrank.rounds import site
+from fs_lowrank.rounds.round import Round
 from fs_lowrank.settings.effects import without_effect
 from fs_lowrank.training import cohort
 
@@ -268,6 +269,28 @@ def test_a_client_that_diverges_does_not_take_the_others(make_engine, trained, m
     assert trained == [3, 3]
     for name, value in plain.ledger.state.items():
         torch.testing.assert_close(ours.ledger.state[name], value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, "off"])
+def test_a_loss_that_is_not_finite_costs_the_update(make_engine, trained, monkeypatch, size):
+    """It is read when the round ends; the client's personal tensors are set back then."""
+    keys = {**SGD, "federate.method": "pfedloru", "train.cohort": size}
+    ours, plain = make_engine("encoder", keys), make_engine("encoder", keys)
+    take = Round.take
+
+    def taking(self, client, parcel, sizes=None, loss=None):
+        return take(self, client, parcel, sizes, loss * math.nan if (self.number, client) == (2, 2) else loss)
+
+    plain.on_round = lambda record: record["round"] == 1
+    plain.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(Round, "take", taking)
+        record = ours.run().history[1]
+    assert record["clients"] == [1, 3] and math.isfinite(record["loss"])
+    reason = "client 2: its loss is nan, expected a finite number"
+    assert record["failed"] == [{"client": 2, "kind": "refused", "reason": reason}]
+    same = {c: all(torch.equal(t, plain.site.personal[c][n]) for n, t in ours.site.personal[c].items()) for c in (1, 2)}
+    assert same == {1: False, 2: True}
 
 
 def test_an_upload_that_fails_is_that_clients(make_engine, trained, monkeypatch):

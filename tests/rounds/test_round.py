@@ -1,12 +1,14 @@
 """One round at the server, without an engine: which clients are asked, which answers count, and how it ends."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
+from fs_lowrank.rounds.admission import Admission
 from fs_lowrank.rounds.codec import Uniform
 from fs_lowrank.rounds.intake import RunningMean, TooFewClients
 from fs_lowrank.rounds.ledger import Ledger
@@ -56,6 +58,30 @@ def test_answers_come_in_any_order():
         assert all(torch.equal(message[n], ends[0][0][n]) for n in message)
         assert record == ends[0][1]
     assert ends[0][1]["clients"] == [1, 2, 3] and ends[0][1]["loss"] == pytest.approx((1 + 4 + 9) / 6)
+
+
+def test_losses_on_a_device_are_read_at_the_end():
+    """The record is that of losses told as numbers; a client whose loss is not finite is refused then, and its norm
+    does not count for the bound on the others'."""
+    ends = []
+    for on_device in (False, True):
+        current = Round(1, ledger(admission=Admission(norm_factor=5.0)), (1, 2, 3, 4))
+        deliver(current, 1, 2, 3, 4)
+        for client, size in ((1, 1.0), (2, 1.0), (3, 10.0), (4, 12.0)):
+            expected = current.method.expected(current.ledger.state, 1, client)
+            tensors = {n: t + size for n, t in expected.items()}
+            loss = math.nan if client == 2 else float(client) / 3
+            told = {"loss": torch.tensor(loss, dtype=torch.float64)} if on_device else {}
+            facts = {"round": 1, "samples": client, **({} if on_device else {"loss": loss})}
+            assert current.take(client, Parcel(tensors, **facts), **told) == (on_device or client != 2)
+        assert current.losses == ({} if on_device else {1: 1 / 3, 3: 1.0, 4: 4 / 3})
+        finished = current.finish()
+        assert finished.undone == {2} and current.losses == {1: 1 / 3, 3: 1.0, 4: 4 / 3}
+        ends.append((finished.message, current.record({}, {"training": 1.0}, {})))
+    (plain, record), (ours, our_record) = ends
+    assert all(torch.equal(ours[n], plain[n]) for n in plain) and our_record == record
+    reason = "client 2: its loss is nan, expected a finite number"
+    assert record["failed"] == [{"client": 2, "kind": "refused", "reason": reason}] and record["clients"] == [1, 3, 4]
 
 
 def test_the_mean_is_that_of_a_dense_sum():

@@ -47,12 +47,9 @@ class LowRank:
         update, result = session.site.fit(
             session.client(self.number), self.ctx.train_data, self.round, self.ctx.model, self.prefix
         )
-        self.outcome, self.loss = update, result.loss
-        return (
-            result.samples,
-            dict(update.tensors),
-            {"train_loss": result.loss * result.samples, "train_avg_loss": result.loss, "train_total": result.samples},
-        )
+        self.outcome, self.loss, samples = update, result.loss, result.samples
+        metrics = {"train_loss": self.loss * samples, "train_avg_loss": self.loss, "train_total": samples}
+        return samples, dict(update.tensors), metrics
 
     def evaluate(self, target_data_split_name="test"):
         """The metrics of a split, as ``named``."""
