@@ -44,10 +44,10 @@ logger = logging.getLogger("fs_lowrank")
 COMPUTED_TOGETHER = 32
 #: number of samples that are run with and without cached states before the cache is used, and of owners they may be of
 _TRIED, _ASKED = 4, 1000
-#: passes over an owner's samples in a run from which on its states are kept: filling the cache takes one. Where they
-#: are kept for other runs, half a pass is enough: a run that is never repeated loses one pass at most, a second one
-#: gains
-_PASSES, _PASSES_SHARED = 1.0, 0.5
+#: passes over an owner's samples in a run from which on its states are kept. Filling the cache takes one: a run that is
+#: never repeated loses one pass at most, and one that finds the states of another gains. It is the same whether states
+#: are kept for others or not, so that results are
+_PASSES = 0.5
 #: part of the name of what is kept for other runs; higher whenever something else is stored, or in another form
 _FORMAT = 1
 
@@ -145,8 +145,8 @@ class FrozenPrefix:
         model differ with cached states, a warning gives the reason and the cache is not used.
 
         Args:
-            owners: name -> (examples, number of passes over them in the run). Examples with less than one pass, or half
-                a pass where states are kept for other runs, are not cached.
+            owners: name -> (examples, number of passes over them in the run). Examples with less than half a pass are
+                not cached.
             clients: further owners, who come after those.
         Raises:
             UserError: the folder cannot be created or written to.
@@ -157,15 +157,14 @@ class FrozenPrefix:
         if not self:
             return
         self.parts = self._find_parts(groups[0].examples(0))
-        least = _PASSES if self.shared is None else _PASSES_SHARED
-        used = [np.flatnonzero(group.passes >= least) for group in groups]
+        used = [np.flatnonzero(group.passes >= _PASSES) for group in groups]
         tokens = sum(int(group.tokens[chosen].sum()) for group, chosen in zip(groups, used))
         if tokens * self.columns * self.dtype.itemsize > self.limit:
             self.parts = {}
         remaining, kept = self.limit, []
         self.budget = dict.fromkeys(owners, False)
         for group, chosen in zip(groups, used):
-            for i in chosen[np.argsort(group.passes[chosen] < _PASSES, kind="stable")].tolist():
+            for i in chosen[np.argsort(group.passes[chosen] < 1, kind="stable")].tolist():
                 size = int(group.tokens[i]) * self.columns * self.dtype.itemsize
                 if size <= remaining:
                     remaining -= size

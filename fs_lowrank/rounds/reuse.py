@@ -82,8 +82,6 @@ class Reuse:
         determined = {
             "settings": settings,
             "rounding": {name: getattr(config.train, name) for name in _ROUNDING},
-            # decides whose states of frozen layers are kept
-            "shared": config.train.cache_frozen_shared > 0 and not config.train.cache_frozen_dir,
             "lr": lr,
             "seed": seed,
             "data": examples.fingerprint(),

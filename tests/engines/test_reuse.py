@@ -126,19 +126,11 @@ def key(settings):
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"train.blocks": 1},
-        {"train.only_read": "off"},
-        {"train.cache_frozen": "off"},
-        {"train.cache_frozen_bytes": 1e3},
-        {"train.cache_frozen_shared": 0},
-    ],
+    [{"train.blocks": 1}, {"train.only_read": "off"}, {"train.cache_frozen": "off"}, {"train.cache_frozen_bytes": 1e3}],
     ids=lambda keys: next(iter(keys)),
 )
 def test_settings_that_change_rounding_change_the_key(key, keys):
-    assert key() == key({"train.cache_frozen_shared": 1e9}) != key(keys)
-    folder = {"train.cache_frozen_dir": "elsewhere"}
-    assert key(folder) == key({**folder, "train.cache_frozen_shared": 0}) != key()
+    assert key() == key({"train.cache_frozen_dir": "elsewhere"}) != key(keys)
 
 
 @pytest.mark.parametrize(
