@@ -123,7 +123,7 @@ def run() -> dict:
         rows.append(
             row(
                 "the same",
-                "the last layer for all positions ÷ in blocks of similar length, too, as `train.blocks: auto` makes them",
+                "the last layer for all positions ÷ in blocks of similar length, too, as by `train.blocks: auto`",
                 found["speed_up_in_blocks"],
                 f"{step['all']} ÷ {step['blocks']}; {found['padding']:.0%} of the tokens are padding",
                 found["difference"],

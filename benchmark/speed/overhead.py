@@ -44,8 +44,8 @@ PARTS = {
 def timers(model: torch.nn.Module) -> Iterator[dict[str, float]]:
     """A context that measures seconds in ``model.forward``, ``torch.autograd.backward`` and optimizers.
 
-    ``Tensor.backward`` is no place for a timer: where a mode of torch's functions is on, as for the masks of dropout, it
-    calls itself a second time.
+    ``Tensor.backward`` is no place for a timer: where a mode of torch's functions is on, as for the masks of dropout,
+    it calls itself a second time.
     """
     spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
     began = 0.0

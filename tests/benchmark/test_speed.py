@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import yaml
 
 import benchmark.cli
 import hpo.cli

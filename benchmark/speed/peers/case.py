@@ -53,8 +53,8 @@ READING = (
     "better our faster row is; bold where a goal is missed (ahead everywhere, and twice as fast as FederatedScope and "
     "Flower from 50 clients on). Of a peer's settings the faster one is shown. Apart is the relative difference of the "
     "trained tensors from ours: AdamW's first steps move every number by about the learning rate, also where its "
-    "gradient is rounding, so the order of additions alone makes up to 3e-3. Other work means that the number of samples "
-    "or the last loss differs from ours."
+    "gradient is rounding, so the order of additions alone makes up to 3e-3. Other work means that the number of "
+    "samples or the last loss differs from ours."
 )
 FIGURES = ("rounds_per_second", "processor_seconds_a_round", "peak_bytes", "seconds", "processor_seconds")
 
