@@ -36,6 +36,7 @@ from .config import our_method, to_framework
 from .data import worker_data
 from .logs import LogTo
 from .session import close_session, current
+from .trainer import named
 from .wire import Sealed
 
 logger = logging.getLogger("federatedscope.lowrank")
@@ -206,7 +207,7 @@ class ParallelRunner(StandaloneRunner):
         session.site.load_client(session.ledger.state, client)
         for split, examples in session.held_out_for(client).items():
             scores = session.evaluator.score(examples, f"client {client} {split}")
-            metrics |= self.server.trainer.named(split, scores, len(examples))
+            metrics |= named(split, scores, len(examples), self.cfg)
         session.site.load_global(session.ledger.state)
         back = {"sender": client, "receiver": self.server_id, "kind": "metrics", "content": metrics or "none"}
         self.shared_comm_queue.append(_unpacked(Parcel({}, **{**facts, **back})))

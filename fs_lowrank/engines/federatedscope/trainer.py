@@ -14,6 +14,19 @@ from .config import TRAINERS
 from .session import current
 
 
+def named(split, result, total, cfg):
+    """The metrics of a split by the framework's names: ``SPLIT_loss`` is the sum, ``SPLIT_avg_loss`` the mean.
+
+    Args:
+        result: metrics by their own names. total: number of samples. cfg: the framework's configuration.
+    """
+    loss = result["loss"]
+    values = {f"{split}_loss": loss * total, f"{split}_avg_loss": loss, f"{split}_total": total}
+    # The framework accepts no metric that is not in eval.metrics.
+    accurate = "acc" in cfg.eval.metrics and "acc" in result
+    return {**values, f"{split}_acc": result["acc"]} if accurate else values
+
+
 class LowRank:
     """Mixed into a trainer of the framework.
 
@@ -66,19 +79,7 @@ class LowRank:
         metrics = config.metrics if self.number == 0 else ()
         result = evaluate(self.ctx.model, examples, size, metrics=metrics, owner=split, prefix=prefix, reads=reads)
         self.results[split] = result
-        return self.named(split, result, len(examples))
-
-    def named(self, split, result, total):
-        """``result`` by the framework's names: ``SPLIT_loss`` is the sum over all samples, ``SPLIT_avg_loss`` the mean.
-
-        Args:
-            result: metrics by their own names. total: number of samples.
-        """
-        loss = result["loss"]
-        named = {f"{split}_loss": loss * total, f"{split}_avg_loss": loss, f"{split}_total": total}
-        # The framework accepts no metric that is not in eval.metrics.
-        accurate = "acc" in self.cfg.eval.metrics and "acc" in result
-        return {**named, f"{split}_acc": result["acc"]} if accurate else named
+        return named(split, result, len(examples), self.cfg)
 
     def update(self, model_parameters, strict=False):
         load_tensors(self.ctx.model, model_parameters)
