@@ -47,9 +47,9 @@ def table(folder: Path) -> str:
         "# Speed",
         "",
         "Written by `python -m benchmark.speed`. Figures are medians of runs taken in turn on a shared machine, but "
-        "for `scale`, `overhead` and the search and the suite of `whole`, which are run once: compare within a line, "
-        "not between lines. Seconds are the clock's in `server_step`, `overhead` and `whole`, the processor's in the "
-        "others. Agreement is the relative difference between the results of the fast and the slow form.",
+        "for `scale`, `overhead` and `whole`, which are run once: compare within a line, not between lines. Seconds "
+        "are the clock's in `server_step`, `overhead` and `whole`, the processor's in the others. Agreement is the "
+        "relative difference between the results of the fast and the slow form.",
         "",
         "| case | figure | value | target | holds | times | agreement |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -185,8 +185,8 @@ def peak_rate(size: int = 2048, repeats: int = 20) -> float:
 # -- the table -------------------------------------------------------------------------------------------
 
 
-def run(turns: int = 2) -> dict:
-    """Measure the demo, in ``turns``, and the search and the suite, which are of many runs, once."""
+def run(turns: int = 1) -> dict:
+    """Measure the demo ``turns`` times in turn, and the search and the suite once: all are of many runs."""
     demos: dict[str, list[list[dict[str, Any]]]] = {setting: [] for setting in SETTINGS}
     for _ in range(turns):
         for setting in SETTINGS:
