@@ -175,19 +175,25 @@ def test_a_process_that_dies_while_it_loads(few, monkeypatch, caplog, deaths):
     keys = {"federate.method": "fedlora"}
     engine, killed, start = LocalEngine(few("killed", {**keys, "federate.process_num": 2})), [], workers.Worker.__init__
 
+    def goes(process):
+        return process.rank == 0 and len(killed) < deaths
+
     def kill(process):
-        if process.rank == 0 and len(killed) < deaths:
-            killed.append(process.process.pid)
-            os.kill(process.process.pid, signal.SIGKILL)
+        killed.append(process.process.pid)
+        os.kill(process.process.pid, signal.SIGKILL)
 
     def send(self, item, send=workers.Worker.send):
+        now = item.facts.get("kind") == "stand" and goes(self)
+        if now:
+            os.kill(self.process.pid, signal.SIGSTOP)  # it must not answer
         send(self, item)
-        if item.facts.get("kind") == "stand":
+        if now:
             kill(self)
 
     def further(self, *given):
         start(self, *given)
-        kill(self)
+        if goes(self):
+            kill(self)
 
     monkeypatch.setattr(workers.Worker, "send", send)
     monkeypatch.setattr(workers.Worker, "__init__", further)
