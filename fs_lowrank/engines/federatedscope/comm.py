@@ -27,6 +27,7 @@ from federatedscope.core.communication import gRPCCommManager
 from federatedscope.core.message import Message
 from federatedscope.core.proto import gRPC_comm_manager_pb2 as protocol
 from federatedscope.core.proto import gRPC_comm_manager_pb2_grpc as service
+from google.protobuf.message import DecodeError
 
 from ...errors import UserError
 from . import messages
@@ -134,13 +135,23 @@ class Comm(gRPCCommManager):
         if self._compression is grpc.Compression.NoCompression:
             options.append(("grpc.compression_enabled_algorithms_bitset", 1))
         self._server = grpc.aio.server(options=options, compression=self._compression)
-        service.add_gRPCComServeFuncServicer_to_server(self, self._server)
+        # With bytes as they came, since gRPC prints a traceback for those that are no message.
+        send = grpc.unary_unary_rpc_method_handler(
+            self.sendMessage, response_serializer=protocol.MessageResponse.SerializeToString
+        )
+        handlers = grpc.method_handlers_generic_handler("gRPCComServeFunc", {"sendMessage": send})
+        self._server.add_generic_rpc_handlers((handlers,))
         if not self._server.add_insecure_port(f"{self.host}:{self.port}"):
             raise RuntimeError("the port is in use")
         await self._server.start()
 
-    async def sendMessage(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def sendMessage(self, received: bytes, context: grpc.aio.ServicerContext) -> Any:
         """Take a message of another process; the name is the service's."""
+        try:
+            request: Any = protocol.MessageRequest.FromString(received)
+        except DecodeError as error:
+            logger.warning("ignored %d bytes that are no message: %s", len(received), error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "these bytes are no message")
         kind = request.msg["msg_type"].single_msg.str_value if "msg_type" in request.msg else ""
         sender, limit = -1, self.joins_waiting
         if kind == "join_in" and self.lets_join:

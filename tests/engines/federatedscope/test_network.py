@@ -55,10 +55,16 @@ class Stranger:
 
     def send_request(self, request) -> str:
         """The status that the receiver answers with."""
+        return self._status(self.stub.sendMessage, request)
+
+    def send_bytes(self, content: bytes) -> str:
+        return self._status(self.channel.unary_unary("/gRPCComServeFunc/sendMessage"), content)
+
+    def _status(self, method, sent) -> str:
         import grpc
 
         try:
-            self.stub.sendMessage(request, timeout=20, metadata=(("fs-lowrank-token", self.token),))
+            method(sent, timeout=20, metadata=(("fs-lowrank-token", self.token),))
         except grpc.RpcError as error:
             return error.code().name
         return "OK"
@@ -214,7 +220,7 @@ WRONG = {
 }
 
 
-def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluster, tmp_path):
+def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluster, tmp_path, capfd):
     """Messages of strangers and invalid messages of clients are ignored, and do not change the result."""
     more = {"federate.client_num": 2, "federate.make_global_eval": False}
     local = fs_lowrank.run(quick("local", {**KEYS, **more}))
@@ -231,10 +237,15 @@ def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluste
     empty = Stranger.request()
     empty.Clear()
     assert client.send_request(empty) == "OK"
+    for junk in (b"\xff" * 40, b"\n\x05\xffjunk", b"junk"):
+        assert stranger.send_bytes(junk) == client.send_bytes(junk) == "INVALID_ARGUMENT", junk
     assert Stranger(cluster.ports[1]).send(msg_type="stopped", content="go home", sender=0) == "UNAUTHENTICATED"
     (tmp_path / "go").touch()
     workers = {w: cluster.wait(*process, timeout=120) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    said = (tmp_path / "run" / "exp_print.log").read_text()
+    assert said.count("bytes that are no message") == 6
+    assert "Traceback" not in said + "".join(capfd.readouterr())
     assert [r["clients"] for r in workers[0].history] == [[1, 2]] * 3
     assert_same(dict(local.model.named_parameters()), workers[0].tensors, atol=0)
 
