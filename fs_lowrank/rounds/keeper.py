@@ -132,6 +132,7 @@ class RecordKeeper:
                 self.config, result.facts, _figures(record), kind, self.evaluator.best_by, record["round"]
             )
             self._save_trained(f"{best.place(record['round'])}/{kind}", save, card)
+        best.seal(self.outdir, record["round"])
 
     def stopped(self, round: int, error: TooFewClients | BadRound, failed: list[Failure]) -> RunFailed:
         """The error to raise if ``round`` cannot be finished; saves the round before it first.

@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..jobs.files import remove_unfinished, replacing
-from .checkpoint import folder_of, saved_rounds
+from ..errors import UserError
+from ..jobs.files import remove_unfinished, replacing, write_text
+from .checkpoint import checksum, folder_of, saved_rounds
 
 #: what may be kept of a round, and is saved of the last one
 KINDS = ("adapter", "model")
+
+
+#: beside them: by name the checksums of their files
+_SUMS = "checksums.json"
 
 
 def place(round: int) -> str:
@@ -36,13 +42,44 @@ def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:
             shutil.rmtree(outdir / place(round))
 
 
+def seal(outdir: Path, round: int) -> None:
+    """Note the checksums of all that is kept of ``round``."""
+    folder = outdir / place(round)
+    files = sorted(path for kind in KINDS for path in (folder / kind).rglob("*") if path.is_file())
+    write_text(folder / _SUMS, json.dumps({path.relative_to(folder).as_posix(): checksum(path) for path in files}))
+
+
 def go_back(outdir: Path, round: int) -> None:
-    """Remove what was kept after ``round``, from which a run goes on, and what a killed process left unfinished."""
-    for later in kept(outdir):
-        if later > round:
-            shutil.rmtree(outdir / place(later))
+    """Remove what was kept after ``round``, from which a run goes on, and what a killed process left unfinished.
+
+    Raises:
+        UserError: what was kept before is damaged.
+    """
+    for earlier in kept(outdir):
+        if earlier > round:
+            shutil.rmtree(outdir / place(earlier))
         else:
-            remove_unfinished(outdir / place(later))
+            remove_unfinished(outdir / place(earlier))
+            _check(outdir / place(earlier))
+
+
+def _check(folder: Path) -> None:
+    """Raise ``UserError`` if a file is not as it was when it was written, as far as that is known (``seal``)."""
+    sums = folder / _SUMS
+    if not sums.exists() and not sums.is_symlink():
+        return
+    damaged = sums
+    try:
+        for name, expected in json.loads(sums.read_text(encoding="utf-8")).items():
+            damaged = folder / name
+            if checksum(damaged) != expected:
+                raise ValueError("its checksum does not match")
+    except (OSError, ValueError, AttributeError) as error:
+        reason = "it is missing" if isinstance(error, FileNotFoundError) else str(error).split(": '")[0]
+        raise UserError(
+            f"{damaged} is damaged ({reason}); restore it, or remove {folder} to go on without what was kept of that "
+            "round"
+        ) from error
 
 
 def publish(outdir: Path, round: int, move: bool) -> dict[str, Path]:

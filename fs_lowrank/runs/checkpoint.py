@@ -37,7 +37,8 @@ class Checkpoint:
     meta: dict
 
 
-def _sum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -62,7 +63,7 @@ def save_checkpoint(
             for part, tensors in parts.items():
                 path = aside / f"{part}.safetensors"
                 save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, path)
-                sums[path.name] = _sum(path)
+                sums[path.name] = checksum(path)
             content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
             (aside / "meta.json").write_text(json.dumps({"sha256": _meta_sum(content), **content}))
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
@@ -103,7 +104,7 @@ def _read(path: Path, device: torch.device | str) -> Checkpoint:
         raise ValueError("meta.json is damaged: its checksum does not match")
     check_schema(meta, path / "meta.json")
     for name, expected in meta["files"].items():
-        if _sum(path / name) != expected:
+        if checksum(path / name) != expected:
             raise ValueError(f"{name} is damaged: its checksum does not match")
     parts = {name.removesuffix(".safetensors"): load_file(path / name) for name in meta["files"]}
     here = {part: {n: t.to(device) for n, t in tensors.items()} for part, tensors in parts.items()}

@@ -89,7 +89,7 @@ def loaded(monkeypatch):
 
 
 def files(folder):
-    """The bytes of all files of a run but those that have times in them."""
+    """The bytes of all files of a run but those that have times or the folder's name in them, or cover such files."""
     found = {p.relative_to(folder): p for p in sorted(folder.rglob("*")) if p.is_file()}
     return {
         name: p.read_bytes()
@@ -104,6 +104,7 @@ def files(folder):
             "README.md",
             ".lock",
             "meta.json",
+            "checksums.json",
         )
     }
 

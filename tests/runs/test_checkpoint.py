@@ -4,11 +4,13 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fs_lowrank.runs.checkpoint as module
 from fs_lowrank.errors import UserError
@@ -187,3 +189,43 @@ def test_metadata_is_readable_by_people(tmp_path):
     save(tmp_path, 1)
     meta = json.loads((tmp_path / "round_000001" / "meta.json").read_text())
     assert meta["round"] == 1 and set(meta["files"]) == {"state.safetensors", "personal.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "adapter/tokenizer.json", "checksums.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "folder", "loop"])
+def test_what_is_kept_of_the_best_round_is_checked_before_a_run_goes_on(tmp_path, name, damage):
+    def make():
+        folder = tmp_path / best.place(2) / "adapter"
+        shutil.rmtree(tmp_path / "best", ignore_errors=True)
+        folder.mkdir(parents=True)
+        save_file({"a": torch.ones(3, 2)}, folder / "adapter_model.safetensors")
+        (folder / "tokenizer.json").write_text("{}")
+        best.seal(tmp_path, 2)
+        return tmp_path / best.place(2)
+
+    folder = make()
+    best.go_back(tmp_path, 3)
+    assert best.kept(tmp_path) == [2]
+    file = folder / name
+    content = bytearray(file.read_bytes())
+    if damage in ("flip", "cut"):
+        content[-1] ^= 1
+        file.write_bytes(content if damage == "flip" else content[:-1])
+    else:
+        file.unlink()
+        if damage == "folder":
+            file.mkdir()
+        elif damage == "loop":
+            file.symlink_to(file.name)
+    if (name, damage) == ("checksums.json", "delete"):
+        best.go_back(tmp_path, 3)  # an earlier version wrote none
+    else:
+        with pytest.raises(UserError, match=f"{re.escape(str(file))} is damaged .*; restore it, or remove {folder} to"):
+            best.go_back(tmp_path, 3)
+    best.go_back(tmp_path, 1)
+    assert best.kept(tmp_path) == [], "it is not needed where the run goes on before it"
+    shutil.rmtree(tmp_path / "best")
+    best.go_back(tmp_path, 3)  # what the message advises
+    make()
+    best.publish(tmp_path, 2, move=False)
+    assert {p.name for p in (tmp_path / "adapter_best").iterdir()} == {"adapter_model.safetensors", "tokenizer.json"}
