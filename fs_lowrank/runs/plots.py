@@ -78,8 +78,8 @@ def save(figure: Figure, path: Path) -> Path:
     Raises:
         RunFailed: it cannot be written.
     """
-    # Without the date, the same figure is the same file.
-    for target, options in ((path, {"dpi": 120}), (path.with_suffix(".pdf"), {"metadata": {"CreationDate": None}})):
+    # The PNG last, so that where it is, the PDF is, too. Without the date, the same figure is the same file.
+    for target, options in ((path.with_suffix(".pdf"), {"metadata": {"CreationDate": None}}), (path, {"dpi": 120})):
         try:
             with replacing(target, durable=False) as aside:
                 figure.savefig(aside, format=target.suffix[1:], **options)

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 import scipy.stats
+from matplotlib.figure import Figure
 
 from fs_lowrank.config import load_config
+from fs_lowrank.errors import RunFailed
 from fs_lowrank.jobs.tables import latex, write_tables
 from fs_lowrank.runs import plots
 from fs_lowrank.runs.plots import curves, plot_clients, plot_curves, plot_test, setting_of
@@ -87,6 +89,14 @@ def test_drawing_changes_nothing_global(tmp_path):
     before, loaded = dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules
     plot_curves({"x": [record(1)]}, tmp_path / "curves.png", 0.5)
     assert dict(matplotlib.rcParams) == before and ("matplotlib.pyplot" in sys.modules) == loaded
+
+
+def test_where_the_png_is_the_pdf_is_too(tmp_path):
+    """A run draws a picture again only where its PNG is missing."""
+    (tmp_path / "curves.pdf").mkdir()
+    with pytest.raises(RunFailed, match="curves.pdf"):
+        plots.save(Figure(), tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()
 
 
 @pytest.mark.parametrize("classes", [0, 3, 40])
