@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
+from safetensors import SafetensorError
 
 from .child import HANG, Ended, difference, fork, spawn
 from .shim import Mode, arm, armed_environment, count
@@ -175,7 +176,7 @@ class Bench:
             return Outcome("failed", what, f"exit code {ended.code}: {ended.err}", seen)
         try:
             unlike = difference(outdir, self.reference(run).folder, former)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             unlike = f"{type(error).__name__}: {error}"
         if unlike:
             return Outcome("failed", what, f"another result without an error: {unlike}", seen)

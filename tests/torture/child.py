@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import faulthandler
 import json
@@ -177,8 +178,11 @@ def _without_bars(text: str) -> str:
 
 # -- what a run leaves ---------------------------------------------------------------------------------
 
-#: files whose content may differ between a run and the same run resumed; only their existence is compared
-_DIFFER = (".lock", "environment.json", "curves.png")
+#: columns of ``summary.csv`` that differ between any two runs
+_DURATIONS = ("training total", "aggregation a round")
+#: files whose content may differ between a run and the same run resumed, by durations and the number of threads; only
+#: their existence is compared
+_DIFFER = (".lock", "environment.json", "curves.png", "curves.pdf", "summary.tex")
 
 
 def difference(folder: Path, reference: Path, former: Path | None = None) -> str:
@@ -194,7 +198,8 @@ def difference(folder: Path, reference: Path, former: Path | None = None) -> str
         return f"{name} is left behind"
     for name in sorted(left):
         if name.name not in _DIFFER:
-            where = _compare(folder / name, reference / name, (folder, reference, former or folder))
+            named = (folder, reference, former or folder, folder.parent, reference.parent)
+            where = _compare(folder / name, reference / name, named)
             if where:
                 return f"{name}: {where}"
     return ""
@@ -214,6 +219,8 @@ def _compare(path: Path, other: Path, folders: tuple[Path, ...]) -> str:
             return f"tensors {sorted(mine.keys() ^ theirs.keys())[:3]}"
         unequal = [n for n in mine if mine[n].dtype != theirs[n].dtype or not torch.equal(mine[n], theirs[n])]
         return f"tensor {unequal[0]} and {len(unequal) - 1} more" if unequal else ""
+    if path.suffix in (".png", ".pdf", ".npz"):
+        return "" if path.read_bytes() == other.read_bytes() else "other bytes"
     text, wanted = (p.read_text(encoding="utf-8") for p in (path, other))
     for folder in folders:
         text, wanted = text.replace(str(folder), "OUTDIR"), wanted.replace(str(folder), "OUTDIR")
@@ -223,9 +230,18 @@ def _compare(path: Path, other: Path, folders: tuple[Path, ...]) -> str:
         # Its checksums cover the folder's name, the order of tensors in a file, and the records with their seconds.
         read = [{**json.loads(t), "sha256": "", "records": ""} for t in (text, wanted)]
         return _unequal(*({**meta, "files": sorted(meta["files"])} for meta in read))
+    if path.name == "checksums.json":  # they cover the folder's name, too
+        return _unequal(*(sorted(json.loads(t)) for t in (text, wanted)))
     if path.suffix == ".json":
         return _unequal(json.loads(text), json.loads(wanted))
+    if path.name == "summary.csv":
+        return _unequal(*map(_without_durations, (text, wanted)))
     return "" if text == wanted else "another text"
+
+
+def _without_durations(table: str) -> list[dict[str, str]]:
+    rows = csv.DictReader(table.splitlines())
+    return [{name: cell for name, cell in row.items() if name not in _DURATIONS} for row in rows]
 
 
 def _record(line: str) -> dict[str, Any]:

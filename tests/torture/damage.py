@@ -88,9 +88,11 @@ def _groups(run: str, bench: Bench, outdir: Path, draw: random.Random) -> list[P
 
 
 def _files(path: Path) -> list[Path]:
-    return (
-        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and p.parent.name != ".states")
-    )
+    """The files there that a run reads: not its pictures, nor states that a killed process has left."""
+    if path.is_file():
+        return [path]
+    found = (p for p in path.rglob("*") if p.is_file() and p.parent.name != ".states")
+    return sorted(p for p in found if p.name not in ("clients.png", "clients.pdf"))
 
 
 def _others(target: Path, bench: Bench, draw: random.Random) -> list[Path]:
