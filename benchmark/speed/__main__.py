@@ -1,7 +1,7 @@
 """python -m benchmark.speed [PART] [--out FOLDER]
 
 PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, memory, overhead, vision,
-one_shot, startup, whole, or all of them
+one_shot, startup, whole, gpu, or all of them; without a GPU all but gpu
 
     python -m benchmark.speed peers [options]: the whole job against other systems, alone and not in "all"
 
@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+
+import torch
 
 from fs_lowrank.jobs import shell
 from fs_lowrank.jobs.files import write_text
@@ -38,6 +40,7 @@ PARTS = (
     "one_shot",
     "startup",
     "whole",
+    "gpu",
 )
 
 
@@ -48,8 +51,8 @@ def table(folder: Path) -> str:
         "",
         "Written by `python -m benchmark.speed`. Figures are medians of runs taken in turn on a shared machine, but "
         "for `scale`, `overhead` and `whole`, which are run once: compare within a line, not between lines. Seconds "
-        "are the clock's in `server_step`, `overhead` and `whole`, the processor's in the others. Agreement is the "
-        "relative difference between the results of the fast and the slow form.",
+        "are the clock's in `server_step`, `overhead`, `whole` and `gpu`, the processor's in the others. Agreement is "
+        "the relative difference between the results of the fast and the slow form.",
         "",
         "| case | figure | value | target | holds | times | agreement |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -97,7 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    for part in PARTS if args.part == "all" else (args.part,):
+    parts: Sequence[str] = (args.part,)
+    if args.part == "all":
+        parts = PARTS if torch.cuda.is_available() else [part for part in PARTS if part != "gpu"]
+        if len(parts) < len(PARTS):
+            print("gpu: left out, torch finds no GPU here", flush=True)
+    for part in parts:
         started = time.perf_counter()
         found = import_module(f".{part}", __package__).run()
         result = {

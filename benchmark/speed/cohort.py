@@ -4,6 +4,7 @@ client by client. The states of the frozen layers are kept in both."""
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from fs_lowrank import Config, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.frozen import FrozenPrefix
+from fs_lowrank.models.machine import wait
 from fs_lowrank.training import train_client
 from fs_lowrank.training.cohort import Member, train_cohort
 
@@ -23,15 +25,17 @@ from .frozen_cache import MINILM
 CLIENTS = 7
 
 
-def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict:
-    """``train.local_update_steps`` steps of each of ``clients`` on samples of the full length, in two ways in turn."""
+def measure(config: Config, repeats: int, clients: int = CLIENTS, size: int = CLIENTS) -> dict:
+    """``train.local_update_steps`` steps of each of ``clients`` on samples of the full length, in two ways in turn: one
+    by one, and ``size`` of them together.
+    """
     with tempfile.TemporaryDirectory() as folder:
         engine = LocalEngine(config.replace(outdir=folder))
     site, model, method = engine.site, engine.model, engine.method
     data: Any = site.data.clients[0]
     longest = np.argsort(-data.lengths, kind="stable")
-    size = config.dataloader.batch_size * config.train.local_update_steps
-    sets = {f"client {i}": data.select(np.resize(longest, clients * size)[i::clients]) for i in range(clients)}
+    rows = config.dataloader.batch_size * config.train.local_update_steps
+    sets = {f"client {i}": data.select(np.resize(longest, clients * rows)[i::clients]) for i in range(clients)}
     prefix = FrozenPrefix(model, {*method.shared}, limit=4e9, changing=method.changed_base(model))
     prefix.plan({name: (examples, float("inf")) for name, examples in sets.items()})
     members = [
@@ -57,30 +61,36 @@ def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict:
             )
             tensors = method.upload(model, 1, site.clients[0])
             trained["alone"].append({n: t.detach().clone() for n, t in tensors.items()})
+        wait(site.device)
 
     def together() -> None:
-        found = train_cohort(
-            model,
-            members,
-            lambda i: load_tensors(model, start),
-            {*method.shared, *method.personal},
-            config,
-            lr=lr,
-            prefix=prefix,
-            reads=site.reads,
-        )
-        trained["together"] = [tensors for _, tensors in found]
+        trained["together"] = []
+        for first in range(0, clients, size):
+            found = train_cohort(
+                model,
+                members[first : first + size],
+                lambda i: load_tensors(model, start),
+                {*method.shared, *method.personal},
+                config,
+                lr=lr,
+                prefix=prefix,
+                reads=site.reads,
+            )
+            trained["together"] += [tensors for _, tensors in found]
+        wait(site.device)
 
     ways = {"alone": alone, "together": together}
     steps = clients * config.train.local_update_steps
     seconds = {name: taken / steps for name, taken in race({n: partial(w) for n, w in ways.items()}, repeats).items()}
     sent = [set(each) for each in trained["alone"]]
     pairs = zip(trained["together"], trained["alone"], sent)
+    lengths = np.concatenate([e.lengths for e in sets.values()])
     return {
         "clients": clients,
         "seconds_a_clients_step": seconds,
         "only_read": bool(site.reads),
-        "lengths": [int(min(e.lengths.min() for e in sets.values())), int(max(e.lengths.max() for e in sets.values()))],
+        "lengths": [int(lengths.min()), int(lengths.max())],
+        "tokens": dict(Counter(lengths.tolist())),
         "speed_up": seconds["alone"] / seconds["together"],
         "difference": max(difference({n: ours[n] for n in names}, theirs) for ours, theirs, names in pairs),
     }

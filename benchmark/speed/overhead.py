@@ -132,11 +132,14 @@ def _parts(profiler: cProfile.Profile) -> dict[str, float]:
     }
 
 
-def run(rounds: int = 4) -> dict:
-    """Measure the first rounds of the demo with its own method, and of the same with smaller batches, which train in
-    cohorts; every second round has an evaluation.
+def run(rounds: int = 0) -> dict:
+    """Measure the rounds of the demo with its own method, and of the same with smaller batches, which train in cohorts.
+
+    Args:
+        rounds: the first ones only; 0: all.
     """
-    config = load_config(DEMO, eval__freq=2)
+    config = load_config(DEMO)
+    rounds = rounds or config.federate.total_round_num
     small = config.replace(**{"dataloader.batch_size": 4})
     with threads(1):
         found = {

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import yaml
 
+from fs_lowrank.models.machine import wait
 from fs_lowrank.settings.reading import read_yaml
 from fs_lowrank.settings.tree import flatten
 
@@ -171,13 +172,17 @@ def limit(runs: Sequence[dict[str, Any]], peak: float) -> float:
     return operations / peak
 
 
-def peak_rate(size: int = 2048, repeats: int = 20) -> float:
-    """Operations a second of a large matrix product with all cores, in float32."""
-    one, other = torch.randn(2, size, size)
+def peak_rate(
+    size: int = 2048, repeats: int = 20, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> float:
+    """Operations a second of a large matrix product, on a CPU with all cores."""
+    one, other = torch.randn(2, size, size, device=device, dtype=dtype)
     taken = []
     for _ in range(repeats):
+        wait(one.device)
         started = time.perf_counter()
         one @ other
+        wait(one.device)
         taken.append(time.perf_counter() - started)
     return 2 * size**3 / statistics.median(taken)
 

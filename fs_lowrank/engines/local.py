@@ -142,6 +142,7 @@ class LocalEngine:
                 return self._run(resume)
             finally:
                 self.trains.end()
+                self.site.shared_states.settle()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint = self.keeper.start(resume)

@@ -275,7 +275,9 @@ class _Clients:
 
     def do(self, item: Parcel) -> Parcel:
         """Do what ``item`` asks for; the answer."""
-        return getattr(self, f"_{item.facts['kind']}")(item)
+        answer: Parcel = getattr(self, f"_{item.facts['kind']}")(item)
+        self.site.shared_states.settle()  # who has the answer may end this process
+        return answer
 
     def _stand(self, item: Parcel) -> Parcel:
         load_tensors(self.site.model, _on(item.tensors, self.site.device))

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 def take(path: Path) -> FileLock | None:
     """Acquire the lock at ``path``, to be released by the caller; None if it is held. Its folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=0)
+    lock = FileLock(path, timeout=0, thread_local=False)  # another thread may release it
     try:
         lock.acquire()
     except Timeout:

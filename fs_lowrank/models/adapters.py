@@ -24,7 +24,7 @@ from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
 from .kinds import CLASSES, check_blocks, own_targets, sizes, task_type
-from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, zero_at_start
+from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, tensor_of, zero_at_start
 from .prompts import check_virtual_tokens, text_only
 
 if TYPE_CHECKING:
@@ -371,14 +371,12 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         KeyError: a name that the model does not have. ValueError: a shape that cannot be loaded.
     """
-    parameters = all_tensors(model) if tensors else {}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            parameter = parameters[name]
+            owner, parameter = tensor_of(model, name)
             if parameter.shape == tensor.shape:
                 parameter.copy_(tensor)
                 continue
-            owner = model.get_submodule(name.rpartition(".")[0])
             if getattr(owner, "may_grow", False) and parameter.ndim == tensor.ndim:
                 resize(owner, tensor)
                 continue
@@ -402,10 +400,11 @@ def _set_rank(layer: LoraLayer, adapter: str) -> None:
 
 def lora_scales(model: nn.Module) -> dict[str, float]:
     """PEFT's scale of each LoRA pair, which depends on its rank, by the name of its second module."""
+    ups = ((name, module) for name, module in model.named_modules() if name.endswith(".lora_B"))
     return {
-        f"{name}.lora_B.{adapter}": layer.scaling[adapter]
-        for name, layer in cast("Iterable[tuple[str, Any]]", model.named_modules())
-        for adapter in getattr(layer, "lora_B", ())
+        f"{name}.{adapter}": cast("Any", model.get_submodule(name.removesuffix(".lora_B"))).scaling[adapter]
+        for name, module in ups
+        for adapter in cast("nn.ModuleDict", module)
     }
 
 

@@ -36,7 +36,7 @@ from .machine import gathered, input_device, machine, rounding
 from .names import tags
 from .quantised import beside, own_tensors
 from .reads import Attending, Enough, giving, instead, outermost
-from .states import SharedStates, mapped_file, own_folder
+from .states import SharedStates, States, mapped_file, own_folder
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -118,7 +118,7 @@ class FrozenPrefix:
         self.outputs: dict[nn.Module, int] = {}
         self._below: dict[str, Any] | None = None
         #: owner -> states of all its samples, and the first row of each sample
-        self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
+        self.kept: dict[str, tuple[States, np.ndarray]] = {}
         #: owner -> whether its states are cached; a client that is not in it has none
         self.budget: dict[str, bool] = {}
         self.planned = 0.0  # bytes of all that is cached
@@ -190,19 +190,21 @@ class FrozenPrefix:
 
     def states(self, owner: str, examples, indices: np.ndarray) -> contextlib.AbstractContextManager[None]:
         """A context in which the forward pass of the batch ``indices`` uses the cached states of ``owner``."""
-        return self.states_of([(owner, examples, indices)])
+        return self.states_of([(owner, examples, indices)], input_device(self.model))
 
     @contextlib.contextmanager
-    def states_of(self, batch: Sequence[tuple[str, Any, np.ndarray]]) -> Iterator[None]:
+    def states_of(self, batch: Sequence[tuple[str, Any, np.ndarray]], device: torch.device) -> Iterator[None]:
         """The same for a batch of several owners' samples: owners, their examples, and the indices of the samples.
 
         If only some of them have cached states, those of the others are computed first.
+
+        Args:
+            device: of the model's inputs.
         """
         if not self or not any(self.budget.get(owner) for owner, _, _ in batch):
             yield
             return
         rows: list[Tensor] = []
-        device = input_device(self.model)
         for owner, examples, indices in batch:
             if not self.budget.get(owner):
                 found = self._hidden(examples, indices).to(device, non_blocking=True)
@@ -210,8 +212,9 @@ class FrozenPrefix:
                 continue
             if owner not in self.kept:
                 self.kept[owner] = self._compute(owner, examples)
-            buffer, starts = self.kept[owner]
-            rows += [buffer[starts[i] : starts[i + 1]] for i in indices]
+            states, starts = self.kept[owner]
+            values = states.values
+            rows += [values[starts[i] : starts[i + 1]] for i in indices]
         pieces = self._padded(gathered(rows, device))
         with self._bypass([piece.to(device, non_blocking=True) for piece in pieces]):
             yield
@@ -223,8 +226,8 @@ class FrozenPrefix:
 
     def _padded(self, rows: list[Tensor]) -> list[Tensor]:
         """The states of a batch, and the outputs of ``parts``: each ``(samples, longest, width)``."""
-        pieces = zip(*(row.split([self.width, *self.parts.values()], -1) for row in rows))
-        return [nn.utils.rnn.pad_sequence(list(piece), batch_first=True) for piece in pieces]
+        whole = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return [piece.contiguous() for piece in whole.split([self.width, *self.parts.values()], -1)]
 
     @contextlib.contextmanager
     def _bypass(self, pieces: list[Tensor]) -> Iterator[None]:
@@ -414,12 +417,12 @@ class FrozenPrefix:
             raise _Unused
         return inputs[0]
 
-    def _compute(self, owner: str, examples) -> tuple[Tensor, np.ndarray]:
+    def _compute(self, owner: str, examples) -> tuple[States, np.ndarray]:
         """Hidden states of all samples, computed in fixed batches, so that they do not depend on earlier calls."""
         lengths = examples.lengths
         starts = np.concatenate([[0], np.cumsum(lengths)])
         if self.shared is None:
-            return self._filled(owner, examples, starts), starts
+            return States(self._filled(owner, examples, starts)), starts
         about = {
             "model": type(self._inner).__name__,
             "layers": f"{self.depth} of {len(self.layers)}",

@@ -104,6 +104,20 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if is_statistic(n)}}
 
 
+def tensor_of(model: nn.Module, name: str) -> tuple[nn.Module, Tensor]:
+    """The module that has the tensor ``name``, and the tensor.
+
+    Raises:
+        KeyError: the model has no such tensor.
+    """
+    path, _, last = name.rpartition(".")
+    try:
+        owner = model.get_submodule(path)
+        return owner, getattr(owner, last)
+    except AttributeError:
+        raise KeyError(name) from None
+
+
 def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
     """The tensors of the model, not copied, that have one of the tags ``wanted``, sorted by name."""
     tensors = all_tensors(model)

@@ -201,13 +201,17 @@ class OnlyRead:
         return read
 
     @contextlib.contextmanager
-    def reading(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context for one forward pass of ``batch``, with its labels; other positions of the output are zeros."""
+    def reading(self, batch: Mapping[str, Tensor], device: torch.device | None = None) -> Iterator[None]:
+        """A context for one forward pass of ``batch``, with its labels; other positions of the output are zeros.
+
+        Args:
+            device: of the model's inputs, if the caller knows it.
+        """
         read = self.positions(batch) if (self.usable_in_training if self.layer.training else self) else None
         if read is None or not 0 < int(read.sum(1).max()) <= _MOST * read.shape[1]:
             yield
             return
-        with self._narrowed(Positions.of(read, input_device(self.model))):
+        with self._narrowed(Positions.of(read, device or input_device(self.model))):
             yield
 
     @contextlib.contextmanager
@@ -310,7 +314,7 @@ class OnlyRead:
                 self._probe(inputs)
             read = self.positions(batch)
             plain = self._results(inputs, read)
-            with self._narrowed(Positions.of(read, device)):
+            with self._narrowed(Positions.of(read, device or input_device(self.model))):
                 ours = self._results(inputs, read)
             # Rounding errors of a layer; of gradients all together, because some of them are zero but for rounding.
             for what, a, b in zip(("outputs", "gradients of the input", "gradients", "random numbers"), plain, ours):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,13 @@ class Entry:
     used: float
 
 
+@dataclass
+class States:
+    """The states of an entry, ``(tokens, width)``: those of the file, memory-mapped, as soon as it is written."""
+
+    values: Tensor
+
+
 class SharedStates:
     """The entries of one folder; the least recently used are removed where they exceed the limit.
 
@@ -71,6 +79,8 @@ class SharedStates:
         self.folder, self.limit = folder, limit
         #: after an error of the disk nothing more is written; the states are computed as without the folder
         self.usable = limit > 0
+        #: writes one entry while the next is computed
+        self._writer: threading.Thread | None = None
 
     def entries(self) -> list[Path]:
         """The files, the least recently used first."""
@@ -80,39 +90,63 @@ class SharedStates:
         """What they are of, the last used first."""
         return [entry for path in reversed(self.entries()) if (entry := _entry(path)) is not None]
 
-    def get(self, key: str, compute: Callable[[], Tensor], about: Mapping[str, str] | None = None) -> Tensor:
+    def get(self, key: str, compute: Callable[[], Tensor], about: Mapping[str, str] | None = None) -> States:
         """The states under ``key``, memory-mapped from the disk; computed and kept if there are none.
 
-        Of several processes that need the same entry one computes it, and the others wait. That one, too, reads it back
-        from the file, so that it is in memory once for all of them.
+        Of several processes that need the same entry one computes it, and the others wait. Once it is written, that
+        one, too, has it from the file, so that it is in memory once for all of them.
 
         Args:
             compute: gives the states, ``(tokens, width)``.
             about: kept beside them for ``contents``: ``model``, ``layers`` and ``samples``.
         """
         if not self.usable:
-            return compute()
-        states = self._read(key)
-        if states is not None:
-            return states
-        try:
-            with exclusive(self.folder / "locks" / f"{key[:2]}.lock"):
-                states = self._read(key)  # another process may have written it meanwhile
-                if states is None:
-                    states = compute()
-                    self._write(key, states, about or {})
-                    mapped = self._read(key)
-                    states = states if mapped is None else mapped
-                return states
-        except OSError as error:
-            self.usable = False
+            return States(compute())
+        found = self._read(key)
+        if found is not None:
+            return States(found)
+        with ExitStack() as held:
+            try:
+                held.enter_context(exclusive(self.folder / "locks" / f"{key[:2]}.lock"))
+            except OSError as error:
+                self._stop(error)
+                return States(compute())
+            found = self._read(key)  # another process may have written it meanwhile
+            if found is not None:
+                return States(found)
+            states = States(compute())
+            self.settle()
+            self._writer = threading.Thread(target=self._keep, args=(key, states, about or {}, held.pop_all()))
+            self._writer.start()
+        return states
+
+    def settle(self) -> None:
+        """Wait until the last entry that was computed is written. The interpreter does so before it ends."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def _keep(self, key: str, states: States, about: Mapping[str, str], held: ExitStack) -> None:
+        """Write an entry, whose lock is ``held`` until then, and take its values from the file."""
+        with held:
+            try:
+                self._write(key, states.values, about)
+            except OSError as error:
+                self._stop(error)
+                return
+            mapped = self._read(key)
+            if mapped is not None:
+                states.values = mapped
+
+    def _stop(self, error: OSError) -> None:
+        if self.usable:
             logger.warning(
                 "%s cannot be used (%s): the states of frozen layers are not kept for other runs; make room there, or "
                 "set train.cache_frozen_shared 0",
                 self.folder,
                 error,
             )
-            return compute() if states is None else states
+        self.usable = False
 
     def _read(self, key: str) -> Tensor | None:
         path = self.folder / f"{key}.safetensors"

@@ -122,7 +122,7 @@ class Site:
         personal: by client, the tensors that stay with it.
         clients: each made when it is asked for.
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
-        base_fingerprint: hash of the plain model.
+        base_fingerprint: hash of the plain model. shared_states: what is kept for other runs.
         new_weights: names of the weights that no checkpoint had, such as those of a new head.
     """
 
@@ -156,6 +156,7 @@ class Site:
         self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
         self._spent: dict[int, Spent] = {}
         self.parameters = {"total": total, "trainable": max(map(self._trained_by, self.kinds()))}
+        self.shared_states = SharedStates(shared_folder(), config.train.cache_frozen_shared)
         self.prefix = self.frozen_prefix(self.model)
         self.reads = None
         if config.train.only_read == "auto" and not config.is_vision and not self._unknown:
@@ -262,7 +263,7 @@ class Site:
             {*self.method.shared, *self.method.personal},
             limit=train.cache_frozen_bytes * share if train.cache_frozen == "auto" else 0,
             folder=train.cache_frozen_dir or None,
-            shared=SharedStates(shared_folder(), train.cache_frozen_shared),
+            shared=self.shared_states,
             changing=self.method.changed_base(model),
         )
         rounds = range(1, self.config.federate.total_round_num + 1)

@@ -63,13 +63,15 @@ def divide(lengths: np.ndarray, overhead: float, number: int = 0) -> list[np.nda
     # costs[i, j]: of one block of the samples from length number i to length number j
     costs = np.where(np.tri(len(sides), dtype=bool).T, (ends[1:] - ends[:-1, None]) * sides, np.inf)
     best, first = [costs[0]], [np.zeros(len(sides), dtype=int)]
-    for _ in range(most - 1):
+    while len(best) < most:
         choices = np.concatenate([[np.inf], best[-1][:-1]])[:, None] + costs
+        least = choices.min(0)
+        if not number and least[-1] + overhead >= best[-1][-1]:
+            break  # a further block saves no more than the one before it, as the costs are a Monge array
+        best.append(least)
         first.append(choices.argmin(0))
-        best.append(choices.min(0))
-    blocks = number and most or int(np.argmin([cost[-1] + k * overhead for k, cost in enumerate(best)])) + 1
     order, parts, last = np.argsort(lengths, kind="stable"), [], len(sides)
-    for k in reversed(range(blocks)):
+    for k in reversed(range(len(best))):
         start = int(first[k][last - 1])
         parts.append(order[ends[start] : ends[last]])
         last = start

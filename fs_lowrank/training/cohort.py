@@ -24,7 +24,7 @@ from ..models.checkpointing import recomputes
 from ..models.frozen import FrozenPrefix
 from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device, rounding
-from ..models.names import all_tensors, select, tags
+from ..models.names import all_tensors, select, tags, tensor_of
 from ..models.reads import OnlyRead
 from ..models.slots import Apart, Slots, check_modules
 from ..seeds import derive
@@ -116,10 +116,10 @@ def _slots(
 ) -> Slots:
     each: list[dict[str, Tensor]] = []
     scales = []
+    names = select(all_tensors(model), {*held, *trained})
     for i in range(number):
         load(i)
-        tensors = all_tensors(model)
-        each.append({n: tensors[n].detach().clone() for n in select(tensors, {*held, *trained})})
+        each.append({n: tensor_of(model, n)[1].detach().clone() for n in names})
         scales.append(lora_scales(model))
     return Slots(model, each, scales, trained)
 
@@ -201,7 +201,8 @@ class _Training:
             ]
             batch = together.batch(part)
             masks = masks_of(together.lengths, part, drawn, drawing)() if drawing else nullcontext()
-            with shortcuts(self.prefix, self.reads, rows, batch), self.slots.rows(counts.tolist(), self.device), masks:
+            near = shortcuts(self.prefix, self.reads, rows, batch, self.device)
+            with near, self.slots.rows(counts.tolist(), self.device), masks:
                 logits, labels = label_logits(self.model, to_device(batch, self.device))
                 each = losses_of(logits, labels)
                 each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
@@ -247,10 +248,10 @@ def apart(model: nn.Module, config: Settings, phases: Sequence[Sequence[Phase]])
         return "the clients train different tensors, or for different numbers of steps"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         return "the routers' loss of a mixture of experts is not a mean over samples"
-    trained = select(dict(model.named_parameters()), {tag for phase in phases[0] for tag in phase.train})
+    own = dict(model.named_parameters())
+    trained = select(own, {tag for phase in phases[0] for tag in phase.train})
     if base := [n for n in trained if "base" in tags(n)]:
         return f"the method trains the base ({base[0]})"
-    own = dict(model.named_parameters())
     try:
         check_modules(model, [n for n in trained if own[n].numel()])
     except Apart as error:

@@ -117,7 +117,7 @@ def _outputs(
     for start in range(0, len(order), batch_size):
         indices = order[start : start + batch_size]
         batch = examples.batch(indices)
-        with shortcuts(prefix, reads, [(owner, examples, indices)], batch):
+        with shortcuts(prefix, reads, [(owner, examples, indices)], batch, device):
             logits, labels = label_logits(model, to_device(batch, device))
         if labels.is_floating_point():
             yield logits.float(), labels

@@ -239,18 +239,22 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def shortcuts(
-    prefix: FrozenPrefix | None, reads: OnlyRead | None, rows: Sequence[tuple[str, Any, np.ndarray]], batch: dict
+    prefix: FrozenPrefix | None,
+    reads: OnlyRead | None,
+    rows: Sequence[tuple[str, Any, np.ndarray]],
+    batch: dict[str, Tensor],
+    device: torch.device,
 ) -> Iterator[None]:
     """A context for one forward pass of a batch that computes neither what is kept nor what is not read.
 
     Args:
-        rows: whose the samples of the batch are, as for ``FrozenPrefix.states_of``.
+        rows: whose the samples of the batch are, as for ``FrozenPrefix.states_of``. device: of the model's inputs.
     """
     with contextlib.ExitStack() as stack:
         if prefix is not None:
-            stack.enter_context(prefix.states_of(rows))
+            stack.enter_context(prefix.states_of(rows, device))
         if reads is not None:
-            stack.enter_context(reads.reading(batch))
+            stack.enter_context(reads.reading(batch, device))
         yield
 
 
@@ -296,7 +300,8 @@ def train_client(
             penalty = phase.penalty
             for part, share, masks in blocks.of(examples, indices):
                 batch = examples.batch(part, augment)
-                with shortcuts(prefix, reads, [(owner, examples, part)], batch), masks() if masks else nullcontext():
+                near = shortcuts(prefix, reads, [(owner, examples, part)], batch, device)
+                with near, masks() if masks else nullcontext():
                     loss = loss_of(model, to_device(batch, device))
                     loss = share * loss if share != 1 else loss
                     total += loss.detach()

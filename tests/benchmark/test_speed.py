@@ -13,6 +13,7 @@ from benchmark.speed import (
     clients,
     cohort,
     frozen_cache,
+    gpu,
     memory,
     only_read,
     overhead,
@@ -72,6 +73,16 @@ def test_what_is_not_read_changes_nothing(kind, request):
 def test_a_cohort_trains_as_its_clients_alone(settings):
     found = cohort.measure(load_config(settings, train__optimizer__type="SGD"), 1, clients=3)
     assert found["clients"] == 3 and found["difference"] < 1e-5
+
+
+def test_the_part_for_a_gpu(settings, capsys):
+    """Without one it is measured on the CPU here, with cohorts of two of three clients."""
+    keys = {"train.optimizer.type": "SGD", "train.cohort": 2}
+    found = gpu.measure(load_config(settings, keys), 1, clients=3)
+    assert found["size"] == 2 and found["difference"] < 1e-5 and found["operations"] > 0
+    assert all(0 < reached < 1 for reached in found["utilisation"].values())
+    if not torch.cuda.is_available():
+        assert runner.main(["gpu"]) == 2 and "gpu: torch finds no GPU here" in capsys.readouterr().err
 
 
 def test_memory_of_a_base_and_of_a_step(tmp_path):

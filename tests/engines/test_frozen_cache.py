@@ -97,7 +97,7 @@ def test_clients_beyond_the_budget_are_not_cached(make):
     whole.run()
     assert whole.site.prefix.parts
     # Without room for keys and values, the layer's input is kept alone.
-    sizes = {owner: len(buffer) * 32 * 4 for owner, (buffer, _) in whole.site.prefix.kept.items()}
+    sizes = {owner: len(states.values) * 32 * 4 for owner, (states, _) in whole.site.prefix.kept.items()}
     partly = make("encoder", {"train.cache_frozen_bytes": sum(sizes.values()) - 1})
     partly.run()
     assert 0 < len(partly.site.prefix.kept) < len(sizes) and set(partly.site.prefix.kept) == {
@@ -121,7 +121,7 @@ def test_half_precision(make):
     kept, computed = (make("encoder", {"lowrank.dtype": "bfloat16", "train.cache_frozen": c}) for c in ("auto", "off"))
     for engine in (kept, computed):
         engine.run()
-    assert {buffer.dtype for buffer, _ in kept.site.prefix.kept.values()} == {torch.bfloat16}
+    assert {states.values.dtype for states, _ in kept.site.prefix.kept.values()} == {torch.bfloat16}
     for name, value in kept.ledger.state.items():
         torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
 

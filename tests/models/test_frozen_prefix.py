@@ -164,7 +164,7 @@ def test_states_in_half_precision(tiny_encoder):
     inputs = {k: v for k, v in data.batch(np.arange(5)).items() if k != "labels"}
     with torch.no_grad(), prefix.states("a", data, np.arange(5)):
         kept = model(**inputs).logits
-    assert kept.dtype == torch.bfloat16 and prefix.kept["a"][0].dtype == torch.bfloat16
+    assert kept.dtype == torch.bfloat16 and prefix.kept["a"][0].values.dtype == torch.bfloat16
     with torch.no_grad():
         torch.testing.assert_close(kept, model(**inputs).logits, atol=0.05, rtol=0.05)
 
@@ -208,7 +208,7 @@ def test_keys_and_values_before_the_adapter_are_kept(kind, layers):
     own = own if kind[0] else ("attention.self.key", "attention.self.value.base_layer")
     assert tuple(prefix.parts) == own
     kept, computed = (gradients(prefix, data, k) for k in (True, False))
-    assert prefix.kept["a"][0].shape[1] == 32 + sum(prefix.parts.values())
+    assert prefix.kept["a"][0].values.shape[1] == 32 + sum(prefix.parts.values())
     assert kept.keys() == computed.keys() and kept
     for name, gradient in kept.items():
         torch.testing.assert_close(gradient, computed[name], atol=1e-6, rtol=1e-4)
@@ -430,7 +430,7 @@ def test_keys_and_values_of_every_family(name):
     for batch in (np.arange(9), np.array([3, 0]), np.array([7])):
         plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)
         torch.testing.assert_close(kept, plain, atol=1e-5 * float(plain.abs().max()), rtol=1e-5)
-    assert prefix.kept["a"][0].shape[1] == 32 + sum(prefix.parts.values())
+    assert prefix.kept["a"][0].values.shape[1] == 32 + sum(prefix.parts.values())
     kept, computed = (gradients(prefix, data, k) for k in (True, False))
     assert kept.keys() == computed.keys() and kept
     largest = max(float(gradient.abs().max()) for gradient in computed.values())

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import fs_lowrank
+from fs_lowrank.models import states
 from fs_lowrank.models.frozen import FrozenPrefix
 from fs_lowrank.models.states import Entry, SharedStates, shared_folder
 from fs_lowrank.rounds.site import Site
@@ -104,20 +106,23 @@ def test_the_least_recently_used_entries_are_removed(folder):
     tensors = {name: torch.full((10, 80), float(i)) for i, name in enumerate("abc")}  # 3,200 bytes per entry
     for i, (name, tensor) in enumerate(tensors.items()):
         states.get(name, lambda tensor=tensor: tensor)
+        states.settle()
         os.utime(folder / f"{name}.safetensors", (i, i))
-    assert torch.equal(states.get("a", lambda: pytest.fail("a is there")), tensors["a"])  # used again
+    assert torch.equal(states.get("a", lambda: pytest.fail("a is there")).values, tensors["a"])  # used again
     states.get("d", lambda: torch.zeros(10, 80))
+    states.settle()
     assert {p.stem for p in states.entries()} == {"c", "a", "d"}
     assert states.size() <= 10_000 + 3 * 200  # with the headers of the files
     states.get("large", lambda: torch.zeros(100, 80))
+    states.settle()
     assert not (folder / "large.safetensors").exists(), "an entry above the limit is not kept"
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(folder, caplog):
     folder.write_text("this is a file")
     states = SharedStates(folder, limit=1e9)
-    assert states.get("a", lambda: torch.ones(2, 3)).sum() == 6
-    assert states.get("b", lambda: torch.ones(2, 3)).sum() == 6
+    assert states.get("a", lambda: torch.ones(2, 3)).values.sum() == 6
+    assert states.get("b", lambda: torch.ones(2, 3)).values.sum() == 6
     assert caplog.text.count("cannot be used") == 1
 
 
@@ -174,7 +179,8 @@ def test_entries_that_are_removed_or_replaced_while_they_are_mapped(folder, capl
     store = SharedStates(folder, 1e6)
     values = torch.arange(4000.0).reshape(100, 40)
     store.get("a", lambda: values)
-    mapped = store.get("a", lambda: pytest.fail("it is there"))
+    store.settle()
+    mapped = store.get("a", lambda: pytest.fail("it is there")).values
     SharedStates(folder, 1e6)._write("a", values + 1, {})  # another process has made it again
     assert torch.equal(mapped, values)
     assert store.make_room(0) == 1 and torch.equal(mapped, values)
@@ -189,7 +195,7 @@ def test_entries_that_are_removed_or_replaced_while_they_are_mapped(folder, capl
 def test_an_entry_that_is_removed_between_two_looks_is_made_again_without_a_word(folder, monkeypatch, caplog):
     store = SharedStates(folder, 1e6)
     monkeypatch.setattr("fs_lowrank.models.states.Path.exists", lambda self: True)
-    assert store.get("a", lambda: torch.ones(2, 3)).sum() == 6 and not caplog.records
+    assert store.get("a", lambda: torch.ones(2, 3)).values.sum() == 6 and not caplog.records
 
 
 def mapped_from(tensor):
@@ -206,12 +212,47 @@ def mapped_from(tensor):
 def test_who_computes_an_entry_and_who_finds_it_have_the_same_memory(folder):
     values = torch.arange(40_000.0).reshape(1000, 40)
     assert mapped_from(values) != str(folder / "a.safetensors")
-    computed = SharedStates(folder, 1e6).get("a", lambda: values)
+    store = SharedStates(folder, 1e6)
+    computed = store.get("a", lambda: values)
+    assert computed.values is values or mapped_from(computed.values)
+    store.settle()
     found = SharedStates(folder, 1e6).get("a", lambda: pytest.fail("it is there"))
-    for states in (computed, found):
-        assert torch.equal(states, values) and mapped_from(states) == str(folder / "a.safetensors")
-    large = SharedStates(folder, 1e5).get("b", lambda: values)
-    assert large is values, "an entry above the limit is not kept"
+    for mapped in (computed.values, found.values):
+        assert torch.equal(mapped, values) and mapped_from(mapped) == str(folder / "a.safetensors")
+    store = SharedStates(folder, 1e5)
+    large = store.get("b", lambda: values)
+    store.settle()
+    assert large.values is values, "an entry above the limit is not kept"
+
+
+def test_an_entry_is_written_while_the_next_is_computed(folder, monkeypatch):
+    may_write, values = threading.Event(), torch.arange(400.0).reshape(10, 40)
+    monkeypatch.setattr(states, "save_file", lambda *args: may_write.wait(60) and save_file(*args))
+    store = SharedStates(folder, 1e6)
+    first = store.get("a", lambda: values)
+    assert first.values is values and not list(folder.glob("*.safetensors"))
+    second = []
+    asking = threading.Thread(target=lambda: second.append(SharedStates(folder, 1e6).get("a", lambda: values + 1)))
+    asking.start()  # another process would wait for the lock, too
+    asking.join(0.3)
+    assert asking.is_alive() and not second
+    may_write.set()
+    store.settle()
+    asking.join(60)
+    for found in (first, *second):
+        assert torch.equal(found.values, values) and not found.values.data_ptr() == values.data_ptr()
+    assert len(second) == 1
+
+
+def test_an_error_of_what_computes_is_no_error_of_the_disk(folder):
+    store = SharedStates(folder, 1e6)
+
+    def fail():
+        raise OSError("the data cannot be read")
+
+    with pytest.raises(OSError, match="the data cannot be read"):
+        store.get("a", fail)
+    assert store.usable and store.get("a", lambda: torch.ones(2, 3)).values.sum() == 6, "its lock is free again"
 
 
 def test_a_full_disk_leaves_what_was_computed(folder, caplog):
@@ -220,7 +261,10 @@ def test_a_full_disk_leaves_what_was_computed(folder, caplog):
     store, values = SharedStates(folder, 1e6), torch.ones(1000, 40)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
-        assert store.get("a", lambda: values) is values and store.get("b", lambda: values) is values
+        for name in "ab":
+            states = store.get(name, lambda: values)
+            store.settle()
+            assert states.values is values
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caplog.text.count("cannot be used") == 1 and not list(folder.glob("*.safetensors"))
@@ -232,6 +276,7 @@ def test_what_the_entries_are_of(folder):
     assert store.contents() == []
     about = {"model": "BertForSequenceClassification", "layers": "2 of 3", "samples": "4"}
     store.get("a", lambda: torch.ones(7, 3), about)
+    store.settle()
     save_file({"states": torch.ones(5, 3)}, folder / "b.safetensors", {"crc32": "1"})  # as an earlier version wrote it
     (folder / "c.safetensors").write_text("no")
     save_file({"other": torch.ones(5, 3)}, folder / "d.safetensors")

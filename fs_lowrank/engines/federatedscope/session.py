@@ -215,9 +215,10 @@ def session_for_model(model_type: str) -> Session | None:
 
 
 def close_session() -> None:
-    """Release the current session, its models and its lock on the run's folder."""
+    """Release the current session, its models and its lock on the run's folder, once all is written."""
     global _current
     if _current is not None:
+        _current.site.shared_states.settle()
         _current.keeper.release()
     _current = None
 

@@ -1,0 +1,77 @@
+"""What only a GPU can show; skipped where torch finds none, where ``device_cases.py`` imitates one."""
+
+import pytest
+import torch
+from torch import nn
+
+import fs_lowrank
+from fs_lowrank.testing import check_method
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+#: the keys of a run on a GPU
+ON = {"use_gpu": True}
+RUN = {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.05}}
+
+
+@pytest.fixture
+def run(make_engine):
+    """``run(task, keys)``: the engine of a run that has ended, without dropout, whose masks differ between devices."""
+
+    def run(task, keys):
+        engine = make_engine(task, {**RUN, **keys})
+        for module in engine.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        engine.run()
+        return engine
+
+    return run
+
+
+@pytest.mark.parametrize("method", fs_lowrank.list_methods())
+def test_the_generic_suite(method, keys_of):
+    check_method(method, keys={**ON, **keys_of(method)})
+
+
+@pytest.mark.parametrize("task", ["encoder", "causal"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"train.cohort": "off"},
+        {"train.cohort": 3},
+        {"train.cohort": "auto"},
+        {"train.blocks": 3},
+        {"train.only_read": "off", "train.cache_frozen": "off"},
+        {"lowrank.dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_a_run_ends_as_on_the_processor(run, task, keys):
+    ours, plain = run(task, {**keys, **ON}), run(task, {"train.cohort": "off"})
+    close = 0.05 if keys.get("lowrank.dtype") else 1e-3
+    for name, value in plain.ledger.state.items():
+        torch.testing.assert_close(ours.ledger.state[name].cpu(), value, atol=close, rtol=close, check_dtype=False)
+
+
+@pytest.mark.parametrize("task", ["encoder", "causal"])
+def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(settings, causal_settings, tmp_path, no_curves, task):
+    small = settings if task == "encoder" else causal_settings
+    whole, parts = (
+        fs_lowrank.load_config(small, {**RUN, **ON, "outdir": str(tmp_path / name)}) for name in ("whole", "parts")
+    )
+    plain = fs_lowrank.run(whole)
+    fs_lowrank.run(parts, on_round=lambda record: record["round"] == 1)
+    ours = fs_lowrank.run(parts, resume=True)
+    for (name, a), (_, b) in zip(ours.model.named_parameters(), plain.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_processes_end_as_one(settings, tmp_path, no_curves):
+    one, two = (
+        fs_lowrank.run(
+            fs_lowrank.load_config(settings, {**RUN, **ON, "federate.process_num": n, "outdir": str(tmp_path / str(n))})
+        )
+        for n in (1, 2)
+    )
+    for (name, a), (_, b) in zip(two.model.named_parameters(), one.model.named_parameters(), strict=True):
+        assert torch.equal(a.cpu(), b.cpu()), name
