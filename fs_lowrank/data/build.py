@@ -22,7 +22,14 @@ from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.data.sources import CAUSAL_LM, RawData, data_args, load_raw
 from fs_lowrank.data.stored import StoredFrame
 from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION, count_skipped
-from fs_lowrank.data.tokenize import check_vocabulary, tokenize_causal, tokenize_classification, tokenize_pairs
+from fs_lowrank.data.tokenize import (
+    check_vocabulary,
+    cut_alike,
+    tokenize_causal,
+    tokenize_classification,
+    tokenize_pairs,
+    tokenizer_fingerprint,
+)
 from fs_lowrank.errors import ROWS_LOGGER, UserError, say_once
 from fs_lowrank.jobs.files import cannot_write
 from fs_lowrank.jobs.kept import kept
@@ -70,8 +77,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
 
 def _decides(cfg: Any, tokenizer: Any, raw: RawData) -> dict[str, Any] | None:
     """All that decides what ``_built`` gives; None if that is not known, or takes no time, as with images."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(cfg, Settings) or backend is None:
+    if not isinstance(cfg, Settings) or getattr(tokenizer, "backend_tokenizer", None) is None:
         return None
     parts = (raw.train, raw.validation, raw.test)
     keys = {name: asdict(getattr(cfg, name)) for name in ("data", "llm")} | {"task": cfg.model.task}
@@ -79,7 +85,7 @@ def _decides(cfg: Any, tokenizer: Any, raw: RawData) -> dict[str, Any] | None:
         "keys": [keys, cfg.federate.client_num, cfg.seed, cfg.lowrank.test_seed, _own_lengths(cfg)],
         "raw": [raw.fingerprint, raw.source, raw.fields, raw.skipped],
         "rows": [None if p is None else hashlib.sha256(p.index.to_numpy(np.int64)).hexdigest() for p in parts],
-        "tokenizer": [hashlib.sha256(backend.to_str().encode()).hexdigest(), repr(tokenizer), tokenizer.chat_template],
+        "tokenizer": [tokenizer_fingerprint(tokenizer), repr(tokenizer)],
     }
 
 
@@ -91,12 +97,8 @@ def _cutting(tokenizer: Any) -> tuple[Any, Any]:
 
 def _cut_alike(tokenizer: Any, cut: tuple[Any, Any]) -> None:
     """Tell ``tokenizer`` to cut and to pad as another one was told."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or _cutting(tokenizer) == cut:
-        return
-    truncation, padding = cut
-    _ = backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
-    _ = backend.no_padding() if padding is None else backend.enable_padding(**padding)
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None and _cutting(tokenizer) != cut:
+        cut_alike(backend, *cut)
 
 
 def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:

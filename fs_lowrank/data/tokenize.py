@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fs_lowrank.algebra import digest
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
 from fs_lowrank.data.ragged import Growing, Ragged
 from fs_lowrank.data.template import ends, is_own
@@ -18,9 +20,11 @@ __all__ = [
     "ALPACA",
     "ALPACA_NO_INPUT",
     "check_vocabulary",
+    "cut_alike",
     "tokenize_causal",
     "tokenize_classification",
     "tokenize_pairs",
+    "tokenizer_fingerprint",
 ]
 
 BATCH = 1000
@@ -40,6 +44,8 @@ ALPACA_NO_INPUT = (
     "### Instruction:\n{instruction}\n\n### Response:"
 )
 LOSSES = ("answer", "all")
+#: settings of a tokenizer that say where it was read from; others end in ``_file``
+_PLACE = ("name_or_path", "is_local", "local_files_only")
 #: what is not used takes half of the time
 _IDS_ALONE = {"padding": False, "return_attention_mask": False, "return_token_type_ids": False}
 
@@ -324,3 +330,32 @@ def _chat(tokenizer: Any, turns: list[dict[str, str]]) -> tuple[str, str]:
     # The answer includes the end-of-turn token that follows it in the template, but not a final newline.
     answer = whole[len(prompt) :].rstrip() if whole.startswith(prompt) else turns[-1]["content"]
     return prompt, answer
+
+
+def tokenizer_fingerprint(tokenizer: Any, saved: bool = False) -> str:
+    """A hash over all that decides the tokens of a text, 12 digits.
+
+    Args:
+        tokenizer: one of transformers.
+        saved: also over settings that are only saved with it, without the place that it was read from.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    else:
+        # How texts are cut and padded is set at each call.
+        cut, padding = backend.truncation, backend.padding
+        backend.no_truncation()
+        backend.no_padding()
+        rules = backend.to_str()
+        cut_alike(backend, cut, padding)
+    about = [type(tokenizer).__name__, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)]
+    own = {k: v for k, v in tokenizer.init_kwargs.items() if k not in _PLACE and not k.endswith("_file")}
+    known = [rules, *about, tokenizer.model_max_length, own if saved else {}]
+    return digest({}, json.dumps(known, sort_keys=True, default=str))[:12]
+
+
+def cut_alike(backend: Any, cut: dict[str, Any] | None, padding: dict[str, Any] | None) -> None:
+    """Tell the ``backend`` of a tokenizer to cut and to pad as its ``truncation`` and ``padding`` once said."""
+    _ = backend.no_truncation() if cut is None else backend.enable_truncation(**cut)
+    _ = backend.no_padding() if padding is None else backend.enable_padding(**padding)

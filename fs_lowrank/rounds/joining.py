@@ -8,6 +8,7 @@ from typing import Any
 
 from ..algebra import digest
 from ..config import Config, load_config
+from ..data.tokenize import tokenizer_fingerprint
 from ..errors import UserError
 from ..methods import revisions
 from ..settings import flatten
@@ -28,10 +29,14 @@ _DATA_KEYS = (
 
 
 def proof_of(site: Site) -> dict[str, str]:
-    """What must be equal in all processes at the start: hashes of the frozen model and of every shared tensor."""
+    """What must be equal in all processes at the start: hashes of the frozen model, of its configuration and its
+    tokenizer, and of every shared tensor.
+    """
     shared = site.method.view(site.initial_state)
     return {
         "the base model": site.base_fingerprint,
+        **({"the configuration of the base model": site.configured} if site.configured else {}),
+        **({"the tokenizer": tokenizer_fingerprint(site.tokenizer)} if site.tokenizer is not None else {}),
         **{name: digest({name: tensor})[:16] for name, tensor in shared.items()},
     }
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from ..algebra import nbytes
 from ..config import load_config
+from ..data.tokenize import tokenizer_fingerprint
 from ..errors import RunFailed, UserError
 from ..jobs.files import cannot_write, remove_unfinished, replacing, to_json, write_text
 from ..jobs.tables import write_tables
@@ -27,7 +28,7 @@ from ..models.names import tags
 from ..runs import best
 from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds
-from ..runs.environment import environment, write_environment
+from ..runs.environment import environment, versions, write_environment
 from ..runs.folder import check_outdir, claim
 from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
 from ..runs.records import Records, read_records
@@ -263,6 +264,7 @@ class RecordKeeper:
                 "revisions": revisions(self.config),
                 "data": self.site.data.fingerprint,
                 "model": self.site.base_fingerprint,
+                "read": self._read(),
             },
             keep=self.config.lowrank.keep_checkpoints,
         )
@@ -273,8 +275,12 @@ class RecordKeeper:
         Raises:
             UserError: it is of other data, another model, another configuration, or another revision of the method.
         """
-        for what, now in (("data", self.site.data.fingerprint), ("model", self.site.base_fingerprint)):
-            if checkpoint.meta[what] != now:
+        then, now = checkpoint.meta.get("read", {}), self._read()
+        pairs = [(what, then[what], now[what]) for what in now if then.get("by") == now["by"]]
+        pairs.append(("data", checkpoint.meta["data"], self.site.data.fingerprint))
+        pairs.append(("model", checkpoint.meta["model"], self.site.base_fingerprint))
+        for what, before, here in pairs:
+            if before != here:
                 raise UserError(
                     f"the {what} is not what the run in {self.outdir} started with; it cannot be continued with another"
                 )
@@ -287,6 +293,12 @@ class RecordKeeper:
             self.site.personal.setdefault(int(client), {})[name] = tensor
         load_tensors(self.site.model, checkpoint.parts.get("base", {}))
         load_tensors(self.site.model, self.method.view(self.ledger.state))
+
+    def _read(self) -> dict[str, str]:
+        """What transformers has read beside the weights; only what the same version has read can be compared."""
+        site, tokenizer = self.site, self.site.tokenizer
+        own = {} if tokenizer is None else {"tokenizer": tokenizer_fingerprint(tokenizer, saved=True)}
+        return {"by": versions()["transformers"], "configuration of the model": site.configured, **own}
 
     def _check_same_run(self, begun: Mapping[str, Any]) -> None:
         then, now = load_config(begun).decisive(), self.config.decisive()

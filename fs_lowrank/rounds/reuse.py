@@ -23,6 +23,7 @@ from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
 from ..jobs.files import disk_error, replacing
 from ..methods import Phase
+from ..models.fingerprints import configuration_fingerprint
 from ..models.given import is_given
 from ..models.machine import machine
 from ..models.names import all_tensors, is_statistic, select
@@ -86,6 +87,7 @@ class Reuse:
             "seed": seed,
             "data": examples.fingerprint(),
             "start": digest({**all_tensors(model), **beside(model)}),
+            "model": configuration_fingerprint(model),
             "machine": machine(model),
             "versions": versions(),
             "adapter": config.adapter.to_args() if config.llm.adapter.use else None,

@@ -26,6 +26,7 @@ from ..methods import Client, Method, RobustMean, State, Update, Workbench, crea
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.checkpointing import recompute
+from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.frozen import FrozenPrefix, Owners
 from ..models.given import is_given
 from ..models.machine import autocast, check_half, enough_memory, input_device, wait
@@ -35,7 +36,6 @@ from ..models.quantised import count, require_bitsandbytes
 from ..models.reads import OnlyRead
 from ..models.slots import Apart
 from ..models.states import SharedStates, shared_folder
-from ..runs.environment import fingerprint_of
 from ..seeds import derive
 from ..settings import OPTIMIZERS_8BIT
 from ..training import train_client
@@ -122,7 +122,8 @@ class Site:
         personal: by client, the tensors that stay with it.
         clients: each made when it is asked for.
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
-        base_fingerprint: hash of the plain model. shared_states: what is kept for other runs.
+        base_fingerprint: hash of the plain model. configured: of its configuration, empty if it has none.
+        shared_states: what is kept for other runs.
         new_weights: names of the weights that no checkpoint had, such as those of a new head.
     """
 
@@ -144,7 +145,7 @@ class Site:
         self.data = build_data(of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
         check_splits(config, self.data)
         model = self.plain_model()
-        self.base_fingerprint = fingerprint_of(model)
+        self.base_fingerprint, self.configured = fingerprint_of(model), configuration_fingerprint(model)
         # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])
         total = count(model)

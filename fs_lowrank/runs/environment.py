@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..algebra import digest
 from ..jobs.files import to_json, write_text
-from ..jobs.kept import kept
-from ..models.quantised import beside
 from ..versions import SCHEMA, __version__
 
 logger = logging.getLogger("fs_lowrank")
@@ -82,13 +78,3 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     pairs = [(name, before["versions"].get(name), now["versions"][name]) for name in now["versions"]]
     pairs += [(name, before[name], now[name]) for name in ("cpus", "threads", "gpu")]
     return [f"{name} {then} → {here}" for name, then, here in pairs if then != here]
-
-
-def fingerprint_of(plain: nn.Module) -> str:
-    """``model_fingerprint`` of a model as ``build_model`` gave it; computed once for models that are kept."""
-    return kept("fingerprint", lambda: vars(plain).get("decided_by"), lambda: model_fingerprint(plain))
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """A hash over names, shapes, dtypes and values of all parameters, and scales of quantised ones, 12 digits."""
-    return digest({**dict(model.named_parameters()), **beside(model)})[:12]

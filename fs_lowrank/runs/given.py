@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,9 +11,11 @@ from typing import Any
 from ..algebra import digest
 from ..config import Config
 from ..data.objects import store
+from ..data.tokenize import tokenizer_fingerprint
 from ..errors import UserError
 from ..jobs.files import cannot_write, replacing, to_json
 from ..models.build import loads
+from ..models.fingerprints import configuration_fingerprint
 from ..models.given import SUFFIX
 from ..models.kinds import is_encoder_decoder
 from ..models.loaded import transformers_silent
@@ -151,21 +152,9 @@ def _task_of(model: Any) -> str:
 
 
 def _digests(model: Any, tokenizer: Any) -> dict[str, str]:
-    """SHA-256 of the weights, of the configuration and of the tokenizer's rules, by the keys of ``NAMES``."""
-    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-    rules: dict[str, Any] = {"class": type(tokenizer).__name__, "special": tokenizer.special_tokens_map}
-    if tokenizer.is_fast:
-        # How texts are cut and padded is set at each call.
-        rules |= json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-    else:
-        rules |= {"vocabulary": tokenizer.get_vocab()}
-    said = {
-        name: json.dumps(about, sort_keys=True, default=str)
-        for name, about in (("config", config), ("tokenizer", rules))
-    }
-    return {"digest": digest(model.state_dict())} | {
-        name: hashlib.sha256(text.encode()).hexdigest() for name, text in said.items()
-    }
+    """Hashes of the weights, of the configuration and of the tokenizer, by the keys of ``NAMES``."""
+    about = {"config": configuration_fingerprint(model), "tokenizer": tokenizer_fingerprint(tokenizer, saved=True)}
+    return {"digest": digest(model.state_dict()), **about}
 
 
 def _about(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fs_lowrank.jobs.kept import keeping
 from fs_lowrank.methods import get_method_class, requirements
 from fs_lowrank.models import quantised
 from fs_lowrank.models.build import build_model
-from fs_lowrank.runs.environment import model_fingerprint
+from fs_lowrank.models.fingerprints import model_fingerprint
 from fs_lowrank.testing import Bench, checks, quietly, small
 from fs_lowrank.testing.bench import equal, logits, state_of
 

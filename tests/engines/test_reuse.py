@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,14 @@ def test_methods_whose_clients_train_alike_share_them(run):
 def test_settings_that_change_the_training_change_the_key(run, keys):
     run()
     assert run(**keys)[1] == 3
+
+
+def test_another_configuration_of_the_model_changes_the_key(run, tiny_encoder, tmp_path):
+    base = Path(shutil.copytree(tiny_encoder, tmp_path / "base"))
+    run(model__type=f"{base}@transformers")
+    content = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**content, "layer_norm_eps": 1e-3}))
+    assert run(model__type=f"{base}@transformers")[1] == 3
 
 
 @pytest.mark.parametrize(

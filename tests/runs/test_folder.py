@@ -215,6 +215,30 @@ def test_another_version_is_named_on_resume(config, caplog, monkeypatch):
     assert "environment.json cannot be read" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "value", "what"),
+    [
+        ("config.json", "layer_norm_eps", 1e-3, "configuration of the model"),
+        ("tokenizer_config.json", "model_max_length", 100, "tokenizer"),
+        ("tokenizer_config.json", "stride", 1, "tokenizer"),
+    ],
+)
+def test_files_of_the_base_that_changed_are_named_on_resume(
+    settings, tiny_encoder, tmp_path, no_curves, caplog, monkeypatch, file, key, value, what
+):
+    """Neither changes weights or tokens; the model computes something else, or the saved tokenizer is another."""
+    base = Path(shutil.copytree(tiny_encoder, tmp_path / "base"))
+    few = {"federate.client_num": 2, "federate.total_round_num": 2, "train.local_update_steps": 1}
+    config = load_config(settings, {**few, "outdir": str(tmp_path / "run"), "model.type": f"{base}@transformers"})
+    stopped(config)
+    kept = (base / file).read_text()
+    (base / file).write_text(json.dumps({**json.loads(kept), key: value}))
+    with pytest.raises(UserError, match=f"the {what} is not what the run in .* started with"):
+        fs_lowrank.run(config, resume=True)
+    (base / file).write_text(json.dumps(json.loads(kept), indent=7))  # the same content
+    fs_lowrank.run(config, resume=True, on_round=lambda record: True)
+
+
 # -- a write that fails ----------------------------------------------------------------------------------
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.runs.environment import environment, model_fingerprint
+from fs_lowrank.models.fingerprints import model_fingerprint
+from fs_lowrank.runs.environment import environment
 from fs_lowrank.runs.plots import plot_curves
 from fs_lowrank.runs.records import Records, read_records
 from fs_lowrank.runs.result import RunResult

@@ -40,7 +40,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
     draw = random.Random(seed)
     run = draw.choice(variants())
     with bench.place() as outdir:
-        source = half(run, bench)
+        source, other = half(run, bench), half(draw.choice(variants()), bench)
         for path in source.parent.glob("run*"):  # with the folders beside it that belong to the run
             shutil.copytree(path, outdir.with_name(path.name))
         target = draw.choice(_groups(run, bench, outdir, draw))
@@ -50,7 +50,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
         what = f"{run}: {damage.__name__.lstrip('_')} of {place}"
         seen = "input" if target.is_relative_to(bench.inputs) else "output"
         try:
-            what += damage(target, draw, _others(target, bench, draw))
+            what += damage(target, draw, _others(target, other, bench))
             if target.is_file() and target.read_bytes() == before:
                 return [Outcome("valid", what, "nothing changed", seen)]
             ended = bench.start(run, outdir, resume=True, command_line=seed % COMMAND_LINE == 0)
@@ -95,10 +95,12 @@ def _files(path: Path) -> list[Path]:
     return sorted(p for p in found if p.name not in ("clients.png", "clients.pdf"))
 
 
-def _others(target: Path, bench: Bench, draw: random.Random) -> list[Path]:
-    """Files that could be mistaken for ``target``: those in its folder, and those with its name in other runs."""
+def _others(target: Path, other: Path, bench: Bench) -> list[Path]:
+    """Files that could be mistaken for ``target``: those in its folder, and those with its name in the run ``other``
+    and the inputs.
+    """
     near = [p for p in target.parent.iterdir() if p.is_file() and p != target]
-    far = [p for folder in ("halves", "references", "pristine") for p in (bench.folder / folder).rglob(target.name)]
+    far = [p for folder in (other.parent, bench.pristine) for p in folder.rglob(target.name)]
     content = target.read_bytes()
     return [p for p in (*sorted(near), *sorted(far)) if p.is_file() and p.read_bytes() != content]
 
