@@ -1,7 +1,8 @@
 """``fs-lowrank benchmark run SUITE… --estimate``: what the open cells and searches will take, before anything trains.
 
 It is the sum of what ``fs-lowrank run --dry-run`` says of each (``fs_lowrank.estimate``). Runs that differ only in
-their seed or learning rate cost the same, so one of them is probed.
+their seed or learning rate cost the same, so one of them is probed. Clients whom several runs share, because they train
+alike in the only round (``lowrank.reuse_clients``), are counted in the first of these runs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import hpo
 from fs_lowrank import Config
 from fs_lowrank.estimate import Estimate, estimate
+from fs_lowrank.rounds.reuse import settings_of_training
+from fs_lowrank.rounds.site import method_of
 from fs_lowrank.runs.summary import human_bytes
 
 from .job import Cell, Job, Options, Search, decisive
@@ -55,9 +58,10 @@ def table(options: Options, workers: int, say: Callable[[str], None]) -> list[Se
         UserError: a suite, its data or a model are wrong or missing.
     """
     sums: dict[str, Sum] = {}
+    trained: set[str] = set()
     for job in plan(options):
         if not (job.rated(options.store) or job).done(options.store):
-            sums.setdefault(job.where, Sum()).add(_of(job, say))
+            sums.setdefault(job.where, Sum()).add(_of(job, say, trained))
     whole = Sum()
     for found in sums.values():
         whole.add(found)
@@ -76,7 +80,7 @@ def _line(where: str, found: Sum) -> Sequence[str]:
     return (where, *counts, f"{found.samples:,}", f"{found.seconds / 3600:.1f}", *sizes, str(found.unknown or ""))
 
 
-def _of(job: Job, say: Callable[[str], None]) -> Sum:
+def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
     if not isinstance(job, Cell | Search):
         return Sum(cells=1, unknown=1)
     import_all(job.suite.imports)
@@ -91,9 +95,20 @@ def _of(job: Job, say: Callable[[str], None]) -> Sum:
     disk, memory = found.total("disk"), sum(found.total(where) for where in found.room if where != "disk")
     if found.seconds is None:
         return Sum(**counts, runs=runs, memory=memory, disk=disk, unknown=1)
-    return Sum(
-        **counts, runs=runs, samples=runs * samples_of(config), seconds=runs * found.seconds, memory=memory, disk=disk
-    )
+    samples, seconds = runs * samples_of(config), runs * found.seconds
+    if isinstance(job, Cell) and config.federate.total_round_num == 1 and config.lowrank.reuse_clients:
+        if (key := _training(config)) in trained:
+            samples, seconds = 0, seconds - runs * (found.training or 0.0)
+        trained.add(key)
+    return Sum(**counts, runs=runs, samples=samples, seconds=seconds, memory=memory, disk=disk)
+
+
+def _training(config: Config) -> str:
+    """Equal for configurations of one round whose clients train alike."""
+    federate, optimizer = config.federate, config.train.optimizer
+    phases = [[sorted(phase.train), phase.steps, phase.penalty is None] for phase in method_of(config).phases(1, 1)]
+    also = [config.data, federate.client_num, config.lowrank.test_seed, optimizer.lr, config.own_settings, phases]
+    return repr([settings_of_training(config), config.llm.adapter.use and config.adapter.to_args(), *also])
 
 
 class _Alike:

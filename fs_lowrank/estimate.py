@@ -38,6 +38,9 @@ from .training.local import set_trainable
 from .training.optimizer import make_optimizer
 from .training.schedule import evaluation_due
 
+#: about how long a client is tried to find the seconds of a step
+_PROBED_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class Need:
@@ -55,7 +58,8 @@ class Estimate:
 
     Attributes:
         needs: of memory and disk. room: by place, the bytes that are free.
-        seconds: of the run; None if no step was probed.
+        seconds: of the run; None if no step was probed. training: those of them that clients train, without what is
+            kept of frozen layers.
         steps: of all clients in all rounds; None if they are not known.
         advice: keys to change where something does not fit.
     """
@@ -63,6 +67,7 @@ class Estimate:
     needs: list[Need]
     room: dict[str, float]
     seconds: float | None = None
+    training: float | None = None
     steps: float | None = None
     advice: list[str] = field(default_factory=list)
 
@@ -194,19 +199,24 @@ def step(site: Site, examples: Any) -> float:
 
 
 def _steps(
-    site: Site, within: Callable[[], AbstractContextManager[list[float]]], examples: Any, **how: Any
+    site: Site,
+    within: Callable[[], AbstractContextManager[list[float]]],
+    examples: Any,
+    counts: Sequence[int] = (1, 1),
+    **how: Any,
 ) -> list[float]:
-    """What ``within`` notes of two steps on the same batch; the first also prepares what later steps find."""
-    config = site.config.replace(
-        {"train.local_update_steps": 1, "train.batch_or_epoch": "batch", "grad.grad_accum_count": 1}
-    )
+    """What ``within`` notes of trainings of so many steps each, by default of a step and of the same once more; the
+    first also prepares what later ones find.
+    """
+    config = site.config.replace({"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1})
     phases = [replace(phase, steps=None) for phase in site.method.phases(1, 1)[:1]]
     before: State = {n: t.clone() for n, t in site.method.view(site.initial_state).items()}
     options: dict[str, Any] = {"lr": config.train.optimizer.lr, "seed": derive(config.seed, "probe"), **how}
     noted = []
-    for _ in range(2):
+    for count in counts:
+        counted = config.replace({"train.local_update_steps": count})
         with within() as found:
-            train_client(site.model, examples, phases, config, reads=site.reads, **options)
+            train_client(site.model, examples, phases, counted, reads=site.reads, **options)
         noted += found
     site.load_global(before)
     return noted
@@ -261,6 +271,23 @@ def _optimizer_state(parameters: list[nn.Parameter], config: Config) -> float:
     return float(sum(t.nbytes for t in held))
 
 
+@dataclass(frozen=True)
+class _Pace:
+    """Seconds of a client's first training beyond a later one's, of a training beyond its steps, and of a step."""
+
+    first: float
+    training: float
+    step: float
+
+
+def _pace(site: Site, examples: Any, **how: Any) -> _Pace:
+    first, one = _steps(site, _timed, examples, **how)
+    more = max(1, min(20, int(_PROBED_SECONDS / one)))
+    (several,) = _steps(site, _timed, examples, (1 + more,), **how)
+    a_step = max(several - one, 0.0) / more or one
+    return _Pace(first - one, max(one - a_step, 0.0), a_step)
+
+
 def _add_time(found: Estimate, site: Site, sizes: np.ndarray, copies: int) -> None:
     """Steps of the whole run, and its seconds with its evaluations; clients one by one, of which one was tried."""
     config, train, loads = site.config, site.config.train, site.config.dataloader
@@ -281,15 +308,16 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray, copies: int) -> No
         evaluated += (time.perf_counter() - started) * math.ceil(len(examples) / size)
     client = int(np.argsort(sizes)[len(sizes) // 2])
     examples = site.data.clients[client]
-    _, seconds = _steps(site, _timed, examples)
-    once = 0.0
+    pace, once = _pace(site, examples), 0.0
     if site.prefix is not None:
-        first, later = _steps(site, _timed, examples, owner=f"client {client + 1}", prefix=site.prefix)
-        if later < seconds:  # states of all samples of a client are computed where it takes part for the first time
+        kept = _pace(site, examples, owner=f"client {client + 1}", prefix=site.prefix)
+        if kept.step < pace.step:  # states of all samples of a client are computed where it takes part the first time
             share = config.sampled_per_round / config.federate.client_num
             trained = (1 - (1 - share) ** len(rounds)) * len(site.data.train)
-            once, seconds = trained * (first - later) / len(examples), later
-    found.seconds = (found.steps * seconds + once + often * evaluated) / copies
+            once, pace = trained * kept.first / len(examples), kept
+    trainings = len(phases) * config.sampled_per_round
+    found.training = (found.steps * pace.step + trainings * pace.training) / copies
+    found.seconds = found.training + (once + often * evaluated) / copies
 
 
 def _advice(config: Config, found: Estimate, on: str) -> list[str]:

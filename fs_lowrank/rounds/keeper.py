@@ -275,10 +275,11 @@ class RecordKeeper:
         Raises:
             UserError: it is of other data, another model, another configuration, or another revision of the method.
         """
-        then, now = checkpoint.meta.get("read", {}), self._read()
-        pairs = [(what, then[what], now[what]) for what in now if then.get("by") == now["by"]]
-        pairs.append(("data", checkpoint.meta["data"], self.site.data.fingerprint))
+        pairs = [("data", checkpoint.meta["data"], self.site.data.fingerprint)]
         pairs.append(("model", checkpoint.meta["model"], self.site.base_fingerprint))
+        then, now = checkpoint.meta.get("read", {}), self._read()
+        if then.get("by") == now["by"]:
+            pairs += [(what, then.get(what), now[what]) for what in now]
         for what, before, here in pairs:
             if before != here:
                 raise UserError(

@@ -285,6 +285,24 @@ def test_what_a_suite_will_take(place, bench):
     assert code == 2 and "--only nothing" in said
 
 
+def test_clients_that_cells_of_one_round_share_are_estimated_once(place, bench):
+    text = (place / "tiny.yaml").read_text()
+    text = text[: text.index("experiments:")].replace("imports: [own_methods]", "")
+    text = text.replace("methods: [rolora, fedlora]", "methods: [fedlora, flexlora, ffa_lora]")
+    text += "experiments:\n  NAME: {title: One round, grid: {federate.client_num: [2, 3]}}\n"
+    found = {}
+    for name, rounds in (("once", 1), ("twice", 2)):
+        changed = text.replace("total_round_num: 4", f"total_round_num: {rounds}").replace("NAME", name)
+        (place / f"{name}.yaml").write_text(changed)
+        code, said = bench("run", f"{name}.yaml", "--estimate")
+        assert code == 0, said
+        (row,) = re.findall(rf"│ {name}/small/{name} +│(.*)", said)
+        found[name] = int(row.split("│")[3].replace(",", ""))
+    alike = 2 * (2 + 3) * 8  # two seeds, 2 and 3 clients, one batch of 8 each
+    # FedLoRA's and FlexLoRA's clients train alike, FFA-LoRA's one half alone; in two rounds they start from others.
+    assert found == {"once": 2 * alike, "twice": 3 * 2 * alike}
+
+
 def test_everything_that_is_missing_is_reported_before_training(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     text = textwrap.dedent(SUITE)
