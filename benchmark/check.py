@@ -112,6 +112,7 @@ def _method(config: Config) -> Method:
         rounds=config.federate.total_round_num,
         from_scratch=config.from_scratch,
         with_adapter=bool(config.llm.adapter.use),
+        train_head=config.lowrank.train_head,
         **config.method_params,
     )
 

@@ -141,6 +141,7 @@ class Setting:
     only_sums: bool = False
     local_steps: int = 1
     own_steps: Mapping[int, int] = field(default_factory=dict)
+    train_head: bool = True
 
     def steps(self, client: int | None) -> int:
         """``train.local_update_steps`` of ``client``."""
@@ -214,6 +215,8 @@ class Method(ABC):
         self.whole: tuple[str, ...] = ("head", "rest") if setting.from_scratch else ("head",)
         if "base" not in self.shared:
             self.shared = tuple(dict.fromkeys((*self.shared, *self.whole)))
+        if not setting.train_head:
+            self.shared, self.whole = (tuple(t for t in of if t != "head") for of in (self.shared, self.whole))
         #: the last round that ``draw_down`` was called for, and its results
         self._drawn: tuple[int, dict[tuple[str, tuple[int, ...]], Tensor]] = (0, {})
         #: set by the engine if ``requires`` asks for validation data, otherwise None

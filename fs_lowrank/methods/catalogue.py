@@ -88,6 +88,7 @@ def create_method(
     only_sums: bool = False,
     local_steps: int = 1,
     own_steps: Mapping[int, int] | None = None,
+    train_head: bool = True,
     server_optimizer: Mapping[str, object] | None = None,
     robust: RobustMean | None = None,
     **params: object,
@@ -104,6 +105,7 @@ def create_method(
         only_sums: the server will see no more than the weighted sum of what clients send.
         local_steps: ``train.local_update_steps``, for methods that compute with the length of a phase.
         own_steps: the same of the clients that have their own.
+        train_head: a classifier's head is trained and shared, too.
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
         robust: a mean that a few malicious clients cannot move far; None is the weighted mean.
         params: the method's hyperparameters.
@@ -113,9 +115,14 @@ def create_method(
     """
     cls = get_method_class(name)
     steps = local_steps, dict(own_steps or {})
-    setting = Setting(adapter or AdapterSpec(), rounds, seed, uniform, from_scratch, with_adapter, only_sums, *steps)
-    method = cls(cls.Params(**check_method_params(cls, params)), setting)
+    of_run = rounds, seed, uniform, from_scratch, with_adapter, only_sums, *steps, train_head
+    method = cls(cls.Params(**check_method_params(cls, params)), Setting(adapter or AdapterSpec(), *of_run))
     refuse_former(cls.name, vars(method))
+    if not train_head and any("head" in (*method.shared, *phase.train) for phase in method.phases(1)):
+        raise UserError(
+            f"lowrank.train_head = False: {cls.name} names the head among what it trains, which would not be left out; "
+            "choose another method (in one of your own, write self.whole in place of head)"
+        )
     if server_optimizer is not None:
         if not isinstance(method, Averaging):
             raise UserError(

@@ -1,13 +1,16 @@
-"""Whether the data have what a configuration asks of them."""
+"""Whether the data and the model have what a configuration asks of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from ..config import Config
 from ..data import CLASSIFICATION, FederatedData, RawData
 from ..data.own import LABELS
 from ..errors import UserError
+from ..models.names import named_tensors
 from ..settings import Eval
 from ..settings.metrics import LANGUAGE
 
@@ -46,6 +49,12 @@ def check_task(config: Config, raw: RawData) -> None:
                 "or data with instruction and output"
             )
         )
+
+
+def check_head(config: Config, model: nn.Module) -> None:
+    """Raise ``UserError`` unless ``model`` has the head that ``lowrank.train_head`` leaves as it is."""
+    if not (config.lowrank.train_head or named_tensors(model, ("head",))):
+        raise UserError("lowrank.train_head = False: the model has no head that could be left as it is")
 
 
 def check_splits(config: Config, data: FederatedData) -> None:

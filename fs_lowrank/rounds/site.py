@@ -43,7 +43,7 @@ from ..training.cohort import Member, apart, cohort_size, differs, elementwise, 
 from ..training.local import LocalResult, passes_of
 from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .copies import changed_base, copied
-from .fits import SPLITS, check_splits, check_task, of_one_client
+from .fits import SPLITS, check_head, check_splits, check_task, of_one_client
 from .personal import PersonalParts
 from .record import Spent
 from .reuse import Reuse
@@ -85,6 +85,7 @@ def method_of(config: Config) -> Method:
             for client, own in config.own_settings.items()
             if "local_update_steps" in own
         },
+        train_head=config.lowrank.train_head,
         robust=RobustMean.of(config.lowrank),
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,
@@ -119,12 +120,10 @@ class Site:
 
     Attributes:
         initial_state: the method's state before round 1.
-        personal: by client, the tensors that stay with it.
-        clients: each made when it is asked for.
+        personal: by client, the tensors that stay with it. clients: each made when it is asked for.
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
         base_fingerprint: hash of the plain model. configured: of its configuration, empty if it has none.
-        shared_states: what is kept for other runs.
-        new_weights: names of the weights that no checkpoint had, such as those of a new head.
+        shared_states: what is kept for other runs. new_weights: names of weights that no checkpoint had (a new head's).
     """
 
     def __init__(self, config: Config, *, serves: bool = True, undivided: bool = False):
@@ -150,6 +149,7 @@ class Site:
         self.new_weights: list[str] = list(vars(model)["new_weights"])
         total = count(model)
         self.model = self.adapted(model)
+        check_head(config, self.model)
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.clients = Lazy(len(self.data.clients), self._client)
         self.initial_state = self.method.initial_state(self.model)

@@ -139,6 +139,11 @@ def check_together(config: Settings, origin: Origin) -> None:
             f"at most the clients of a round, {config.sampled_per_round}",
         )
     _check_robust(config, origin)
+    if not config.lowrank.train_head:
+        if config.is_language:
+            origin.fail("lowrank.train_head", f"= False is for classifiers; {config.model.task} has no head of its own")
+        if named := config.adapter.extra.get("modules_to_save"):
+            origin.fail("lowrank.train_head", f"= False, but modules_to_save {list(named)} asks for trained modules")
     if config.is_vision and config.model.task != "ImageClassification":
         origin.wrong("model.task", config.model.task, f"ImageClassification, or nothing, with {config.model.type}")
     for key, value, default in (

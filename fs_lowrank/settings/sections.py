@@ -390,6 +390,8 @@ class Lowrank:
     #: initialisation of layers with an adapter when training from scratch: random weights and a zero adapter, or zero
     #: weights and a pair of random matrices
     base_init: str = key("random", choices=("random", "zero"))
+    #: train and send the head of a classifier; False: it stays as it was drawn or loaded, and the adapter alone learns
+    train_head: bool = key(True)
     #: number of validation samples, at most, with which a method selects
     validation_samples: int = key(500, min=1)
     #: seed of the split into training and test data, for data without a test set; -1: the run's seed. A search and the

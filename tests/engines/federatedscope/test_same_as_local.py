@@ -67,6 +67,7 @@ def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, no_cur
         {"train.scheduler.type": "cosine", "train.scheduler.warmup_ratio": 0.3},
         {"train.is_enable_half": True},
         {"lowrank.mix": 0.5},
+        {"lowrank.train_head": False},
         {"grad.grad_accum_count": 2, "grad.grad_clip": 1.0},
         {"eval.freq": 0},
         {"eval.split": []},
