@@ -124,6 +124,8 @@ def build_tokenizer(config: Settings):
     with _complaints("tokenizer", place):
         tokenizer = AutoTokenizer.from_pretrained(place)
         largest = max(tokenizer.get_vocab().values(), default=-1)
+    for of_place in ("is_local", "local_files_only"):  # otherwise what a run saves depends on HF_HUB_OFFLINE
+        tokenizer.init_kwargs.pop(of_place, None)
     rows = skeleton.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise UserError(

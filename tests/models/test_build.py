@@ -1,15 +1,28 @@
 """A model by name or path, from a configuration."""
 
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fs_lowrank.config import load_config
-from fs_lowrank.models.build import build_model
+from fs_lowrank.models.build import build_model, build_tokenizer
+
+
+def a_config(encoder):
+    keys = {"federate.client_num": 2, "federate.method": "fedlora", "llm.tok_len": 32}
+    return load_config({**keys, "model.type": f"{encoder}@transformers"})
+
+
+def test_a_saved_tokenizer_does_not_tell_whether_a_hub_could_be_asked(tiny_encoder, tmp_path, monkeypatch):
+    written = []
+    for offline in (False, True):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        assert AutoTokenizer.from_pretrained(tiny_encoder).init_kwargs["local_files_only"] == offline
+        build_tokenizer(a_config(tiny_encoder)).save_pretrained(tmp_path / str(offline))
+        written.append({path.name: path.read_bytes() for path in (tmp_path / str(offline)).iterdir()})
+    assert written[0] == written[1]
 
 
 def test_a_classifier_is_saved_with_the_names_of_its_classes(tiny_encoder, tmp_path):
-    config = load_config(
-        {"federate.client_num": 2, "federate.method": "fedlora", "model.type": f"{tiny_encoder}@transformers"}
-    )
+    config = a_config(tiny_encoder)
     build_model(config, 3, label_names=["bad", "so so", "good"]).save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert loaded.config.id2label == {0: "bad", 1: "so so", 2: "good"} and loaded.config.num_labels == 3
