@@ -23,7 +23,7 @@ from ..seeds import derive
 from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
-from .kinds import CLASSES, check_blocks, own_targets, sizes, task_type
+from .kinds import CLASSES, check_blocks, heads_by_place, own_targets, sizes, task_type
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, tensor_of, zero_at_start
 from .prompts import check_virtual_tokens, text_only
 
@@ -157,7 +157,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     import peft
 
     config_class = getattr(peft, CLASSES[spec.method])
-    keys = keys_of(config_class)
+    keys, extra = keys_of(config_class), spec.extra
     for name, value in spec.extra.items():
         if name not in keys:
             raise UserError(
@@ -170,6 +170,8 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
         is_regex = isinstance(value, (str, Mapping))
         for part in [value] if isinstance(value, str) else value:
             _check_named(model, part, f"{name}: ", is_regex)
+    if heads := heads_by_place(model):  # what the user names as well is there once
+        extra = {**extra, "modules_to_save": list(dict.fromkeys([*(extra.get("modules_to_save") or ()), *heads]))}
     if spec.method in PROMPTS:
         if not hasattr(model, "get_input_embeddings"):
             raise UserError(
@@ -177,7 +179,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
                 f"{type(model).__name__}"
             )
         with _complaints():
-            return config_class(**given, **spec.extra)
+            return config_class(**given, **extra)
     targets, layers = _targets(model, spec), _layers(model, spec)
     if spec.target_modules == ALL_LINEAR:
         layers = None  # the names are those of single modules
@@ -185,7 +187,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
         targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
     chosen = {} if layers is None else {"layers_to_transform": layers}
     with _complaints():
-        return config_class(target_modules=targets, **chosen, **given, **spec.extra)
+        return config_class(target_modules=targets, **chosen, **given, **extra)
 
 
 def _in_layers(model: nn.Module, names: Sequence[str], layers: Sequence[int]) -> list[str]:

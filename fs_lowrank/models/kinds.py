@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..seeds import derive
 from ..settings import AdapterSpec
 from ..settings.adapter import PROMPTS
-from .names import HEAD_MODULES
+from .names import HEAD_MODULES, tags
 
 if TYPE_CHECKING:
     import peft
@@ -41,11 +41,30 @@ def own_targets(model: nn.Module) -> list[str] | None:
 
 def task_type(model: nn.Module, spec: AdapterSpec) -> dict[str, str]:
     """What PEFT is told of the model's task, by which it chooses what it wraps the model in."""
-    if any(hasattr(model, head) for head in HEAD_MODULES) and not own_targets(model):
+    if (any(hasattr(model, head) for head in HEAD_MODULES) or heads_by_place(model)) and not own_targets(model):
         return {"task_type": "SEQ_CLS"}
     if is_encoder_decoder(model):
         return {"task_type": "SEQ_2_SEQ_LM"} if spec.method in PROMPTS else {}
     return {"task_type": "CAUSAL_LM"} if hasattr(model, "lm_head") else {}
+
+
+def heads_by_place(model: nn.Module) -> list[str]:
+    """The names of a classifier's modules that are a head by where they are, and that their names do not tell.
+
+    They are those beside the base model (XLNet's ``sequence_summary`` and ``logits_proj``, BART's
+    ``classification_head``, DeBERTa's ``pooler``), and the base's ``pooler`` if the checkpoint had none.
+    """
+    known: Any = model
+    base = getattr(known, "base_model_prefix", "")
+    if not base or not hasattr(known, base) or known.get_output_embeddings() is not None:
+        return []
+    beside = [
+        name
+        for name, module in known.named_children()
+        if name != base and next(module.parameters(), None) is not None and "head" not in tags(f"{name}.weight")
+    ]
+    new = any(name.startswith(f"{base}.pooler.") for name in vars(known).get("new_weights", ()))
+    return [*beside, f"{base}.pooler"] if new else beside
 
 
 def sizes(model: nn.Module, spec: AdapterSpec, seed: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..settings import Settings
+from .kinds import heads_by_place
 from .names import tags
 
 _SIZE = re.compile(r"(\d+|cpu)=(\d+(?:\.\d+)?\s*(?:[KMG]i?B))", re.IGNORECASE)
@@ -51,7 +52,9 @@ def placing(config: Settings, skeleton: Any) -> dict[str, Any]:
     places = infer_auto_device_map(skeleton, most or None, **about)
     first = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
     # A head that is trained stays where it computes.
-    return {**options, "device_map": {n: first if "head" in tags(f"{n}.weight") else p for n, p in places.items()}}
+    by_place = tuple(heads_by_place(skeleton))
+    heads = [n for n in places if "head" in tags(f"{n}.weight") or n.startswith(by_place)]
+    return {**options, "device_map": {**places, **dict.fromkeys(heads, first)}}
 
 
 def _sizes(config: Settings) -> dict[int | str, int | str]:

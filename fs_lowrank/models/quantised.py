@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError, say_once
 from ..settings import Settings
+from .kinds import heads_by_place
 from .names import tags
 from .placing import kept_elsewhere
 
@@ -75,6 +76,7 @@ def _left(skeleton: Any, config: Settings) -> list[str]:
         if module is out or module is not skeleton and any(id(p) in tied for p in module.parameters(recurse=False))
     ]
     left += [name for name, _ in skeleton.named_children() if "head" in tags(f"{name}.weight")]
+    left += heads_by_place(skeleton)
     left += config.adapter.extra.get("modules_to_save") or []
     return [*left, f"{skeleton.base_model_prefix}.pooler"]
 

@@ -1,0 +1,101 @@
+"""What a checkpoint has no weights for is trained, sent and saved, wherever a classifier has it."""
+
+import pytest
+import torch
+import transformers as hf
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from fs_lowrank import UserError, load_config
+from fs_lowrank.methods import create_method
+from fs_lowrank.models.build import build_model
+from fs_lowrank.models.kinds import heads_by_place
+from fs_lowrank.models.names import tags
+from fs_lowrank.settings import AdapterSpec
+
+SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+BART |= {"vocab_size": 40, "d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 24}
+BART |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3}
+XLNET = {"vocab_size": 40, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "pad_token_id": 0}
+T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+T5 |= {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0}
+#: architecture -> its configuration, the modules for LoRA, and the parts of its head
+MODELS = {
+    "bert": (lambda: hf.BertConfig(**SMALL), ["query"], {"classifier"}),
+    "bert, without a pooler": (lambda: hf.BertConfig(**SMALL), ["query"], {"classifier", "bert.pooler"}),
+    "deberta": (lambda: hf.DebertaV2Config(**SMALL), ["query_proj"], {"classifier", "pooler"}),
+    "xlnet": (lambda: hf.XLNetConfig(**XLNET), ["layer_1"], {"sequence_summary", "logits_proj"}),
+    "bart": (lambda: hf.BartConfig(**BART), ["q_proj"], {"classification_head"}),
+    "t5": (lambda: hf.T5Config(**T5), ["q"], {"classification_head"}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request, tmp_path):
+    """The new model, the modules for LoRA, and the parts of its head."""
+    make, modules, head = MODELS[request.param]
+    torch.manual_seed(1)
+    without = {"add_pooling_layer": False} if "without" in request.param else {}
+    AutoModel.from_config(make(), **without).save_pretrained(tmp_path / "base")
+    config = load_config({"federate.client_num": 2, "model.type": f"{tmp_path / 'base'}@transformers"})
+    return build_model(config, 3), modules, head
+
+
+def adapted(model, modules, method="fedlora", **further):
+    spec = AdapterSpec(r=2, lora_alpha=4, target_modules=tuple(modules))
+    made = create_method(method, adapter=spec, rounds=2, **further)
+    return made, made.adapt(model)
+
+
+def test_all_that_is_new_is_trained_sent_and_saved(case, tmp_path):
+    model, modules, head = case
+    new = list(model.new_weights)
+    assert {n for n in head if any(w.startswith(f"{n}.") for w in new)} == head
+    model.save_pretrained(tmp_path / "plain")
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
+    method, wrapped = adapted(model, modules)
+    state = method.initial_state(wrapped)
+    sent = {n for n in method.expected(state, 1, 1) if "head" in tags(n)}
+    bare = {n.removeprefix("base_model.model.").replace("modules_to_save.default.", "") for n in sent}
+    assert bare == set(new)
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.normal_(std=0.3)
+    method.apply(wrapped, dict(method.view(state)), 1)
+    words = {"input_ids": torch.tensor([[5, 6, 7, 3], [8, 9, 10, 3]]), "attention_mask": torch.ones(2, 4).long()}
+    wanted = wrapped.eval()(**words).logits
+    wrapped.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(**words).logits, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_a_head_that_is_left_as_it_is_is_saved_too(case, tmp_path):
+    model, modules, _ = case
+    method, wrapped = adapted(model, modules, train_head=False)
+    assert not [n for n in method.initial_state(wrapped) if "head" in tags(n)]
+    wrapped.save_pretrained(tmp_path / "adapter")
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {n.removeprefix("base_model.model.") for n in names if "lora_" not in n} == set(model.new_weights)
+
+
+def test_language_models_and_modules_of_ones_own_have_none(tiny_causal):
+    assert heads_by_place(hf.AutoModelForCausalLM.from_pretrained(tiny_causal)) == []
+    assert heads_by_place(torch.nn.Sequential(torch.nn.Linear(3, 2))) == []
+
+
+@pytest.mark.parametrize("name", ["deberta", "xlnet", "bart", "t5"])
+def test_virtual_tokens_are_refused_or_train_the_head_too(name, tmp_path):
+    torch.manual_seed(1)
+    AutoModel.from_config(MODELS[name][0]()).save_pretrained(tmp_path / "base")
+    config = load_config({"federate.client_num": 2, "model.type": f"{tmp_path / 'base'}@transformers"})
+    model, spec = build_model(config, 3), AdapterSpec(method="prompt", extra={"num_virtual_tokens": 3})
+    method = create_method("fedlora", adapter=spec, rounds=2)
+    if name == "deberta":
+        sent = method.initial_state(method.adapt(model))
+        assert len(sent) == 1 + len(model.new_weights)
+        assert sum("head" in tags(n) for n in sent) == len(model.new_weights)
+    else:
+        with pytest.raises(UserError, match="adapter_method = prompt cannot be used with .*ForSequenceClassification"):
+            method.adapt(model)
