@@ -7,7 +7,10 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from ..errors import UserError
 
 logger = logging.getLogger("fs_lowrank")
 
+#: seconds that a tracker may take for a round's record, since it may have to ask a server; and until this is said
+LIMIT, PATIENCE = 60.0, 5.0
 #: what has a number for each client, which a page of curves does not show
 _BY_CLIENT = ("selected", "clients", "failed", "robust", "reused")
 
@@ -44,8 +49,44 @@ def check_trackers(names: Sequence[str]) -> None:
             raise UserError(f"lowrank.trackers: {name} is not installed; install it with: pip install {name}")
 
 
+class _Own:
+    """A thread for one tracker, which does one thing after the other: MLflow's runs belong to the thread that began
+    them. One that hangs is left alone and does not keep the process from ending.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            future, work = self._asked.get()
+            try:
+                future.set_result(work())
+            except (Exception, SystemExit) as error:
+                future.set_exception(error)
+
+    def do(self, work: Callable[[], Any]) -> Any:
+        """The result of ``work``; TimeoutError if it takes longer than ``LIMIT`` seconds."""
+        future: Future[Any] = Future()
+        self._asked.put((future, work))
+        try:
+            return future.result(PATIENCE)
+        except TimeoutError:
+            if future.done():
+                raise
+            logger.info("waiting for %s, for at most %g s", self.name, LIMIT)
+        try:
+            return future.result(LIMIT - PATIENCE)
+        except TimeoutError as error:
+            if future.done():
+                raise
+            raise TimeoutError(f"no answer for {LIMIT:g} s") from error
+
+
 class Trackers:
-    """The trackers of one run. One that fails is reported, told nothing more, and never ends the run.
+    """The trackers of one run. One that fails or hangs is reported, told nothing more, and never ends the run.
 
     Args:
         config: of the run.
@@ -56,10 +97,12 @@ class Trackers:
     def __init__(self, config: Config, names: Sequence[str], outdir: Path):
         self.config, self.outdir = config, outdir
         self.open: dict[str, Any] = {}
+        self._threads = {name: _Own(name) for name in names}
         for name in names:
-            self._try(name, partial(self._start, name))
+            if (tracker := self._try(name, partial(self._start, name))) is not None:
+                self.open[name] = tracker
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str) -> Any:
         from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -73,7 +116,7 @@ class Trackers:
         tracker = kind(self._name(name), **given)
         tracker.start()
         tracker.store_init_configuration(_plain(self.config.to_dict()))
-        self.open[name] = tracker
+        return tracker
 
     def _name(self, name: str) -> str:
         """What a tracker calls the project; TensorBoard writes to the folder of that name."""
@@ -111,12 +154,13 @@ class Trackers:
             self._try(name, self.open[name].finish)
         self.open.clear()
 
-    def _try(self, name: str, work: Callable[[], object]) -> None:
+    def _try(self, name: str, work: Callable[[], Any]) -> Any:
         try:
-            work()
-        except Exception as error:  # of a third party's code or server, of any kind
+            return self._threads[name].do(work)
+        except (Exception, SystemExit) as error:  # of a third party's code or server, of any kind
             logger.warning("lowrank.trackers: %s is told nothing more: %s", name, f"{type(error).__name__}: {error}")
             self.open.pop(name, None)
+            return None
 
 
 def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

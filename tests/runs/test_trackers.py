@@ -1,6 +1,8 @@
 """Trackers are told what the records have, and a tracker that fails ends no run."""
 
 import json
+import socket
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from accelerate import tracking
 
 import fs_lowrank
 from fs_lowrank import UserError
+from fs_lowrank.runs import trackers
 from fs_lowrank.runs.trackers import numbers, trackers_of
 from fs_lowrank.settings.sections import TRACKERS
 
@@ -68,6 +71,29 @@ def test_a_tracker_that_fails_ends_no_run(config, caplog):
     ended = fs_lowrank.run(config.replace({"lowrank.trackers": ["tensorboard"]}), progress=False)
     assert [r["loss"] for r in ended.history] == [r["loss"] for r in plain.history]
     assert "lowrank.trackers: tensorboard is told nothing more: " in caplog.text
+
+
+def test_a_tracker_whose_server_never_answers_ends_no_run(config, caplog, monkeypatch):
+    """Its class is one of accelerate's, with a connection to a socket that accepts and says nothing."""
+    monkeypatch.setattr(trackers, "PATIENCE", 0.2)
+    monkeypatch.setattr(trackers, "LIMIT", 1.0)
+    threads = []
+
+    class Remote(tracking.TensorBoardTracker):
+        def log(self, values, step=None, **_):
+            threads.append(threading.current_thread().name)
+            if step == 2:
+                with socket.create_connection(silent.getsockname()) as peer:
+                    peer.recv(1)
+
+    caplog.set_level("INFO", "fs_lowrank")
+    pytest.importorskip("tensorboard")
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Remote)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ended = fs_lowrank.run(config.replace({"lowrank.trackers": ["tensorboard"]}), progress=False)
+    assert len(ended.history) == 3 and threads == ["tracker tensorboard"] * 2
+    assert "waiting for tensorboard, for at most 1 s" in caplog.text
+    assert "tensorboard is told nothing more: TimeoutError: no answer for 1 s" in caplog.text
 
 
 def test_a_tracker_that_is_not_installed_or_unknown_is_refused(config):
