@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from .figures import draw_all
 from .job import Options
 from .page import page
 from .plan import chosen, command
-from .results import ExperimentResults, at_the_end, best_of, find, head_of, scale_of, title_of
+from .results import ExperimentResults, at_the_end, best_of, find, head_of, scale_of, title_of, value
 from .store import write_text
 from .suite import SIZES, Suite, load_suite, shipped
 
@@ -58,7 +59,8 @@ def write_report(options: Options) -> list[Path]:
             if not suite.sized and size != sizes[0]:
                 continue
             results = {e.name: find(suite, e, sized, store) for e in chosen(suite, options.only, extra=True)}
-            used |= {r["hash"] for each in results.values() for r in (*each.all_records, *each.stale)}
+            for each in results.values():
+                used |= {r["hash"] for r in (*each.all_records, *each.stale, *(before for before, _ in each.moved))}
             if not any(each.has_any for each in results.values()):
                 continue
             judged = judged_claims(suite, results)
@@ -204,7 +206,7 @@ def _experiment(results: ExperimentResults, root: Path) -> list[str]:
     if results.cells < results.wanted:
         failed = f", {len(results.failed)} failed" if results.failed else ""
         blocks.append(f"**{results.cells} of {results.wanted} cells are there{failed}.**")
-    blocks += _stale(results)
+    blocks += _stale(results) + moved(results)
     if experiment.script:
         return blocks + _script(results) + _failures(results)
     if not results.cells:
@@ -228,6 +230,26 @@ def _stale(results: ExperimentResults) -> list[str]:
         + ", ".join(f"{method} ({n})" for method, n in sorted(by_method.items()))
         + "."
     ]
+
+
+def moved(results: ExperimentResults) -> list[str]:
+    """By how much the results of earlier revisions of methods have moved with the present one."""
+    metric = results.experiment.metrics[0]
+    scale, digits = scale_of(metric)
+    by_method: dict[str, list[float]] = {}
+    for before, now in results.moved:
+        then, here = value(before, metric), value(now, metric)
+        if then is not None and here is not None:
+            by_method.setdefault(now["label"], []).append((here - then) * (scale or 1))
+    lines = []
+    for method, gaps in by_method.items():
+        low, high, mean = (f"{g:+.{digits}f}" for g in (min(gaps), max(gaps), statistics.fmean(gaps)))
+        runs = f"{len(gaps)} run{'s' if len(gaps) > 1 else ''}"
+        lines.append(f"{method} {mean} on average over {runs}" + (f" ({low} to {high})" if len(gaps) > 1 else ""))
+    if not lines:
+        return []
+    of = title_of(metric, results.language)
+    return [f"**Moved with a new revision of the method** (CHANGELOG.md says which), {of}: {'; '.join(lines)}."]
 
 
 def _setting(results: ExperimentResults) -> str:

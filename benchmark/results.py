@@ -38,8 +38,9 @@ class ExperimentResults:
     Attributes:
         records: (method, column) -> one result per seed. columns: the settings with results, in order.
         searches: results of searches. failed: failures. wanted: number of cells in the grid. stale: results of searches
-            and cells from earlier revisions of a method, which are not in ``records`` and ``searches``. lost: (method,
-            column) -> number of seeds whose run failed.
+            and cells from earlier revisions of a method, which are not in ``records`` and ``searches``. moved: pairs of
+            a result of an earlier revision and the one that has replaced it. lost: (method, column) -> number of seeds
+            whose run failed.
     """
 
     suite: Suite
@@ -48,6 +49,7 @@ class ExperimentResults:
     searches: list[dict] = field(default_factory=list)
     failed: list[dict] = field(default_factory=list)
     stale: list[dict] = field(default_factory=list)
+    moved: list[tuple[dict, dict]] = field(default_factory=list)
     lost: Counter = field(default_factory=Counter)
     wanted: int = 0
 
@@ -168,6 +170,8 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             if isinstance(job, Script) and experiment.by_seed:
                 record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
             results.records.setdefault((label, column), []).append(record)
+            if before := now.stale(store):
+                results.moved.append((before, {**record, "label": label}))
         elif failed := store.read("failed", now.key):
             results.failed.append(failed)
             if isinstance(job, Cell):

@@ -11,7 +11,7 @@ import yaml
 from benchmark.cli import main
 from benchmark.job import Cell, Options, Search
 from benchmark.plan import jobs_of, plan
-from benchmark.report import write_report
+from benchmark.report import moved, write_report
 from benchmark.results import find
 from benchmark.samples import _Data, counted, within_budget
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
@@ -247,6 +247,17 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     write_report(again.options)
     said = (tmp_path / "results" / "report.md").read_text()
     assert "**Stale results: 1**" in said and "rolora (1)" in said
+    for job, accuracy in ((first, 0.70), (again, 0.75)):
+        record = {**job.identity(), "method": "rolora", "status": "complete", "finished": 1.0, "seed": 0, "rounds": 1}
+        record |= {"metrics": {"test_acc": accuracy}, "samples": 8, "samples_counted": True}
+        store.write("cells", record)
+    found = find(again.suite, again.experiment, again.options, store)
+    assert [(before["hash"], now["hash"]) for before, now in found.moved] == [(first.key, again.key)]
+    assert not found.stale
+    assert moved(found) == [
+        "**Moved with a new revision of the method** (CHANGELOG.md says which), test accuracy, %: "
+        "rolora +5.00 on average over 1 run."
+    ]
     monkeypatch.setattr(get_method_class("rolora"), "revision", 1)
     assert jobs()[0].key == first.key
 
