@@ -17,11 +17,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fs_lowrank.settings import Key, Origin, check_keys, check_value
 
-from .intervals import Figure, Interval, difference, of_mean
+from .intervals import Figure, Interval, difference, figure_of, of_mean
 
 HOLDS, FAILS, UNTESTED, INCONCLUSIVE = "holds", "does not hold", "not tested at this size", "inconclusive"
 
@@ -34,11 +35,13 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ratio": (("of", "to", "about", "within"), ()),
     "learns": (("methods", "by"), ()),
     "value": (("methods",), ("at_least", "at_most")),
+    "wider": (("better", "than", "along", "points", "within", "by"), ("lower_is_better",)),
+    "best": (("better", "than", "along", "points", "chosen_by", "by"), ("lower_is_better",)),
 }
 _NAME, _NUMBER, _NAMES = Key(str), Key(float), Key(list)
 _KEYS = {
-    **dict.fromkeys(("is", "along", "better", "of", "metric"), _NAME),
-    **dict.fromkeys(("methods", "than"), _NAMES),
+    **dict.fromkeys(("is", "along", "better", "of", "metric", "chosen_by"), _NAME),
+    **dict.fromkeys(("methods", "than", "points"), _NAMES),
     **dict.fromkeys(("by", "within", "share", "about", "at_least", "at_most"), _NUMBER),
     **dict.fromkeys(("from", "to"), Key(Any)),
     "where": Key(dict),
@@ -77,6 +80,10 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
         origin.fail(at, "has both within and share, or none: expected one of them")
     if kind == "keeps" and "share" in checked and checked.get("lower_is_better"):
         origin.fail(at, "has share, which is of an accuracy's lead, and lower_is_better: expected within for a loss")
+    if "points" in checked:
+        numbers = [point for point in checked["points"] if isinstance(point, (int, float)) and point > 0]
+        if len(numbers) < 2 or numbers != sorted(set(checked["points"])):
+            origin.wrong(f"{at}.points", checked["points"], "two numbers or more above 0, ascending")
     if kind == "value" and not {"at_least", "at_most"} & checked.keys():
         origin.fail(at, "has no bound: expected at_least, at_most or both")
     return checked
@@ -287,6 +294,80 @@ def _learns(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterato
         yield dataclasses.replace(decided, verdict=result, first=True)
 
 
+def _curve(condition: Mapping, figure: Callable[..., Figure | None], method: str) -> dict[float, Figure] | None:
+    """The figures of ``method`` at all points of an axis of numbers; None if one is missing."""
+    at = {point: figure(method, **{condition["along"]: point}) for point in condition["points"]}
+    there = {point: found for point, found in at.items() if found is not None}
+    return there if len(there) == len(at) else None
+
+
+def span_of_best(curve: Mapping[float, float], within: float, sign: int) -> tuple[float, bool]:
+    """How many powers of ten the unbroken range of points around the best spans in which the curve is at most
+    ``within`` below it, and whether it touches an end of the curve.
+    """
+    points = sorted(curve)
+    best = first = last = max(range(len(points)), key=lambda i: sign * curve[points[i]])
+    enough = sign * curve[points[best]] - within
+    while first > 0 and sign * curve[points[first - 1]] >= enough:
+        first -= 1
+    while last < len(points) - 1 and sign * curve[points[last + 1]] >= enough:
+        last += 1
+    return math.log10(points[last] / points[first]), first == 0 or last == len(points) - 1
+
+
+def _wider(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
+    """By seed: each seed has a curve, a best point and a range of its own."""
+    name, along, within = condition["better"], condition["along"], condition["within"]
+    widths: dict[str, tuple[Figure, bool]] = {}
+    for method in (name, *condition["than"]):
+        curve = _curve(condition, figure, method)
+        if curve is None:
+            continue
+        seeds = set.intersection(*(set(f.by_seed) for f in curve.values()))
+        spans = {s: span_of_best({p: f.by_seed[s] for p, f in curve.items()}, within, _sign(condition)) for s in seeds}
+        if found := figure_of({seed: span for seed, (span, _) in sorted(spans.items())}):
+            widths[method] = found, any(end for _, end in spans.values())
+    for other in condition["than"]:
+        if name not in widths or other not in widths:
+            yield _missing(f"{name} or {other} at every {along} of {condition['points']}")
+            continue
+        (first, first_ends), (second, second_ends) = widths[name], widths[other]
+        gap = difference(first, second)
+        text = f"{along} within {within:g} of the best: {name} {first} powers of ten, {other} {second}; wider by "
+        text += f"{gap.centre:.4g}, asked: more than {condition['by']:g}"
+        decided = _decide(gap, *_above_by(condition), text, {name: first, other: second})
+        # A range that touches an end of the curve is at least as wide as it is seen.
+        if decided.verdict == HOLDS and second_ends or decided.verdict == FAILS and first_ends:
+            end = other if decided.verdict == HOLDS else name
+            text = f"{decided.text}; the range of {end} touches an end of the curve, so it may be wider"
+            decided = Condition(INCONCLUSIVE, text)
+        yield decided
+
+
+def _best(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
+    """Each method at the point that ``chosen_by`` is best at in the mean over seeds."""
+    name, along, by = condition["better"], condition["along"], condition["chosen_by"]
+    chosen: dict[str, tuple[float, Figure]] = {}
+    for method in (name, *condition["than"]):
+        held = _curve(condition, partial(figure, metric=by), method)
+        curve = _curve(condition, figure, method)
+        if curve is None or held is None:
+            continue
+        sign = -1 if by.endswith("loss") else 1
+        point = max(held, key=lambda p: sign * held[p].mean)
+        at_end = point in (min(held), max(held))
+        chosen[method] = point, dataclasses.replace(curve[point], at_end=at_end)
+    for other in condition["than"]:
+        if name not in chosen or other not in chosen:
+            yield _missing(f"{name} or {other} at every {along} of {condition['points']}")
+            continue
+        (at, first), (elsewhere, second) = chosen[name], chosen[other]
+        gap = difference(first, second).times(_sign(condition))
+        text = f"{name} {first} at {along} {at:g} against {other} {second} at {elsewhere:g}, each where {by} is best: "
+        text += f"ahead by {gap.centre:.4g}, asked: more than {condition['by']:g}"
+        yield _decide(gap, *_above_by(condition), text, {name: first, other: second}, [name])
+
+
 _JUDGES: dict[str, Callable[[Mapping, Callable[..., Figure | None]], Iterator[Condition]]] = {
     "drops": _drops,
     "keeps": _keeps,
@@ -295,4 +376,6 @@ _JUDGES: dict[str, Callable[[Mapping, Callable[..., Figure | None]], Iterator[Co
     "ratio": _ratio,
     "learns": _learns,
     "value": _value,
+    "wider": _wider,
+    "best": _best,
 }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmark.claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, check_rule, judge, verdict
+from benchmark.claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, check_rule, judge, span_of_best, verdict
 from benchmark.intervals import Figure, difference, figure_of, of_mean
 from benchmark.report import judged_claims
 from benchmark.results import ExperimentResults, at_the_end, best_of, scale_of, shown, value
@@ -606,3 +606,74 @@ def test_bold_is_ahead_of_every_other_and_by_the_seeds_that_both_have():
     assert best_of({"a": more, "b": figure_of({0: 0.60, 1: 0.606})}, "test_acc") is None
     less = figure_of({0: 0.60, 1: 0.606, 2: 0.1, 3: 0.11})
     assert best_of({"a": less, "b": figure_of({0: 0.50, 1: 0.505})}, "test_loss") is None
+
+
+RATES = [0.01, 0.1, 1, 10]
+#: method -> by seed, the accuracy at each rate
+CURVES = {
+    "wide": [[0.80, 0.81, 0.80, 0.50], [0.79, 0.80, 0.795, 0.50], [0.81, 0.81, 0.80, 0.52]],
+    "narrow": [[0.50, 0.80, 0.60, 0.50], [0.52, 0.79, 0.60, 0.50], [0.50, 0.82, 0.61, 0.50]],
+    "other": [[0.50, 0.79, 0.81, 0.50], [0.52, 0.79, 0.60, 0.50], [0.50, 0.82, 0.61, 0.50]],
+    "a hole": [[0.80, 0.60, 0.81, 0.50]] * 2 + [[0.80, 0.6, 0.79, 0.5]],
+}
+
+
+def on_curves(method, labels, metric):
+    if method not in CURVES:
+        return None
+    at = RATES.index(float(labels["rate"]))
+    shift = 0.01 if metric == "val_acc" else 0.0
+    return by_seed([curve[at] + shift for curve in CURVES[method]])
+
+
+def along(kind, better, than, **more):
+    rule = {"is": kind, "better": better, "than": than, "along": "rate", "points": RATES, "by": 0, **more}
+    return judged(check_rule(rule, Origin(), "here"), on_curves)
+
+
+def test_the_width_of_a_range_is_that_of_the_unbroken_part_around_the_best():
+    assert span_of_best(dict(zip(RATES, CURVES["wide"][0])), 0.02, 1) == (pytest.approx(2.0), True)
+    assert span_of_best(dict(zip(RATES, CURVES["narrow"][0])), 0.02, 1) == (0.0, False)
+    assert span_of_best(dict(zip(RATES, CURVES["a hole"][0])), 0.02, 1) == (0.0, False)
+    assert span_of_best(dict(zip(RATES, CURVES["a hole"][0])), 0.25, 1) == (pytest.approx(2.0), True)
+    falling = {rate: 1 - value for rate, value in zip(RATES, CURVES["narrow"][1])}
+    assert span_of_best(falling, 0.2, -1) == (pytest.approx(1.0), False)
+
+
+def test_wider():
+    """Ranges: wide 2, 2, 2 powers of ten, from the grid's first point on; other 1, 0, 0; narrow 0, 0, 0."""
+    held = along("wider", "wide", ["other"], within=0.02)
+    assert held.verdict == HOLDS and "wider by 1.667" in held.text
+    lost = along("wider", "other", ["wide"], within=0.02)
+    assert lost.verdict == FAILS
+    # In the other order, what is wider may be wider still, and what is narrower is not known to be.
+    assert along("wider", "narrow", ["other"], within=0.02).verdict == INCONCLUSIVE
+    assert along("wider", "wide", ["absent"], within=0.02).verdict == UNTESTED
+
+
+def test_a_range_that_touches_an_end_may_be_wider(monkeypatch):
+    monkeypatch.setitem(CURVES, "ends", [[0.8, 0.8, 0.5, 0.5], [0.8, 0.8, 0.5, 0.5], [0.8, 0.8, 0.7, 0.5]])
+    monkeypatch.setitem(CURVES, "inside", [[0.5, 0.8, 0.5, 0.5], [0.5, 0.8, 0.8, 0.5], [0.5, 0.8, 0.5, 0.5]])
+    monkeypatch.setitem(CURVES, "all", [[0.8] * 4, [0.8] * 4, [0.8, 0.8, 0.8, 0.7]])
+    for better, other in (("all", "ends"), ("ends", "all")):
+        found = along("wider", better, [other], within=0.02)
+        assert found.verdict == INCONCLUSIVE and "touches an end of the curve, so it may be wider" in found.text
+    assert along("wider", "all", ["inside"], within=0.02).verdict == HOLDS
+
+
+def test_best_is_each_at_its_own_point(monkeypatch):
+    level = along("best", "wide", ["narrow"], chosen_by="val_acc")
+    assert level.verdict == INCONCLUSIVE and "at rate 0.1 against narrow" in level.text
+    monkeypatch.setitem(CURVES, "low", [[0.5, 0.60, 0.5, 0.5], [0.5, 0.61, 0.5, 0.5], [0.5, 0.62, 0.6, 0.5]])
+    assert along("best", "narrow", ["low"], chosen_by="val_acc").verdict == HOLDS
+    assert along("best", "low", ["narrow"], chosen_by="val_acc").verdict == FAILS
+    monkeypatch.setitem(CURVES, "end", [[0.9, 0.5, 0.5, 0.5], [0.91, 0.5, 0.5, 0.5], [0.9, 0.5, 0.5, 0.5]])
+    ended = along("best", "end", ["low"], chosen_by="val_acc")
+    assert ended.verdict == INCONCLUSIVE and "at the end of the grid" in ended.text
+
+
+@pytest.mark.parametrize("points", [[1], [2, 1], [1, 1], [0, 1], ["a", 1], 3])
+def test_points_are_ascending_numbers(points):
+    rule = {"is": "wider", "better": "a", "than": ["b"], "along": "rate", "points": points, "within": 0.02, "by": 0}
+    with pytest.raises(UserError, match="points"):
+        check_rule(rule, Origin(), "here")
