@@ -76,6 +76,9 @@ def _along_axis(results: ExperimentResults):
             **_style(results, method),
         )
     axes.set(xlabel=plain(name), ylabel=title_of(metric, results.language), title=plain(results.experiment.title))
+    if min(at) > 0 and max(at) >= 100 * min(at):
+        axes.set_xscale("log")
+        axes.set_xticks([], minor=True)
     axes.set_xticks(at, [plain(column) for column in columns])
     majority = _majority(results)
     if majority and scale == 100:

@@ -278,7 +278,8 @@ def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: 
             origin.fail(at, f"names {axis!r}: {experiment.name} has no such axis{there}")
     asked = [
         *condition.get("where", {}).items(),
-        *((condition["along"], condition[end]) for end in ("from", "to") if "along" in condition),
+        *((condition["along"], condition[end]) for end in ("from", "to") if end in condition and "along" in condition),
+        *((condition["along"], point) for point in condition.get("points", ())),
     ]
     for axis, label in asked:
         if str(label) not in experiment.axes[axis]:
@@ -298,7 +299,7 @@ def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Orig
         named = [
             condition[k]
             for k in ("better", "to", "of")
-            if condition["is"] in ("above", "close", "ratio") and k in condition
+            if condition["is"] in ("above", "best", "close", "ratio", "wider") and k in condition
         ]
         for name in [*named, *condition.get("methods", ()), *condition.get("than", ())]:
             if str(name) not in known:
