@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import UserError, nearest
@@ -24,6 +25,7 @@ from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
 from .kinds import CLASSES, check_blocks, heads_by_place, own_targets, sizes, task_type
+from .loaded import PUT_BACK, check_adapter
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, tensor_of, zero_at_start
 from .prompts import check_virtual_tokens, text_only
 
@@ -83,18 +85,42 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    """``model`` with the adapter that a run saved in ``folder``."""
-    from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+    """``model`` with the adapter that a run saved in ``folder``, in evaluation mode.
 
+    Raises:
+        UserError: a file cannot be read, is of an adapter for another model, or lacks tensors; it has tensors that the
+            adapter has no place for, or of other shapes.
+    """
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    described, file = Path(folder) / "adapter_config.json", Path(folder) / "adapter_model.safetensors"
+    for needed in (described, file):
+        if not needed.is_file():
+            raise UserError(f"{needed} is missing; {PUT_BACK}")
+    # Not PeftModel.from_pretrained: it leaves out what does not fit, and spreads a model with a device_map anew, losing
+    # where its weights are kept.
     with _without_deprecation():
-        if not hasattr(model, "hf_device_map"):
-            wrapped = PeftModel.from_pretrained(model, str(folder))
-            text_only(wrapped)
-            return wrapped
-        # PEFT would spread such a model anew, and lose where its weights are kept.
-        wrapped = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
-        set_peft_model_state_dict(wrapped, load_peft_weights(str(folder), device="cpu"))
-        return wrapped
+        with _readable(described):
+            config = PeftConfig.from_pretrained(str(folder))
+            config.inference_mode, config.base_model_name_or_path = True, None  # where its base lies is not asked
+            wrapped = get_peft_model(model, config)
+        with _readable(file):
+            tensors = load_file(file)
+        expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+        check_adapter(file, tensors, expected, wrapped.state_dict())
+        set_peft_model_state_dict(wrapped, tensors)
+    text_only(wrapped)
+    return wrapped.eval()
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """A context for what is made of ``file`` of a saved adapter: what libraries raise of a damaged one is one line."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{file}: no adapter of this model ({type(error).__name__}: {reason}); {PUT_BACK}") from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Checks of the loading report of a checkpoint: which weights are missing, and which of them may be new.
+"""Checks of what was loaded: which weights of a checkpoint are missing, and which of them may be new; and whether a
+saved adapter is whole.
 
 A loader initialises weights that the checkpoint lacks at random. This is right for the head of a new task and wrong for
 everything else, so the report of transformers (``output_loading_info``) is checked here.
@@ -8,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ..errors import UserError, say_once
 
 _SHOWN = 3
+#: what to do with the folder of an adapter that is not as it was saved
+PUT_BACK = "put back the files of this folder as they were saved together, or train again"
 
 
 @contextmanager
@@ -75,6 +81,38 @@ def check_loaded(
     if new and say_new:
         say_once(f"model.type: {place!r} has no weights for {_some(new)}; they are new, drawn by the run's seed")
     return sorted(new)
+
+
+def check_adapter(
+    file: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], model: Mapping[str, Tensor]
+) -> None:
+    """Check that ``file`` of a saved adapter has what its configuration asks for on this base, and nothing else.
+
+    Args:
+        tensors: of the file. expected: those of a new adapter, as PEFT would save it.
+        model: the tensors of the model with it. Of an adapted output layer, PEFT saves the weight of the base, too.
+    Raises:
+        UserError: a tensor is missing, is not expected, or has another shape.
+    """
+    lacking = sorted(expected.keys() - tensors.keys())
+    strange = sorted(tensors.keys() - expected.keys() - model.keys())
+    if lacking:
+        raise UserError(
+            f"{file} lacks {len(lacking)} of the adapter's {len(expected)} tensors ({_some(lacking)}), which would be "
+            f"untrained{_instead(lacking, strange, '')}; {PUT_BACK}"
+        )
+    if strange:
+        raise UserError(
+            f"{file} has tensors that the adapter in adapter_config.json has no place for ({_some(strange)}); "
+            f"{PUT_BACK}"
+        )
+    for name, tensor in sorted(tensors.items()):
+        shape = tuple((expected[name] if name in expected else model[name]).shape)
+        if tuple(tensor.shape) != shape:
+            raise UserError(
+                f"{file}: {name} is {tuple(tensor.shape)} there, and by adapter_config.json and the base model "
+                f"{shape}; {PUT_BACK}"
+            )
 
 
 def _new_module(model: Any, name: str) -> str:

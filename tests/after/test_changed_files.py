@@ -1,0 +1,124 @@
+"""Finished runs whose files have changed since: damaged adapters, another base, another tokenizer beside the base."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fs_lowrank
+from fs_lowrank import UserError, cli
+from fs_lowrank.config import load_config
+from fs_lowrank.finished import evaluate_rows, load_run, read_rows
+from fs_lowrank.testing import small
+from fs_lowrank.testing.bench import logits
+
+
+def copy_of(result, folder):
+    """The folder of a run, and the folder of its base, as copies that a test may change."""
+    run = shutil.copytree(result.outdir, folder / "run")
+    path = run / "config.yaml"
+    base = load_config(path).model.type.rpartition("@")[0]
+    path.write_text(path.read_text().replace(base, str(folder / "base")))
+    return run, shutil.copytree(base, folder / "base")
+
+
+def tensors(change):
+    """Damage to an adapter: the tensors of its file by another rule."""
+
+    def damage(folder):
+        save_file(change(load_file(folder / "adapter_model.safetensors")), folder / "adapter_model.safetensors")
+
+    return damage
+
+
+def described(**keys):
+    """Damage to an adapter: other values in its configuration."""
+
+    def damage(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+    return damage
+
+
+def content(name, change):
+    """Damage to an adapter: the bytes of one file by another rule."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+DAMAGE = {
+    "prefixed": (tensors(lambda all: {f"x.{n}": t for n, t in all.items()}), FILE, "under other names: 'x.base_model"),
+    "no lora_B": (tensors(lambda all: {n: t for n, t in all.items() if "lora_B" not in n}), FILE, "lora_B.weight"),
+    "one more": (tensors(lambda all: {**all, "y": torch.ones(2)}), FILE, r"has no place for \(y\)"),
+    "shape": (
+        tensors(lambda all: {n: t[:1].clone() if "lora_B" in n else t for n, t in all.items()}),
+        FILE,
+        r"lora_B.weight is \(1, 2\) there, and by adapter_config.json and the base model \(",
+    ),
+    "cut": (content(FILE, lambda read: read[:-9]), FILE, "no adapter of this model"),
+    "empty": (content(FILE, lambda read: b""), FILE, "no adapter of this model"),
+    "gone": (lambda folder: (folder / FILE).unlink(), FILE, "is missing"),
+    "config cut": (content(CONFIG, lambda read: read[:9]), CONFIG, "no adapter of this model"),
+    "config deep": (content(CONFIG, lambda read: b"[" * 100_000), CONFIG, "no adapter of this model"),
+    "config a list": (content(CONFIG, lambda read: b"[]"), CONFIG, "no adapter of this model"),
+    "config gone": (lambda folder: (folder / CONFIG).unlink(), CONFIG, "is missing"),
+    "kind": (described(peft_type="FOO"), CONFIG, "no adapter of this model"),
+    "kind of another": (described(peft_type="IA3", feedforward_modules=[]), FILE, "ia3_l"),
+    "modules": (described(target_modules=["none"]), CONFIG, "no adapter of this model"),
+    "rank": (described(r=7), FILE, r"lora_A.weight is \(2, "),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Unexpected keyword arguments")
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_adapter_is_refused_and_not_used_without_what_it_lacks(runs, tmp_path, name):
+    damage, file, said = DAMAGE[name]
+    for task, result in runs.items():
+        folder = shutil.copytree(result.outdir, tmp_path / task)
+        damage(folder / "adapter")
+        with pytest.raises(UserError, match=f"adapter/{file}.*{said}.*; put back the files of this folder"):
+            _ = load_run(folder).model
+
+
+def test_a_head_that_is_missing_is_named(runs, reviews_csv, tmp_path, capsys):
+    folder = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
+    tensors(lambda all: {n: t for n, t in all.items() if "classifier" not in n})(folder / "adapter")
+    for command in ("evaluate", "predict"):
+        out = ["--out", str(tmp_path / "out.csv"), "--column", "guess"] if command == "predict" else []
+        assert cli.main([command, str(folder), "--data", str(reviews_csv), *out]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if "Warning" not in line]
+        assert len(lines) == 1 and "lacks 2 of the adapter's" in lines[0] and "model.classifier.bias" in lines[0]
+
+
+def test_a_base_that_is_spread_over_devices_refuses_the_same(runs, instructions_jsonl, tmp_path):
+    """The place of the weights changes neither the fingerprint of the base nor what is asked of the adapter."""
+    run, _ = copy_of(runs["instructions"], tmp_path)
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("device_map: ''", "device_map: auto"))
+    loaded = load_run(run)
+    scores = evaluate_rows(loaded, read_rows(loaded, instructions_jsonl))
+    one = load_run(runs["instructions"].outdir)
+    assert scores["loss"] == pytest.approx(evaluate_rows(one, read_rows(one, instructions_jsonl))["loss"], abs=1e-6)
+    DAMAGE["no lora_B"][0](run / "adapter")
+    with pytest.raises(UserError, match="lora_B.weight"):
+        _ = load_run(run).model
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapted_output_layer_loads_although_its_file_has_the_weight_of_the_base(
+    tiny_causal, instructions_jsonl, tmp_path
+):
+    settings = small.causal_settings(tiny_causal, instructions_jsonl, tmp_path / "run")
+    settings["llm"]["adapter"]["args"] = [{"r": 2, "alpha": 6, "modules": ["q_proj", "lm_head"]}]
+    result = fs_lowrank.run(load_config(settings, {"federate.total_round_num": 1, "lowrank.pictures": False}))
+    file = result.outdir / "adapter" / FILE
+    assert any("base_layer" in name for name in load_file(file))
+    run = load_run(result.outdir)
+    examples = read_rows(run, instructions_jsonl).examples
+    torch.testing.assert_close(logits(run.model, examples), logits(result.model, examples))
+    tensors(lambda all: {n: t[:-1].clone() if "base_layer" in n else t for n, t in all.items()})(file.parent)
+    with pytest.raises(UserError, match="lm_head.base_layer.weight is"):
+        _ = load_run(result.outdir).model
