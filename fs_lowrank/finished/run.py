@@ -14,12 +14,14 @@ from ..config import Config, load_config
 from ..data import CAUSAL_LM, CLASSIFICATION
 from ..data.own import LABELS
 from ..data.sources import data_args
-from ..errors import UserError
+from ..errors import UserError, say_once
 from ..models.adapters import load_adapter
 from ..models.build import build_model, build_tokenizer
+from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.placing import at_home
 from ..rounds.site import device_of
 from ..runs.best import KINDS
+from ..runs.environment import changed_since
 from ..runs.records import read_records
 from ..versions import check_schema
 
@@ -31,7 +33,7 @@ class FinishedRun:
     Attributes:
         folder: of the run. config: its own. summary: the content of its ``summary.json``.
         saved: the folder in it with what was trained: ``adapter``, ``model``, ``adapter_best`` or ``model_best``.
-        tokenizer: the model's.
+        tokenizer: the one that was saved with it; of runs that saved none, the base's.
         labels: the classes, in the order of the model's outputs; of a regression, the name of what it predicts; empty
             for a language model.
     """
@@ -50,11 +52,35 @@ class FinishedRun:
         classes = len(self.labels) or None
         model = build_model(self.config, classes, pad, label_names=self.labels, say_new=not adapted)
         if adapted:
+            self._check_base(model)
             with at_home(model):
                 model = load_adapter(model, self.saved)
         if self.config.model.device_map:
             return model.eval()
         return model.to(device_of(self.config)).eval()
+
+    def _check_base(self, model: nn.Module) -> None:
+        """Compare the base with that of the run, as far as its summary says (of version 0.1.0: the weights).
+
+        New weights, those that are quantised and what a configuration's class adds depend on versions and on the
+        machine, too: where these differ, it is a warning.
+
+        Raises:
+            UserError: it is another one.
+        """
+        found = {"model": fingerprint_of(model), "configuration": configuration_fingerprint(model)}
+        wrong = [name for name, now in found.items() if self.summary.get(name, now) != now]
+        if not wrong:
+            return
+        what = "weights" if wrong[0] == "model" else "settings in its config.json"
+        other = (
+            f"model.type: {self.config.model.type!r} has other {what} than when the run in {self.folder} trained its "
+            f"adapter on them (fingerprint {found[wrong[0]]}, then {self.summary[wrong[0]]})"
+        )
+        if changed := changed_since(self.folder / "environment.json"):
+            say_once(f"{other}; if its files are the same, that is by what has changed here: {', '.join(changed)}")
+            return
+        raise UserError(f"{other}; put back the files that were there, or train again")
 
     @property
     def which(self) -> str:
@@ -129,4 +155,5 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
         # A base that was quantised was saved as it computed.
         config = config.replace({**changed, "lowrank.dtype": config.dtype} if config.quantised else changed)
     labels = [str(name) for name in summary.get("labels") or []]
-    return FinishedRun(folder, saved, config, summary, build_tokenizer(config), labels)
+    own = saved if (saved / "tokenizer_config.json").is_file() else None
+    return FinishedRun(folder, saved, config, summary, build_tokenizer(config, own), labels)

@@ -93,9 +93,11 @@ def _check_type(config: Settings) -> None:
         )
 
 
-def build_tokenizer(config: Settings):
+def build_tokenizer(config: Settings, folder: Path | None = None):
     """Load the tokenizer, with the end-of-text token as padding token if it has none; None for image networks.
 
+    Args:
+        folder: of its files; None: the model's.
     Raises:
         UserError: it cannot be found or loaded; it has more tokens than the embedding of the model; ``llm.tok_len`` is
             greater than the number of positions of the model.
@@ -121,6 +123,7 @@ def build_tokenizer(config: Settings):
             f"llm.tok_len = {length}: the model at {place!r} has {of_it}; set llm.tok_len (or max_len in "
             f"data.args) to {room} or less"
         )
+    place = place if folder is None else str(folder)
     with _complaints("tokenizer", place):
         tokenizer = AutoTokenizer.from_pretrained(place)
         largest = max(tokenizer.get_vocab().values(), default=-1)

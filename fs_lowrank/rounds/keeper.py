@@ -379,6 +379,7 @@ class RecordKeeper:
                 "source": self.site.data.source,
                 "data": self.site.data.fingerprint,
                 "model": self.site.base_fingerprint,
+                "configuration": self.site.configured,
                 "config": self.config.fingerprint(),
                 "clients": self.site.data.partition.sizes().tolist(),
                 "rows": self.site.data.counts(),

@@ -73,6 +73,19 @@ def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int
     write_text(path, to_json(content, indent=1))
 
 
+def changed_since(path: Path) -> list[str]:
+    """What differs here from where the run of the ``environment.json`` at ``path`` ended, in words, of what new and
+    quantised weights depend on: versions and the GPU. If that is not known, it says so.
+    """
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        last = [before, *before.get("resumed", [])][-1]
+        changed = _differences(last, environment())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return [f"{path} cannot be read, so the run's versions are not known"]
+    return [words for words in changed if words.split()[0] in ("fs-lowrank", "torch", "transformers", "gpu")]
+
+
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs in two environments and affects results, in words."""
     pairs = [(name, before["versions"].get(name), now["versions"][name]) for name in now["versions"]]

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,7 +12,10 @@ from safetensors.torch import load_file, save_file
 import fs_lowrank
 from fs_lowrank import UserError, cli
 from fs_lowrank.config import load_config
+from fs_lowrank.data.tokenize import tokenizer_fingerprint
+from fs_lowrank.errors import say_once
 from fs_lowrank.finished import evaluate_rows, load_run, read_rows
+from fs_lowrank.models.build import build_tokenizer
 from fs_lowrank.testing import small
 from fs_lowrank.testing.bench import logits
 
@@ -122,3 +127,102 @@ def test_an_adapted_output_layer_loads_although_its_file_has_the_weight_of_the_b
     tensors(lambda all: {n: t[:-1].clone() if "base_layer" in n else t for n, t in all.items()})(file.parent)
     with pytest.raises(UserError, match="lm_head.base_layer.weight is"):
         _ = load_run(result.outdir).model
+
+
+# -- the base ------------------------------------------------------------------------------------------
+
+
+def scale(base):
+    """Other weights under the names of the base."""
+    path = Path(base) / "model.safetensors"
+    save_file({name: 3 * t for name, t in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def test_another_base_at_its_place_is_refused(runs, tmp_path):
+    for task, result in runs.items():
+        run, base = copy_of(result, tmp_path / task)
+        _ = load_run(run).model  # where the base lies does not matter
+        scale(base)
+        with pytest.raises(UserError, match="has other weights than when the run in .*put back the files that were"):
+            _ = load_run(run).model
+
+
+def test_other_settings_of_the_base_are_refused(runs, tmp_path):
+    """With the same weights the model computes something else."""
+    run, base = copy_of(runs["classes"], tmp_path)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
+    with pytest.raises(UserError, match="has other settings in its config.json than when the run in"):
+        _ = load_run(run).model
+
+
+def test_where_versions_differ_another_base_is_a_warning(runs, tmp_path, caplog):
+    """Another version may draw new weights otherwise, which does not make the run useless."""
+    run, base = copy_of(runs["classes"], tmp_path)
+    scale(base)
+    path = run / "environment.json"
+    then = json.loads(path.read_text())
+    now = then["versions"]["transformers"]
+    say_once.cache_clear()
+    path.write_text(json.dumps({**then, "threads": 4711, "resumed": []}))
+    with pytest.raises(UserError, match="has other weights"):  # the number of threads changes no weight
+        _ = load_run(run).model
+    older = {**then, "versions": {**then["versions"], "transformers": "5.0.0"}}
+    path.write_text(json.dumps(older))
+    assert load_run(run).model is not None
+    assert f"what has changed here: transformers 5.0.0 → {now}" in caplog.text
+    path.write_text(json.dumps({**older, "resumed": [{**then, "after_round": 1}]}))
+    with pytest.raises(UserError, match="has other weights"):  # it ended with these versions
+        _ = load_run(run).model
+    path.unlink()
+    assert load_run(run).model is not None and "the run's versions are not known" in caplog.text
+
+
+def test_a_summary_that_does_not_say_what_the_base_was_is_read(runs, tmp_path, caplog):
+    run, base = copy_of(runs["classes"], tmp_path)
+    scale(base)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary.pop("model") and summary.pop("configuration")
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert load_run(run).model is not None and not caplog.records
+
+
+@pytest.mark.more
+def test_a_model_that_was_saved_whole_needs_no_base(tiny_encoder, reviews_csv, tmp_path):
+    settings = small.encoder_settings(tiny_encoder, reviews_csv, tmp_path / "made")
+    keys = {"federate.method": "fedavg", "federate.total_round_num": 1, "lowrank.pictures": False}
+    run, base = copy_of(fs_lowrank.run(load_config(settings, keys)), tmp_path)
+    shutil.rmtree(base)
+    loaded = load_run(run)
+    assert evaluate_rows(loaded, read_rows(loaded, reviews_csv))["rows"] == len(pd.read_csv(reviews_csv))
+
+
+# -- the tokenizer -------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_is_the_one_that_was_saved_with_the_adapter(runs, reviews_csv, tmp_path):
+    run, base = copy_of(runs["classes"], tmp_path)
+    before = build_tokenizer(load_config(run / "config.yaml"))
+    wanted = tokenizer_fingerprint(before)
+    path = base / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    words = [word for word in vocabulary if not word.startswith("[")]
+    vocabulary.update(zip(words, [vocabulary[word] for word in reversed(words)]))
+    path.write_text(json.dumps(content))
+    loaded = load_run(run)
+    assert tokenizer_fingerprint(loaded.tokenizer) == wanted
+    assert tokenizer_fingerprint(build_tokenizer(loaded.config)) != wanted
+    one = load_run(runs["classes"].outdir)
+    assert evaluate_rows(loaded, read_rows(loaded, reviews_csv)) == evaluate_rows(one, read_rows(one, reviews_csv))
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # version 0.1.0 saved none with an adapter
+        (run / "adapter" / name).unlink()
+    assert tokenizer_fingerprint(load_run(run).tokenizer) != wanted
+
+
+def test_a_damaged_tokenizer_is_one_line(runs, tmp_path):
+    run, _ = copy_of(runs["classes"], tmp_path)
+    path = run / "adapter" / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:99])
+    with pytest.raises(UserError, match="cannot load the tokenizer of .*run/adapter"):
+        load_run(run)
