@@ -134,8 +134,10 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
             raise UserError(f"{folder} holds {what}: there is no {name}; give the outdir of a finished run")
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder / 'summary.json'} cannot be read: {error}") from error
+    if not isinstance(summary, dict) or not isinstance(summary.get("labels") or [], list):
+        raise UserError(f"{folder / 'summary.json'} is not what a run writes; put back the file that it wrote")
     check_schema(summary, folder / "summary.json")
     config = load_config(folder / "config.yaml")
     if config.is_vision:
