@@ -4,7 +4,6 @@ file."""
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import resource
@@ -19,6 +18,7 @@ from typing import Any
 
 import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
+from fs_lowrank.jobs.files import read_json
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 
@@ -365,7 +365,8 @@ def _script(job: Job) -> dict:
         # A script that ends with a line of its own has told what is wrong, and written the traceback, if there is one.
         kind = RunFailed if last.startswith("error: ") else RuntimeError
         raise kind(f"{job.label} ended with {process.returncode}: {last.removeprefix('error: ')}")
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
+    said = f"{job.experiment.script} wrote it"
+    found = {path.stem: read_json(path, dict | list, remedy=said) for path in sorted(out.glob("*.json"))}
     if not found:
         raise RuntimeError(f"{job.label} wrote no JSON into --out")
     kept = Path(job.options.results) / "scripts" / f"{job.suite.name}-{job.experiment.name}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fs_lowrank import Gathering, create_method, list_methods
+from fs_lowrank.errors import DamagedFile
+from fs_lowrank.jobs.files import read_json
 from fs_lowrank.runs.summary import human_bytes, shown_name
 from fs_lowrank.settings.metrics import LANGUAGE
 from hpo.space import at_an_end
@@ -198,9 +199,9 @@ def values_by_seed(record: Mapping, paths: Mapping[str, str], store: Store) -> d
     found = {}
     for path in (store.results / name for name in record["files"] if name.endswith(".json")):
         try:
-            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            store.damaged[str(path)] = f"{error}, so that its figures have no spread"
+            found[path.stem] = read_json(path, dict | list, remedy="its figures have no spread")
+        except DamagedFile as error:
+            store.damaged[str(path)] = str(error).removeprefix(f"{path} ")
             return {}
     return {metric: quotients(found, path) for metric, path in paths.items()}
 

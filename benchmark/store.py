@@ -14,11 +14,18 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 
-from fs_lowrank.jobs.files import write_text
+from fs_lowrank.errors import DamagedFile
+from fs_lowrank.jobs.files import Fields, read_json, write_text
 from fs_lowrank.jobs.locks import claimed
 from fs_lowrank.versions import SCHEMA, NewerSchema, check_schema
 
 KINDS = ("cells", "failed", "searches")
+#: what is used of the progress of a job
+_PROGRESS: Fields = {
+    **dict.fromkeys(("suite", "experiment", "label"), str),
+    **dict.fromkeys(("since", "began"), int | float),
+    "deaths": int,
+}
 
 
 def digest(content: object) -> str:
@@ -45,8 +52,10 @@ class Store:
         """
         path = self.path(kind, key)
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(record, dict) or "hash" not in record:
+            record = read_json(path, missing=None, remedy="")
+            if record is None:
+                return None
+            if "hash" not in record:
                 raise ValueError("it holds no result")
             if record.pop("sha256", "") != digest(record):
                 raise ValueError("its checksum does not match; it was cut short or changed by hand")
@@ -54,12 +63,10 @@ class Store:
                 raise ValueError(f"it is the result of {record['hash']}")
             check_schema(record, path)
             record.pop("schema", None)
-        except FileNotFoundError:
-            return None
         except NewerSchema:  # an intact file: if it counted as missing, it would be overwritten
             raise
-        except (OSError, ValueError) as error:
-            self.damaged[str(path)] = str(error)
+        except ValueError as error:
+            self.damaged[str(path)] = str(error).removeprefix(f"{path} ")
             return None
         return record
 
@@ -107,10 +114,10 @@ class Store:
         write_text(self._claim_file(key, "json"), json.dumps(content), durable=False)
 
     def marked(self, key: str) -> dict | None:
-        """The last progress of the job ``key``, perhaps of a process that died; None if there is none."""
+        """The last progress of the job ``key``, perhaps of a process that died; None if there is none to read."""
         try:
-            return json.loads(self._claim_file(key, "json").read_text())
-        except (OSError, ValueError):
+            return read_json(self._claim_file(key, "json"), fields=_PROGRESS, missing=None)
+        except DamagedFile:
             return None
 
     def unmark(self, key: str) -> None:

@@ -13,7 +13,6 @@ with the optimizer and the schedule of the configuration.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import time
@@ -25,8 +24,8 @@ import numpy as np
 
 from .config import Config
 from .engines.local import LocalEngine
-from .errors import RunFailed, UserError
-from .jobs.files import replacing, to_json, write_text
+from .errors import DamagedFile, RunFailed, UserError
+from .jobs.files import read_json, replacing, to_json, write_text
 from .methods import requirements
 from .models.adapters import load_tensors
 from .models.names import all_tensors
@@ -140,8 +139,11 @@ def run_row(
 
 def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:
     """Whether the folder holds this row, of the same configuration, data and model."""
-    path = outdir / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        summary = read_json(outdir / "summary.json", missing={}, remedy="the row is trained again")
+    except DamagedFile as error:
+        logger.warning("%s", error)
+        return False
     return all(summary.get(key) == facts[key] for key in ("method", "data", "model", "config"))
 
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable
 from functools import cache
 
-__all__ = ["ROWS_LOGGER", "RunFailed", "UserError", "hint", "nearest", "say_once"]
+__all__ = ["ROWS_LOGGER", "DamagedFile", "RunFailed", "UserError", "hint", "nearest", "say_once"]
 
 
 class UserError(ValueError):
@@ -17,6 +17,10 @@ class UserError(ValueError):
 
 class RunFailed(UserError):
     """A run with a valid configuration could not continue: a full disk, too few usable clients."""
+
+
+class DamagedFile(UserError):
+    """A file that a program wrote for others to read cannot be read; the message names it, and says what to do."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

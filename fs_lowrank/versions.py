@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
+from .errors import DamagedFile, UserError
 
 #: setup.py reads it from this line, without importing the package
 __version__ = "0.2.0.dev0"
@@ -34,11 +34,11 @@ def check_schema(content: Mapping[str, Any], path: str | Path) -> None:
         path: of the file, for the message.
     Raises:
         NewerSchema: a newer version wrote it.
-        UserError: its schema is not a whole number above 0.
+        DamagedFile: its schema is not a whole number above 0.
     """
     schema = content.get("schema", 1)
     if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
-        raise UserError(f"{path}: schema = {schema!r}: expected a whole number above 0; the file is damaged")
+        raise DamagedFile(f"{path}: schema = {schema!r}: expected a whole number above 0; the file is damaged")
     if schema > SCHEMA:
         raise NewerSchema(
             f"{path}: schema {schema}: a newer version of fs-lowrank wrote this file, and this one, {__version__}, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 from collections import Counter
@@ -16,7 +15,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial
 
 from fs_lowrank import Config, UserError, __version__
-from fs_lowrank.jobs.files import replacing
+from fs_lowrank.errors import hint
+from fs_lowrank.jobs.files import cannot_read, from_json, replacing
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.summary import for_people, human_bytes, shown_name
 from fs_lowrank.versions import SCHEMA, check_schema
@@ -262,14 +262,21 @@ def write(path: str | Path, config: Config, text: str) -> Path:
 
 
 def read_header(path: str | Path) -> dict[str, Any] | None:
-    """What a config file says about the search that found it, with its ``budget``; None for any other config file."""
-    comment = itertools.takewhile(lambda line: line.startswith("#"), Path(path).read_text(encoding="utf-8").split("\n"))
-    for line in comment:
-        if line.startswith(_HEADER):
-            header: dict[str, Any] = json.loads(line.removeprefix(_HEADER))
-            check_schema(header, path)
-            return header
-    return None
+    """What a config file says about the search that found it, with its ``budget``; None for any other config file.
+
+    Raises:
+        UserError: the file cannot be read, or what it says of the search is damaged.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        said = next((line for line in lines if line.startswith(_HEADER)), None)
+        if said is None or not all(line.startswith("#") for line in lines[: lines.index(said)]):
+            return None
+        header: dict[str, Any] = from_json(said.removeprefix(_HEADER))
+    except (OSError, ValueError) as error:
+        raise cannot_read(path, error, f"write it again with: {hint('hpo', 'best')}") from error
+    check_schema(header, path)
+    return header
 
 
 def budget_text(cost: dict) -> str:

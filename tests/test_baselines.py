@@ -126,6 +126,18 @@ def test_the_row_local_is_a_run_for_the_page_and_for_what_chance_reaches(few, no
         baselines.run_row("local", row)
 
 
+@pytest.mark.parametrize("content", ["{", "null", "[" * 100_000], ids=lambda text: text[:4])
+def test_a_row_whose_summary_is_damaged_is_trained_again(few, no_curves, tmp_path, content, caplog):
+    row = baselines.row_config("local", fs_lowrank.load_config(few), tmp_path / "local")
+    first = baselines.run_row("local", row)
+    path = tmp_path / "local" / "summary.json"
+    kept = path.read_text()
+    path.write_text(content)
+    again = baselines.run_row("local", row, resume=True)
+    assert f"{path} cannot be read: " in caplog.text and "; the row is trained again" in caplog.text
+    assert again.final == first.final and path.read_text() == kept
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [

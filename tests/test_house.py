@@ -167,6 +167,40 @@ def test_tables_are_shown_where_they_are_written_too():
     assert own == {"fs_lowrank.jobs.tables", "benchmark.run"}
 
 
+#: the modules that call ``json.loads`` themselves, and what they read; of files only those that have no reader of ours
+JSON_OF = {
+    "fs_lowrank.jobs.files": "the reader itself",
+    "fs_lowrank.data.files": "the user's data, of which it names the line",
+    "fs_lowrank.jobs.crew": "messages between processes of one program",
+    "fs_lowrank.jobs.nursery": "messages between processes of one program",
+    "fs_lowrank.engines.flower.client": "a message of Flower",
+    "fs_lowrank.rounds.parcel": "a message of whatever kind",
+    "fs_lowrank.data.partition": "a text of the caller",
+    "fs_lowrank.testing.bench": "what it has just made",
+    "hpo.plots": "what it has just made",
+    "hpo.settings": "what it has just made",
+    "hpo.space": "a value of a study",
+    "hpo.journal": "lines of a journal, of which it names the number",
+    "benchmark.store": "what it has just made",
+    "benchmark.scorers.child": "messages of the process that started it, without this package",
+    "benchmark.scorers.humaneval": "the verdict of that process",
+    "benchmark.speed.clients": "what a process of its own printed, and its arguments",
+    "benchmark.speed.memory": "what a process of its own printed, and its arguments",
+    "benchmark.speed.scale": "what a process of its own printed",
+    "benchmark.speed.startup": "what a process of its own printed",
+    "benchmark.speed.whole": "what a process of its own printed",
+    "benchmark.speed.peers.fedjob": "runs with other systems, without this package",
+}
+
+
+def test_json_files_are_read_by_one_function():
+    """``jobs.files.read_json`` makes every kind of damage one error that names the file."""
+    calls = re.compile(r"\bjson\.loads?\(|\bfrom json import|\bimport json as\b")
+    found = {name: path.read_text(encoding="utf-8") for name, path in modules(ROOT).items()}
+    assert {name for name, text in found.items() if calls.search(text)} == JSON_OF.keys()
+    assert not [name for name, text in found.items() if re.search(r"\bjson\.load\(", text)]
+
+
 def test_imports_by_name_count(edges):
     assert "fs_lowrank.methods.one_shot.fedfisher" in edges["fs_lowrank.methods.catalogue"]
     assert {"fs_lowrank.config", "fs_lowrank.api"} <= edges["fs_lowrank"].keys()

@@ -12,6 +12,7 @@ import fs_lowrank
 from benchmark.speed.__main__ import table
 from benchmark.store import Store, digest
 from fs_lowrank import UserError
+from fs_lowrank.errors import DamagedFile
 from fs_lowrank.runs.checkpoint import _meta_sum, load_checkpoint, save_checkpoint
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.versions import SCHEMA, NewerSchema, __version__, check_schema
@@ -83,6 +84,10 @@ def test_files_of_a_newer_search_are_refused(tmp_path):
         read_header(path)
     path.write_text("# hpo: " + json.dumps({"trial": 3}) + "\n")
     assert read_header(path) == {"trial": 3}
+    for damaged in ('{"trial":', "[" * 100_000, "null"):
+        path.write_text(f"# hpo: {damaged}\nseed: 1\n")
+        with pytest.raises(DamagedFile, match="best.yaml cannot be read: .*; write it again with: fs-lowrank hpo best"):
+            read_header(path)
     study = optuna.create_study()
     study.set_user_attr("schema", SCHEMA + 1)
     with pytest.raises(NewerSchema, match=f"the study .*: {NEWER}"):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fs_lowrank.errors import UserError
+from fs_lowrank.jobs.files import read_json
 
 _CHOOSE = "Please choose the correct answer to the question: "
 
@@ -119,13 +120,10 @@ def read(root: Path, task: str, split: str) -> list[dict]:
     file = path(root, task, split)
     if not file.is_file():
         raise UserError(f"{task}: there is no {file}; {HOW_TO_GET}")
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from error
+    rows: list[dict] = read_json(file, list, remedy=HOW_TO_GET)
     wanted = {"instruction", "input", "output", "answer"}
-    if not isinstance(rows, list) or not rows:
-        raise UserError(f"{file} should be a list of rows, and is not or is empty")
+    if not rows:
+        raise UserError(f"{file} has no rows; {HOW_TO_GET}")
     for i, row in enumerate(rows):
         if not isinstance(row, dict) or not wanted <= row.keys() or not all(isinstance(row[k], str) for k in wanted):
             raise UserError(f"{file}: row {i} should have the texts {', '.join(sorted(wanted))}, got {str(row)[:200]}")

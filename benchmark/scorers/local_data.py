@@ -11,10 +11,13 @@ before the last sentence, and lm-eval's prompt joins them again (in HellaSwag it
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from fs_lowrank.data.files import read_text
 from fs_lowrank.data.sources import GLUE, Glue
 from fs_lowrank.errors import UserError
 
@@ -130,8 +133,7 @@ def _mmlu(root: Path, subject: str):
 
 def _mmlu_rows(path: Path, subject: str) -> list[dict]:
     """Six columns: question, four choices, and the answer as a letter or a number from 0; a header is optional."""
-    with path.open(encoding="utf-8", newline="") as file:
-        lines = list(csv.reader(file))
+    lines = _lines(path)
     if lines and lines[0][:1] == ["question"]:
         lines = lines[1:]
     rows = []
@@ -152,6 +154,20 @@ def _mmlu_rows(path: Path, subject: str) -> list[dict]:
     return rows
 
 
+def _lines(path: Path, **layout: Any) -> list[list[str]]:
+    """The rows of a file with columns; ``layout`` is as of ``csv.reader``.
+
+    Raises:
+        UserError: the file cannot be read, is not UTF-8, or is empty.
+    """
+    text = read_text(path, "--data")
+    limit = csv.field_size_limit(len(text) + 1)  # long texts are valid; the limit is global
+    try:
+        return list(csv.reader(io.StringIO(text, newline=""), **layout))
+    finally:
+        csv.field_size_limit(limit)
+
+
 def _glue(root: Path, name: str):
     task = GLUE[name]
     files = {"train": "train.tsv", task.dev_hub: task.dev}
@@ -170,10 +186,10 @@ def _glue_rows(path: Path, task: Glue) -> list[dict]:
     """The rows by the names of the hub's columns, which lm-eval's tasks use."""
     fields = dict(zip(task.hub, filter(None, (task.text, task.text_pair))))
     labels = [*(task.raw or task.names)]
-    with path.open(encoding="utf-8", newline="") as file:
-        lines = list(csv.DictReader(file, task.header or None, delimiter="\t", quoting=csv.QUOTE_NONE))
+    cells = [line for line in _lines(path, delimiter="\t", quoting=csv.QUOTE_NONE) if line]
+    header = task.header or cells.pop(0)
     rows = []
-    for i, line in enumerate(lines, start=1):
+    for i, line in enumerate((dict(zip(header, row)) for row in cells), start=1):
         label = line.get(task.label)
         if any(line.get(c) is None for c in fields.values()) or label not in labels:
             raise UserError(

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from fs_lowrank.jobs import shell
-from fs_lowrank.jobs.files import write_text
-from fs_lowrank.versions import SCHEMA, check_schema
+from fs_lowrank.jobs.files import read_json, write_text
+from fs_lowrank.versions import SCHEMA
 
 from . import machine
 
@@ -44,6 +44,10 @@ PARTS = (
 )
 
 
+#: what the table uses of the file of a part
+_READ = {"rows": list, "machine": dict, "machine.cpus": int, "machine.versions": dict, "seconds": int | float}
+
+
 def table(folder: Path) -> str:
     """The README's text, from all results in ``folder``."""
     lines = [
@@ -59,11 +63,9 @@ def table(folder: Path) -> str:
     ]
     about = []
     for part in PARTS:
-        path = folder / f"{part}.json"
-        if not path.exists():
+        found = read_json(folder / f"{part}.json", fields=_READ, missing={}, remedy=f"measure it again: {part}")
+        if not found:
             continue
-        found = json.loads(path.read_text())
-        check_schema(found, path)
         for line in found["rows"]:
             holds = "–" if line["target"] == "–" else "yes" if line["holds"] else "**no**"
             agreement = "" if line["agreement"] is None else f"{line['agreement']:.0e}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from ..errors import UserError, hint, nearest
 from ..jobs import shell, tables
+from ..jobs.files import read_json
 
 SUFFIXES = (".yaml", ".ipynb", ".py")
 console = shell.make_console(120)
@@ -65,5 +65,5 @@ def _examples(args: argparse.Namespace) -> None:
 
 def _first_line(path: Path) -> str:
     """What the example says of itself: the first line of the file, or of the first cell."""
-    text = path.read_text(encoding="utf-8")
-    return "".join(json.loads(text)["cells"][0]["source"] if path.suffix == ".ipynb" else text).splitlines()[0]
+    text = read_json(path)["cells"][0]["source"] if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+    return "".join(text).splitlines()[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ from ..data import CAUSAL_LM, CLASSIFICATION
 from ..data.own import LABELS
 from ..data.sources import data_args
 from ..errors import UserError, say_once
+from ..jobs.files import read_json
 from ..models.adapters import load_adapter
 from ..models.build import build_model, build_tokenizer
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
@@ -23,7 +23,9 @@ from ..rounds.site import device_of
 from ..runs.best import KINDS
 from ..runs.environment import changed_since
 from ..runs.records import read_records
-from ..versions import check_schema
+
+#: what is used of a summary
+_USED = {"labels": list | None, "best": dict | None, "rows": dict | None, "rows.tok_len": int | None}
 
 
 @dataclass
@@ -132,13 +134,7 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
         if not (folder / name).is_file():
             what = "no run" if not (folder / "config.yaml").is_file() else "a run that has not ended"
             raise UserError(f"{folder} holds {what}: there is no {name}; give the outdir of a finished run")
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder / 'summary.json'} cannot be read: {error}") from error
-    if not isinstance(summary, dict) or not isinstance(summary.get("labels") or [], list):
-        raise UserError(f"{folder / 'summary.json'} is not what a run writes; put back the file that it wrote")
-    check_schema(summary, folder / "summary.json")
+    summary = read_json(folder / "summary.json", fields=_USED)
     config = load_config(folder / "config.yaml")
     if config.is_vision:
         raise UserError(

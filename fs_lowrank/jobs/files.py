@@ -1,4 +1,8 @@
-"""Atomic writes: a file is written beside its place and then renamed, so that a reader finds the old or the new one."""
+"""Files that are written for others to read.
+
+A file is written beside its place and then renamed, so that a reader finds the old or the new one. JSON is read by
+``read_json`` and ``from_json``, for which a file that came to harm is a ``DamagedFile`` of one line.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
-from ..errors import RunFailed
+from ..errors import DamagedFile, RunFailed, UserError
+from ..versions import check_schema
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -80,6 +86,113 @@ def to_json(value: Any, **layout: Any) -> str:
         return None if isinstance(part, float) and not math.isfinite(part) else part
 
     return json.dumps(plain(value), allow_nan=False, **layout)
+
+
+#: levels of lists and mappings in a file; all that is done with its content goes down as many
+_DEEPEST = 100
+_WORDS = {dict: "a mapping", list: "a list", str: "a text", int: "a whole number", float: "a number"}
+
+#: by name of an entry the type of its value; with ``| None``, it may be missing. ``"a.b"`` is of the entry ``a``, which
+#: stands before it
+Fields = Mapping[str, type | UnionType]
+
+
+def from_json(text: str | bytes, kind: type | UnionType = dict) -> Any:
+    """The content of a file, or of a line of one, that ``to_json`` wrote.
+
+    Args:
+        kind: the type of all of it: ``dict``, ``list`` or both.
+    Raises:
+        ValueError: it is not UTF-8, not JSON, nested too deep, or of another type; says which.
+    """
+    try:
+        content = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    except ValueError as error:
+        raise ValueError(f"invalid JSON: {error}") from error
+    level = [content]
+    for _ in range(_DEEPEST + 1):
+        level = [part for part in level if isinstance(part, (dict, list))]
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    if level:
+        raise ValueError("nested too deep")
+    if not isinstance(content, kind):
+        raise ValueError(f"{_shown(content)} came, expected {_words(kind)}")
+    return content
+
+
+def check_fields(content: Mapping[str, Any], fields: Fields) -> None:
+    """Check the types of the entries that a reader uses.
+
+    Raises:
+        ValueError: names the first that is missing or of another type.
+    """
+    for name, expected in fields.items():
+        *above, last = name.split(".")
+        node: Any = content
+        for part in above:
+            node = None if node is None else node.get(part)
+        if node is None:
+            continue
+        value = node.get(last)
+        if not isinstance(value, expected) or isinstance(value, bool):
+            came = f"{name} = {_shown(value)}" if last in node else f"there is no {name}"
+            raise ValueError(f"{came}, expected {_words(expected)}")
+
+
+def _words(kind: type | UnionType) -> str:
+    return " or ".join(_WORDS[one] for one in get_args(kind) or (kind,) if one in _WORDS)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+#: of ``read_json``: a file that is missing is an error
+_ERROR: Any = object()
+
+
+def read_json(
+    path: str | Path,
+    kind: type | UnionType = dict,
+    fields: Fields | None = None,
+    missing: Any = _ERROR,
+    remedy: str = "restore the file",
+) -> Any:
+    """The content of a JSON file.
+
+    Args:
+        kind: as of ``from_json``.
+        fields: the types of the entries that the reader uses; its schema is checked before them.
+        missing: what is returned if there is no such file.
+        remedy: for the message, what the user can do, or what is done without the file; may be empty.
+    Raises:
+        DamagedFile: it is missing or cannot be read, or is not as expected. NewerSchema: as of ``check_schema``.
+    """
+    try:
+        content = from_json(Path(path).read_bytes(), kind)
+        if fields:
+            check_schema(content, path)
+            check_fields(content, fields)
+        return content
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        if missing is not _ERROR:
+            return missing
+        raise cannot_read(path, error, remedy) from error
+    except (OSError, ValueError) as error:
+        raise cannot_read(path, error, remedy) from error
+
+
+def cannot_read(path: str | Path, error: Exception, remedy: str = "restore the file") -> DamagedFile:
+    """The error to raise if a file that was written for others cannot be read; names file, reason and remedy."""
+    said = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    return DamagedFile(f"{said}; {remedy}" if remedy else said)
 
 
 def write_text(path: str | Path, text: str, durable: bool = True) -> None:

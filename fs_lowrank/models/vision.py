@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from ..errors import UserError, nearest, say_once
-from ..jobs.files import replacing, write_text
+from ..jobs.files import read_json, replacing, write_text
 from ..settings import VISION_MODELS
 from .chain import allow_growth, resize
 
@@ -251,7 +251,7 @@ def load_vision(folder: str | Path) -> VisionModel:
     """
     folder = Path(folder)
     try:
-        values = json.loads((folder / OPTIONS).read_text())
+        values = read_json(folder / OPTIONS, fields={"image_shape": list})
         grown = dict(values.pop("grown", {}))
         options = VisionOptions(**{**values, "image_shape": tuple(values["image_shape"])})
         model = build_vision(options)
@@ -261,7 +261,7 @@ def load_vision(folder: str | Path) -> VisionModel:
             allow_growth(layer)
     except UserError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise UserError(f"{folder / OPTIONS}: cannot be read as a network's options: {error}") from error
     load_weights(model, folder / WEIGHTS, new_head=False)
     return model.eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,11 +10,11 @@ from typing import Any
 
 from ..config import Config, load_config
 from ..errors import UserError
+from ..jobs.files import read_json
 from ..runs.chance import Chance, run_verdict
 from ..runs.records import read_records
 from ..runs.split import read_split
 from ..runs.summary import for_people
-from ..versions import check_schema
 
 
 @dataclass
@@ -88,13 +87,19 @@ def read_runs(folders: Iterable[str | Path]) -> list[Shown]:
     return [_read(*one) for one in zip(names, found, configs)]
 
 
+#: what the page uses of a summary
+_USED = {
+    "best": dict | None,
+    "labels": list | None,
+    "on_test": dict | None,
+    "on_test.clients": dict,
+    "on_test.confusion": list,
+}
+
+
 def _read(name: str, folder: Path, config: Config) -> Shown:
     path = folder / "summary.json"
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    check_schema(summary, path)
+    summary = read_json(path, fields=_USED, missing={})
     shown = Shown(name, folder, config, [], read_split(folder), summary)
     for record in read_records(folder / "rounds.jsonl", up_to=10**9):
         metrics = {split: for_people(of, shown.language) for split, of in record["metrics"].items()}

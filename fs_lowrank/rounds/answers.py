@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import numpy as np
 
 from ..data.examples import IGNORED_LABEL, Examples
 from ..errors import UserError
-from ..jobs.files import cannot_write, sync, to_json, write_text
+from ..jobs.files import cannot_read, cannot_write, check_fields, from_json, sync, to_json, write_text
 from ..seeds import derive
 from ..settings import Settings
 from ..training.generate import continue_prompts
@@ -95,14 +94,20 @@ class Answers:
         return prompts, references
 
     def _kept(self, keep: int) -> list[str]:
-        lines = self.path.read_text(encoding="utf-8").splitlines() if keep and self.path.exists() else []
+        try:
+            lines = self.path.read_bytes().splitlines() if keep and self.path.exists() else []
+        except OSError as error:
+            raise cannot_read(self.path, error) from error
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
-                if json.loads(line)["round"] <= keep:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                logger.warning("%s: line %d is not the answers of a round; it is left out", self.path, number)
+                record = from_json(line)
+                check_fields(record, {"round": int, "answers": list})
+                if record["round"] <= keep:
+                    kept.append(line.decode())
+            except ValueError as error:
+                said = "%s: line %d is not the answers of a round (%s); it is left out"
+                logger.warning(said, self.path, number, error)
         return kept
 
     def due(self, round: int) -> bool:

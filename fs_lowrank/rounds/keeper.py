@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -20,7 +19,7 @@ from ..algebra import nbytes
 from ..config import load_config
 from ..data.tokenize import tokenizer_fingerprint
 from ..errors import RunFailed, UserError
-from ..jobs.files import cannot_write, remove_unfinished, replacing, to_json, write_text
+from ..jobs.files import cannot_read, cannot_write, from_json, remove_unfinished, replacing, to_json, write_text
 from ..jobs.tables import write_tables
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors, save_adapter
@@ -211,13 +210,13 @@ class RecordKeeper:
         path = self.outdir / "before.json"
         if checkpoint is not None:
             try:
-                read = json.loads(path.read_text(encoding="utf-8"))
+                read = from_json(path.read_bytes())
                 self.before = {n: math.nan if v is None else float(v) for n, v in read.items() if n != "schema"}
                 return
-            except (OSError, ValueError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, TypeError) as error:
                 gone = checkpoint.parts.get("base") or self.site.personal.untrained
                 then = "the result lacks the metrics before round 1" if gone else "what the run began with is evaluated"
-                logger.warning("%s cannot be read (%s); %s", path, getattr(error, "strerror", None) or error, then)
+                logger.warning("%s", cannot_read(path, error, then))
                 if gone:
                     return
         self.site.load_global(self.site.initial_state)

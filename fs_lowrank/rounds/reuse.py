@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..algebra import digest
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed, UserError
-from ..jobs.files import disk_error, replacing
+from ..jobs.files import disk_error, from_json, replacing
 from ..methods import Phase
 from ..models.fingerprints import configuration_fingerprint
 from ..models.given import is_given
@@ -119,7 +119,7 @@ class Reuse:
         try:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
-                facts = json.loads(file.metadata()["facts"])
+                facts = from_json(file.metadata()["facts"])
             if digest(tensors) != facts.pop("digest"):
                 raise ValueError("its checksum does not match")
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:

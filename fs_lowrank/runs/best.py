@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import UserError
-from ..jobs.files import remove_unfinished, replacing, write_text
+from ..jobs.files import from_json, remove_unfinished, replacing, write_text
 from .checkpoint import checksum, folder_of, saved_rounds
 
 #: what may be kept of a round, and is saved of the last one
@@ -70,11 +70,11 @@ def _check(folder: Path) -> None:
         return
     damaged = sums
     try:
-        for name, expected in json.loads(sums.read_text(encoding="utf-8")).items():
+        for name, expected in from_json(sums.read_bytes()).items():
             damaged = folder / name
             if checksum(damaged) != expected:
                 raise ValueError("its checksum does not match")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else str(error).split(": '")[0]
         raise UserError(
             f"{damaged} is damaged ({reason}); restore it, or remove {folder} to go on without what was kept of that "

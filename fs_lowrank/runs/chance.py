@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .split import read_about
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class Chance:
         Args:
             split: ``validation`` or ``test``.
         """
-        path = folder / "data.json"
-        return cls.of_data(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}, split)
+        return cls.of_data(read_about(folder), split)
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any], split: str = "validation") -> Chance | None:

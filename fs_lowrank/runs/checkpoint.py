@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import RunFailed, UserError
-from ..jobs.files import replacing
+from ..jobs.files import read_json, replacing
 from ..versions import SCHEMA, NewerSchema, check_schema
 
 logger = logging.getLogger("fs_lowrank")
@@ -99,7 +99,7 @@ def remove_old(folder: Path, keep: int, loaded: int = 0) -> None:
 
 
 def _read(path: Path, device: torch.device | str) -> Checkpoint:
-    meta = json.loads((path / "meta.json").read_text())
+    meta = read_json(path / "meta.json", remedy="")
     if meta.pop("sha256") != _meta_sum(meta):
         raise ValueError("meta.json is damaged: its checksum does not match")
     check_schema(meta, path / "meta.json")

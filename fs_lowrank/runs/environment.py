@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..jobs.files import to_json, write_text
+from ..jobs.files import cannot_read, check_fields, from_json, to_json, write_text
 from ..versions import SCHEMA, __version__
 
 logger = logging.getLogger("fs_lowrank")
@@ -57,11 +56,12 @@ def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int
     content: dict[str, Any] = {"schema": SCHEMA, **now, "new_weights": list(new_weights)}
     if resumed_after is not None:
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = from_json(path.read_bytes())
+            check_fields(before, {"resumed": list | None})
             last = [before, *before.get("resumed", [])][-1]
             changed = _differences(last, now)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s cannot be read (%s); what the run began with is not known", path, error)
+            logger.warning("%s", cannot_read(path, error, "what the run began with is not known"))
         else:
             content = {**before, "resumed": [*before.get("resumed", []), {"after_round": resumed_after, **now}]}
             if changed:
@@ -78,10 +78,11 @@ def changed_since(path: Path) -> list[str]:
     quantised weights depend on: versions and the GPU. If that is not known, it says so.
     """
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = from_json(path.read_bytes())
+        check_fields(before, {"resumed": list | None})
         last = [before, *before.get("resumed", [])][-1]
         changed = _differences(last, environment())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{path} cannot be read, so the run's versions are not known"]
     return [words for words in changed if words.split()[0] in ("fs-lowrank", "torch", "transformers", "gpu")]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from ..config import Config
 from ..data.objects import store
 from ..data.tokenize import tokenizer_fingerprint
 from ..errors import UserError
-from ..jobs.files import cannot_write, replacing, to_json
+from ..jobs.files import Fields, cannot_write, read_json, replacing, to_json
 from ..models.build import loads
 from ..models.fingerprints import configuration_fingerprint
 from ..models.given import SUFFIX
@@ -26,7 +25,8 @@ from .folder import check_outdir, claim, outdir_of
 
 #: the folders of the data and of the model, and in each the file that says what it is
 DATA, MODEL, ABOUT = "given_data", "given_model", "about.json"
-#: what ``about.json`` of a model holds, as a message says it
+#: what ``about.json`` of data holds; what that of a model does, as a message says it
+_OF_DATA: Fields = {"digest": str, "train": str, "clients": int, "validation": str | None, "test": str | None}
 NAMES = {"digest": "model", "config": "model.config", "tokenizer": "tokenizer"}
 
 
@@ -123,7 +123,7 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
     try:
         check_outdir(config, resume)
         if resume and folder.exists():
-            began = _about(folder)
+            began = _about(folder, dict.fromkeys(NAMES, str | None))
             others = [what for what, value in about.items() if began.get(what, value) != value]
             if others:
                 raise UserError(
@@ -157,18 +157,15 @@ def _digests(model: Any, tokenizer: Any) -> dict[str, str]:
     return {"digest": digest(model.state_dict()), **about}
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def _about(folder: Path, fields: Fields) -> dict[str, Any]:
     """What ``folder`` says of what is in it."""
-    try:
-        about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / ABOUT} cannot be read: {error}; start again with overwrite=True") from error
+    about: dict[str, Any] = read_json(folder / ABOUT, fields=fields, remedy="start again with overwrite=True")
     return about
 
 
 def _same(folder: Path, data: Any) -> dict[str, Any]:
     """What ``folder`` says of its data, if they are ``data``."""
-    about = _about(folder)
+    about = _about(folder, _OF_DATA)
     aside = folder.with_name(f".{DATA}.compared")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()

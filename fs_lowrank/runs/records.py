@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..jobs.files import cannot_write, sync, to_json, write_text
+from ..jobs.files import cannot_write, check_fields, from_json, sync, to_json, write_text
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -52,12 +51,17 @@ class Records:
         self.history.append(_parsed(line))  # so that the history is the same as in a resumed run
 
 
+#: what readers of a record use
+_FIELDS = {"round": int, "metrics": dict, "client_scores": dict | None}
+
+
 def _digest(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()[:12]
 
 
 def _parsed(line: str | bytes) -> Record:
-    record: Record = json.loads(line)
+    record: Record = from_json(line)
+    check_fields(record, _FIELDS)
     for values in (*record["metrics"].values(), *record.get("client_scores", {}).values()):
         values.update({name: math.nan for name, value in values.items() if value is None})
     return record

@@ -15,6 +15,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from ..errors import UserError
+from ..jobs.files import read_json
 from ..models.accumulated import one_adapter
 from ..models.adapters import ACCUMULATED, save_adapter
 from ..models.factorised import plain
@@ -23,6 +24,7 @@ from ..models.prompts import is_prompted
 from ..models.quantised import dequantised, layers
 from .chance import run_verdict
 from .plots import curves
+from .split import read_about
 from .summary import for_people
 
 if TYPE_CHECKING:
@@ -89,8 +91,7 @@ class RunResult:
     @property
     def verdict(self) -> str:
         """A sentence if the last round is no better than always predicting the majority class; empty otherwise."""
-        path = self.outdir / "data.json"
-        return run_verdict(json.loads(path.read_text("utf-8")) if path.exists() else {}, self.final, self.best)
+        return run_verdict(read_about(self.outdir), self.final, self.best)
 
     def _figures(self) -> list[tuple[str, str]]:
         """What is shown of the result: name and value."""
@@ -239,7 +240,7 @@ class RunResult:
 def sort_configs(folder: Path) -> None:
     """Sort the lists of names in PEFT's ``adapter_config.json`` files; PEFT writes sets in an order that varies."""
     for path in folder.rglob("adapter_config.json"):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         for key, value in content.items():
             if isinstance(value, list) and all(isinstance(item, str) for item in value):
                 content[key] = sorted(value)

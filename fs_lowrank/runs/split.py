@@ -10,7 +10,6 @@ Up to schema 1 there was no such file, and ``data.json`` listed the rows of each
 
 from __future__ import annotations
 
-import json
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -23,10 +22,21 @@ from ..data import FederatedData
 from ..data.partition import client_record
 from ..data.ragged import Lazy, Ragged
 from ..errors import UserError
-from ..jobs.files import cannot_write, replacing, to_json, write_text
-from ..versions import SCHEMA, check_schema
+from ..jobs.files import Fields, cannot_write, read_json, replacing, to_json, write_text
+from ..versions import SCHEMA
 
 ABOUT, ROWS = "data.json", "rows.npz"
+_REMEDY = "restore the file, or resume the run, which writes it again"
+#: what is used of ``data.json``
+_FIELDS: Fields = {
+    "source": str,
+    "clients": int | list,
+    "classes": list | None,
+    "skipped": dict | None,
+    "truncated": dict | None,
+    **{name: dict | None for name in ("validation", "test")},
+    **{f"{name}.labels": dict | None for name in ("validation", "test")},
+}
 
 
 def write_split(folder: Path, data: FederatedData) -> dict[str, Any]:
@@ -50,6 +60,16 @@ def _compact(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 
 
+def read_about(folder: Path) -> dict[str, Any]:
+    """The content of ``data.json`` of the run in ``folder``, of any schema; empty if the run has not written it.
+
+    Raises:
+        DamagedFile: it cannot be read. NewerSchema: a newer version wrote it.
+    """
+    about: dict[str, Any] = read_json(folder / ABOUT, fields=_FIELDS, missing={}, remedy=_REMEDY)
+    return about
+
+
 def read_split(folder: Path) -> dict[str, Any]:
     """The split of the run in ``folder``, of any schema; empty if the run has not written it.
 
@@ -61,14 +81,9 @@ def read_split(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: a file is missing or damaged, or of a newer version.
     """
-    path = folder / ABOUT
-    try:
-        about = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    about = read_about(folder)
     if not about:
         return {}
-    check_schema(about, path)
     if isinstance(about["clients"], list):  # schema 1
         return {**about, "sizes": np.array([client["size"] for client in about["clients"]])}
     path = folder / ROWS

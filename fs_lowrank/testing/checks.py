@@ -6,7 +6,6 @@ does not hold. ``CHECKS`` says of which kind of method each is asked.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from .. import load_config
 from ..engines.local import LocalEngine
 from ..errors import UserError
+from ..jobs.files import from_json, read_json
 from ..methods import Averaging, Method, create_method, get_method_class
 from ..models.adapters import load_adapter, load_tensors
 from ..models.names import all_tensors, tags
@@ -121,12 +121,12 @@ def check_run(bench: Bench, method: str, task: str) -> None:
     assert moved, "no parameter of the global model has changed"
     stray = sorted(moved - allowed)
     assert not stray, f"changed, though neither in the method's view nor in its changed_base: {stray[:3]}"
-    on_disk = [json.loads(line) for line in (engine.keeper.outdir / "rounds.jsonl").read_text().splitlines()]
+    on_disk = [from_json(line) for line in (engine.keeper.outdir / "rounds.jsonl").read_bytes().splitlines()]
     assert without_seconds(on_disk) == without_seconds(result.history), "rounds.jsonl differs from the history"
     for name in FILES:
         assert (engine.keeper.outdir / name).stat().st_size, f"{name} is empty"
     for name in ("environment.json", "data.json", "summary.json"):
-        assert json.loads((engine.keeper.outdir / name).read_text())["schema"] == SCHEMA, name
+        assert read_json(engine.keeper.outdir / name)["schema"] == SCHEMA, name
     assert load_config(engine.keeper.outdir / "config.yaml") == engine.config, "config.yaml loads as another config"
     again = bench.make(task, method, {**keys, "lowrank.save_merged": False})
     torch.rand(7)  # what the process drew before has no say

@@ -112,9 +112,17 @@ def test_wrong_use_is_one_line(runs, tmp_path, capsys, arguments, said):
 def test_damaged_files_are_named(runs, tmp_path):
     for name in ("config.yaml", "data.json", "rows.npz", "rounds.jsonl"):
         (tmp_path / name).write_bytes((runs["classes"].outdir / name).read_bytes())
-    (tmp_path / "summary.json").write_text("{")
-    with pytest.raises(UserError, match="summary.json cannot be read"):
-        read_runs([tmp_path])
+    whole = json.loads((runs["classes"].outdir / "summary.json").read_text())
+    wrong = ["{", "[]", "[" * 100_000, *(json.dumps({**whole, key: 5}) for key in ("labels", "best", "on_test"))]
+    for content in wrong:
+        (tmp_path / "summary.json").write_text(content)
+        with pytest.raises(UserError, match="summary.json cannot be read"):
+            read_runs([tmp_path])
+    (tmp_path / "summary.json").write_text(json.dumps(whole))
+    for content in ("null", "[" * 100_000, json.dumps(whole)):  # a summary has the sizes of clients, and no split
+        (tmp_path / "data.json").write_text(content)
+        with pytest.raises(UserError, match="data.json cannot be read: .*; restore the file, or resume the run"):
+            read_runs([tmp_path])
 
 
 def test_the_scores_of_clients_own_models(runs, tmp_path):

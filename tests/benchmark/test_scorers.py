@@ -222,6 +222,17 @@ def test_local_mmlu_and_glue(root):
         "validation_matched",
         "validation_mismatched",
     }
+    for file, args in (
+        ("mmlu/test/marketing_test.csv", ("cais/mmlu", "marketing")),
+        ("glue/SST-2/dev.tsv", ("nyu-mll/glue", "sst2")),
+    ):
+        kept, row = (root / file).read_bytes(), b"x" * 200_000 + (b",1,2,3,4,A" if "mmlu" in file else b"\t1\n")
+        (root / file).write_bytes(kept[:9] + b"\xff" + kept[9:])
+        with pytest.raises(UserError, match=f"{file}: not UTF-8: byte 0xff"):
+            local_data.find(root, *args)
+        (root / file).write_bytes(kept + row)
+        assert local_data.find(root, *args) is not None, "a long text is valid"
+        (root / file).write_bytes(kept)
     assert local_data.find(root, "nyu-mll/glue", "rte") is None and local_data.find(root, "other/set", None) is None
 
 

@@ -331,8 +331,12 @@ def test_a_damaged_file_is_named(tmp_path):
     path.write_bytes(gzip.compress(json.dumps(PROBLEM).encode())[:-12])
     with pytest.raises(scorers.UserError, match="is damaged"):
         scorers.check({"scorer": "humaneval", "run_unsafe_code": True}, tmp_path)
+    for nonsense in (b"[" * 100_000, b"5", b'{"prompt": "\xff"}'):
+        path.write_bytes(gzip.compress(nonsense))
+        with pytest.raises(scorers.UserError, match="is damaged: (nested too deep|5 came|not UTF-8)"):
+            scorers.check({"scorer": "humaneval", "run_unsafe_code": True}, tmp_path)
     path.write_bytes(gzip.compress(b'{"prompt": ""}\n'))
-    with pytest.raises(scorers.UserError, match="problem 0 should have entry_point, prompt"):
+    with pytest.raises(scorers.UserError, match="problem 0 should have the texts entry_point, prompt"):
         scorers.check({"scorer": "humaneval", "run_unsafe_code": True}, tmp_path)
 
 

@@ -32,8 +32,9 @@ def test_round_trip(store):
     [
         (lambda text: text[:40], "Expecting|Unterminated"),
         (lambda text: text.replace("0.5", "0.9"), "checksum does not match"),
-        (lambda text: "[]", "it holds no result"),
+        (lambda text: "[]", "cannot be read: .. came, expected a mapping"),
         (lambda text: "", "Expecting value"),
+        (lambda text: "[" * 100_000, "nested too deep"),
     ],
 )
 def test_damaged_files_are_named_and_taken_as_missing(store, damage, words):

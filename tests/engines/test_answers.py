@@ -46,6 +46,23 @@ def test_a_resumed_run_has_the_answers_of_an_uninterrupted_one(run, tmp_path):
     assert parts == whole and len({json.dumps(line["answers"]) for line in whole}) > 1
 
 
+def test_damaged_lines_of_answers_are_left_out_and_the_run_goes_on(run, tmp_path, caplog):
+    asked = {"eval.generate": {"freq": 1, "prompts": 2, "max_tokens": 3}, "federate.total_round_num": 3}
+    run("damaged", asked, on_round=lambda record: record["round"] == 2)
+    path = tmp_path / "damaged" / "answers.jsonl"
+    first, second = path.read_bytes().splitlines(keepends=True)
+    wrong = [first[:9] + b"\xff" + first[10:], b"[" * 100_000 + b"\n", b"null\n", b'{"round": "1", "answers": []}\n']
+    path.write_bytes(b"".join(wrong) + second)
+    _, lines = run("damaged", asked, resume=True)
+    assert [line["round"] for line in lines] == [2, 3] and lines[0] == json.loads(second)
+    for number in range(1, 5):
+        assert f"answers.jsonl: line {number} is not the answers of a round (" in caplog.text
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match="answers.jsonl cannot be read: Is a directory; restore the file"):
+        run("damaged", asked, resume=True)
+
+
 def test_an_own_score_and_rouge(run, tmp_path, monkeypatch):
     (tmp_path / "my_scores.py").write_text(
         "def length(answer, reference):\n    return len(answer) / 100\n\n"

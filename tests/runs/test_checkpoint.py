@@ -95,6 +95,8 @@ DAMAGES = {
     "meta empty": lambda p: os.truncate(p / "meta.json", 0),
     "meta not text": lambda p: (p / "meta.json").write_bytes(b"\xff\xfe\x00"),
     "meta a list": lambda p: (p / "meta.json").write_text("[1, 2]"),
+    "meta null": lambda p: (p / "meta.json").write_text("null"),
+    "meta nested deep": lambda p: (p / "meta.json").write_text("[" * 100_000),
     "meta of another kind": lambda p: (p / "meta.json").write_text("{}"),
     "folder empty": lambda p: (shutil.rmtree(p), p.mkdir()),
     "a file in place of the folder": lambda p: (shutil.rmtree(p), p.write_text("")),
@@ -111,6 +113,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog, how)
     DAMAGES[how](tmp_path / "round_000001")
     with pytest.raises(UserError, match="every checkpoint in .* is damaged"):
         load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["null", "[" * 100_000, '{"adapter/x": 5}', "{"], ids=lambda text: text[:4])
+def test_what_was_kept_of_a_round_with_a_damaged_list_of_checksums_is_refused(tmp_path, content):
+    folder = tmp_path / best.place(1)
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "adapter" / "x").write_text("x")
+    best.seal(tmp_path, 1)
+    best.go_back(tmp_path, 1)
+    (folder / "checksums.json").write_text(content)
+    with pytest.raises(UserError, match=f"is damaged .*restore it, or remove {folder} to go on"):
+        best.go_back(tmp_path, 1)
 
 
 def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path):

@@ -210,9 +210,11 @@ def test_another_version_is_named_on_resume(config, caplog, monkeypatch):
     monkeypatch.setattr(environment, "versions", lambda: {**now, "torch": "9.9"})
     fs_lowrank.run(config, resume=True)
     assert f"torch {now['torch']} → 9.9" in caplog.text
-    (Path(config.outdir) / "environment.json").write_text("{")
-    fs_lowrank.run(config, resume=True)
-    assert "environment.json cannot be read" in caplog.text
+    for content in ("{", "[" * 100_000, '{"resumed": 5}', '{"versions": null}'):
+        caplog.clear()
+        (Path(config.outdir) / "environment.json").write_text(content)
+        fs_lowrank.run(config, resume=True)
+        assert "environment.json cannot be read" in caplog.text and "what the run began with" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from fs_lowrank import UserError
 from fs_lowrank.errors import nearest
 from fs_lowrank.jobs import shell
-from fs_lowrank.jobs.files import write_text
+from fs_lowrank.jobs.files import read_json, write_text
 from fs_lowrank.versions import SCHEMA
 
 from .. import difference, machine
@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace) -> None:
         raise UserError(f"--rounds {args.rounds} --repeat {args.repeat}: expected at least 2 rounds and 1 run")
     settings = {"rounds": args.rounds, "repeat": args.repeat, "tiny": args.tiny, "cpus": os.cpu_count()}
     path = args.out / "peers.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = read_json(path, missing={}, remedy="remove it")
     if found.get("settings") != settings:
         found = {"schema": SCHEMA, "settings": settings, "cells": [], "versions": {}}
     pythons: dict[str, tuple[str, str]] = {OURS.name: (sys.executable, str(Path(__file__).parents[3]))}
@@ -220,7 +220,7 @@ def _one(peer: Peer, variant: Variant, job: Path, out: Path, python: str, more: 
     if code or not (out / "result.json").exists():
         lines = (out / "log.txt").read_text(errors="replace").strip().splitlines()
         return {"status": f"exit code {code}: {lines[-1][:300] if lines else 'nothing printed'}"}
-    measured = json.loads((out / "result.json").read_text())
+    measured = read_json(out / "result.json", remedy="run the peer again")
     return {
         "status": "ok",
         **measured,

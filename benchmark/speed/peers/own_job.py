@@ -5,7 +5,6 @@ python own_job.py JOB OUT '{"threads": 2, "federate.process_num": 1}'
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 import fs_lowrank
+from fs_lowrank.jobs.files import read_json
 
 
 def work(job: fedjob.Job, out: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     meter = fedjob.Meter()
     keys = {key: value for key, value in settings.items() if "." in key}
-    ours = json.loads((Path(settings["job"]) / "ours.json").read_text())
+    ours = read_json(Path(settings["job"]) / "ours.json", remedy="run the peers again")
     config = fs_lowrank.load_config(ours, keys, outdir=str(out / "run"))
 
     def on_client(round: int, done: int, of: int) -> None:

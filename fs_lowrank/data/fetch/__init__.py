@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fs_lowrank.data.fetch.items import FETCHABLE, Item
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import DamagedFile, UserError, nearest
+from fs_lowrank.jobs.files import read_json
 
 __all__ = ["FETCHABLE", "Item", "fetch", "home", "resolve"]
 
@@ -40,11 +41,11 @@ def resolve(name: str, home: str | os.PathLike | None = None) -> Path | None:
         return None
     folder = _home(home) / name
     try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        marker = read_json(folder / MARKER)
+    except DamagedFile:
         return None
     expected = {"name": name, "version": item.version, "sha256": item.sha256}
-    return folder if isinstance(marker, dict) and all(marker.get(k) == v for k, v in expected.items()) else None
+    return folder if all(marker.get(k) == v for k, v in expected.items()) else None
 
 
 def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[str], None] = print) -> Path:

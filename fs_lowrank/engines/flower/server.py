@@ -6,7 +6,6 @@ then with every reply where its copy stands now. A node that has lost its copy s
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import shutil
@@ -21,8 +20,8 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from ...config import Config
-from ...errors import RunFailed, UserError
-from ...jobs.files import to_json, write_text
+from ...errors import DamagedFile, RunFailed, UserError
+from ...jobs.files import read_json, to_json, write_text
 from ...rounds.admission import is_whole
 from ...rounds.copies import personal_in
 from ...rounds.ending import end_round, ending
@@ -159,9 +158,9 @@ class Server:
         path = self.folder / "run.json"
         if resume:
             try:
-                return str(json.loads(path.read_text(encoding="utf-8"))["run"])
-            except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-                lost = f"{path}: {'missing' if isinstance(error, FileNotFoundError) else 'damaged'}"
+                return str(read_json(path, fields={"run": str}, remedy="")["run"])
+            except DamagedFile as error:
+                lost = str(error)
             if self.site.personal.untrained:
                 raise UserError(
                     f"{lost}; without it the clients' personal parts are not found again: restore the file, or start "
