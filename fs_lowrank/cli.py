@@ -119,7 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         added = extensions().get(given[0]) if given else None
     except UserError as error:
         return shell.explain(error)
-    return run_extension(added, given[1:]) if added else shell.run(_parser, given, console, again)
+    return run_extension(added, given[1:]) if added else shell.run(_parser, given, console, again, _folder)
+
+
+def _folder(args: argparse.Namespace) -> Path | None:
+    """Where the traceback of an error of the package is written: the folder of the run that the command is about."""
+    named = (getattr(args, name, None) for name in ("outdir", "run"))
+    return next(filter(None, (*named, *getattr(args, "runs", ()))), None)
 
 
 class _Live:
@@ -301,7 +307,8 @@ def _run(args: argparse.Namespace) -> int | None:
     from .api import run  # takes seconds, and what is wrong in the file is said before
     from .runs.folder import outdir_of
 
-    if args.resume and not (folder := outdir_of(config) / "checkpoint").exists():
+    args.outdir = outdir_of(config)
+    if args.resume and not (folder := args.outdir / "checkpoint").exists():
         console.print(f"there is no {folder}: starting at round 1", soft_wrap=True)
     live = _Live(config)
     try:
@@ -329,10 +336,12 @@ def _compare(args: argparse.Namespace) -> None:
     from .api import compare
     from .baselines import split_names
     from .config import load_for
+    from .runs.folder import outdir_of
 
     methods = list(shell.names(args.methods))
     args.overrides = _overrides(args)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
+    args.outdir = outdir_of(config)
     live = _Live(config)
     if args.seeds is not None:
         try:

@@ -56,6 +56,43 @@ def test_predictions_are_those_of_peft_alone(runs, tiny_encoder, test_rows):
         assert said == run.labels[int(wanted.argmax())] and chance == pytest.approx(float(wanted.max()), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "[" * 100_000, "\udcff", {"labels": 5}, {"rows": []}], ids=lambda c: str(c)[:9]
+)
+def test_a_damaged_summary_is_named(runs, test_rows, tmp_path, capsys, content):
+    folder = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
+    path = folder / "summary.json"
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads(path.read_text()), **content})
+    path.write_text(content, errors="surrogateescape")
+    assert cli.main(["evaluate", str(folder), "--data", str(test_rows)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path} cannot be read: ") and said.count("\n") == 1
+
+
+def test_the_traceback_of_an_error_of_the_package_is_in_the_folder_of_the_run(
+    runs, test_rows, tmp_path, monkeypatch, capsys
+):
+    def broken(*_, **__):
+        raise KeyError("lost")
+
+    folder = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
+    for module, command in (
+        ("finished.evaluate_rows", ["evaluate", str(folder), "--data", str(test_rows)]),
+        ("finished.predict_rows", ["predict", str(folder), "--data", str(test_rows), "--out", str(tmp_path / "o.csv")]),
+        ("page.read_runs", ["report", str(folder)]),
+        (
+            "api.compare",
+            ["compare", "--cfg", str(folder / "config.yaml"), "--methods", "rolora", "outdir", str(folder)],
+        ),
+    ):
+        monkeypatch.setattr(f"fs_lowrank.{module}", broken)
+        assert cli.main(command) == 1
+        (place,) = folder.glob("traceback-*.txt")
+        assert str(place) in capsys.readouterr().err and "KeyError: 'lost'" in place.read_text()
+        place.unlink()
+
+
 @pytest.fixture(scope="module")
 def pairs(tiny_encoder, tmp_path_factory):
     """Two runs over pairs, by their files: an own one with a column `text_pair`, and GLUE's RTE."""
