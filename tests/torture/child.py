@@ -50,13 +50,17 @@ class Ended:
 
     @property
     def fault(self) -> str:
-        """What no command may do: hang, print a traceback, die, or fail without a reason of one line; else empty."""
+        """What no command may do: hang, print a traceback, die, or fail without a reason of one line that is the user's
+        to act on; else empty.
+        """
         if self.code is None:
             frames = re.findall(r'File ".*/(\S+)", line (\d+) in (\S+)', self.err)[:4]
             at = ", ".join(f"{file}:{line} {name}" for file, line, name in frames)
             return f"did not end within {HANG:.0f} s" + (f": {at}" if at else "")
         if "Traceback (most recent call last)" in self.out + self.err:
             return f"a traceback: {last_line(self.err) or last_line(self.out)}"
+        if "please report it" in self.err:
+            return f"an error of the package: {last_line(self.err)}"
         if self.code < 0:
             return f"ended by {signal.Signals(-self.code).name}"
         if self.code not in (0, 1, 2):

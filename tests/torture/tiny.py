@@ -29,7 +29,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedlora with dropouts": {"federate.method": "fedlora", "lowrank.drop_rate": 0.3},
     "fedlora, clients reused": {"federate.method": "fedlora", "lowrank.reuse_clients": "{outdir}.clients"},
     "fedlora, states on disk": {"federate.method": "fedlora", "train.cache_frozen_dir": "{outdir}.states"},
-    "causal fedlora": {"federate.method": "fedlora", "kind": "causal"},
+    "causal fedlora": {
+        "federate.method": "fedlora",
+        "eval.generate.freq": 1,
+        "eval.generate.prompts": 2,
+        "eval.generate.max_tokens": 3,
+        "kind": "causal",
+    },
     "fedhm": {"federate.method": "fedhm", "kind": "vision"},
     "fedloru from scratch": {"federate.method": "fedloru", "lowrank.tau": 2, "kind": "vision"},
 }
