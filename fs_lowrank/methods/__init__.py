@@ -13,6 +13,7 @@ from .base import (
     Tensors,
     Update,
     Workbench,
+    refuse_negative,
 )
 from .catalogue import create_method, get_method_class, list_methods, requirements, revisions
 from .registry import register_method
@@ -37,6 +38,7 @@ __all__ = [
     "create_method",
     "get_method_class",
     "list_methods",
+    "refuse_negative",
     "register_method",
     "requirements",
     "revisions",

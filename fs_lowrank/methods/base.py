@@ -18,7 +18,8 @@ Engines also call ``initial_state``, ``view``, ``expected``, ``tailor`` and ``ch
 the five answers: the initial state is the ``shared`` tensors of the adapted model; the view of a client is that part of
 the state, as ``tailor`` cuts it for the client; a client is expected to send those tensors of its view that ``phases``
 trains; the changed base is the weights that ``apply`` changes outside the state. A method overrides one of them if its
-clients hold other tensors than those that are shared.
+clients hold other tensors than those that are shared. A method whose clients send something beside weights (counts, a
+Fisher) overrides ``check`` with what must be true of its values, so that no client sends a weight below zero.
 
 The *state* is a flat mapping of names to tensors and numbers. A checkpoint is the state and the base weights that
 ``apply`` changes. The *message* is the part of the new state that is sent to clients. The engine keeps the latest value
@@ -38,7 +39,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..algebra import weighted_mean
+from ..algebra import values_of, weighted_mean
 from ..errors import UserError
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
@@ -126,6 +127,20 @@ class Update:
 
 class RefusedUpdate(ValueError):
     """An update that cannot be used; the message names the client and the tensor."""
+
+
+def refuse_negative(update: Update, names: Iterable[str]) -> None:
+    """Refuse ``update`` if one of its tensors ``names`` holds a value below zero; a GPU is waited for once.
+
+    Raises:
+        RefusedUpdate: the message names client and tensor.
+    """
+    held = {n: update.tensors[n] for n in names}
+    for (name, tensor), negative in zip(held.items(), values_of((t < 0).any() for t in held.values())):
+        if negative:
+            raise RefusedUpdate(
+                f"client {update.client}: {name} holds {float(tensor.min()):.6g}, expected no value below zero"
+            )
 
 
 @dataclass(frozen=True)
@@ -296,6 +311,18 @@ class Method(ABC):
         """Names, shapes and dtypes of what ``client`` must send, as tensors whose values have no meaning."""
         view = self.view(state, client)
         return {n: view[n] for n in self.sent(view, round, client)}
+
+    def check(self, update: Update) -> None:
+        """Refuse an update of the expected names, shapes and dtypes whose values no honest client can have.
+
+        It is called for every update before it is admitted, with finite values as the client computed them or, with
+        ``quantization``, as they were decoded; with secret sharing, where the server sees no client's values, it is
+        not. An override calls this one too, which refuses running variances below zero.
+
+        Raises:
+            RefusedUpdate: the message names client and tensor, and says what was expected.
+        """
+        refuse_negative(update, (n for n in update.tensors if n.endswith(".running_var")))
 
     def view(self, state: State, client: int | None = None) -> dict[str, Tensor]:
         """The shared tensors of ``state``, of the global model or as ``client`` holds them."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections import ChainMap
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TypeGuard
 
 import torch
@@ -45,8 +45,7 @@ def check_loss(client: int, loss: object) -> float:
 def change_norm(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
     """Euclidean norm, over all floating-point tensors, of the difference to ``reference``.
 
-    A tensor without a counterpart of its shape there (a Fisher or Gram matrix, a code or a count) enters with its own
-    norm.
+    A tensor without a counterpart of its shape there (a Fisher or Gram matrix) enters with its own norm.
     """
     norms, total = list[Tensor](), 0.0
     for name, tensor in tensors.items():
@@ -107,7 +106,7 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
     # A copy, because the tensors may be the parameters of a model, which the next client overwrites.
     one_dtype = len({t.dtype for t in sent.values()}) == 1
     copy: FlatTensors | dict[str, Tensor]
-    copy = FlatTensors.pack(sent) if one_dtype else {n: t.detach().clone() for n, t in sent.items()}
+    copy = FlatTensors.pack(sent) if one_dtype else _copies(sent)
     # A NaN or Inf makes the sum NaN or Inf too; only then it is searched for.
     if not (isinstance(copy, FlatTensors) and torch.isfinite(copy.flat.sum())):
         for name, tensor in copy.items():
@@ -115,6 +114,10 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             if bad:
                 raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
     return dataclasses.replace(update, tensors=copy)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
 
 
 def _not_plain(tensor: object, device: torch.device | None) -> str:
@@ -162,11 +165,14 @@ class Admission:
         """Whether ``norm`` and ``outliers`` have a bound to check."""
         return bool(self.max_norm or self.norm_factor)
 
-    def admit(self, update: Update, expected: Mapping[str, Tensor]) -> Update:
+    def admit(
+        self, update: Update, expected: Mapping[str, Tensor], check: Callable[[Update], object] | None = None
+    ) -> Update:
         """Check an update that the round waits for and return a copy of it; see ``check_update``.
 
         Args:
             expected: names, shapes, dtypes and device of what the client must send.
+            check: what else must be true of its values (``Method.check``); None: they cannot be checked.
         Raises:
             RefusedUpdate: the update cannot be used; the message names the client.
         """
@@ -177,6 +183,8 @@ class Admission:
             raise RefusedUpdate(
                 f"client {client}: says it has {update.num_samples} samples, it declared {declared} at the start"
             )
+        if check is not None:
+            check(update)
         return update
 
     def norm(self, update: Update, reference: Mapping[str, Tensor]) -> float:

@@ -32,7 +32,9 @@ class Gathered:
 
 
 class Intake(Protocol):
-    """Takes the admitted updates of one round."""
+    """Takes the admitted updates of one round. ``sees_values``: what arrives is a client's own values, not shares."""
+
+    sees_values: bool
 
     def expects(self, expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Names, shapes and dtypes of what a client sends, if the method expects ``expected`` of it."""
@@ -52,6 +54,8 @@ class Intake(Protocol):
 
 class Kept:
     """Every update is kept until the round ends."""
+
+    sees_values = True
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
@@ -73,6 +77,8 @@ class RunningMean:
     Args:
         uniform: give every client the same weight (``federate.ignore_weight``).
     """
+
+    sees_values = True
 
     def __init__(self, uniform: bool = False) -> None:
         self.uniform, self.weight, self.clients, self.samples = uniform, 0.0, 0, 0

@@ -223,8 +223,8 @@ class Round:
             sizes: bytes that the client has sent, with and without the head, where that is not the size of the tensors.
             loss: of a client that trained in this process, in place of the fact: a scalar in float64 on its device.
                 ``finish`` reads those of all clients together, and refuses who has none that is finite. What is read of
-                each client, and waits for the device: whether its update is finite, and a norm for each entry of
-                ``drift``, and for bounds of norms.
+                each client, and waits for the device: whether its update is finite, what ``Method.check`` reads of
+                it, and a norm for each entry of ``drift``, and for bounds of norms.
         Returns:
             Whether the update counts. An answer that is late, repeated or was not asked for is ignored and logged; a
             refused update and an error become a ``fail``.
@@ -247,10 +247,11 @@ class Round:
         method, state = self.method, self.ledger.state
         try:
             expected = self.intake.expects(method.expected(state, self.number, client))
+            check = method.check if self.intake.sees_values else None
             tensors = self._on_device(self.codec.decode(parcel.tensors, expected), expected)
             reference = method.view(state, client)
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
-            update = self.admission.admit(Update(client, samples, tensors), expected)
+            update = self.admission.admit(Update(client, samples, tensors), expected, check)
             told = check_loss(client, facts.get("loss")) if loss is None else loss
             if self.admission.bounds_norms:
                 self.norms[client] = self.admission.norm(update, reference)

@@ -26,6 +26,7 @@ from fs_lowrank.methods import (
 )
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.rounds.admission import Admission, change_norm, check_loss, check_update
+from fs_lowrank.rounds.codec import Uniform
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import BadRound, Round
@@ -33,6 +34,7 @@ from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
 METHODS = list_methods()
+ONE_SHOT = ("fedfisher", "fisher_merge", "regmean", "otfusion", "pfnm", "dense")
 SIZES = {1: 7, 2: 20, 3: 12}
 LARGEST = float(torch.finfo(torch.float32).max)
 #: hyperparameters that make the server step of a method short
@@ -226,7 +228,7 @@ def test_finite_values_of_any_size_in_variants(name, params, options, share, cli
 
 
 def finite_or_bad(made, exponent, clients, how, only_one, seed):
-    """If ``clients`` send values of about ``10 ** exponent``, the round is a BadRound, or the model is finite."""
+    """If ``clients`` send values of about ``10 ** exponent``, they are refused, or the round is, or all is finite."""
     one, model = round_of(made), copy.deepcopy(made.model)
     for client, update in made.updates.items():
         tensors = dict(update.tensors)
@@ -234,7 +236,10 @@ def finite_or_bad(made, exponent, clients, how, only_one, seed):
             names = sorted(tensors)
             for n in [names[seed % len(names)]] if only_one else names:
                 tensors[n] = enlarged(tensors[n], 10.0 ** min(exponent, 308.25), how, seed)
-        take(one, dataclasses.replace(update, tensors=tensors))
+        # A Fisher of random signs is refused by ``Method.check``; an honest client never is.
+        assert one.take(client, parcel_of(dataclasses.replace(update, tensors=tensors))) or client in clients
+    if len(one.failed) == len(made.updates):
+        return
     ledger = one.ledger
     before, outbox, synced = dict(ledger.state), dict(ledger.outbox), dict(ledger.synced)
     try:
@@ -389,7 +394,8 @@ def test_updates_other_than_mappings_are_refused(tensors):
 def test_the_memory_layout_of_a_dense_tensor_does_not_matter(name, how):
     made = prepared(name)
     plain = {
-        n: t * 0 + t.flatten()[0] if how == "expanded" and t.numel() else t for n, t in made.updates[1].tensors.items()
+        n: t * 0 + t.flatten()[0] if how == "expanded" and t.is_floating_point() and t.numel() else t
+        for n, t in made.updates[1].tensors.items()
     }
 
     def laid(t):
@@ -401,7 +407,7 @@ def test_the_memory_layout_of_a_dense_tensor_does_not_matter(name, how):
             return torch.stack([t, t], dim=-1)[..., 0]
         if how == "transposed":
             return t.T.contiguous().T if t.ndim == 2 else t
-        if how == "expanded":
+        if how == "expanded" and t.is_floating_point():
             return t.flatten()[:1].expand(t.shape) if t.ndim == 1 else t.flatten()[0].expand(t.shape)
         return torch.cat([torch.zeros(5, dtype=t.dtype), t.flatten(), torch.zeros(9, dtype=t.dtype)])[5:-9].view(
             t.shape
@@ -415,6 +421,90 @@ def test_the_memory_layout_of_a_dense_tensor_does_not_matter(name, how):
     (checked,) = one.intake.updates
     for n, tensor in checked.tensors.items():
         assert torch.equal(tensor, plain[n]) and not tensor.requires_grad and tensor.is_contiguous()
+
+
+# -- what is sent beside weights -------------------------------------------------------------------------
+
+
+def changed(tensor, at, value):
+    """``tensor`` with ``value`` at the index ``at``."""
+    tensor = tensor.clone()
+    tensor[at] = value
+    return tensor
+
+
+def with_opposite_corners(matrix):
+    """A matrix of the same diagonal whose opposite corners are too large for it."""
+    large = 2 * matrix.diagonal().max()
+    return changed(changed(matrix, (0, -1), large), (-1, 0), large)
+
+
+#: method, hyperparameters, further options, how the name of a tensor begins, what is made of it, and what is said
+BESIDE = {
+    "one class whole": ("pfnm", {}, {}, "counts:", lambda t: changed(t, 0, 2**31 - 1), "adds up to .* it declared 20"),
+    "one more": ("pfnm", {}, {}, "counts:", lambda t: changed(t, 1, t[1] + 1), "adds up to 21 samples, it declared 20"),
+    "none": ("pfnm", {}, {}, "counts:", torch.zeros_like, "adds up to 0 samples, it declared 20"),
+    "below zero": ("pfnm", {}, {}, "counts:", lambda t: torch.tensor([-5, 25, 0, 0]).int(), "holds -5, expected no"),
+    "half": ("pfnm", {}, {}, "counts:", lambda t: t / 2, "has dtype torch.float32, expected torch.int32"),
+    "fisher": ("fedfisher", {}, {}, "fisher:", lambda t: -t, "expected no value below zero"),
+    "one of a fisher": ("fisher_merge", {}, {}, "fisher:", lambda t: changed(t, 0, -1e-30), "holds -1e-30, exp"),
+    "fisher of a sum": ("fisher_merge", {}, {"only_sums": True}, "fisher:", lambda t: -t, "no value below zero"),
+    "codes": ("fedfisher", {"compress": True}, {}, "codes:fisher:", torch.zeros_like, "fisher:.* no value below zero"),
+    "scale": ("fedfisher", {"compress": True}, {}, "scale:", lambda t: -t, "expected no value below zero"),
+    "eigenvalues": ("regmean", {"compress": True}, {}, "values:", lambda t: -t, "expected no value below zero"),
+    "kfac": ("fedfisher", {"fisher": "kfac"}, {}, "outputs:", lambda t: -t, "on its diagonal, expected a symmetric"),
+    "kfac, lopsided": ("fedfisher", {"fisher": "kfac"}, {}, "inputs:", lambda t: 2 * t.triu() - t, "is not symmetric"),
+    "full": ("fedfisher", {"fisher": "full"}, {}, "fisher:", with_opposite_corners, "too large for its diagonal"),
+    "gram": ("regmean", {}, {}, "gram:", lambda t: changed(t, (0, 0), -1e30), r"holds -1e\+30 on its diagonal"),
+    "gram, indefinite": ("regmean", {}, {}, "gram:", with_opposite_corners, "too large for its diagonal"),
+}
+
+
+@pytest.mark.parametrize("name, params, options, start, change, said", BESIDE.values(), ids=BESIDE)
+def test_what_is_sent_beside_weights_must_be_possible(name, params, options, start, change, said):
+    """With less, a client's weights would count below zero, or those of all others would not count."""
+    made = prepared(name, params, options)
+    one, update = round_of(made), made.updates[2]
+    tensor = next(n for n in sorted(update.tensors) if n.startswith(start))
+    spoilt = {**update.tensors, tensor: change(update.tensors[tensor])}
+    with pytest.raises(RefusedUpdate, match=f"^client 2: .*{said}"):
+        take(one, dataclasses.replace(update, tensors=spoilt))
+    for client in (1, 3):
+        take(one, made.updates[client])
+    assert one.finish(copy.deepcopy(made.model)).message
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(
+    "name, params", [("pfnm", {}), *((n, p) for n, p, options in VARIANTS if not options and n in ONE_SHOT)], ids=str
+)
+def test_what_honest_clients_send_is_possible_after_quantisation(name, params, bits):
+    made, codec = prepared(name, params), Uniform(bits)
+    ledger = Ledger(made.method, dict(made.state), 3, 3, 1, 0, keep_messages=True, admission=Admission(SIZES))
+    one = Round(1, ledger, SIZES, codec=codec)
+    for client, update in made.updates.items():
+        one.delivered(one.ask(client))
+        take(one, dataclasses.replace(update, tensors=codec.encode(update.tensors)))
+
+
+def test_running_variances_below_zero_are_refused():
+    """The mean could be below zero, whose root is NaN in every model."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.classifier = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    method = create_method("fedavg", rounds=1)
+    model = method.adapt(Normed())
+    ledger = Ledger(method, method.initial_state(model), 2, 2, 1, 0, keep_messages=True)
+    one = Round(1, ledger, (1, 2))
+    sent = {n: t.detach().clone() for n, t in method.upload(model, 1, Client(1, 5)).items()}
+    for client in (1, 2):
+        one.delivered(one.ask(client))
+    take(one, Update(1, 5, sent))
+    with pytest.raises(RefusedUpdate, match="client 2: norm.running_var holds -0.5, expected no value below zero"):
+        take(one, Update(2, 5, {**sent, "norm.running_var": torch.tensor([1.0, -0.5, 2.0])}))
 
 
 # -- clients and numbers of samples ----------------------------------------------------------------------
@@ -532,7 +622,7 @@ def test_a_factor_over_the_rounds_median(name, exponent):
     made = prepared(name)
     one = round_of(made, norm_factor=1000.0)
     for client, update in made.updates.items():
-        tensors = {n: enlarged(t, 10.0**exponent, "signs", 1) for n, t in update.tensors.items()}
+        tensors = {n: enlarged(t, 10.0**exponent, "constant", 1) for n, t in update.tensors.items()}
         take(one, dataclasses.replace(update, tensors=tensors) if client == 2 else update)
     if max(norm_of(made, c, made.updates[c].tensors) for c in (1, 3)) * 1000 < 10.0**exponent:
         refused = one.admission.outliers(one.norms)

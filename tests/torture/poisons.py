@@ -173,6 +173,14 @@ def _scale(answer: Answer, name: str, value: tuple[float, bool]) -> None:
             answer.tensors[each] = (unit * largest).to(tensor.dtype)
 
 
+def _sign(answer: Answer, name: str, everything: bool) -> None:
+    """One tensor or all, with the opposite sign."""
+    for each in list(answer.tensors) if everything else [name]:
+        tensor = answer.tensors[each]
+        if type(tensor) is Tensor and tensor.dtype.is_signed:
+            answer.tensors[each] = -tensor
+
+
 def _fill(answer: Answer, name: str, value: float) -> None:
     tensor = answer.tensors[name]
     bound = torch.finfo(tensor.dtype).max if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
@@ -200,6 +208,7 @@ def _fact(answer: Answer, name: str, value: tuple[str, Any]) -> None:
 KINDS: dict[str, tuple[Callable[[Answer, str, Any], None], st.SearchStrategy[Any]]] = {
     "value": (_value, st.one_of(st.sampled_from([math.nan, math.inf, -math.inf]), st.floats(allow_nan=False))),
     "scale": (_scale, st.tuples(st.floats(-45, 38.6).map(lambda e: 10.0**e), st.booleans())),
+    "sign": (_sign, st.booleans()),
     "fill": (_fill, st.floats(allow_nan=False, allow_infinity=False)),
     "shape": (
         _shape,

@@ -63,6 +63,8 @@ class Shares:
         device: of the mean.
     """
 
+    sees_values = False
+
     def __init__(self, parties: int, uniform: bool, device: torch.device):
         self.parties, self.uniform, self.device = parties, uniform, device
         self.sums: list[Mapping[str, Tensor]] = []

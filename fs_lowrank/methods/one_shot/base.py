@@ -13,7 +13,7 @@ from torch.func import functional_call
 from ...models.curvature import LARGEST_EXACT, count_classes, diagonal_fisher
 from ...models.names import entries, select
 from ...seeds import derive
-from ..base import Client, Gathering, State, Tensors, Update, Workbench
+from ..base import Client, Gathering, RefusedUpdate, State, Tensors, Update, Workbench, refuse_negative
 from .compress import Budget
 
 logger = logging.getLogger("fs_lowrank")
@@ -29,6 +29,8 @@ DRAWS = {
 CLASSIFIERS = ("SequenceClassification", "ImageClassification")
 #: factor on the Fisher, which is small, if only sums arrive, since they may be fixed-point numbers
 SUM_SCALE = 2.0**8
+#: share of the largest value of a matrix that is taken for rounding; 8 bits round to a 254th of it
+ROUNDING = 0.01
 #: a smaller Fisher could not be distinguished from the rounding of such numbers, and counts as zero
 SMALLEST_SUM = 1e-8
 
@@ -36,6 +38,33 @@ SMALLEST_SUM = 1e-8
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor without values, for shapes and dtypes."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def refuse_indefinite(update: Update, names: Iterable[str]) -> None:
+    """Refuse ``update`` if one of its matrices ``names`` cannot be a sum of ``x xᵀ``, up to rounding.
+
+    Looked at are the symmetry, the diagonal and every ``2 × 2`` minor, ``g_ij² ≤ g_ii g_jj``, which takes as many steps
+    as the matrix has values; eigenvalues would take the time of the server's step.
+
+    Raises:
+        RefusedUpdate: the message names client and tensor.
+    """
+    for name in names:
+        matrix = update.tensors[name]
+        diagonal = matrix.diagonal()
+        rounding = ROUNDING * diagonal.max()
+        root = (diagonal + rounding).sqrt()
+        flaw = ""
+        if diagonal.min() < 0:
+            flaw = f"holds {float(diagonal.min()):.6g} on its diagonal"
+        elif ((matrix - matrix.T).abs() > rounding).any():
+            flaw = "is not symmetric"
+        elif (matrix.abs() > root[:, None] * root).any():
+            flaw = "holds values that are too large for its diagonal"
+        if flaw:
+            raise RefusedUpdate(
+                f"client {update.client}: {name} {flaw}, expected a symmetric matrix that is positive semi-definite"
+            )
 
 
 class OneShot(Gathering):
@@ -79,6 +108,12 @@ class OneShot(Gathering):
         own = super().expected(state, round, client)
         beside = self.beside_shapes(own)
         return Budget(own, self.parameters, beside).shapes() if self.compresses else {**own, **beside}
+
+    def check(self, update):
+        super().check(update)
+        if self.compresses:
+            # Of a semi-definite matrix the eigenvalues are sent, and of any tensor its largest magnitude.
+            refuse_negative(update, [n for n in update.tensors if n.startswith(("scale:", "values:"))])
 
     def received(self, updates: Sequence[Update], state: State) -> list[dict[str, Tensor]]:
         """What each client sent, decompressed."""

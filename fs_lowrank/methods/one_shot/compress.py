@@ -21,6 +21,12 @@ BITS = 32 // 2
 VECTOR_BITS = 32 // 4
 
 
+def quantised(kind: str, sent: Tensors) -> dict[str, Tensor]:
+    """The values, flat, of the tensors ``KIND:NAME`` that ``sent`` has as codes of ``BITS`` bits."""
+    codes = {n.removeprefix("codes:"): t for n, t in sent.items() if n.startswith(f"codes:{kind}:")}
+    return {n: unpack(t, sent[f"scale:{n}"], (t.numel() * 8 // BITS,), BITS) for n, t in codes.items()}
+
+
 class Budget:
     """How one update is compressed.
 

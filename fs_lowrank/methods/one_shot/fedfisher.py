@@ -39,10 +39,10 @@ from ...algebra import weighted_mean
 from ...errors import UserError
 from ...models.curvature import check_full_size, full_fisher, kronecker_fisher, matrix_layers, require_curvlinops
 from ...settings import key
-from ..base import Tensors
+from ..base import Tensors, refuse_negative
 from ..registry import register_method
-from .base import CLASSIFIERS, DRAWS, OneShot, best, meta
-from .compress import VECTOR_BITS
+from .base import CLASSIFIERS, DRAWS, OneShot, best, meta, refuse_indefinite
+from .compress import VECTOR_BITS, quantised
 from .objective import Block, diagonal_block, full_block, kronecker_block, minimise
 
 
@@ -132,6 +132,14 @@ class FedFisher(OneShot):
             inputs = weight[0].numel() + bias
             shapes[f"inputs:{layer}"], shapes[f"outputs:{layer}"] = meta(inputs, inputs), meta(len(weight), len(weight))
         return shapes
+
+    def check(self, update):
+        super().check(update)
+        if self.params.fisher == "diag":
+            sent = quantised("fisher", update.tensors) if self.compresses else update.tensors
+            refuse_negative(replace(update, tensors=sent), [n for n in sent if n.startswith("fisher:")])
+        else:
+            refuse_indefinite(update, [n for n in update.tensors if n.startswith(("inputs:", "outputs:", "fisher:"))])
 
     # -- server: start at the mean, minimise ---------------------------------------------------------
 

@@ -28,7 +28,7 @@ import torch
 from ...algebra import weighted_mean
 from ...models.names import entries
 from ...settings import key
-from ..base import Tensors
+from ..base import Tensors, refuse_negative
 from ..registry import register_method
 from .base import CLASSIFIERS, DRAWS, OneShot
 
@@ -63,6 +63,10 @@ class FisherMerge(OneShot):
 
     def beside_shapes(self, own):
         return self.diagonal_shapes(own)
+
+    def check(self, update):
+        super().check(update)
+        refuse_negative(update, [n for n in update.tensors if n.startswith("fisher:")])
 
     def scaled(self, fisher: Tensors, raised: bool) -> Tensors:
         """The Fisher of one client, raised to the floor if ``raised``, and divided by the norm that it had before."""

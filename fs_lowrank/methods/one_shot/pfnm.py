@@ -26,6 +26,7 @@ from ...algebra.match import require
 from ...models.chain import allow_growth, chain
 from ...seeds import derive
 from ...settings import key
+from ..base import RefusedUpdate, refuse_negative
 from ..registry import register_method
 from .base import OneShot, meta
 
@@ -65,10 +66,24 @@ class PFNM(OneShot):
         if self.params.last_layer != "classes":
             return {}
         last, labels = own[self.chain[-1]], torch.cat([batch["labels"] for batch in client.batches()])
-        return {"counts:classes": torch.bincount(labels, minlength=len(last)).float().to(last.device)}
+        return {"counts:classes": torch.bincount(labels, minlength=len(last)).int().to(last.device)}
 
     def beside_shapes(self, own):
-        return {"counts:classes": meta(len(own[self.chain[-1]]))} if self.params.last_layer == "classes" else {}
+        if self.params.last_layer != "classes":
+            return {}
+        # Whole numbers, which quantization leaves as they are.
+        return {"counts:classes": meta(len(own[self.chain[-1]]), dtype=torch.int32)}
+
+    def check(self, update):
+        super().check(update)
+        if self.params.last_layer == "classes":
+            refuse_negative(update, ["counts:classes"])
+            total = int(update.tensors["counts:classes"].sum())
+            if total != update.num_samples:
+                raise RefusedUpdate(
+                    f"client {update.client}: counts:classes adds up to {total} samples, it declared "
+                    f"{update.num_samples}"
+                )
 
     def aggregate(self, updates, state, round):
         parts = [u.tensors for u in updates]

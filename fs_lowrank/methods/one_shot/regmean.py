@@ -26,7 +26,7 @@ from ...models.names import entries
 from ...settings import key
 from ..base import Tensors
 from ..registry import register_method
-from .base import OneShot, best, meta
+from .base import OneShot, best, meta, refuse_indefinite
 
 
 @register_method("regmean")
@@ -68,6 +68,10 @@ class RegMean(OneShot):
     def beside_shapes(self, own):
         widths = {n: own[f"{n}.weight"].shape[1] for n in self.layers}
         return entries("gram", {n: meta(width, width) for n, width in widths.items()})
+
+    def check(self, update):
+        super().check(update)
+        refuse_indefinite(update, [n for n in update.tensors if n.startswith("gram:")])
 
     def aggregate(self, updates, state, round):
         parts, weights, own = self.received(updates, state), self.weights(updates), self.view(state)
